@@ -1,0 +1,57 @@
+"""The base of every config and every file that passes between stages: a frozen pydantic model without extra keys."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from data_pipeline.errors import UserError, nearest
+
+
+class Schema(BaseModel):
+    """A frozen model that forbids unknown keys, so that a misspelt setting can never be silently ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, value: dict[str, Any], *, where: str) -> Self:
+        """Validate `value`; raises `UserError` with one sentence that names `where`, the key and the mend."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise UserError(f"{where}: {describe(error, cls)}") from None
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem of a validation error in one sentence; an unknown key names the nearest valid one."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        valid = _fields_at(model, first["loc"][:-1])
+        return f'unknown key "{path}"{nearest(str(first["loc"][-1]), valid)}{more}'
+    given = "" if first["type"] == "missing" else f", got {first['input']!r}"
+    message = first["msg"].removeprefix("Value error, ")
+    return (f"{path}: " if path else "") + f"{message}{given if path else ''}{more}"
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields of the model that sits at `loc`; union members appear in `loc` by their `kind`."""
+    models: list[type[BaseModel]] = [model]
+    for part in loc:
+        inner: list[type[BaseModel]] = []
+        for candidate in models:
+            field = candidate.model_fields.get(str(part))
+            if field is not None:
+                inner += _models_in(field.annotation)
+            elif (kind := candidate.model_fields.get("kind")) is not None and kind.default == part:
+                inner.append(candidate)
+        models = inner or models
+    return sorted({name for candidate in models for name in candidate.model_fields})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in _models_in(part)]

@@ -1,0 +1,32 @@
+"""Install with `pip install -e .`; the extras `test` and `lint` are what `make test` and `make lint` need."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="feature-dropout",
+    version="0.1.0",
+    description="Self-supervised learning at scale: do augmentations that destroy features help to learn more of them?",
+    python_requires=">=3.11",
+    packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
+    package_data={"data_pipeline": ["overlays/assets/*"]},
+    install_requires=[
+        # torch and torchvision are released as a matched pair; an unpinned torch breaks the other's binary.
+        "torch==2.11.0",
+        "torchvision==0.26.0",
+        "matplotlib>=3.8",
+        "numpy>=1.26",
+        "pillow>=10.1",
+        "pydantic>=2.7",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+        "safetensors>=0.4.3",
+        "scikit-learn>=1.4",
+        "submitit==1.5.4",
+        "wandb==0.31.0",
+        "webdataset==1.0.2",
+    ],
+    extras_require={
+        "test": ["lightly", "pytest>=9", "pytest-xdist"],
+        "lint": ["mypy", "ruff", "types-PyYAML"],
+    },
+)

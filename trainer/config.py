@@ -1,0 +1,86 @@
+"""RunConfig: everything that decides a run's science. Each section's config sits beside the class that consumes it.
+
+A recipe (a function in configs/) returns a RunConfig; it is resolved once into RUN_DIR/config.json, and nothing is ever
+written back into it. What depends on the machine (micro batch, number of ranks, device) is derived from (config, world).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, PositiveInt, model_validator
+
+from data_pipeline.errors import UserError
+from data_pipeline.schema import Schema
+from trainer.adversary import AdversaryConfig
+from trainer.models.encoder import EncoderConfig
+from trainer.objectives import ObjectiveConfig
+from trainer.optim import OptimizerConfig, SGDConfig
+from trainer.probes.linear import ProbeConfig
+from trainer.tracking import TrackingConfig
+from trainer.views import ViewsConfig
+
+
+class DataConfig(Schema):
+    """Where the shards are, and how many worker processes a rank reads them with (0: in the training process)."""
+
+    train_dir: str
+    test_dir: str
+    num_workers: Annotated[int, Field(ge=0)] = 2
+
+
+class EngineConfig(Schema):
+    """How the players are trained in parallel. DDP runs on gloo (CPU) and NCCL (GPU)."""
+
+    kind: Literal["ddp"] = "ddp"
+
+
+class RunConfig(Schema):
+    """One run. `global_batch_size` is the knob: the number of ranks and nodes never changes the science.
+
+    `precision` is the autocast type of encoder and viewmaker; embeddings, losses and optimizer states stay float32.
+    A checkpoint is written every `checkpoint_every_steps` and at the end; metrics every `log_every_steps`.
+    """
+
+    name: str
+    seed: Annotated[int, Field(ge=0)] = 0
+    data: DataConfig
+    views: ViewsConfig
+    encoder: EncoderConfig
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig = SGDConfig()
+    adversary: AdversaryConfig | None = None
+    engine: EngineConfig = EngineConfig()
+    global_batch_size: PositiveInt
+    num_epochs: PositiveInt
+    precision: Literal["float32", "bfloat16"] = "float32"
+    channels_last: bool = False
+    checkpoint_every_steps: PositiveInt = 500
+    log_every_steps: PositiveInt = 10
+    probe: ProbeConfig = ProbeConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _adversary_belongs_to_the_viewmaker(self) -> Self:
+        if (self.views.kind == "viewmaker") != (self.adversary is not None):
+            raise ValueError(
+                f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} `adversary`: '
+                "the adversary trains a viewmaker"
+            )
+        return self
+
+
+def read_config(path: Path) -> RunConfig:
+    """A RunConfig from a .json or .yaml file, such as an earlier run's config.json; raises `UserError`."""
+    try:
+        value: Any = yaml.safe_load(path.read_text()) if path.suffix in {".yaml", ".yml"} else json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the config {path}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is not valid {path.suffix.removeprefix('.')}: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a mapping of settings; see RunConfig in trainer/config.py")
+    return RunConfig.parse(value, where=str(path))

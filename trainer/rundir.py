@@ -1,0 +1,113 @@
+"""The run directory: the only thing that passes from training to probe, analysis, report and restart.
+
+    RUN_DIR/ config.json  provenance.json  metrics.jsonl  wandb/  wandb_run_id
+             checkpoints/step_00010000/ ...  LATEST  probes/step_00010000/base.json overlay.json
+             analysis/*.json *.png  report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names of everything in a run directory; creates nothing by itself."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def wandb_run_id(self) -> Path:
+        return self.path / "wandb_run_id"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        return self.path / "LATEST"
+
+    @property
+    def analysis(self) -> Path:
+        return self.path / "analysis"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:08d}"
+
+    def probes(self, step: int) -> Path:
+        return self.path / "probes" / f"step_{step:08d}"
+
+    def probe_steps(self) -> list[int]:
+        """Steps that have probe results, ascending."""
+        return sorted(int(path.name.removeprefix("step_")) for path in (self.path / "probes").glob("step_*"))
+
+    def latest_step(self) -> int | None:
+        """Step of the newest complete checkpoint, by `LATEST`; None where nothing was saved yet."""
+        if not self.latest.is_file():
+            return None
+        return int(self.latest.read_text().strip().removeprefix("step_"))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl, in order: {"step": int, "epoch": int, "train/loss": float, ...}.
+
+        A line cut short by a kill is left out. A restart repeats the steps after its checkpoint; the last line of a step wins.
+        """
+        by_step: dict[int, dict[str, Any]] = {}
+        if self.metrics.is_file():
+            for line in self.metrics.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue
+                by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
+        return [by_step[step] for step in sorted(by_step)]
+
+
+def open_run(path: Path) -> RunDir:
+    """The run directory at `path`; raises `UserError` if there is none."""
+    run_dir = RunDir(path)
+    if not run_dir.config.is_file():
+        raise UserError(f"{path} is not a run directory: it holds no config.json; pass the --run-dir of a training run")
+    return run_dir
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader sees the old file or the new one, never a part, even after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n")

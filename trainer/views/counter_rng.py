@@ -1,0 +1,71 @@
+"""Counter-based random numbers on the training device: draw `n` of a key is a pure function of (key, n).
+
+An ordinary generator hands out numbers in the order they are asked for, so the views of a sample would depend on which
+other samples share its batch. Here every number is a hash of its key and counter (the SplitMix64 finaliser of Steele et
+al. 2014), so a sample gets the same view in any batch, on any rank, on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+_MIX_1 = -4658895280553007687  #  0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  #  0x94D049BB133111EB
+
+
+@dataclass(frozen=True)
+class ViewKeys:
+    """The key of every draw made for a batch of views: (seed, epoch, sample index, view).
+
+    Attributes:
+        seed, epoch, view: numbers shared by the batch; `view` numbers the draws of one sample in one epoch: 0 and 1
+            for the two views of a step, 2 and 3 where an alternating update draws again.
+        index_B: (B,) int64 dataset indices, on the device of the pictures.
+    """
+
+    seed: int
+    epoch: int
+    index_B: torch.Tensor
+    view: int
+
+    def __post_init__(self) -> None:
+        assert self.index_B.dtype == torch.int64
+        assert self.index_B.dim() == 1
+
+
+def uniform(keys: ViewKeys, num: int, *, purpose: int) -> torch.Tensor:
+    """(B, num) float32 numbers in [0, 1), 24 random bits each; `purpose` separates uses of the same keys."""
+    bits = _hash(keys, num, purpose)
+    return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
+
+
+def _hash(keys: ViewKeys, num: int, purpose: int) -> torch.Tensor:
+    key_B = _mix(keys.index_B + _mix_int(keys.seed, keys.epoch, keys.view, purpose))
+    counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device) * _GOLDEN
+    return _mix(key_B[:, None] + counter_N[None, :])
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's is arithmetic on int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix_int(*numbers: int) -> int:
+    """One signed 64-bit key from several integers, by the same finaliser in Python's integers."""
+    mask = (1 << 64) - 1
+    state = 0
+    for number in numbers:
+        state = (state + number + (_GOLDEN & mask)) & mask
+        state = ((state ^ (state >> 30)) * (_MIX_1 & mask)) & mask
+        state = ((state ^ (state >> 27)) * (_MIX_2 & mask)) & mask
+        state ^= state >> 31
+    return state - (1 << 64) if state >= 1 << 63 else state

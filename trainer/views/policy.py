@@ -1,0 +1,26 @@
+"""The interface of a view policy, and the union of the policies there are: the union is the registry."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from trainer.views.counter_rng import ViewKeys
+from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+
+ViewsConfig = Annotated[ExpertImageConfig | ViewmakerConfig, Field(discriminator="kind")]
+ViewPolicy = ExpertImage | Viewmaker
+
+__all__ = ["ViewKeys", "ViewPolicy", "ViewsConfig", "build_view_policy"]
+
+
+def build_view_policy(config: ViewsConfig, *, image_channels: int) -> ViewPolicy:
+    """The policy a config names: an `nn.Module` called as `policy(images_BCHW, keys) -> views_BCHW`."""
+    match config:
+        case ExpertImageConfig():
+            return ExpertImage(config)
+        case ViewmakerConfig():
+            return Viewmaker(config, image_channels=image_channels)
