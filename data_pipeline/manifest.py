@@ -73,7 +73,9 @@ def load_manifest(directory: Path) -> Manifest:
     """Read `directory/manifest.json`; raises `UserError` if it is missing or is not a manifest."""
     path = directory / MANIFEST_NAME
     if not directory.is_dir():
-        raise UserError(f"{directory} does not exist; build it with `python -m data_pipeline build DATASET --out {directory}`")
+        raise UserError(
+            f"{directory} does not exist; build it with `python -m data_pipeline build DATASET --out {directory}`"
+        )
     if not path.is_file():
         raise UserError(
             f"{directory} holds no {MANIFEST_NAME}, so it is not a finished dataset; "

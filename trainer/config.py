@@ -76,11 +76,15 @@ class RunConfig(Schema):
 def read_config(path: Path) -> RunConfig:
     """A RunConfig from a .json or .yaml file, such as an earlier run's config.json; raises `UserError`."""
     try:
-        value: Any = yaml.safe_load(path.read_text()) if path.suffix in {".yaml", ".yml"} else json.loads(path.read_text())
+        value: Any = (
+            yaml.safe_load(path.read_text()) if path.suffix in {".yaml", ".yml"} else json.loads(path.read_text())
+        )
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not valid {path.suffix.removeprefix('.')}: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"{path} is not valid {path.suffix.removeprefix('.')}: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a mapping of settings; see RunConfig in trainer/config.py")
     return RunConfig.parse(value, where=str(path))

@@ -1,0 +1,72 @@
+"""Progress of a long job: a bar on a terminal, a plain line every few seconds in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+SECONDS_BETWEEN_LINES = 10.0
+
+T = TypeVar("T")
+
+
+class Progress:
+    """Counts up to `total`; `advance` may carry a short note such as the current loss.
+
+    Writes to stderr. `enabled=False` (every rank but the first) prints nothing.
+    """
+
+    def __init__(self, title: str, *, total: int, start: int = 0, enabled: bool = True) -> None:
+        self._title, self._total, self._done, self._first = title, total, start, start
+        self._started = self._last_line = time.monotonic()
+        self._enabled = enabled
+        self._bar: RichProgress | None = None
+        if enabled and sys.stderr.isatty():
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._task = self._bar.add_task(title, total=total, completed=start, note="")
+
+    def advance(self, num: int = 1, *, note: str = "") -> None:
+        self._done += num
+        if self._bar is not None:
+            self._bar.update(self._task, advance=num, **({"note": note} if note else {}))
+            return
+        now = time.monotonic()
+        if self._enabled and (now - self._last_line > SECONDS_BETWEEN_LINES or self._done == self._total):
+            self._last_line = now
+            rate = (self._done - self._first) / max(now - self._started, 1e-9)
+            left = (self._total - self._done) / max(rate, 1e-9)
+            ending = f", {left:.0f} s left" if self._done < self._total else f" in {now - self._started:.0f} s"
+            tail = f", {note}" if note else ""
+            print(f"{self._title}: {self._done}/{self._total}{ending}{tail}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def track(items: Iterable[T], title: str, *, total: int, enabled: bool = True) -> Iterator[T]:
+    """Yield `items`, counting them."""
+    with Progress(title, total=total, enabled=enabled) as progress:
+        for item in items:
+            yield item
+            progress.advance()

@@ -1,0 +1,84 @@
+"""Optimizers and learning-rate schedules: the rate is a pure function of (config, step), never state that must be saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import nn
+
+from data_pipeline.schema import Schema
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ConstantConfig(Schema):
+    """The rate never changes (the published image and audio pretraining of Tamkin et al. 2022)."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class CosineConfig(Schema):
+    """Linear warm-up over the first share of training, then a half cosine to zero (Huang et al. 2023: no warm-up)."""
+
+    kind: Literal["cosine"] = "cosine"
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+ScheduleConfig = Annotated[ConstantConfig | CosineConfig, Field(discriminator="kind")]
+
+
+class SGDConfig(Schema):
+    """SGD with heavy-ball momentum; weight decay acts on every parameter, as published."""
+
+    kind: Literal["sgd"] = "sgd"
+    learning_rate: PositiveFloat = 0.03
+    momentum: Momentum = 0.9
+    weight_decay: NonNegativeFloat = 1e-4
+    schedule: ScheduleConfig = ConstantConfig()
+
+
+class AdamConfig(Schema):
+    """Adam (Kingma & Ba 2015) with L2 weight decay."""
+
+    kind: Literal["adam"] = "adam"
+    learning_rate: PositiveFloat = 1e-3
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    weight_decay: NonNegativeFloat = 0.0
+    schedule: ScheduleConfig = ConstantConfig()
+
+
+OptimizerConfig = Annotated[SGDConfig | AdamConfig, Field(discriminator="kind")]
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    match config:
+        case SGDConfig():
+            return torch.optim.SGD(
+                parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+            )
+        case AdamConfig():
+            return torch.optim.Adam(
+                parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+            )
+
+
+def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int) -> float:
+    """The rate of step `step` (from 0) of `num_steps`.
+
+    Examples:
+        >>> learning_rate_at(SGDConfig(learning_rate=0.5, schedule=CosineConfig()), step=50, num_steps=100)
+        0.25
+    """
+    match config.schedule:
+        case ConstantConfig():
+            return config.learning_rate
+        case CosineConfig(warmup_fraction=warmup_fraction):
+            num_warmup_steps = round(warmup_fraction * num_steps)
+            if step < num_warmup_steps:
+                return config.learning_rate * (step + 1) / num_warmup_steps
+            progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
+            return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
