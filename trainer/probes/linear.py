@@ -1,0 +1,227 @@
+"""The linear probe: softmax regression on the flattened pre-pool map of a frozen encoder (Tamkin et al. 2022).
+
+The head is trained on views of the pretraining policy, one fresh view of each picture an epoch, and tested on pictures
+without views. As the encoder is frozen, the heads of several labels are trained in one pass over the same features:
+they share nothing but the input, so each is bit for bit the head that would have been trained alone.
+
+Shapes: N pictures, B batch, C channels, F features, K classes of a label.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.errors import UserError
+from data_pipeline.randomness import generator
+from data_pipeline.schema import Schema
+from trainer.probes.features import FeatureEncoder, Pictures, ViewFunction, extract, frozen, to_float
+from trainer.views.counter_rng import ViewKeys
+
+PROBE_VIEW = 4  # the `view` of ViewKeys: 0 to 3 belong to training
+
+
+class ProbeConfig(Schema):
+    """How the linear head is trained; the defaults are the published protocol.
+
+    The learning rate is multiplied by 0.1 when each of `milestones`, fractions of `num_epochs`, is reached.
+
+    `views="policy"` trains on one view of the pretraining policy per picture and epoch; `"none"` on the pictures.
+    `batch_norm="eval"` uses the encoder's running statistics throughout. `"train"` is what the original code did without
+    saying so: batch statistics while the head is trained, which moves the running statistics that the test then uses.
+    """
+
+    num_epochs: PositiveInt = 100
+    batch_size: PositiveInt = 128
+    learning_rate: PositiveFloat = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    milestones: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.6, 0.8)
+    views: Literal["policy", "none"] = "policy"
+    batch_norm: Literal["eval", "train"] = "eval"
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class LinearResult(Schema):
+    """Test accuracies in [0, 1]. `accuracy`, the one to report, is the last epoch's; choosing the best epoch by its test
+    accuracy would be optimistic, so `best_accuracy` is only shown beside it. Epochs count from 1.
+    """
+
+    accuracy: float
+    best_accuracy: float
+    best_epoch: int
+    accuracy_by_epoch: tuple[float, ...]
+    train_accuracy_by_epoch: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One label to read out: class numbers of the train pictures (N,) and of the test pictures, int64."""
+
+    train_N: Tensor
+    test_N: Tensor
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """What the heads see in one step: features (B, F) float32 and the row of each in the train set (B,) int64."""
+
+    features_BF: Tensor
+    row_B: Tensor
+
+
+def fit_linear_probe(
+    batches: Callable[[int], Iterable[FeatureBatch]],
+    *,
+    test_features: Callable[[], Tensor],
+    targets: Mapping[str, Target],
+    config: ProbeConfig,
+    on_epoch: Callable[[int, Mapping[str, float]], None] = lambda epoch, accuracy: None,
+) -> dict[str, LinearResult]:
+    """Train one head per target by SGD on the cross entropy, all in one pass over the features.
+
+    `batches(epoch)` yields the steps of an epoch; `test_features()` returns (N_test, F) and is asked for after each.
+    `on_epoch` is told the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges.
+    """
+    heads: dict[str, _Head] = {}
+    test_accuracy: dict[str, list[float]] = {name: [] for name in targets}
+    train_accuracy: dict[str, list[float]] = {name: [] for name in targets}
+    for epoch in range(config.num_epochs):
+        learning_rate = config.learning_rate * 0.1 ** sum(
+            epoch >= int(fraction * config.num_epochs) for fraction in config.milestones
+        )
+        for batch in batches(epoch):
+            if not heads:
+                heads = {name: _Head(target, batch.features_BF, config) for name, target in targets.items()}
+            for head in heads.values():
+                head.step(batch, learning_rate=learning_rate)
+        test_NF = test_features()
+        for name, head in heads.items():
+            train_accuracy[name].append(head.end_epoch(name, epoch))
+            test_accuracy[name].append(head.score(test_NF))
+        on_epoch(epoch + 1, {name: curve[-1] for name, curve in test_accuracy.items()})
+    return {name: _result(test_accuracy[name], train_accuracy[name]) for name in targets}
+
+
+def probe_linear(
+    encoder: FeatureEncoder,
+    *,
+    view_policy: ViewFunction,
+    train: Pictures,
+    test: Pictures,
+    targets: Mapping[str, Target],
+    config: ProbeConfig,
+    device: torch.device,
+    on_epoch: Callable[[int, Mapping[str, float]], None] = lambda epoch, accuracy: None,
+) -> dict[str, LinearResult]:
+    """Linear probes of a frozen encoder for every target; encoder and policy are left as they were, bit for bit.
+
+    The order of an epoch and every view follow from (config.seed, epoch, sample index), so the result does not depend
+    on the order in which the shards store the samples' batches.
+    """
+    live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
+    with frozen(live, view_policy):
+        cached: Tensor | None = None
+        if config.batch_norm == "eval":
+            test_NF = extract(live.features, test.images_NCHW, device=device)
+            if config.views == "none":
+                cached = extract(live.features, train.images_NCHW, device=device)
+
+        def batches(epoch: int) -> Iterable[FeatureBatch]:
+            for row_B in epoch_rows(len(train), epoch=epoch, config=config):
+                if cached is not None:
+                    yield FeatureBatch(cached[row_B.to(device)], row_B)
+                    continue
+                pictures_BCHW = to_float(train.images_NCHW[row_B], device)
+                if config.views == "policy":
+                    keys = ViewKeys(config.seed, epoch, train.index_N[row_B].to(device), PROBE_VIEW)
+                    pictures_BCHW = view_policy(pictures_BCHW, keys)
+                live.train(config.batch_norm == "train")
+                features_BF = live.features(pictures_BCHW)
+                live.eval()
+                yield FeatureBatch(features_BF, row_B)
+
+        def test_features() -> Tensor:
+            return test_NF if config.batch_norm == "eval" else extract(live.features, test.images_NCHW, device=device)
+
+        return fit_linear_probe(batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch)
+
+
+def epoch_rows(num: int, *, epoch: int, config: ProbeConfig) -> Sequence[Tensor]:
+    """The rows of each step of an epoch: a seeded permutation cut into full batches. What is left over at the end,
+    other rows in each epoch, is not trained on; a set smaller than one batch is one batch.
+    """
+    order = torch.from_numpy(generator(config.seed, "linear probe order", epoch).permutation(num))
+    batch_size = min(config.batch_size, num)
+    return order[: num - num % batch_size].split(batch_size)
+
+
+class _Head:
+    """Weights, momentum and the running train accuracy of one target."""
+
+    def __init__(self, target: Target, like_BF: Tensor, config: ProbeConfig) -> None:
+        device, num_features = like_BF.device, like_BF.shape[1]
+        draw = torch.Generator().manual_seed(config.seed)
+        bound = 1 / math.sqrt(num_features)  # the law of torch.nn.Linear
+
+        def parameter(*shape: int) -> Tensor:
+            return torch.empty(shape).uniform_(-bound, bound, generator=draw).to(device).requires_grad_()
+
+        self._weight_KF = parameter(target.num_classes, num_features)
+        self._bias_K = parameter(target.num_classes)
+        self._optimizer = torch.optim.SGD(
+            [self._weight_KF, self._bias_K], lr=config.learning_rate, momentum=config.momentum
+        )
+        self._train_N, self._test_N = target.train_N.to(device), target.test_N.to(device)
+        self._num_right, self._loss = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._num_seen = 0
+
+    def step(self, batch: FeatureBatch, *, learning_rate: float) -> None:
+        label_B = self._train_N[batch.row_B.to(self._train_N.device)]
+        with torch.enable_grad():
+            logits_BK = F.linear(batch.features_BF, self._weight_KF, self._bias_K)
+            loss = F.cross_entropy(logits_BK, label_B)
+            self._optimizer.param_groups[0]["lr"] = learning_rate
+            self._optimizer.zero_grad()
+            torch.autograd.backward(loss)
+        self._optimizer.step()
+        # Summed on the device: asking for a number in every step would make the device wait for the host.
+        self._num_right += (logits_BK.detach().argmax(1) == label_B).sum()
+        self._loss += loss.detach()
+        self._num_seen += len(label_B)
+
+    def end_epoch(self, name: str, epoch: int) -> float:
+        """Train accuracy of the epoch, on views and with the head still moving; starts the next one."""
+        if not math.isfinite(self._loss.item()):
+            raise UserError(
+                f"the linear probe of label_{name} diverged in its epoch {epoch + 1}: its loss is not finite; "
+                "lower probe.learning_rate"
+            )
+        accuracy = self._num_right.item() / self._num_seen
+        self._num_right.zero_()
+        self._loss.zero_()
+        self._num_seen = 0
+        return accuracy
+
+    def score(self, test_NF: Tensor) -> float:
+        logits_NK = F.linear(test_NF, self._weight_KF, self._bias_K)
+        return float((logits_NK.argmax(1) == self._test_N).sum().item()) / len(self._test_N)
+
+
+def _result(test_accuracy: Sequence[float], train_accuracy: Sequence[float]) -> LinearResult:
+    best = max(test_accuracy)
+    return LinearResult(
+        accuracy=test_accuracy[-1],
+        best_accuracy=best,
+        best_epoch=test_accuracy.index(best) + 1,
+        accuracy_by_epoch=tuple(test_accuracy),
+        train_accuracy_by_epoch=tuple(train_accuracy),
+    )
