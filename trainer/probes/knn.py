@@ -39,8 +39,8 @@ def knn_predict(
 ) -> Tensor:
     """Predicted classes (Q,) int64: argmax over classes of the sum of exp(cosine / temperature) over the neighbours.
 
-    The neighbours are the `num_neighbors` of the bank (or all, if there are fewer) with the largest cosine. Features are
-    brought to unit length here, in float32. At most (chunk_size, N) cosines are held at a time.
+    The neighbours are the `num_neighbors` of the bank (or all, if there are fewer) with the largest cosine. Features
+    are brought to unit length here, in float32. At most (chunk_size, N) cosines are held at a time.
     """
     bank_NC, queries_QC = F.normalize(bank_NC.float(), dim=1), F.normalize(queries_QC.float(), dim=1)
     num_neighbors = min(num_neighbors, len(bank_NC))

@@ -35,8 +35,8 @@ class ProbeConfig(Schema):
     The learning rate is multiplied by 0.1 when each of `milestones`, fractions of `num_epochs`, is reached.
 
     `views="policy"` trains on one view of the pretraining policy per picture and epoch; `"none"` on the pictures.
-    `batch_norm="eval"` uses the encoder's running statistics throughout. `"train"` is what the original code did without
-    saying so: batch statistics while the head is trained, which moves the running statistics that the test then uses.
+    `batch_norm="eval"` uses the encoder's running statistics throughout. `"train"` is what the original code did
+    without saying so: batch statistics while the head is trained, which move the running statistics of the test.
     """
 
     num_epochs: PositiveInt = 100
@@ -50,8 +50,8 @@ class ProbeConfig(Schema):
 
 
 class LinearResult(Schema):
-    """Test accuracies in [0, 1]. `accuracy`, the one to report, is the last epoch's; choosing the best epoch by its test
-    accuracy would be optimistic, so `best_accuracy` is only shown beside it. Epochs count from 1.
+    """Test accuracies in [0, 1]. `accuracy`, the one to report, is the last epoch's; to choose the best epoch by its
+    test accuracy would be optimistic, so `best_accuracy` is only shown beside it. Epochs count from 1.
     """
 
     accuracy: float

@@ -1,0 +1,45 @@
+"""What `python -m trainer.probe` leaves behind for one label: RUN_DIR/probes/step_00010000/{base,overlay}.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from data_pipeline.errors import UserError
+from data_pipeline.schema import Schema
+from trainer.probes.features import LabelSpace
+from trainer.probes.knn import KNNResult
+from trainer.probes.linear import LinearResult, ProbeConfig
+
+
+class ProbeResult(Schema):
+    """Accuracies of one label at one checkpoint, and what they have to be compared with.
+
+    `checkpoint_step` 0 is the untrained encoder. `chance` is one over the number of classes; `majority_share` is the
+    test accuracy of always answering the commonest class of the train set. `seconds` covers all labels of the probe.
+    """
+
+    label: LabelSpace
+    checkpoint_step: int
+    linear: LinearResult
+    knn: KNNResult
+    chance: float
+    majority_share: float
+    class_names: tuple[str, ...]
+    num_train: int
+    num_test: int
+    probe_config: ProbeConfig
+    train_manifest_sha256: str
+    test_manifest_sha256: str
+    seconds: float
+
+
+def read_result(path: Path) -> ProbeResult:
+    """Read one result; raises `UserError` where the file is not one."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a probe result; run `python -m trainer.probe {path.parents[2]}` again")
+    return ProbeResult.parse(value, where=str(path))
