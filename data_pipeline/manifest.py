@@ -1,4 +1,4 @@
-"""The manifest of a built dataset: `DIR/manifest.json`, written last, so that a directory without one is not a dataset."""
+"""The manifest of a built dataset: `DIR/manifest.json`, written last: a directory without one is not a dataset."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Manifest(Schema):
 
     @property
     def sha256(self) -> str:
-        """Identifies the dataset by content: the hash of the manifest's canonical JSON, which holds every shard's hash."""
+        """Names the dataset by content: the hash of the canonical JSON, which holds the hash of every shard."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """RunConfig: everything that decides a run's science. Each section's config sits beside the class that consumes it.
 
 A recipe (a function in configs/) returns a RunConfig; it is resolved once into RUN_DIR/config.json, and nothing is ever
-written back into it. What depends on the machine (micro batch, number of ranks, device) is derived from (config, world).
+written back into it. What depends on the machine (batch of a rank, device) is derived from (config, world).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class RunConfig(Schema):
     """One run. `global_batch_size` is the knob: the number of ranks and nodes never changes the science.
 
     `precision` is the autocast type of encoder and viewmaker; embeddings, losses and optimizer states stay float32.
-    A checkpoint is written every `checkpoint_every_steps` and at the end; metrics every `log_every_steps`.
+    A checkpoint is written every `checkpoint_every_steps` and at the end, and the newest `keep_checkpoints` are kept;
+    metrics are logged every `log_every_steps`.
     """
 
     name: str
@@ -59,6 +60,7 @@ class RunConfig(Schema):
     precision: Literal["float32", "bfloat16"] = "float32"
     channels_last: bool = False
     checkpoint_every_steps: PositiveInt = 500
+    keep_checkpoints: PositiveInt = 2
     log_every_steps: PositiveInt = 10
     probe: ProbeConfig = ProbeConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -71,6 +73,30 @@ class RunConfig(Schema):
                 "the adversary trains a viewmaker"
             )
         return self
+
+    @property
+    def player_optimizers(self) -> dict[str, OptimizerConfig]:
+        """The optimizer of each trained player, by the player's name."""
+        viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
+        return {"encoder": self.optimizer, **viewmaker}
+
+
+def flatten(config: Schema) -> dict[str, Any]:
+    """Every setting by its dotted path, e.g. "optimizer.learning_rate"."""
+
+    def walk(value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {path: value}
+        return {name: leaf for key, inner in value.items() for name, leaf in walk(inner, f"{path}.{key}").items()}
+
+    return {path.removeprefix("."): leaf for path, leaf in walk(config.model_dump(mode="json"), "").items()}
+
+
+def difference(a: Schema, b: Schema) -> list[str]:
+    """Dotted paths of the settings in which two configs differ."""
+    left, right = flatten(a), flatten(b)
+    missing = object()
+    return [path for path in {**left, **right} if left.get(path, missing) != right.get(path, missing)]
 
 
 def read_config(path: Path) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: the rate is a pure function of (config, step), never state that must be saved."""
+"""Optimizers and learning-rate schedules: the rate is a pure function of (config, step), not state to be saved."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The run directory: the only thing that passes from training to probe, analysis, report and restart.
 
-    RUN_DIR/ config.json  provenance.json  metrics.jsonl  wandb/  wandb_run_id
-             checkpoints/step_00010000/ ...  LATEST  probes/step_00010000/base.json overlay.json
-             analysis/*.json *.png  report.html
+RUN_DIR/ config.json  provenance.json  metrics.jsonl  wandb/  wandb_run_id
+         checkpoints/step_00010000/ ...  LATEST  probes/step_00010000/base.json overlay.json
+         analysis/*.json *.png  report.html
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunDir:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl, in order: {"step": int, "epoch": int, "train/loss": float, ...}.
 
-        A line cut short by a kill is left out. A restart repeats the steps after its checkpoint; the last line of a step wins.
+        A line cut short by a kill is left out; where a restart repeated a step, its last line wins.
         """
         by_step: dict[int, dict[str, Any]] = {}
         if self.metrics.is_file():

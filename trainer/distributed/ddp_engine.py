@@ -1,0 +1,60 @@
+"""A player under torch's DistributedDataParallel, on gloo (CPU) or NCCL (GPU); in one process, the bare module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.distributed.collectives import world_size
+from trainer.optim import OptimizerConfig, build_optimizer
+
+
+class DDPEngine:
+    """Implements `trainer.distributed.engine.Engine`; gradients are averaged over ranks while backward runs."""
+
+    def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
+        self.module = module
+        self._optimizer = build_optimizer(optimizer, module.parameters())
+        self._parallel: nn.Module = module
+        if world_size() > 1:
+            # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank, and a
+            # broadcast between the two forwards of a step would change a tensor that backward still needs.
+            device = next(module.parameters()).device
+            self._parallel = DistributedDataParallel(
+                module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
+            )
+        self._frozen = False
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        output: Tensor = (self.module if self._frozen else self._parallel)(*inputs)
+        return output
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss)
+
+    def step(self, *, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        self._frozen = True
+        self.module.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self.module.requires_grad_(True)
+            self._frozen = False
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)

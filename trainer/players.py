@@ -1,0 +1,42 @@
+"""The trained modules of a run: the encoder, and the viewmaker where the views are learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.config import RunConfig
+from trainer.models.encoder import Encoder, build_encoder
+from trainer.views import ViewPolicy, build_view_policy
+from trainer.views.viewmaker import Viewmaker
+
+
+@dataclass(frozen=True)
+class Players:
+    """The modules of a run at `step` (0: untrained), with the config they were built from."""
+
+    config: RunConfig
+    step: int
+    encoder: Encoder
+    view_policy: ViewPolicy
+
+    @property
+    def viewmaker(self) -> Viewmaker | None:
+        return self.view_policy if isinstance(self.view_policy, Viewmaker) else None
+
+    @property
+    def trained_modules(self) -> dict[str, nn.Module]:
+        """Modules by the name of their player, in a fixed order."""
+        encoder: dict[str, nn.Module] = {"encoder": self.encoder}
+        return encoder | ({"viewmaker": self.viewmaker} if self.viewmaker is not None else {})
+
+
+def build_players(config: RunConfig) -> Players:
+    """Untrained players. Their initialisation depends on `config.seed` alone, so "untrained" is a fact about a config."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        encoder = build_encoder(config.encoder)
+        view_policy = build_view_policy(config.views, image_channels=3)
+    return Players(config=config, step=0, encoder=encoder, view_policy=view_policy)

@@ -1,0 +1,83 @@
+"""Where a run's numbers come from: code, command, machine, versions, data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_pipeline.manifest import load_manifest
+from trainer.config import RunConfig
+from trainer.rundir import RunDir, write_json
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
+
+
+def write_provenance(run_dir: RunDir, config: RunConfig, *, command: str, world_size: int, start_step: int) -> None:
+    """Write provenance.json; a restart keeps what the first start wrote and adds itself to `starts`."""
+    earlier: dict[str, Any] = json.loads(run_dir.provenance.read_text()) if run_dir.provenance.is_file() else {}
+    diff = _git("diff", "HEAD")
+    start = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "start_step": start_step,
+        "command": command,
+        "world_size": world_size,
+        "host": platform.node(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+    }
+    if diff:
+        run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n")
+    first = earlier or {
+        **{name: start[name] for name in ("command", "git_commit", "started_at", "host", "world_size")},
+        "git_dirty": bool(diff),
+        "seed": config.seed,
+        "cpu": cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        "train_manifest_sha256": load_manifest(Path(config.data.train_dir)).sha256,
+        "test_manifest_sha256": load_manifest(Path(config.data.test_dir)).sha256,
+    }
+    write_json(run_dir.provenance, {**first, "starts": [*earlier.get("starts", []), start]})
+
+
+def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:
+    write_json(run_dir.provenance, json.loads(run_dir.provenance.read_text()) | facts)
+
+
+def command_line() -> str:
+    """The command this process was started with, as a user would type it."""
+    return " ".join(["python", *sys.orig_argv[1:]])
+
+
+def cpu_name() -> str:
+    """The processor's model name, where the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the repository of this code; None where there is none."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True, errors="replace"
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,118 @@
+"""One training step: two views of each picture, their embeddings, the objective, one step of each player.
+
+The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself.
+Shape suffixes: B pictures of this rank, C channels, H height, W width, D embedding size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_pipeline.sample import Batch
+from trainer.adversary import reverse_gradient
+from trainer.config import RunConfig
+from trainer.distributed.engine import Engine
+from trainer.objectives import Objective
+from trainer.views import ViewKeys, ViewPolicy
+from trainer.views.health import view_health
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step leaves for the log, all detached: metric tensors, and the pictures and first views of this rank."""
+
+    metrics: dict[str, Tensor]
+    images_BCHW: Tensor
+    views_BCHW: Tensor
+
+    def read(self) -> dict[str, Tensor]:
+        """The metrics, those of the views included; costs a little, so only logged steps ask for it."""
+        health = view_health(self.views_BCHW, self.images_BCHW)
+        return self.metrics | {f"views/{name}": value for name, value in health.items()}
+
+
+class TrainingStep:
+    """Runs steps of one run; `engines` holds "encoder", and "viewmaker" where the views are learned."""
+
+    def __init__(
+        self, config: RunConfig, *, engines: Mapping[str, Engine], view_policy: ViewPolicy, objective: Objective
+    ) -> None:
+        self._config, self._objective = config, objective
+        self._encoder = engines["encoder"]
+        self._viewmaker = engines.get("viewmaker")
+        self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
+        self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+
+    def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
+        """One step on this rank's part of a global batch, already on the training device.
+
+        `learning_rates` is by player. The loss in the metrics is this rank's; its mean over ranks is the global loss.
+        """
+        images = (batch.images_BCHW.to(torch.float32) / 255).to(memory_format=self._memory_format)
+        if self._config.adversary is None:
+            return self._expert_step(batch, images, learning_rates)
+        if self._config.adversary.update == "simultaneous":
+            return self._simultaneous_step(batch, images, learning_rates)
+        return self._alternating_step(batch, images, learning_rates)
+
+    def _expert_step(self, batch: Batch, images: Tensor, learning_rates: Mapping[str, float]) -> StepOutput:
+        views_a, views_b = self._two_views(batch, images, first=0)
+        loss, metrics = self._compare(views_a, views_b)
+        self._encoder.backward(loss)
+        self._encoder.step(learning_rate=learning_rates["encoder"])
+        return StepOutput(metrics, images, views_a)
+
+    def _simultaneous_step(self, batch: Batch, images: Tensor, learning_rates: Mapping[str, float]) -> StepOutput:
+        """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
+        assert self._viewmaker is not None
+        assert self._config.adversary is not None
+        weight = self._config.adversary.weight
+        views_a, views_b = self._two_views(batch, images, first=0)
+        loss, metrics = self._compare(reverse_gradient(views_a, weight), reverse_gradient(views_b, weight))
+        self._encoder.backward(loss)
+        self._encoder.step(learning_rate=learning_rates["encoder"])
+        self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
+        return StepOutput(metrics, images, views_a.detach())
+
+    def _alternating_step(self, batch: Batch, images: Tensor, learning_rates: Mapping[str, float]) -> StepOutput:
+        """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
+        assert self._viewmaker is not None
+        assert self._config.adversary is not None
+        with self._viewmaker.frozen():
+            views_a, views_b = self._two_views(batch, images, first=0)
+            loss, metrics = self._compare(views_a, views_b)
+            self._encoder.backward(loss)
+            self._encoder.step(learning_rate=learning_rates["encoder"])
+        with self._encoder.frozen():
+            views_a, views_b = self._two_views(batch, images, first=2)
+            loss_after, _ = self._compare(views_a, views_b)
+            viewmaker_loss = -self._config.adversary.weight * loss_after
+            self._viewmaker.backward(viewmaker_loss)
+            self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
+        return StepOutput(metrics | {"train/viewmaker_loss": viewmaker_loss.detach()}, images, views_a.detach())
+
+    def _two_views(self, batch: Batch, images: Tensor, *, first: int) -> tuple[Tensor, Tensor]:
+        """Views number `first` and `first + 1` of every picture."""
+        a, b = (
+            ViewKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
+            for view in (first, first + 1)
+        )
+        with self._autocast(images.device):
+            return self._views(images, a), self._views(images, b)
+
+    def _compare(self, views_a: Tensor, views_b: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        with self._autocast(views_a.device):
+            z_a, z_b = self._encoder(views_a), self._encoder(views_b)
+        output = self._objective(z_a, z_b)
+        metrics = {"train/loss": output.loss.detach()}
+        if self._config.adversary is not None:
+            metrics["train/viewmaker_loss"] = -self._config.adversary.weight * metrics["train/loss"]
+        return output.loss, metrics | {f"train/{name}": value for name, value in output.metrics.items()}
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16")

@@ -1,0 +1,94 @@
+"""Metrics: always to RUN_DIR/metrics.jsonl, and to Weights & Biases, which may fail without harm to the run.
+
+One W&B run for all ranks (only the first rank has a tracker) and all restarts (its id is kept in RUN_DIR/wandb_run_id).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+import wandb
+
+from data_pipeline.schema import Schema
+from trainer.rundir import RunDir, write_atomically
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+class TrackingConfig(Schema):
+    """`wandb`: "auto" is online where the user is logged in (`wandb login`, WANDB_API_KEY) and offline elsewhere."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    wandb_project: str = "feature-dropout"
+
+
+class Tracker:
+    """Writes the metrics of one run; a context manager. `start_step` is the step a restart continues from."""
+
+    def __init__(self, run_dir: RunDir, *, config: RunConfig, start_step: int) -> None:
+        _forget_steps_after(run_dir, start_step)
+        self._file = run_dir.metrics.open("a")
+        self._wandb: wandb.Run | None = None
+        mode = _wandb_mode(config.tracking)
+        if mode == "disabled":
+            return
+        if not run_dir.wandb_run_id.is_file():
+            write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
+        self._guard(lambda: self._start_wandb(run_dir, config, mode))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics after `step` steps; names are paths such as train/loss."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            run = self._wandb
+            self._guard(lambda: run.log(dict(metrics), step=step))
+
+    def close(self) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            run = self._wandb
+            self._guard(lambda: run.finish(quiet=True))
+
+    def _start_wandb(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
+        self._wandb = wandb.init(
+            dir=run_dir.path,
+            project=config.tracking.wandb_project,
+            id=run_dir.wandb_run_id.read_text().strip(),
+            name=run_dir.path.name,
+            config=config.model_dump(mode="json"),
+            mode=mode,
+            resume="allow",
+            settings=wandb.Settings(silent=True, init_timeout=30),
+        )
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        """Tracking may be lost, training may not: the first failure is reported and ends W&B for this process."""
+        try:
+            call()
+        except Exception as error:
+            logger.warning("Weights & Biases failed (%s); going on with metrics.jsonl alone", error)
+            self._wandb = None
+
+
+def _wandb_mode(config: TrackingConfig) -> Literal["online", "offline", "disabled"]:
+    if os.environ.get("WANDB_MODE") in {"offline", "disabled"}:
+        return "offline" if os.environ["WANDB_MODE"] == "offline" else "disabled"
+    if config.wandb != "auto":
+        return config.wandb
+    return "online" if wandb.login(prompt=False) else "offline"
+
+
+def _forget_steps_after(run_dir: RunDir, step: int) -> None:
+    """A restart repeats the steps after its checkpoint, so their lines go; each step then stands once."""
+    if run_dir.metrics.is_file():
+        lines = [json.dumps(entry) + "\n" for entry in run_dir.read_metrics() if entry["step"] <= step]
+        write_atomically(run_dir.metrics, "".join(lines))

@@ -1,0 +1,107 @@
+"""The training loop.
+
+    stream -> batch -> views -> encoder -> objective -> engine -> checkpoint, metrics
+
+Comes in: a RunConfig and a run directory. Goes out: checkpoints and metrics in that directory. A run that was killed
+goes on from its newest checkpoint with the same batches and the same draws. What may never happen: two configs in one
+run directory, or a result that depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_pipeline.progress import Progress
+from data_pipeline.stream import Stream, num_steps_per_epoch
+from trainer.checkpoint import restore, save_checkpoint
+from trainer.config import RunConfig
+from trainer.distributed.collectives import all_reduce_mean_scalars, barrier, rank, world_size
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.objectives import build_objective
+from trainer.optim import learning_rate_at
+from trainer.players import build_players
+from trainer.preflight import check_data, claim, log_start, on_first_rank
+from trainer.provenance import add_to_provenance, write_provenance
+from trainer.rundir import RunDir
+from trainer.step import TrainingStep
+from trainer.timing import Clock
+from trainer.tracking import Tracker
+
+
+def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
+    """Train to the end of the config, or go on from the newest checkpoint in `run_dir`.
+
+    Every rank calls this after the process group is there. Raises `UserError` for input that cannot be trained on.
+    """
+    manifest = check_data(config)
+    on_first_rank(lambda: claim(run_dir, config))
+    steps_per_epoch = num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
+    num_steps = config.num_epochs * steps_per_epoch
+
+    players = build_players(config)
+    memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+    for module in (players.encoder, players.view_policy):
+        module.to(device=device, memory_format=memory_format).train()
+    engines = {
+        name: DDPEngine(module, optimizer=config.player_optimizers[name])
+        for name, module in players.trained_modules.items()
+    }
+    training_step = TrainingStep(
+        config, engines=engines, view_policy=players.view_policy, objective=build_objective(config.objective)
+    )
+    start_step = restore(run_dir, engines)
+    log_start(config, players, manifest, device=device, start_step=start_step, num_steps=num_steps)
+    if start_step == num_steps:
+        return
+    stream = Stream(
+        Path(config.data.train_dir),
+        global_batch_size=config.global_batch_size,
+        seed=config.seed,
+        rank=rank(),
+        world_size=world_size(),
+        num_workers=config.data.num_workers,
+        start_step=start_step,
+        end_step=num_steps,
+        pin_memory=device.type == "cuda",
+    )
+    first = rank() == 0
+    if first:
+        write_provenance(run_dir, config, command=command, world_size=world_size(), start_step=start_step)
+    tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
+    clock = Clock()
+    with Progress(f"train {config.name}", total=num_steps, start=start_step, enabled=first) as progress:
+        for batch in clock.timed(stream):
+            rates = {
+                name: learning_rate_at(optimizer, step=batch.step, num_steps=num_steps)
+                for name, optimizer in config.player_optimizers.items()
+            }
+            output = training_step(batch.to(device), learning_rates=rates)
+            completed, note = batch.step + 1, ""
+            if completed % config.log_every_steps == 0 or completed in {1, num_steps}:
+                metrics = _mean_over_ranks(output.read(), step=completed)
+                metrics |= clock.read(num_samples=config.global_batch_size)
+                metrics |= {f"optim/{name}_learning_rate": rate for name, rate in rates.items()}
+                note = f"loss {metrics['train/loss']:.4f}"
+                if tracker is not None:
+                    tracker.log(completed, {"epoch": batch.epoch} | metrics)
+            if completed % config.checkpoint_every_steps == 0 or completed == num_steps:
+                if first:
+                    save_checkpoint(run_dir, step=completed, engines=engines, keep=config.keep_checkpoints)
+                barrier()
+            progress.advance(note=note)
+    if tracker is not None:
+        tracker.close()
+        add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(clock.total_seconds, 1))
+
+
+def _mean_over_ranks(metrics: dict[str, Tensor], *, step: int) -> dict[str, float]:
+    means = all_reduce_mean_scalars(metrics)
+    if not math.isfinite(means["train/loss"]):
+        raise FloatingPointError(
+            f"the loss is {means['train/loss']} at step {step}; lower the learning rate or use precision float32"
+        )
+    return means
