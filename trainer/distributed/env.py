@@ -1,0 +1,322 @@
+"""Where this process stands in the world: one reader of torchrun, Slurm or nothing into one frozen value.
+
+In come environment variables, out goes a `WorldEnv`, and from it the process group. What may never happen: two ranks
+that take themselves for the same one, or a rank that waits for others which nobody started. So a half-set environment
+is refused, and Slurm's variables count only in a task that srun started: a batch script and an interactive allocation
+carry SLURM_NTASKS too, but are a single process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from data_pipeline.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+# Below Linux's ephemeral range (from 32768), so that no outgoing connection holds the port by chance.
+_FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
+
+
+@dataclass(frozen=True)
+class WorldEnv:
+    """This process among all: `rank` of `world_size`, `local_rank` of the `local_world_size` on node `node_rank`.
+
+    `master_addr` and `master_port` are where rank 0 listens ("" and 0 for a single process). `sources` names, for each
+    of these fields, the variable it was read from.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    launcher: Literal["none", "torchrun", "slurm"]
+    sources: Mapping[str, str]
+
+
+def read_env(environ: Mapping[str, str]) -> WorldEnv:
+    """Read torchrun's variables, else those of a Slurm step, else a single process.
+
+    Raises `UserError` if a variable is missing or not a number, if the numbers contradict each other, or if RANK and
+    SLURM_PROCID disagree. One torchrun per Slurm task is no contradiction: there each task is a node of torchrun's.
+    """
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & environ.keys():
+        world = _read_torchrun(environ)
+        _check_agrees_with_slurm(world, environ)
+    elif _in_slurm_step(environ):
+        world = _read_slurm(environ)
+    else:
+        default = "default" if "SLURM_JOB_ID" not in environ else "default (in a Slurm allocation, but not under srun)"
+        sources = {field.name: default for field in fields(WorldEnv) if field.name not in {"launcher", "sources"}}
+        return WorldEnv(0, 1, 0, 1, 0, "", 0, "none", sources)
+    _check_ranges(world)
+    return world
+
+
+def choose_device(world: WorldEnv) -> torch.device:
+    """cuda:local_rank where there are GPUs, else the CPU; raises `UserError` if ranks would have to share a GPU.
+
+    Slurm may show each task its own GPU alone (--gpus-per-task); that one is cuda:0 for every local rank.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        return torch.device("cpu")
+    if world.launcher == "slurm" and num_gpus == 1:
+        return torch.device("cuda", 0)
+    if world.local_world_size > num_gpus:
+        raise UserError(
+            f"{world.local_world_size} ranks on {socket.gethostname()} but {num_gpus} GPU(s) to be seen there; "
+            f"start at most {num_gpus} rank(s) a node, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds: float = 300.0) -> None:
+    """Join all ranks (gloo on the CPU, NCCL on GPUs), then log the rank table on rank 0.
+
+    A single process joins nothing, so it needs no port and no network. `timeout_seconds` bounds the wait for the other
+    ranks here, and each collective later. Raises `UserError` if the port is taken or the ranks do not meet.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.world_size > 1:
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=f"tcp://{world.master_addr}:{world.master_port}",
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise UserError(_explain(error, world, timeout_seconds)) from error
+    row = _RankRow(
+        rank=world.rank,
+        node=world.node_rank,
+        host=socket.gethostname(),
+        local_rank=world.local_rank,
+        device=str(device),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        sources=", ".join(f"{name} from {source}" for name, source in world.sources.items()),
+    )
+    rows = [row]
+    if world.world_size > 1:
+        gathered: list[_RankRow | None] | None = [None] * world.world_size if world.rank == 0 else None
+        dist.gather_object(row, gathered)
+        rows = [row for row in gathered or () if row is not None]
+    if world.rank == 0:
+        for line in _rank_table(rows, world.launcher):
+            logger.info(line)
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _RankRow:
+    """One line of the rank table; `cpus` is the number of cores that this process may run on."""
+
+    rank: int
+    node: int
+    host: str
+    local_rank: int
+    device: str
+    cpus: int
+    sources: str
+
+
+def _rank_table(rows: list[_RankRow], launcher: str) -> list[str]:
+    """The table in lines; the sources follow it, once where all ranks read the same variables."""
+    header = ("rank", "node", "host", "local rank", "device", "cpus")
+    cells = [header, *(tuple(str(getattr(row, name.replace(" ", "_"))) for name in header) for row in rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    by_source: dict[str, list[int]] = {}
+    for row in rows:
+        by_source.setdefault(row.sources, []).append(row.rank)
+    for sources, ranks in by_source.items():
+        who = "all ranks" if len(ranks) == len(rows) else f"rank {', '.join(map(str, ranks))}"
+        lines.append(f"{who} (launcher: {launcher}): {sources}")
+    return lines
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> WorldEnv:
+    missing = [name for name in _TORCH_NAMES if name not in environ]
+    if missing:
+        present = [name for name in _TORCH_NAMES if name in environ]
+        raise UserError(
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}; start with torchrun, which sets "
+            f"all of them, or unset {', '.join(present)} to run as one process"
+        )
+    local_world_size = _whole(environ, "LOCAL_WORLD_SIZE")
+    rank = _whole(environ, "RANK")
+    sources = {name.lower(): name for name in _TORCH_NAMES}
+    if "GROUP_RANK" in environ:
+        node_rank = _whole(environ, "GROUP_RANK")
+        sources["node_rank"] = "GROUP_RANK"
+    else:
+        node_rank = rank // max(local_world_size, 1)
+        sources["node_rank"] = "RANK / LOCAL_WORLD_SIZE"
+    return WorldEnv(
+        rank=rank,
+        world_size=_whole(environ, "WORLD_SIZE"),
+        local_rank=_whole(environ, "LOCAL_RANK"),
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_whole(environ, "MASTER_PORT"),
+        launcher="torchrun",
+        sources=sources,
+    )
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    return "SLURM_STEP_ID" in environ and _whole(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP
+
+
+def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
+    """The step's own counts are read, not the job's: `srun --ntasks 2` may run in an allocation of four tasks."""
+    names = {
+        "rank": "SLURM_PROCID",
+        "world_size": "SLURM_STEP_NUM_TASKS",
+        "local_rank": "SLURM_LOCALID",
+        "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
+        "node_rank": "SLURM_NODEID",
+        "master_addr": "MASTER_ADDR" if "MASTER_ADDR" in environ else "SLURM_STEP_NODELIST",
+        "master_port": "MASTER_PORT" if "MASTER_PORT" in environ else "SLURM_JOB_ID",
+    }
+    missing = [name for name in names.values() if name not in environ]
+    if missing:
+        raise UserError(
+            f"this is a Slurm step (SLURM_STEP_ID is set) but {', '.join(missing)} is not set; start every rank with "
+            "srun, or unset SLURM_STEP_ID to run as one process"
+        )
+    node_rank = _whole(environ, "SLURM_NODEID")
+    tasks_per_node = expand_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    if node_rank >= len(tasks_per_node):
+        raise UserError(
+            f"SLURM_NODEID={node_rank} lies outside SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']}; "
+            "start every rank with srun"
+        )
+    if "MASTER_PORT" in environ:
+        master_port = _whole(environ, "MASTER_PORT")
+    else:  # Every rank derives the same port, and jobs that share a node derive different ones.
+        offset = _whole(environ, "SLURM_JOB_ID") + 1_000 * _whole(environ, "SLURM_STEP_ID")
+        master_port = _FIRST_SLURM_PORT + offset % _NUM_SLURM_PORTS
+    return WorldEnv(
+        rank=_whole(environ, "SLURM_PROCID"),
+        world_size=_whole(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_whole(environ, "SLURM_LOCALID"),
+        local_world_size=tasks_per_node[node_rank],
+        node_rank=node_rank,
+        master_addr=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        master_port=master_port,
+        launcher="slurm",
+        sources=names,
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    Examples:
+        >>> first_host("gpu-[007,009-012],login1")
+        'gpu-007'
+    """
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodelist)
+    if first is None:
+        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; start every rank with srun")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """Slurm's tasks per node, one number a node.
+
+    Examples:
+        >>> expand_tasks_per_node("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} is not of Slurm's form, such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _check_agrees_with_slurm(world: WorldEnv, environ: Mapping[str, str]) -> None:
+    """RANK may differ from SLURM_PROCID only where this task's own torchrun set it: its nodes are Slurm's tasks."""
+    under_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    if "SLURM_PROCID" not in environ or (under_torchrun and not _in_slurm_step(environ)):
+        return
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    if under_torchrun and environ.get("GROUP_WORLD_SIZE") == num_tasks:
+        return
+    pairs = [("RANK", world.rank, "SLURM_PROCID", environ["SLURM_PROCID"])]
+    if _in_slurm_step(environ):
+        pairs.append(("WORLD_SIZE", world.world_size, "SLURM_STEP_NUM_TASKS", num_tasks or ""))
+    for name, value, slurm_name, slurm_value in pairs:
+        if str(value) != slurm_value:
+            raise UserError(
+                f"{name}={value} and {slurm_name}={slurm_value} contradict each other; unset RANK, WORLD_SIZE and "
+                "LOCAL_RANK to follow Slurm, or start one torchrun per Slurm task"
+            )
+
+
+def _check_ranges(world: WorldEnv) -> None:
+    for name, value, limit_name, limit in (
+        ("rank", world.rank, "world_size", world.world_size),
+        ("local_rank", world.local_rank, "local_world_size", world.local_world_size),
+        ("master_port", world.master_port, "65536", 65536),
+    ):
+        if not value < limit:
+            where = world.sources[name]
+            raise UserError(f"{name} {value} (from {where}) must be below {limit_name} {limit}; correct {where}")
+    if world.local_world_size > world.world_size:
+        raise UserError(
+            f"{world.local_world_size} ranks on this node (from {world.sources['local_world_size']}) are more than "
+            f"the {world.world_size} of the world (from {world.sources['world_size']}); correct one of them"
+        )
+
+
+def _whole(environ: Mapping[str, str], name: str) -> int:
+    value = environ[name]
+    if not re.fullmatch(r"[0-9]+", value):
+        raise UserError(f"{name}={value!r} in the environment is not a whole number from 0; correct or unset it")
+    return int(value)
+
+
+def _explain(error: Exception, world: WorldEnv, timeout_seconds: float) -> str:
+    where = f"{world.master_addr}:{world.master_port}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"port {world.master_port} on {socket.gethostname()} is in use, so the ranks cannot meet there; set "
+            "MASTER_PORT to a free port for all ranks, or on one machine start with `torchrun --standalone`"
+        )
+    reason = str(error).splitlines()[0].rstrip(".")
+    return (
+        f"rank {world.rank} of {world.world_size} on {socket.gethostname()} did not meet the others at {where} within "
+        f"{timeout_seconds:.0f} s ({reason}); check that every rank was started and that {where} can be reached from "
+        "every node, or set MASTER_ADDR and MASTER_PORT"
+    )
