@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gloo import RankError, run_ranks
+from trainer.distributed.collectives import (
+    all_gather_rows,
+    all_reduce_mean_scalars,
+    all_reduce_sum,
+    any_rank,
+    barrier,
+    broadcast_object,
+    rank,
+    world_size,
+)
+
+
+def _weighted_gather(x_WBD: Tensor, weight_WGD: Tensor) -> tuple[Tensor, Tensor]:
+    x_BD = x_WBD[rank()].clone().requires_grad_()
+    gathered_GD = all_gather_rows(x_BD)
+    (grad,) = torch.autograd.grad((gathered_GD * weight_WGD[rank()]).sum(), x_BD)
+    return gathered_GD.detach(), grad
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gathered_rows_are_in_rank_order_and_their_gradient_is_summed_at_the_owner(num_ranks: int) -> None:
+    x_WBD = torch.randn(num_ranks, 3, 2, dtype=torch.float64)
+    weight_WGD = torch.randn(num_ranks, 3 * num_ranks, 2, dtype=torch.float64)
+    for r, (gathered_GD, grad_BD) in enumerate(run_ranks(_weighted_gather, num_ranks, x_WBD, weight_WGD)):
+        torch.testing.assert_close(gathered_GD, x_WBD.flatten(0, 1), rtol=0, atol=0)
+        torch.testing.assert_close(grad_BD, weight_WGD.sum(0)[3 * r : 3 * r + 3])
+
+
+def _weighted_sum(x_WD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
+    x_D = x_WD[rank()].clone().requires_grad_()
+    total_D = all_reduce_sum(x_D)
+    (grad,) = torch.autograd.grad((total_D * weight_WD[rank()]).sum(), x_D)
+    return total_D.detach(), grad
+
+
+def test_sum_and_its_gradient_are_summed_over_the_ranks() -> None:
+    x_WD, weight_WD = torch.randn(2, 4, 5, dtype=torch.float64)
+    for total_D, grad_D in run_ranks(_weighted_sum, 4, x_WD, weight_WD):
+        torch.testing.assert_close(total_D, x_WD.sum(0))
+        torch.testing.assert_close(grad_D, weight_WD.sum(0))
+
+
+def _agreements() -> tuple[dict[str, float], bool, bool, str]:
+    barrier()
+    means = all_reduce_mean_scalars({"b": float(rank()), "a": torch.tensor(2.0 * rank(), requires_grad=True)})
+    return means, any_rank(rank() == 1), any_rank(False), broadcast_object(f"from {rank()}", source=1)
+
+
+def test_ranks_agree_on_means_flags_and_objects() -> None:
+    assert run_ranks(_agreements, 3) == [({"a": 2.0, "b": 1.0}, True, False, "from 1")] * 3
+
+
+def test_without_a_process_group_everything_is_the_identity() -> None:
+    x_BD = torch.randn(3, 2)
+    assert (rank(), world_size()) == (0, 1)
+    assert all_gather_rows(x_BD) is x_BD
+    assert all_reduce_sum(x_BD) is x_BD
+    assert all_reduce_mean_scalars({"a": torch.tensor(1.5), "b": 2}) == {"a": 1.5, "b": 2.0}
+    assert all_reduce_mean_scalars({}) == {}
+    assert (any_rank(True), any_rank(False), broadcast_object("x")) == (True, False, "x")
+    barrier()
+
+
+def _raise_on_rank_1() -> None:
+    if rank() == 1:
+        raise KeyError("the cause")
+    barrier()
+
+
+def _die_on_rank_1() -> None:
+    if rank() == 1:
+        os._exit(3)
+    barrier()
+
+
+def _sleep_on_rank_1() -> None:
+    if rank() == 1:
+        time.sleep(60)
+
+
+def test_a_failing_rank_ends_the_run_with_its_own_traceback() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised.*_raise_on_rank_1.*the cause"):
+        run_ranks(_raise_on_rank_1, 2)
+    with pytest.raises(RankError, match="rank 1 of 2 died"):
+        run_ranks(_die_on_rank_1, 2)
+    with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not return within 3 s"):
+        run_ranks(_sleep_on_rank_1, 2, timeout_s=3)

@@ -1,0 +1,122 @@
+"""Collectives: thin, typed, differentiable where a gradient makes sense; the identity without a process group.
+
+They use the default process group, on gloo (CPU) or NCCL (GPU). Every rank must call them in the same order with
+tensors of equal shape; the caller asserts that.
+
+Shapes: B rows of this rank, G = W * B rows of all W ranks, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+T = TypeVar("T")
+
+
+def is_distributed() -> bool:
+    """Whether this process belongs to a group of more than one rank."""
+    return world_size() > 1
+
+
+def rank() -> int:
+    """Number of this process among all; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_gather_rows(x_BD: Tensor) -> Tensor:
+    """The rows of all ranks, (W * B, D), in rank order; a row's gradient is summed over all ranks, at its owner."""
+    if not is_distributed():
+        return x_BD
+    gathered_GD: Tensor = _AllGatherRows.apply(x_BD)  # type: ignore[no-untyped-call]
+    return gathered_GD
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """The sum of `x` over all ranks, on every rank; the gradient is the sum of all ranks' gradients."""
+    if not is_distributed():
+        return x
+    total: Tensor = _AllReduceSum.apply(x)  # type: ignore[no-untyped-call]
+    return total
+
+
+def all_reduce_mean_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """The mean over the ranks of each scalar, for logging: one collective, no gradient. Ranks pass the same keys."""
+    names = sorted(scalars)
+    if not names:
+        return {}
+    values = torch.stack([torch.as_tensor(scalars[name]).detach().to(_device(), torch.float64) for name in names])
+    if is_distributed():
+        dist.all_reduce(values)
+    return dict(zip(names, (values / world_size()).tolist(), strict=True))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on at least one rank; every rank gets the same answer."""
+    if not is_distributed():
+        return flag
+    flags = torch.tensor(int(flag), device=_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def broadcast_object(value: T, *, source: int = 0) -> T:
+    """The picklable `value` of rank `source`, on every rank; what the other ranks pass is ignored."""
+    if not is_distributed():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source, device=_device())
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if is_distributed():
+        dist.barrier()
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor) -> Tensor:
+        ctx.num_rows = len(x_BD)
+        gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
+        dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
+        return gathered_GD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_GD: Tensor) -> Tensor:
+        grad_BD = grad_GD.new_empty((ctx.num_rows, *grad_GD.shape[1:]))
+        dist.reduce_scatter_tensor(grad_BD, grad_GD.contiguous())
+        return grad_BD
+
+
+class _AllReduceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
+def _device() -> torch.device:
+    """Where the backend wants its tensors."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
