@@ -1,7 +1,8 @@
 """Checkpoints: the whole state of a run at a step, complete or not there at all.
 
-    checkpoints/step_00000500/ encoder.safetensors  encoder_optimizer.pt  [viewmaker.safetensors  viewmaker_optimizer.pt]
-    LATEST                     step_00000500
+    checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.pt
+                                viewmaker.safetensors  viewmaker_optimizer.pt  (where the views are learned)
+    LATEST                      step_00000500
 
 A checkpoint is written beside its place, flushed to the disk and moved there by one rename; `LATEST` is replaced after
 that, and only then are older ones pruned. So a kill at any moment leaves the previous checkpoint or the new one. The

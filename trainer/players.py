@@ -34,7 +34,7 @@ class Players:
 
 
 def build_players(config: RunConfig) -> Players:
-    """Untrained players. Their initialisation depends on `config.seed` alone, so "untrained" is a fact about a config."""
+    """Untrained players: a function of the config alone, because the initial weights are drawn from its seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder = build_encoder(config.encoder)

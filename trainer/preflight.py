@@ -10,6 +10,7 @@ import torch
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
+from data_pipeline.stream import num_steps_per_epoch
 from trainer.config import RunConfig, difference, read_config
 from trainer.distributed.collectives import broadcast_object, rank, world_size
 from trainer.players import Players
@@ -18,8 +19,8 @@ from trainer.rundir import RunDir, write_json
 logger = logging.getLogger(__name__)
 
 
-def check_data(config: RunConfig) -> Manifest:
-    """The training data's manifest, if both data sets are there and the config fits them; else `UserError`."""
+def check_data(config: RunConfig) -> None:
+    """Raises `UserError` unless both data sets are there, belong together, and the ranks divide the global batch."""
     manifest = load_manifest(Path(config.data.train_dir))
     test = load_manifest(Path(config.data.test_dir))
     if test.label_names != manifest.label_names or test.image_shape != manifest.image_shape:
@@ -31,13 +32,15 @@ def check_data(config: RunConfig) -> Manifest:
         below = config.global_batch_size // world_size() * world_size()
         sizes = " or ".join(str(size) for size in (below, below + world_size()) if size)
         raise UserError(
-            f"global_batch_size {config.global_batch_size} cannot be divided among {world_size()} ranks; set it to {sizes}"
+            f"global_batch_size {config.global_batch_size} cannot be divided among {world_size()} ranks; "
+            f"set it to {sizes}"
         )
-    return manifest
+    num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
 
 
 def claim(run_dir: RunDir, config: RunConfig) -> None:
-    """Make `run_dir` this config's; refuse one that holds another config."""
+    """Make `run_dir` this config's, once its data are known to be there; refuse one that holds another config."""
+    check_data(config)
     if run_dir.config.is_file():
         keys = difference(read_config(run_dir.config), config)
         if keys:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_pipeline.manifest import load_manifest
 from data_pipeline.progress import Progress
 from data_pipeline.stream import Stream, num_steps_per_epoch
 from trainer.checkpoint import restore, save_checkpoint
@@ -24,7 +25,7 @@ from trainer.distributed.ddp_engine import DDPEngine
 from trainer.objectives import build_objective
 from trainer.optim import learning_rate_at
 from trainer.players import build_players
-from trainer.preflight import check_data, claim, log_start, on_first_rank
+from trainer.preflight import claim, log_start, on_first_rank
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.rundir import RunDir
 from trainer.step import TrainingStep
@@ -37,8 +38,8 @@ def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: 
 
     Every rank calls this after the process group is there. Raises `UserError` for input that cannot be trained on.
     """
-    manifest = check_data(config)
     on_first_rank(lambda: claim(run_dir, config))
+    manifest = load_manifest(Path(config.data.train_dir))
     steps_per_epoch = num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
 

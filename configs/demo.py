@@ -1,0 +1,40 @@
+"""The two runs of `make demo`: drawn pictures with handwritten digits on them, minutes on two CPU cores."""
+
+from __future__ import annotations
+
+from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD
+from trainer.adversary import AdversaryConfig
+from trainer.config import DataConfig, RunConfig
+from trainer.models.encoder import ResNet10Config
+from trainer.objectives import NTXentConfig
+from trainer.probes.linear import ProbeConfig
+from trainer.views.expert_image import ExpertImageConfig
+from trainer.views.viewmaker import ViewmakerConfig
+
+
+def expert() -> RunConfig:
+    """SimCLR with expert views."""
+    return RunConfig(
+        name="demo-expert",
+        data=DataConfig(train_dir="demo/data/train", test_dir="demo/data/test", num_workers=0),
+        views=ExpertImageConfig(),
+        encoder=ResNet10Config(width=16),
+        objective=NTXentConfig(temperature=0.2),
+        optimizer=PUBLISHED_SGD,
+        global_batch_size=128,
+        num_epochs=10,
+        channels_last=True,
+        probe=ProbeConfig(num_epochs=10),
+    )
+
+
+def viewmaker() -> RunConfig:
+    """The same with a small viewmaker instead of expert views."""
+    return RunConfig.model_validate(
+        expert().model_dump()
+        | {
+            "name": "demo-viewmaker",
+            "views": ViewmakerConfig(base_width=8, num_res_blocks=1),
+            "adversary": AdversaryConfig(optimizer=PUBLISHED_ADAM),
+        }
+    )

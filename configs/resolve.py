@@ -1,0 +1,106 @@
+"""From a recipe's name and overrides to a RunConfig, and where each of its values came from."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import configs
+from data_pipeline.errors import UserError, nearest
+from trainer.config import RunConfig, flatten, read_config
+
+CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
+
+
+def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The RunConfig that `name` and `overrides` ("a.b=c", the value in YAML) stand for.
+
+    `name` is `module:function` in configs/, e.g. "viewmaker:digits", or the path of a .json or .yaml file with the same
+    fields. Raises `UserError` with the nearest valid name or key.
+    """
+    base = read_config(Path(name)) if Path(name).suffix in CONFIG_SUFFIXES else _recipe(name)()
+    value = base.model_dump(mode="json")
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator:
+            raise UserError(f'--set {override} has no "="; write --set a.b=value')
+        _set(value, path.strip().split("."), yaml.safe_load(text))
+    return RunConfig.parse(value, where=f"config {name}" + (f" with --set {' '.join(overrides)}" if overrides else ""))
+
+
+def explain(name: str, overrides: Sequence[str] = ()) -> str:
+    """The resolved config, one setting a line, with where its value came from: --set, the recipe, or the default."""
+    config = resolve_recipe(name, overrides)
+    recipe = flatten(resolve_recipe(name))
+    by_hand = {override.partition("=")[0].strip() for override in overrides}
+    given = _given(config)
+    lines = []
+    for path, value in flatten(config).items():
+        from_recipe = name if path in given else "default"
+        set_by_hand = recipe.get(path) != value or path in by_hand
+        lines.append((path, f"{value}", "--set" if set_by_hand else from_recipe))
+    width = max(len(path) for path, _, _ in lines)
+    value_width = max(len(value) for _, value, _ in lines)
+    return "\n".join(f"{path:{width}}  {value:{value_width}}  {origin}" for path, value, origin in lines)
+
+
+def recipes() -> list[str]:
+    """Every recipe there is, as module:function."""
+    names = []
+    for module_info in pkgutil.iter_modules(configs.__path__):
+        if module_info.name not in {"resolve", "base"}:
+            module = importlib.import_module(f"configs.{module_info.name}")
+            names += [f"{module_info.name}:{function}" for function in _functions(module)]
+    return names
+
+
+def _recipe(name: str) -> Callable[[], RunConfig]:
+    module_name, _, function_name = name.partition(":")
+    known = recipes()
+    if name not in known:
+        raise UserError(f'unknown recipe "{name}"{nearest(name, known)}')
+    recipe: Callable[[], RunConfig] = getattr(importlib.import_module(f"configs.{module_name}"), function_name)
+    return recipe
+
+
+def _functions(module: Any) -> list[str]:
+    return [
+        name
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _set(value: dict[str, Any], path: list[str], new: Any) -> None:
+    """Set one setting in place. Changing the `kind` of a section starts it from the defaults of that kind."""
+    for part in path[:-1]:
+        inner = value.get(part)
+        if not isinstance(inner, dict):
+            raise UserError(f'--set {".".join(path)}: "{part}" has no settings of its own{nearest(part, value)}')
+        value = inner
+    if path[-1] == "kind" and new != value.get("kind"):
+        value.clear()
+    value[path[-1]] = new
+
+
+def _given(config: RunConfig) -> set[str]:
+    """Dotted paths whose value is not the field's default."""
+
+    def walk(model: Any, path: str) -> set[str]:
+        found: set[str] = set()
+        for field_name, field in type(model).model_fields.items():
+            value = getattr(model, field_name)
+            here = f"{path}{field_name}"
+            if hasattr(type(value), "model_fields"):
+                found |= walk(value, f"{here}.")
+            elif value != field.get_default(call_default_factory=True):
+                found.add(here)
+        return found
+
+    return walk(config, "")

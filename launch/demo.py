@@ -1,0 +1,59 @@
+"""`make demo`: from nothing to a comparison report, on two processes.
+
+Builds C+Digits shards from drawn pictures, trains SimCLR with expert views and with a viewmaker, probes both labels of
+both runs and of the untrained encoder, and writes one report. Every stage is the command a user would type, and is
+printed; a demo that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+DIRECTORY = Path("demo")
+REPORT = DIRECTORY / "report.html"
+RECIPES = {"demo:expert": DIRECTORY / "expert", "demo:viewmaker": DIRECTORY / "viewmaker"}
+RUNS = [str(run_dir) for run_dir in RECIPES.values()]
+
+
+def stages() -> list[tuple[str, list[str]]]:
+    """What the demo does: a title and a command for each stage."""
+    python = [sys.executable]
+    build = [*python, "-m", "data_pipeline", "build", "procedural_digits"]
+    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"]
+    data = DIRECTORY / "data"
+    return [
+        ("draw the training pictures", [*build, "--out", str(data / "train"), "--limit", "5000"]),
+        ("draw the test pictures", [*build, "--out", str(data / "test"), "--split", "test", "--limit", "2000"]),
+        *(
+            (f"train {recipe}", [*torchrun, "--config", recipe, "--run-dir", str(run_dir)])
+            for recipe, run_dir in RECIPES.items()
+        ),
+        *(
+            (f"probe {run_dir}, untrained", [*python, "-m", "trainer.probe", run_dir, "--step", "0"])
+            for run_dir in RUNS
+        ),
+        *((f"probe {run_dir}", [*python, "-m", "trainer.probe", run_dir]) for run_dir in RUNS),
+        ("picture the views", [*python, "-m", "trainer.analyze", "views", *RUNS]),
+        ("write the report", [*python, "-m", "trainer.report", *RUNS, "--out", str(REPORT)]),
+    ]
+
+
+def main() -> None:
+    started = time.monotonic()
+    plan = stages()
+    for number, (title, command) in enumerate(plan, start=1):
+        shown = shlex.join(["python", *command[1:]])
+        print(f"\n[{number}/{len(plan)}, {time.monotonic() - started:.0f} s] {title}\n$ {shown}", flush=True)
+        done = subprocess.run(command)
+        if done.returncode:
+            print(f"error: the demo stopped at: {shown}; mend that and run `make demo` again", file=sys.stderr)
+            raise SystemExit(done.returncode)
+    print(f"\nDone in {time.monotonic() - started:.0f} s. The report: {REPORT.resolve()}")
+
+
+if __name__ == "__main__":
+    main()
