@@ -207,13 +207,13 @@ class SampleStore:
         rows = [load_index(path, entry) for path, entry in zip(self._paths, self.manifest.shards, strict=True)]
         self._rows = np.concatenate([np.empty((0, 2 * len(MEMBERS)), dtype=np.int64), *rows])
         self._shard_ends = np.cumsum([len(shard_rows) for shard_rows in rows], dtype=np.int64)
-        self._mapped: dict[int, torch.Tensor] = {}
+        self._mapped: dict[int, memoryview] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample, decoded. Raises `UserError` where it does not decode."""
+        """One sample, decoded. Raises `UserError` where it does not decode, `IndexError` past the end."""
         batch = self.batch(np.array([range(len(self))[index]]), step=0, epoch=0)
         return Sample(
             index=int(batch.index_B[0]),
@@ -224,9 +224,15 @@ class SampleStore:
         )
 
     def encoded(self, index: int) -> EncodedSample:
-        """The stored bytes of one sample, not decoded and not checked."""
-        [(_, *members)] = self._members(np.array([range(len(self))[index]]))
-        return EncodedSample(index, *(bytes(member.numpy()) for member in members))
+        """The stored bytes of one sample, neither decoded nor checked."""
+        json_at, json_size, mask_at, mask_size, image_at, image_size = self._rows[index].tolist()
+        data = self._map_shard(int(np.searchsorted(self._shard_ends, index, side="right")))
+        return EncodedSample(
+            index=index,
+            json=bytes(data[json_at : json_at + json_size]),
+            mask_png=bytes(data[mask_at : mask_at + mask_size]),
+            image_png=bytes(data[image_at : image_at + image_size]),
+        )
 
     def batch(self, indices: NDArray[np.int64], *, step: int, epoch: int) -> Batch:
         """The samples at `indices`, decoded, in that order; `step` and `epoch` are passed on. Shapes as in `Batch`.
@@ -237,25 +243,29 @@ class SampleStore:
         images: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
         labels: list[tuple[int, int]] = []
-        for index, (shard, json_bytes, mask_png, image_png) in zip(
-            indices.tolist(), self._members(indices), strict=True
-        ):
+        shards = np.searchsorted(self._shard_ends, indices, side="right").tolist()
+        for index, shard, row in zip(indices.tolist(), shards, self._rows[indices].tolist(), strict=True):
+            json_at, json_size, mask_at, mask_size, image_at, image_size = row
+            data = self._map_shard(shard)
             try:
-                stored = json.loads(json_bytes.numpy().tobytes())
+                stored = json.loads(str(data[json_at : json_at + json_size], "utf-8"))
                 if stored["index"] != index:
                     raise ValueError(f"it says that it is sample {stored['index']}")
                 labels.append((stored["label_base"], stored["label_overlay"]))
+                # Straight from the mapped file: the compressed bytes are never copied.
+                image_png = torch.frombuffer(data, dtype=torch.uint8, offset=image_at, count=image_size)
+                mask_png = torch.frombuffer(data, dtype=torch.uint8, offset=mask_at, count=mask_size)
                 image = decode_png(image_png, ImageReadMode.RGB)
                 mask = decode_png(mask_png, ImageReadMode.GRAY)
                 if image.shape != (num_channels, height, width) or mask.shape != (1, height, width):
                     raise ValueError(
-                        f"picture {tuple(image.shape)} and mask {tuple(mask.shape)} do not fit the manifest"
+                        f"picture {tuple(image.shape)} or mask {tuple(mask.shape)} is not as in the manifest"
                     )
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise UserError(self._bad_sample(index, shard, error)) from None
             images.append(image)
             masks.append(mask)
-        labels_B2 = torch.tensor(labels, dtype=torch.int64).reshape(-1, 2)
+        labels_B2 = torch.tensor(labels, dtype=torch.int64)
         return Batch(
             step=step,
             epoch=epoch,
@@ -266,26 +276,12 @@ class SampleStore:
             label_overlay_B=labels_B2[:, 1].contiguous(),
         )
 
-    def _members(self, indices: NDArray[np.int64]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each index its shard and the bytes of `MEMBERS`, as uint8 views of the mapped file: nothing is copied."""
-        shards = np.searchsorted(self._shard_ends, indices, side="right").tolist()
-        for shard, (json_at, json_size, mask_at, mask_size, image_at, image_size) in zip(
-            shards, self._rows[indices].tolist(), strict=True
-        ):
-            data = self._map_shard(shard)
-            yield (
-                shard,
-                data.narrow(0, json_at, json_size),
-                data.narrow(0, mask_at, mask_size),
-                data.narrow(0, image_at, image_size),
-            )
-
-    def _map_shard(self, shard: int) -> torch.Tensor:
-        """The bytes of one shard; torch's mapping closes its file, so a thousand shards hold no descriptors."""
+    def _map_shard(self, shard: int) -> memoryview:
+        """The bytes of one shard; torch's mapping closes its file, so that a thousand shards hold no descriptor."""
         if (data := self._mapped.get(shard)) is None:
             size = self.manifest.shards[shard].num_bytes
-            data = torch.from_file(str(self._paths[shard]), shared=False, size=size, dtype=torch.uint8)
-            self._mapped[shard] = data
+            mapped = torch.from_file(str(self._paths[shard]), shared=False, size=size, dtype=torch.uint8)
+            data = self._mapped[shard] = mapped.numpy().data
         return data
 
     def _bad_sample(self, index: int, shard: int, error: Exception) -> str:
