@@ -26,9 +26,14 @@ from trainer.distributed.engine import Engine
 from trainer.players import Players, build_players
 from trainer.rundir import RunDir, write_atomically
 
+MIN_FREE_BYTES = 1 << 20  # a write that failed with less than this left failed for want of room
+
 
 def save_checkpoint(run_dir: RunDir, *, step: int, engines: Mapping[str, Engine], keep: int) -> None:
-    """Write the state after `step` steps and prune all but the newest `keep` checkpoints. Call it on one rank only."""
+    """Write the state after `step` steps and prune all but the newest `keep` checkpoints. Call it on one rank only.
+
+    Raises `UserError` where the disk has no room; the checkpoints before stay as they are.
+    """
     final = run_dir.checkpoint(step)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -39,8 +44,16 @@ def save_checkpoint(run_dir: RunDir, *, step: int, engines: Mapping[str, Engine]
             torch.save(engine.optimizer_state(), partial / f"{name}_optimizer.pt")
         for path in [*partial.iterdir(), partial]:
             _flush(path)
-    except BaseException:
+    except BaseException as error:
+        free_bytes = shutil.disk_usage(partial).free
         shutil.rmtree(partial, ignore_errors=True)
+        # The writers report a full disk each in their own words, and not always as an OSError.
+        if isinstance(error, Exception) and free_bytes < MIN_FREE_BYTES:
+            before = run_dir.latest_step()
+            raise UserError(
+                f"no room on the disk for the checkpoint of step {step} in {run_dir.checkpoints}; free some and start "
+                f"again: the run goes on from {f'step {before}' if before else 'the start'}"
+            ) from error
         raise
     shutil.rmtree(final, ignore_errors=True)  # left by a kill between the rename and LATEST
     partial.replace(final)

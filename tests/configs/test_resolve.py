@@ -1,0 +1,73 @@
+"""Recipes, overrides and their mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.resolve import explain, recipes, resolve_recipe
+from data_pipeline.errors import UserError
+from trainer.config import difference, read_config
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_survives_the_round_trip_through_its_config_file(name: str, tmp_path: Path) -> None:
+    config = resolve_recipe(name)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    assert read_config(path) == config
+    assert resolve_recipe(str(path)) == config
+
+
+def test_the_papers_recipes_have_the_published_numbers() -> None:
+    expert, viewmaker = resolve_recipe("simclr:digits"), resolve_recipe("viewmaker:letters")
+    assert (expert.global_batch_size, expert.num_epochs, expert.optimizer.learning_rate) == (256, 200, 0.03)
+    assert expert.objective.kind == "nt_xent_published"
+    assert expert.objective.temperature == 0.07
+    assert viewmaker.views.kind == "viewmaker"
+    assert viewmaker.views.budget == 0.1
+    assert viewmaker.adversary is not None
+    assert viewmaker.adversary.optimizer.learning_rate == 1e-3
+
+
+def test_set_overrides_one_setting_and_nothing_else() -> None:
+    base = resolve_recipe("debug:viewmaker")
+    changed = resolve_recipe("debug:viewmaker", ["adversary.update=alternating", "optimizer.learning_rate=0.1"])
+    assert difference(base, changed) == ["optimizer.learning_rate", "adversary.update"]
+
+
+def test_setting_a_kind_starts_that_section_from_its_defaults() -> None:
+    changed = resolve_recipe("debug:image", ["objective.kind=nt_xent_published"])
+    assert changed.objective.kind == "nt_xent_published"
+    assert changed.objective.temperature == 0.07
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("simclt:digits", [], 'did you mean "simclr:digits"'),
+        ("viewmaker:digit", [], 'did you mean "viewmaker:digits"'),
+        ("debug:image", ["objective.temprature=0.1"], 'did you mean "temperature"'),
+        ("debug:image", ["optimiser.learning_rate=0.1"], "optimizer"),
+        ("debug:image", ["global_batch_size=many"], "global_batch_size"),
+        ("debug:image", ["objective.temperature=-1"], "temperature"),
+        ("debug:image", ["num_epochs"], 'has no "="'),
+        ("debug:image", ["adversary={}"], "viewmaker"),
+        ("debug:viewmaker", ["adversary=null"], "viewmaker"),
+        ("nowhere.json", [], "nowhere.json"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_the_mend(name: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        resolve_recipe(name, overrides)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_explain_says_where_each_value_came_from() -> None:
+    lines = {line.split()[0]: line for line in explain("debug:image", ["num_epochs=3"]).splitlines()}
+    assert lines["num_epochs"].split()[1:] == ["3", "--set"]
+    assert lines["global_batch_size"].split()[1:] == ["32", "debug:image"]
+    assert lines["precision"].split()[1:] == ["float32", "default"]

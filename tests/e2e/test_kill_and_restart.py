@@ -1,0 +1,103 @@
+"""kill -9 at a random step, start again: the same remaining batches and the same bits as an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.real_data import REPOSITORY
+from tests.tiny_data import write_tiny_dataset
+from trainer.rundir import RunDir
+
+NUM_STEPS = 40
+
+
+def command(data: Path, run_dir: Path, *, num_ranks: int) -> list[str]:
+    launcher = (
+        [sys.executable]
+        if num_ranks == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    )
+    settings = {
+        "data.train_dir": data / "train",
+        "data.test_dir": data / "test",
+        "data.num_workers": 1,
+        "global_batch_size": 16,
+        "num_epochs": NUM_STEPS // 5,
+        "checkpoint_every_steps": 3,
+        "tracking.wandb": "disabled",
+    }
+    sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+    return [*launcher, "launch/train.py", "--config", "debug:viewmaker", "--run-dir", str(run_dir), *sets]
+
+
+def num_logged(run_dir: Path) -> int:
+    path = RunDir(run_dir).metrics
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    write_tiny_dataset(directory / "train", num_samples=83)
+    write_tiny_dataset(directory / "test", num_samples=20, seed=1)
+    return directory
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_killed_run_ends_in_the_same_bits(num_ranks: int, data: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run(
+        command(data, whole, num_ranks=num_ranks), cwd=REPOSITORY, env=environment, check=True, capture_output=True
+    )
+    kill_at = random.Random(os.getpid()).sample(range(4, NUM_STEPS - 4), 2)
+    for step in sorted(kill_at):
+        process = subprocess.Popen(
+            command(data, killed, num_ranks=num_ranks),
+            cwd=REPOSITORY,
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 120
+        while num_logged(killed) < step and process.poll() is None:
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.005)
+        kill_tree(process)
+    done = subprocess.run(
+        command(data, killed, num_ranks=num_ranks), cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "going on from step" in done.stderr, kill_at
+
+    for player in ("encoder", "viewmaker"):
+        expected, found = (
+            safetensors.torch.load_file(RunDir(path).checkpoint(NUM_STEPS) / f"{player}.safetensors")
+            for path in (whole, killed)
+        )
+        assert all(torch.equal(expected[name], found[name]) for name in expected), kill_at
+    curves = [
+        [(entry["step"], entry["epoch"], entry["train/loss"]) for entry in RunDir(path).read_metrics()]
+        for path in (whole, killed)
+    ]
+    assert curves[0] == curves[1]
+    lines = [json.loads(line)["step"] for line in RunDir(killed).metrics.read_text().splitlines()]
+    assert lines == list(range(1, NUM_STEPS + 1))
+    assert len(json.loads(RunDir(killed).provenance.read_text())["starts"]) == 3

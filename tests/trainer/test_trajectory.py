@@ -1,0 +1,162 @@
+"""Training on W ranks follows training in one process, for every kind of step; and a step touches only its player."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from configs import resolve_recipe
+from data_pipeline.stream import Stream
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_dataset
+from trainer.config import RunConfig
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.objectives import build_objective
+from trainer.players import build_players
+from trainer.rundir import RunDir
+from trainer.step import TrainingStep
+from trainer.train import train
+
+NUM_STEPS = 20
+STEPS = {
+    "expert": ("debug:image", []),
+    "simultaneous": ("debug:viewmaker", []),
+    "alternating": ("debug:viewmaker", ["adversary.update=alternating", "adversary.weight=0.5"]),
+    "published": ("debug:viewmaker", ["objective.kind=nt_xent_published"]),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    write_tiny_dataset(directory / "train", num_samples=83)
+    write_tiny_dataset(directory / "test", num_samples=20, seed=1)
+    return directory
+
+
+def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
+    return resolve_recipe(
+        recipe,
+        [
+            f"data.train_dir={data / 'train'}",
+            f"data.test_dir={data / 'test'}",
+            "data.num_workers=0",
+            "global_batch_size=16",
+            f"num_epochs={NUM_STEPS // (83 // 16)}",
+            "tracking.wandb=disabled",
+            *overrides,
+        ],
+    )
+
+
+def train_on_rank(config: RunConfig, run_dir: Path) -> None:
+    train(config, RunDir(run_dir), device=torch.device("cpu"), command="test")
+
+
+def final_state(run_dir: Path, player: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(RunDir(run_dir).checkpoint(NUM_STEPS) / f"{player}.safetensors")
+
+
+def has_no_effect(player: str, name: str) -> bool:
+    """A convolution's bias before instance norm is subtracted again: its true gradient is zero, and Adam divides the
+    rounding noise in its place by that noise's own size. Such a bias drifts differently in every order of summation."""
+    return player == "viewmaker" and name.endswith("bias") and "conv" in name
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [(kind, 2) for kind in STEPS] + [("simultaneous", 4)])
+def test_ranks_follow_one_process(kind: str, world_size: int, data: Path, tmp_path: Path) -> None:
+    recipe, overrides = STEPS[kind]
+    config = configure(data, recipe, overrides)
+    for num_ranks in (1, world_size):
+        run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
+    alone, together = tmp_path / "1", tmp_path / str(world_size)
+    curves = {
+        path: np.array([entry["train/loss"] for entry in RunDir(path).read_metrics()]) for path in (alone, together)
+    }
+    assert len(curves[alone]) == NUM_STEPS
+    np.testing.assert_allclose(curves[together], curves[alone], rtol=1e-4)
+    assert np.ptp(curves[alone]) > 1e-2  # the runs moved
+    for player in config.player_optimizers:
+        expected, found = final_state(alone, player), final_state(together, player)
+        untrained = build_players(config).trained_modules[player].state_dict()
+        for name, tensor in expected.items():
+            if not has_no_effect(player, name):
+                moved = (tensor - untrained[name]).float().norm()
+                assert (found[name] - tensor).float().norm() <= 1e-3 * moved, name
+
+
+def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
+    players = build_players(config)
+    engines = {
+        name: DDPEngine(module.train(), optimizer=config.player_optimizers[name])
+        for name, module in players.trained_modules.items()
+    }
+    step = TrainingStep(
+        config, engines=engines, view_policy=players.view_policy, objective=build_objective(config.objective)
+    )
+    before = {
+        name: {key: value.clone() for key, value in module.state_dict().items()}
+        for name, module in players.trained_modules.items()
+    }
+    return before, (players, engines, step)
+
+
+def first_batch(config: RunConfig) -> Any:
+    return next(
+        iter(
+            Stream(
+                Path(config.data.train_dir),
+                global_batch_size=16,
+                seed=0,
+                rank=0,
+                world_size=1,
+                num_workers=0,
+                end_step=1,
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize("still", ["encoder", "viewmaker"])
+def test_in_the_alternating_game_a_player_moves_in_its_own_half_only(still: str, data: Path) -> None:
+    """With a learning rate of 0 for one player, that player stays bit-identical although the other one trains."""
+    config = configure(data, *STEPS["alternating"])
+    before, (players, _, step) = one_step(config)
+    rates = {"encoder": 0.1, "viewmaker": 0.1} | {still: 0.0}
+    step(first_batch(config), learning_rates=rates)
+    for name, module in players.trained_modules.items():
+        same = [torch.equal(before[name][key], value) for key, value in dict(module.named_parameters()).items()]
+        assert all(same) if name == still else not all(same)
+        assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_the_players_pull_in_opposite_directions(data: Path) -> None:
+    """On one batch held fixed, the encoder's own step lowers the loss and the viewmaker's own step raises it."""
+    config = configure(data, "debug:viewmaker", ["optimizer.momentum=0", "optimizer.weight_decay=0"])
+    batch = first_batch(config)
+    change = {}
+    for player in ("encoder", "viewmaker"):
+        _, (_, _, step) = one_step(config)
+        rates = {"encoder": 0.0, "viewmaker": 0.0} | {player: 1e-2 if player == "encoder" else 1e-4}
+        first = step(batch, learning_rates=rates).metrics["train/loss"]
+        second = step(batch, learning_rates=rates).metrics["train/loss"]
+        change[player] = (second - first).item()
+    assert change["encoder"] < 0 < change["viewmaker"]
+
+
+def test_every_parameter_of_both_players_gets_a_gradient(data: Path) -> None:
+    config = configure(data, "debug:viewmaker", [])
+    _, (players, engines, step) = one_step(config)
+    seen: dict[str, list[bool]] = {}
+    for name, engine in engines.items():
+        engine.step = lambda *, learning_rate, name=name: seen.update(  # read the gradients in place of the step
+            {name: [parameter.grad is not None for parameter in players.trained_modules[name].parameters()]}
+        )
+    step(first_batch(config), learning_rates={"encoder": 0.0, "viewmaker": 0.0})
+    assert set(seen) == {"encoder", "viewmaker"}
+    assert all(all(grads) for grads in seen.values())
