@@ -1,0 +1,150 @@
+"""What a view policy does to pictures: a grid to look at, and how much it changes where the object was drawn.
+
+A viewmaker that has learned to destroy the object spends its budget there: its *selectivity*, the mean absolute change
+inside the object's box over that of the whole picture, exceeds 1 (cf. the difference images of Tamkin et al. 2022).
+
+Shapes: N pictures, B batch, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT
+from data_pipeline.schema import Schema
+from trainer.analysis.figures import GridRow, difference_gain, difference_pictures, picture_grid
+from trainer.checkpoint import load_players
+from trainer.probes.features import Pictures, ViewFunction, frozen, read_pictures, to_float
+from trainer.rundir import RunDir, write_json
+from trainer.views.counter_rng import ViewKeys
+
+NUM_SHOWN = 8
+NUM_MEASURED = 1024
+
+
+class ViewsResult(Schema):
+    """RUN_DIR/analysis/views.json. Changes are mean |view - picture| in [0, 1] units over the first `num_pictures`
+    test pictures, one view each. `object` is the drawn pixels, `box` the tight box around them; None where nothing was
+    drawn. `shown` are the dataset indices of the grid.
+    """
+
+    checkpoint_step: int
+    views: str
+    num_pictures: int
+    change: float
+    change_in_box: float | None
+    change_in_object: float | None
+    selectivity_box: float | None
+    selectivity_object: float | None
+    difference_gain: int
+    shown: tuple[int, ...]
+    test_manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """Mean absolute change everywhere and where the mask is at least at a level; None where it never is."""
+
+    overall: float
+    in_box: float | None
+    in_object: float | None
+
+
+def analyze_views(run_dir: RunDir, *, step: int | None = None) -> list[Path]:
+    """Write analysis/views.json and views.png of a run; returns their paths. Raises `UserError` if data is missing."""
+    players = load_players(run_dir, step=step)
+    test = read_pictures(Path(players.config.data.test_dir))
+    seed, policy = players.config.seed, players.view_policy
+    measured = slice(0, NUM_MEASURED)
+    picture_NCHW, view_NCHW = draw_views(policy, test, torch.arange(len(test))[measured], seed=seed, view=0)
+    change = mean_change(view_NCHW - picture_NCHW, test.masks_NHW[measured])
+    shown = choose_pictures(test, NUM_SHOWN)
+    grid, gain = view_grid(policy, test, shown, seed=seed)
+    result = ViewsResult(
+        checkpoint_step=players.step,
+        views=players.config.views.kind,
+        num_pictures=len(picture_NCHW),
+        change=change.overall,
+        change_in_box=change.in_box,
+        change_in_object=change.in_object,
+        selectivity_box=_ratio(change.in_box, change.overall),
+        selectivity_object=_ratio(change.in_object, change.overall),
+        difference_gain=gain,
+        shown=tuple(test.index_N[shown].tolist()),
+        test_manifest_sha256=test.manifest.sha256,
+    )
+    json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
+    run_dir.analysis.mkdir(exist_ok=True)
+    png_path.write_bytes(grid)
+    write_json(json_path, result.model_dump(mode="json"))  # last: the numbers are there only if the picture is
+    return [png_path, json_path]
+
+
+def draw_views(
+    policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, view: int
+) -> tuple[Tensor, Tensor]:
+    """Pictures of `rows_N` and one view of each, both (N, C, H, W) float32 on the CPU, drawn as in the first epoch."""
+    image_parts, view_parts = [], []
+    with frozen(policy):
+        for rows_B in rows_N.split(256):
+            images_BCHW = to_float(pictures.images_NCHW[rows_B], torch.device("cpu"))
+            keys = ViewKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B], view=view)
+            image_parts.append(images_BCHW)
+            view_parts.append(policy(images_BCHW, keys).float())
+    return torch.cat(image_parts), torch.cat(view_parts)
+
+
+def mean_change(difference_NCHW: Tensor, masks_NHW: Tensor) -> Change:
+    """Mean |difference| over all pixels, over those with mask >= `MASK_BOX` and over those with `MASK_OBJECT`."""
+    change_NHW = difference_NCHW.abs().mean(1)
+
+    def inside(level: int) -> float | None:
+        chosen = change_NHW[masks_NHW >= level]
+        return chosen.mean().item() if len(chosen) else None
+
+    return Change(overall=change_NHW.mean().item(), in_box=inside(MASK_BOX), in_object=inside(MASK_OBJECT))
+
+
+def choose_pictures(pictures: Pictures, num: int) -> Tensor:
+    """Rows of up to `num` pictures that show every class in turn: the first of each, then the second of each, ..."""
+    seen: dict[int, int] = {}
+    turn: list[tuple[int, int, int]] = []
+    for row, label in enumerate(pictures.label_base_N.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        turn.append((seen[label], label, row))
+    return torch.tensor([row for _, _, row in sorted(turn)[:num]])
+
+
+def view_grid(policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int) -> tuple[bytes, int]:
+    """The grid as PNG and the gain of its difference rows: picture, view 1, difference, view 2, difference."""
+    picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0)
+    _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1)
+    picture, first, second = (_to_nhwc(part) for part in (picture_NCHW, first_NCHW, second_NCHW))
+    gain = difference_gain(first - picture, second - picture)
+    rows = [GridRow("picture", picture)]
+    for number, view in ((1, first), (2, second)):
+        rows.append(GridRow(f"view {number}", np.clip(view, 0.0, 1.0)))
+        rows.append(GridRow(f"difference\n× {gain}", difference_pictures(view - picture, gain=gain)))
+    return picture_grid(rows, column_titles=[_title(pictures, row) for row in rows_N.tolist()]), gain
+
+
+def _title(pictures: Pictures, row: int) -> str:
+    """The class of the picture, and that of the object drawn on it."""
+    base = pictures.class_names("base")[int(pictures.label_base_N[row])]
+    overlay = pictures.class_names("overlay")
+    return f"{base} · {overlay[int(pictures.label_overlay_N[row])]}" if overlay else base
+
+
+def _to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = pictures_NCHW.permute(0, 2, 3, 1).numpy()
+    return array
+
+
+def _ratio(part: float | None, whole: float) -> float | None:
+    return part / whole if part is not None and whole > 0 else None

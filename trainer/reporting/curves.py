@@ -1,0 +1,121 @@
+"""Line charts as inline SVG that follow the page's light or dark colours. Equal input gives equal text."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from trainer.probes.features import LABEL_SPACES
+from trainer.reporting.runs import Arm, Run
+
+# Readable on white and on near-black alike; arms beyond these repeat the colours.
+COLORS = ("#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d", "#6b7f94", "#5ba3a8")
+_INK = "#010203"  # stands for the page's text colour until the SVG is written
+
+# Keys of metrics.jsonl that are drawn, where a run has them.
+METRICS = {
+    "train/loss": "Encoder loss",
+    "train/viewmaker_loss": "Viewmaker loss",
+    "train/alignment": "Alignment of the two views (cosine)",
+}
+MAX_POINTS = 300
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve; `style` tells the untrained encoder's (dashed) from the trained one's."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
+    style: Literal["-", "--"] = "-"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A titled chart as an `<svg>` element, to be set into a page as it is."""
+
+    title: str
+    svg: str
+
+
+def charts(arms: Sequence[Arm]) -> list[Chart]:
+    """Training metrics over steps, probe accuracy over the probe's epochs, and over steps where several were probed."""
+    colored = [(run, COLORS[number % len(COLORS)]) for number, arm in enumerate(arms) for run in arm.runs]
+    drawn = [
+        line_chart(title, lines, x_label="training step")
+        for key, title in METRICS.items()
+        if (lines := [line for run, color in colored if (line := _metric_line(run, key, color))])
+    ]
+    for space in LABEL_SPACES:
+        fits: list[Line] = []
+        for run, color in colored:
+            for probe, style in ((run.untrained_probe(space), "--"), (run.final_probe(space), "-")):
+                if probe is not None:
+                    accuracy = [100 * value for value in probe.linear.accuracy_by_epoch]
+                    fits.append(Line(range(1, len(accuracy) + 1), accuracy, color, "--" if style == "--" else "-"))
+        if fits:
+            drawn.append(line_chart(f"Linear probe of label_{space}, test accuracy in %", fits, x_label="probe epoch"))
+        growth = [
+            Line(steps, [100 * run.probes[step][space].linear.accuracy for step in steps], color)
+            for run, color in colored
+            if len(steps := [step for step in sorted(run.probes) if space in run.probes[step]]) > 2
+        ]
+        if growth:
+            title = f"Linear probe of label_{space} by checkpoint, %"
+            drawn.append(line_chart(title, growth, x_label="training step"))
+    return drawn
+
+
+def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
+    """Draw the lines; those of more than `MAX_POINTS` points are thinned to means of equal stretches."""
+    settings = {"svg.hashsalt": "report", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(4.6, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        for line in lines:
+            x, y = thin(line.x, line.y)
+            marker = "o" if len(x) < 3 else ""
+            axes.plot(x, y, color=line.color, linestyle=line.style, linewidth=1.6, marker=marker, alpha=0.9)
+        axes.set_xlabel(x_label, color=_INK)
+        axes.tick_params(colors=_INK, length=3)
+        axes.grid(color=_INK, alpha=0.12, linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set(color=_INK, alpha=0.4)
+        axes.margins(x=0.02)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return Chart(title, _inline(file.getvalue(), title))
+
+
+def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most `MAX_POINTS` points: means of stretches of (nearly) equal numbers of points."""
+    if len(x) <= MAX_POINTS:
+        return list(x), list(y)
+    return tuple(  # type: ignore[return-value]  # mypy does not count the two
+        [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=np.float64), MAX_POINTS)]
+        for values in (x, y)
+    )
+
+
+def _metric_line(run: Run, key: str, color: str) -> Line | None:
+    points = [(entry["step"], entry[key]) for entry in run.metrics if isinstance(entry.get(key), int | float)]
+    points = [(step, value) for step, value in points if np.isfinite(value)]
+    return Line([step for step, _ in points], [value for _, value in points], color) if points else None
+
+
+def _inline(svg: str, title: str) -> str:
+    """The `<svg>` element alone, without metadata; sized by its width on the page, coloured by the page's text."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<g id=\"[^\"]*\">", "<g>", svg)  # nothing refers to them, and two charts would share them
+    svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", svg, count=1)
+    svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", rf'\1 role="img" aria-label="{title}"', svg, count=1)
+    return svg.replace(_INK, "currentColor").strip()

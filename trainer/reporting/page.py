@@ -1,0 +1,137 @@
+"""The report as one HTML page: no script, no network, nothing beside it. Equal input gives equal bytes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+
+from trainer.probes.features import LABEL_SPACES
+from trainer.reporting.curves import charts
+from trainer.reporting.findings import limits, verdict
+from trainer.reporting.runs import Arm, Run
+from trainer.reporting.tables import NOT_MEASURED, chip, differences, provenance, results
+
+HOW_TO_READ = (
+    "Each picture carries two things: a photo (<code>label_base</code>) and, where one was drawn, an object "
+    "(<code>label_overlay</code>). An encoder that has kept both lets a linear classifier read both from its frozen "
+    "features; where one feature has suppressed the other, one of the two accuracies falls towards that of the "
+    "untrained encoder."
+)
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2329; --soft: #5c6873; --line: #dfe3e8; --page: #ffffff; --card: #f6f7f9;
+  --accent: #3b82d6; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dfe4e9; --soft: #98a4b0; --line: #333b44; --page: #15191d;
+  --card: #1d2329; --accent: #6aa5ea; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+main { max-width: 1000px; margin: 0 auto; padding: 40px 24px 80px; }
+h1 { font-size: 28px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
+h2 { font-size: 19px; margin: 48px 0 12px; }
+h3 { font-size: 15px; margin: 28px 0 6px; }
+p, li { max-width: 76ch; }
+ul { padding-left: 20px; margin: 8px 0; }
+.subtitle, .caption, .none, .soft { color: var(--soft); }
+.subtitle { margin: 0 0 24px; }
+.caption { font-size: 13.5px; margin: 6px 0 12px; }
+.none { font-style: italic; font-size: 0.9em; }
+.verdict { background: var(--card); border-left: 3px solid var(--accent); border-radius: 6px; padding: 14px 20px; }
+.verdict p { margin: 6px 0; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14.5px; font-variant-numeric: tabular-nums; }
+.wide { width: 100%; }
+th, td { padding: 7px 14px 7px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+thead th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
+tbody th { font-weight: 500; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+tr.untrained th, tr.untrained td, tr.floor th, tr.floor td { color: var(--soft); }
+tr.arm > * { border-bottom: none; padding-bottom: 2px; }
+tr.arm + tr.untrained > * { padding-top: 2px; }
+td small { display: block; color: var(--soft); font-size: 12px; }
+code, pre { font: 0.88em/1.5 ui-monospace, monospace; }
+td code { overflow-wrap: anywhere; }
+pre { background: var(--card); border-radius: 6px; padding: 12px 16px; overflow-x: auto; }
+.chip { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 22px; font-size: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 20px 28px;
+  margin-top: 14px; }
+figure { margin: 0; }
+figcaption { font-size: 14px; margin-bottom: 4px; }
+svg { width: 100%; height: auto; display: block; }
+img { max-width: 100%; height: auto; display: block; border-radius: 6px; border: 1px solid var(--line); }
+summary { cursor: pointer; color: var(--soft); font-size: 14px; margin: 10px 0; }
+"""
+
+
+def page(arms: Sequence[Arm]) -> str:
+    """The whole page. `arms` are in the order in which they shall appear."""
+    runs = [run for arm in arms for run in arm.runs]
+    title = f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
+    sections = [
+        f"<h1>{escape(title)}</h1>\n<p class='subtitle'>{_subtitle(arms)}</p>",
+        '<div class="verdict">' + "".join(f"<p>{escape(text)}</p>" for text in verdict(arms)) + "</div>",
+        f"<p>{HOW_TO_READ}</p>",
+        "<h2>Results</h2>\n" + results(arms),
+        "<h2>What this is too small to show</h2>\n" + _list(limits(arms)),
+        "<h2>Curves</h2>\n" + _curves(arms),
+        "<h2>Views</h2>\n" + "\n".join(_views(run) for run in runs),
+        "<h2>Differences between the configs</h2>\n" + differences(runs),
+        "<h2>Where the numbers come from</h2>\n" + provenance(runs),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(f"<section>\n{section}\n</section>" for section in sections)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _subtitle(arms: Sequence[Arm]) -> str:
+    probes = [probe for arm in arms for space in LABEL_SPACES for probe in [*arm.trained(space), *arm.untrained(space)]]
+    parts = [escape(", ".join(dict.fromkeys(arm.name for arm in arms)))]
+    for space in LABEL_SPACES:
+        sizes = sorted({len(probe.class_names) for probe in probes if probe.label == space})
+        if sizes:
+            parts.append(f"label_{space} of {' or '.join(map(str, sizes))} classes")
+    if probes:
+        parts.append(f"{probes[0].num_train:,} train and {probes[0].num_test:,} test pictures")
+    return " · ".join(parts)
+
+
+def _curves(arms: Sequence[Arm]) -> str:
+    drawn = charts(arms)
+    if not drawn:
+        return f"<p>{NOT_MEASURED}: no metrics.jsonl and no probes.</p>"
+    legend = "".join(f"<span>{chip(number)}{escape(arm.name)}</span>" for number, arm in enumerate(arms))
+    figures = "".join(f"<figure><figcaption>{escape(c.title)}</figcaption>{c.svg}</figure>" for c in drawn)
+    dashed = (
+        '<span class="soft">dashed: untrained encoder</span>' if any(run.probes for a in arms for run in a.runs) else ""
+    )
+    return f'<div class="legend">{legend}{dashed}</div><div class="charts">{figures}</div>'
+
+
+def _views(run: Run) -> str:
+    title = f"<h3>{escape(run.name)}</h3>"
+    if run.views.png is None or run.views.result is None:
+        return f"{title}<p>{NOT_MEASURED}: {escape(run.views.problem)}.</p>"
+    result = run.views.result
+    where = ""
+    if result.selectivity_box is not None and result.selectivity_object is not None:
+        where = (
+            f" Relative to that it is {result.selectivity_object:.2f} on the drawn pixels and "
+            f"{result.selectivity_box:.2f} in the box around them; 1 would be no preference."
+        )
+    moved = "" if result.views == "viewmaker" else " Views that crop and flip also move pixels, which counts as change."
+    image = base64.b64encode(run.views.png).decode()
+    return (
+        f'{title}<p class="caption">Views <code>{escape(result.views)}</code> at step {result.checkpoint_step}. '
+        f"Mean change of a pixel: {result.change:.4f} of the range from black to white, over {result.num_pictures:,} "
+        f"test pictures.{where}{moved} Differences are shown × {result.difference_gain} around middle grey.</p>"
+        f'<img alt="Views of {escape(run.name)}" src="data:image/png;base64,{image}">'
+    )
+
+
+def _list(items: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"

@@ -1,0 +1,176 @@
+"""Reading run directories, and sorting them into arms: the runs that differ by their seed alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import UserError
+from trainer.analysis.views import ViewsResult, analyze_views
+from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.result import ProbeResult, read_result
+from trainer.rundir import RunDir, open_run
+
+# Settings that do not change what an encoder learns, so that runs which differ in them alone are repetitions.
+NOT_SCIENCE = (
+    "name",
+    "seed",
+    "tracking",
+    "checkpoint_every_steps",
+    "log_every_steps",
+    "data.num_workers",
+    "probe.seed",
+)
+
+
+@dataclass(frozen=True)
+class Views:
+    """The grid and the numbers of `python -m trainer.analyze views`; `png` is None where `problem` says why."""
+
+    png: bytes | None
+    result: ViewsResult | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a report shows of one run. `probes[step][label]`; step 0 is the untrained encoder."""
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    probes: Mapping[int, Mapping[LabelSpace, ProbeResult]]
+    views: Views
+
+    def final_probe(self, space: LabelSpace) -> ProbeResult | None:
+        """The probe of the latest probed checkpoint; None where only the untrained encoder was probed, or nothing."""
+        step = max(self.probes, default=0)
+        return self.probes[step].get(space) if step > 0 else None
+
+    def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
+        return self.probes.get(0, {}).get(space)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration: runs that differ by their seed alone."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    def trained(self, space: LabelSpace) -> list[ProbeResult]:
+        return [probe for run in self.runs if (probe := run.final_probe(space)) is not None]
+
+    def untrained(self, space: LabelSpace) -> list[ProbeResult]:
+        return [probe for run in self.runs if (probe := run.untrained_probe(space)) is not None]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read every run once. Missing view grids are made now, where checkpoint and data are at hand.
+
+    Raises `UserError` where a path is not a run directory, is named twice, or holds a damaged file.
+    """
+    for path, count in Counter(path.resolve() for path in paths).items():
+        if count > 1:
+            raise UserError(f"{path} is named {count} times; name each run directory once")
+    directories = [open_run(path) for path in paths]
+    configs = [_read_object(run_dir.config) for run_dir in directories]
+    names = _unique_names(directories, configs)
+    return [_read_run(*run) for run in zip(directories, configs, names, strict=True)]
+
+
+def arms_of(runs: Sequence[Run]) -> list[Arm]:
+    """Runs by configuration, in the order of their first run."""
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        science = {key: value for key, value in flatten(run.config).items() if not _is_under(key, NOT_SCIENCE)}
+        grouped.setdefault(json.dumps(science, sort_keys=True), []).append(run)
+    return [Arm(_arm_name(group), tuple(group)) for group in grouped.values()]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted path: {"a": {"b": 1}} gives {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Settings that are not the same in all runs: one value per run, `MISSING` where a run has no such setting."""
+    flats = [flatten(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for flat in flats for key in flat))
+    values = {key: [flat.get(key, MISSING) for flat in flats] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+MISSING = object()
+
+
+def _read_run(run_dir: RunDir, config: Mapping[str, Any], name: str) -> Run:
+    return Run(
+        name=name,
+        path=run_dir.path,
+        config=config,
+        provenance=_read_object(run_dir.provenance) if run_dir.provenance.is_file() else {},
+        metrics=run_dir.read_metrics(),
+        probes={step: _read_probes(run_dir, step) for step in run_dir.probe_steps()},
+        views=_read_views(run_dir),
+    )
+
+
+def _read_probes(run_dir: RunDir, step: int) -> dict[LabelSpace, ProbeResult]:
+    paths = {space: run_dir.probes(step) / f"{space}.json" for space in LABEL_SPACES}
+    return {space: read_result(path) for space, path in paths.items() if path.is_file()}
+
+
+def _read_views(run_dir: RunDir) -> Views:
+    json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
+    if not (json_path.is_file() and png_path.is_file()):
+        try:
+            analyze_views(run_dir)
+        except UserError as error:
+            return Views(None, None, str(error))
+    return Views(png_path.read_bytes(), ViewsResult.parse(_read_object(json_path), where=str(json_path)))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); restore it or leave this run out") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object; restore it or leave this run out")
+    return value
+
+
+def _unique_names(directories: Sequence[RunDir], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The shortest names that tell the runs apart: name; name and seed; directory; path."""
+    names = [str(config.get("name", run_dir.path.name)) for run_dir, config in zip(directories, configs, strict=True)]
+    candidates = [
+        names,
+        [f"{name}, seed {config.get('seed')}" for name, config in zip(names, configs, strict=True)],
+        [run_dir.path.resolve().name for run_dir in directories],
+    ]
+    for candidate in candidates:
+        if len(set(candidate)) == len(candidate):
+            return candidate
+    return [str(run_dir.path) for run_dir in directories]
+
+
+def _arm_name(runs: Sequence[Run]) -> str:
+    """The run's name; of several, the name in their configs, which a study may have given the seed in its own way."""
+    if len(runs) == 1:
+        return runs[0].name
+    names = list(dict.fromkeys(str(run.config.get("name", run.name)) for run in runs))
+    return names[0] if len(names) == 1 else " / ".join(names)
+
+
+def _is_under(key: str, prefixes: Sequence[str]) -> bool:
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
