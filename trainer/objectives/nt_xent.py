@@ -1,0 +1,71 @@
+"""NT-Xent, the objective of SimCLR (Chen et al. 2020, section 2.1): each view of each picture must find the other view
+among all views of the batch.
+
+Shapes: B pictures of this rank, N = 2 B anchors, G = 2 B W candidates of all W ranks, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveFloat
+from torch import Tensor
+
+from trainer.objectives.contrast import ContrastiveConfig, log_sum_exp, own_rows_first, scale_of, unit_pair
+from trainer.objectives.objective import ObjectiveOutput, contrastive_output
+
+
+class NTXentConfig(ContrastiveConfig):
+    kind: Literal["nt_xent"] = "nt_xent"
+    temperature: PositiveFloat = 0.5
+
+
+def nt_xent_loss(
+    z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
+) -> Tensor:
+    """NT-Xent of two views, a scalar: the mean over 2 B anchors of -log softmax of the positive, self excluded.
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
+    negatives come from all ranks. The mean of the ranks' losses is exactly the loss of the whole batch, and averaging
+    parameter gradients over the ranks gives its gradient.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+        temperature: above 0, at least 0.02 with a `chunk_size`; a 0-d tensor gets a gradient.
+        chunk_size: rows of a tile of the similarity matrix; memory grows linearly with B, the value is the same.
+            1,024 is fast on CPUs. None keeps the whole matrix.
+
+    Raises:
+        ValueError: for a temperature or chunk size out of range, or embeddings that are not (B, D) and alike.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+        >>> round(nt_xent_loss(z_a, z_b, temperature=0.5).item(), 4)
+        0.668
+    """
+    return -_log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size).mean()
+
+
+class NTXent:
+    def __init__(self, config: NTXentConfig) -> None:
+        self._config = config
+
+    def __call__(self, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
+        log_probability_N = _log_probability_of_positives(
+            z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
+        )
+        return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD)
+
+
+def _log_probability_of_positives(
+    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
+) -> Tensor:
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_ND = torch.cat(unit_pair(z_a_BD, z_b_BD)) * scale_of(temperature, chunk_size=chunk_size)
+        u_a_BD, u_b_BD = u_ND.chunk(2)
+        positive_N = (u_a_BD * u_b_BD).sum(1).repeat(2)
+        return positive_N - log_sum_exp(
+            own_rows_first(u_ND), num_anchors=len(u_ND), with_self=False, chunk_size=chunk_size
+        )

@@ -1,0 +1,61 @@
+"""NT-Xent as the code published with Tamkin et al. 2022 computes it, which is not the form of SimCLR.
+
+Only the first view's embeddings are anchors, an anchor's similarity with itself stays in its denominator (where it
+contributes exp(1 / t) and no gradient), and log(number of candidates) is subtracted. So the loss is negative where
+SimCLR's is near 0, and the positive's softmax probability never exceeds one half.
+
+Shapes: B pictures of this rank, G = 2 B W candidates of all W ranks, D dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import PositiveFloat
+from torch import Tensor
+
+from trainer.objectives.contrast import ContrastiveConfig, log_sum_exp, own_rows_first, scale_of, unit_pair
+from trainer.objectives.objective import ObjectiveOutput, contrastive_output
+
+
+class PublishedNTXentConfig(ContrastiveConfig):
+    kind: Literal["nt_xent_published"] = "nt_xent_published"
+    temperature: PositiveFloat = 0.07
+
+
+def published_nt_xent_loss(
+    z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
+) -> Tensor:
+    """The published form, a scalar: mean over B anchors of -log softmax of the positive, minus log of G.
+
+    Its least value is log(2 exp(1 / t) + G - 2) - 1 / t - log G: -5.5450 at t = 0.07, G = 512. Arguments, types, errors
+    and the meaning of a rank's loss are those of `nt_xent_loss`.
+    """
+    log_probability_B, num_candidates = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
+    return -log_probability_B.mean() - math.log(num_candidates)
+
+
+class PublishedNTXent:
+    def __init__(self, config: PublishedNTXentConfig) -> None:
+        self._config = config
+
+    def __call__(self, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
+        log_probability_B, num_candidates = _log_probability_of_positives(
+            z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
+        )
+        loss = -log_probability_B.mean() - math.log(num_candidates)
+        return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD)
+
+
+def _log_probability_of_positives(
+    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
+) -> tuple[Tensor, int]:
+    """Of each anchor, and the number G of candidates."""
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_2BD = torch.cat(unit_pair(z_a_BD, z_b_BD)) * scale_of(temperature, chunk_size=chunk_size)
+        u_a_BD, u_b_BD = u_2BD.chunk(2)
+        u_GD = own_rows_first(u_2BD)
+        log_sums_B = log_sum_exp(u_GD, num_anchors=len(u_a_BD), with_self=True, chunk_size=chunk_size)
+        return (u_a_BD * u_b_BD).sum(1) - log_sums_B, len(u_GD)
