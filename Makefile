@@ -1,0 +1,39 @@
+# A fresh clone needs Python 3.11 or 3.12, make and a C++ compiler; everything else is installed into .venv.
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:
+	@echo 'make demo    train with expert views and with a viewmaker, and compare them in one report (minutes on 2 cores)'
+	@echo 'make test    run every test that this machine can run; ARGS="-k slurm" picks some'
+	@echo 'make lint    formatting, ruff, mypy --strict'
+	@echo 'make clean   remove .venv, the demo and all caches'
+	@echo 'Each makes .venv first where it is missing or older than setup.py; PYTHON=python3.12 picks the interpreter.'
+
+demo: $(INSTALLED)
+	$(BIN)/python launch/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv demo build .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): setup.py
+	@command -v $(PYTHON) >/dev/null || { echo 'error: there is no $(PYTHON); install Python 3.11 or 3.12, or name it: make PYTHON=/path/to/python' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or 3.12 is needed, but $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo 'error: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check --editable '.[test,lint]'
+	@touch $@

@@ -1,0 +1,127 @@
+"""The structure of the repository: which room may import which, and what may not be there at all."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("data_pipeline", "trainer", "configs", "launch")  # each may import those before it, and itself
+VISIBLE = {"setup.py", "README.md", "Makefile", "benchmarks", "tests", *ROOMS}
+
+
+@cache
+def tracked_files() -> tuple[Path, ...]:
+    """Every file that git tracks, relative to the root of the repository."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return tuple(path for name in listing.split("\0") if name and (ROOT / (path := Path(name))).is_file())
+
+
+def python_files(*tops: str) -> list[Path]:
+    return [path for path in tracked_files() if path.suffix == ".py" and path.parts[0] in tops]
+
+
+def imported_modules(source: str, *, package: str) -> Iterator[str]:
+    """Full dotted name of everything that `source`, a module of `package`, imports: at the top or inside functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def imports_of(path: Path) -> list[str]:
+    return list(imported_modules((ROOT / path).read_text(), package=".".join(path.parts[:-1])))
+
+
+def test_the_import_scanner_sees_every_form() -> None:
+    source = "import a.b\nfrom c import d\ndef f():\n    from . import e\n    from ..g import h\n"
+    assert list(imported_modules(source, package="x.y")) == ["a.b", "c.d", "x.y.e", "x.g.h"]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_one_way(room: str) -> None:
+    forbidden = {*ROOMS[ROOMS.index(room) + 1 :], "tests", "benchmarks"}
+    files = python_files(room)
+    assert files
+    wrong = [f"{path}: {name}" for path in files for name in imports_of(path) if name.split(".")[0] in forbidden]
+    assert not wrong
+
+
+def test_only_the_distributed_folder_calls_torch_distributed() -> None:
+    """Its checkpoint package aside, which files tensors and starts no collective of ours."""
+    wrong = []
+    for path in python_files(*ROOMS, "benchmarks"):
+        if path.parts[:2] == ("trainer", "distributed"):
+            continue
+        names = imports_of(path)
+        nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+        names += [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+        calls = [name for name in names if f"{name}.".startswith("torch.distributed.")]
+        wrong += [f"{path}: {name}" for name in calls if not name.startswith("torch.distributed.checkpoint")]
+    assert not wrong
+
+
+def test_the_visible_root() -> None:
+    assert {path.parts[0] for path in tracked_files() if not path.parts[0].startswith(".")} == VISIBLE
+
+
+def test_no_file_is_a_drawer() -> None:
+    assert not [path for path in tracked_files() if path.stem in {"utils", "util", "common", "misc", "helpers"}]
+
+
+def dependency_modules() -> set[str]:
+    """Names under which what setup.py asks for is imported."""
+    required = {
+        re.split(r"[^\w.-]", line, maxsplit=1)[0].lower() for line in metadata.requires("feature-dropout") or ()
+    }
+    by_module = metadata.packages_distributions()
+    return {module for module, names in by_module.items() if required & {name.lower() for name in names}}
+
+
+def test_no_module_is_named_like_a_dependency_or_a_standard_module() -> None:
+    """`python launch/slurm.py` puts launch/ first on the path, where a submitit.py would hide the library."""
+    taken = dependency_modules() | sys.stdlib_module_names
+    assert {"torch", "submitit", "sklearn", "yaml", "PIL"} <= taken
+    own = {path.stem: path for path in python_files("setup.py", *ROOMS, "benchmarks", "tests")}
+    own |= {parent.name: parent for path in own.values() for parent in path.parents}
+    assert not [str(path) for name, path in own.items() if name in taken - {"__main__", "__init__"}]
+
+
+def test_nothing_names_what_is_not_in_the_repository() -> None:
+    """No machine's paths, no notes that a reader does not have; where the real data may lie is known to one file."""
+    notes = "|".join(("design", "facts", "methods", "requirements", "style"))
+    pattern = re.compile(rf"\.\./shared|/(work|root|home)/|\b({notes})\.md\b|\bmethods [A-H]\.?\d")
+    wrong = []
+    for path in tracked_files():
+        if path in {Path("tests/real_data.py"), Path("tests/test_house.py")}:
+            continue
+        text = (ROOT / path).read_bytes().decode(errors="replace")
+        wrong += [f"{path}:{text[: m.start()].count(chr(10)) + 1}: {m.group()}" for m in pattern.finditer(text)]
+    assert not wrong
+
+
+def test_the_training_loop_can_be_held_in_the_head() -> None:
+    assert len((ROOT / "trainer" / "train.py").read_text().splitlines()) < 200
+
+
+def test_every_folder_says_what_it_is() -> None:
+    """The opening paragraph: what comes in, what goes out, what may never happen."""
+    folders = {path.parent for path in python_files(*ROOMS)}
+    undescribed = [
+        str(folder)
+        for folder in folders
+        if not (init := ROOT / folder / "__init__.py").is_file() or not ast.get_docstring(ast.parse(init.read_text()))
+    ]
+    assert not undescribed
