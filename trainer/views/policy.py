@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Field
-from torch import Tensor, nn
 
 from trainer.views.counter_rng import ViewKeys
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
