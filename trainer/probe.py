@@ -50,7 +50,7 @@ def probe(players: Players, *, train: Pictures, test: Pictures, device: torch.de
     config = players.config.probe
     with Progress(f"probe of step {players.step}", total=config.num_epochs) as progress:
 
-        def on_epoch(epoch: int, accuracy: Mapping[str, float]) -> None:
+        def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
             progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
 
         linear = probe_linear(

@@ -32,7 +32,8 @@ def difference_gain(*differences: NDArray[np.float32]) -> int:
 
 def difference_pictures(difference_NHWC: NDArray[np.float32], *, gain: int) -> NDArray[np.float32]:
     """A signed difference as a picture: middle grey is no change, brighter is more of a colour."""
-    return np.clip(0.5 + gain * difference_NHWC, 0.0, 1.0, dtype=np.float32)
+    pictures_NHWC: NDArray[np.float32] = np.clip(0.5 + gain * difference_NHWC, 0.0, 1.0)
+    return pictures_NHWC
 
 
 def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> bytes:

@@ -92,7 +92,7 @@ def draw_views(
     """Pictures of `rows_N` and one view of each, both (N, C, H, W) float32 on the CPU, drawn as in the first epoch."""
     image_parts, view_parts = [], []
     with frozen(policy):
-        for rows_B in rows_N.split(256):
+        for rows_B in torch.split(rows_N, 256):
             images_BCHW = to_float(pictures.images_NCHW[rows_B], torch.device("cpu"))
             keys = ViewKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B], view=view)
             image_parts.append(images_BCHW)

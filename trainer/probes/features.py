@@ -101,7 +101,7 @@ def extract(
     `function` treats pictures apart, as an encoder in eval mode does.
     """
     with torch.no_grad():
-        return torch.cat([function(to_float(part, device)) for part in images_NCHW.split(batch_size)])
+        return torch.cat([function(to_float(part, device)) for part in torch.split(images_NCHW, batch_size)])
 
 
 def to_float(images_BCHW: Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.schema import Schema
-from trainer.probes.features import FeatureEncoder, Pictures, extract, frozen
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, extract, frozen
 from trainer.probes.linear import Target
 
 NUM_NEIGHBORS = 200
@@ -45,7 +45,7 @@ def knn_predict(
     bank_NC, queries_QC = F.normalize(bank_NC.float(), dim=1), F.normalize(queries_QC.float(), dim=1)
     num_neighbors = min(num_neighbors, len(bank_NC))
     predicted = []
-    for chunk_BC in queries_QC.split(chunk_size):
+    for chunk_BC in torch.split(queries_QC, chunk_size):
         cosine_BR, neighbor_BR = (chunk_BC @ bank_NC.T).topk(num_neighbors, dim=1, sorted=False)
         score_BK = torch.zeros(len(chunk_BC), num_classes, device=chunk_BC.device)
         score_BK.scatter_add_(1, bank_label_N[neighbor_BR], (cosine_BR / temperature).exp())
@@ -58,14 +58,14 @@ def probe_knn(
     *,
     train: Pictures,
     test: Pictures,
-    targets: Mapping[str, Target],
+    targets: Mapping[LabelSpace, Target],
     device: torch.device,
-) -> dict[str, KNNResult]:
+) -> dict[LabelSpace, KNNResult]:
     """kNN accuracy for every target, from pooled features of the pictures without views; the encoder is unchanged."""
     with frozen(encoder):
         bank_NC = extract(encoder.pooled, train.images_NCHW, device=device)
         queries_QC = extract(encoder.pooled, test.images_NCHW, device=device)
-    results = {}
+    results: dict[LabelSpace, KNNResult] = {}
     for name, target in targets.items():
         predicted_Q = knn_predict(bank_NC, target.train_N.to(device), queries_QC, num_classes=target.num_classes)
         results[name] = KNNResult(

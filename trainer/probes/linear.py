@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from data_pipeline.errors import UserError
 from data_pipeline.randomness import generator
 from data_pipeline.schema import Schema
-from trainer.probes.features import FeatureEncoder, Pictures, ViewFunction, extract, frozen, to_float
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
 from trainer.views.counter_rng import ViewKeys
 
 PROBE_VIEW = 4  # the `view` of ViewKeys: 0 to 3 belong to training
@@ -82,18 +82,18 @@ def fit_linear_probe(
     batches: Callable[[int], Iterable[FeatureBatch]],
     *,
     test_features: Callable[[], Tensor],
-    targets: Mapping[str, Target],
+    targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
-    on_epoch: Callable[[int, Mapping[str, float]], None] = lambda epoch, accuracy: None,
-) -> dict[str, LinearResult]:
+    on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
+) -> dict[LabelSpace, LinearResult]:
     """Train one head per target by SGD on the cross entropy, all in one pass over the features.
 
     `batches(epoch)` yields the steps of an epoch; `test_features()` returns (N_test, F) and is asked for after each.
     `on_epoch` is told the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges.
     """
-    heads: dict[str, _Head] = {}
-    test_accuracy: dict[str, list[float]] = {name: [] for name in targets}
-    train_accuracy: dict[str, list[float]] = {name: [] for name in targets}
+    heads: dict[LabelSpace, _Head] = {}
+    test_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
+    train_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     for epoch in range(config.num_epochs):
         learning_rate = config.learning_rate * 0.1 ** sum(
             epoch >= int(fraction * config.num_epochs) for fraction in config.milestones
@@ -117,15 +117,15 @@ def probe_linear(
     view_policy: ViewFunction,
     train: Pictures,
     test: Pictures,
-    targets: Mapping[str, Target],
+    targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
     device: torch.device,
-    on_epoch: Callable[[int, Mapping[str, float]], None] = lambda epoch, accuracy: None,
-) -> dict[str, LinearResult]:
+    on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
+) -> dict[LabelSpace, LinearResult]:
     """Linear probes of a frozen encoder for every target; encoder and policy are left as they were, bit for bit.
 
-    The order of an epoch and every view follow from (config.seed, epoch, sample index), so the result does not depend
-    on the order in which the shards store the samples' batches.
+    The order of an epoch and every view follow from (config.seed, epoch, sample index): nothing is drawn from torch's
+    or numpy's ambient random state, and none of it is changed.
     """
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
     with frozen(live, view_policy):
@@ -161,7 +161,7 @@ def epoch_rows(num: int, *, epoch: int, config: ProbeConfig) -> Sequence[Tensor]
     """
     order = torch.from_numpy(generator(config.seed, "linear probe order", epoch).permutation(num))
     batch_size = min(config.batch_size, num)
-    return order[: num - num % batch_size].split(batch_size)
+    return torch.split(order[: num - num % batch_size], batch_size)
 
 
 class _Head:

@@ -76,8 +76,9 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
     """Draw the lines; those of more than `MAX_POINTS` points are thinned to means of equal stretches."""
-    settings = {"svg.hashsalt": "report", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
-    with mpl.rc_context(settings):
+    with mpl.rc_context(
+        {"svg.hashsalt": "report", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+    ):
         figure = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = figure.add_subplot()
         for line in lines:

@@ -62,12 +62,12 @@ def resolution(a: Score, b: Score) -> float:
 
 def baseline(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ProbeResult]:
     """Probes of the untrained encoder: the arm's own, else those of an arm with the same encoder."""
-    same_encoder = [other for other in arms if other.runs[0].config.get("encoder") == arm.runs[0].config.get("encoder")]
+    same_encoder = [other for other in arms if other.runs[0].config.encoder == arm.runs[0].config.encoder]
     return next((probes for other in [arm, *same_encoder] if (probes := other.untrained(space))), [])
 
 
 def num_seeds(arm: Arm) -> int:
-    return len({run.config.get("seed") for run in arm.runs})
+    return len({run.config.seed for run in arm.runs})
 
 
 def verdict(arms: Sequence[Arm]) -> list[str]:
@@ -156,7 +156,7 @@ def limits(arms: Sequence[Arm]) -> list[str]:
             "points (two standard errors)."
         )
         num_train = max(probe.num_train for probe in probes)
-        epochs = max(int(run.config.get("num_epochs", 0)) for run in runs)
+        epochs = max(run.config.num_epochs for run in runs)
         share = num_train * epochs / (PUBLISHED_PICTURES * PUBLISHED_EPOCHS)
         if share < 1:
             notes.append(

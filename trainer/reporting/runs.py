@@ -11,6 +11,7 @@ from typing import Any
 
 from data_pipeline.errors import UserError
 from trainer.analysis.views import ViewsResult, analyze_views
+from trainer.config import RunConfig, flatten, read_config
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult, read_result
 from trainer.rundir import RunDir, open_run
@@ -42,7 +43,7 @@ class Run:
 
     name: str
     path: Path
-    config: Mapping[str, Any]
+    config: RunConfig
     provenance: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     probes: Mapping[int, Mapping[LabelSpace, ProbeResult]]
@@ -80,7 +81,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if count > 1:
             raise UserError(f"{path} is named {count} times; name each run directory once")
     directories = [open_run(path) for path in paths]
-    configs = [_read_object(run_dir.config) for run_dir in directories]
+    configs = [read_config(run_dir.config) for run_dir in directories]
     names = _unique_names(directories, configs)
     return [_read_run(*run) for run in zip(directories, configs, names, strict=True)]
 
@@ -94,14 +95,6 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     return [Arm(_arm_name(group), tuple(group)) for group in grouped.values()]
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted path: {"a": {"b": 1}} gives {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
 def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Settings that are not the same in all runs: one value per run, `MISSING` where a run has no such setting."""
     flats = [flatten(run.config) for run in runs]
@@ -113,7 +106,7 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 MISSING = object()
 
 
-def _read_run(run_dir: RunDir, config: Mapping[str, Any], name: str) -> Run:
+def _read_run(run_dir: RunDir, config: RunConfig, name: str) -> Run:
     return Run(
         name=name,
         path=run_dir.path,
@@ -150,12 +143,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _unique_names(directories: Sequence[RunDir], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -> list[str]:
     """The shortest names that tell the runs apart: name; name and seed; directory; path."""
-    names = [str(config.get("name", run_dir.path.name)) for run_dir, config in zip(directories, configs, strict=True)]
     candidates = [
-        names,
-        [f"{name}, seed {config.get('seed')}" for name, config in zip(names, configs, strict=True)],
+        [config.name for config in configs],
+        [f"{config.name}, seed {config.seed}" for config in configs],
         [run_dir.path.resolve().name for run_dir in directories],
     ]
     for candidate in candidates:
@@ -168,8 +160,7 @@ def _arm_name(runs: Sequence[Run]) -> str:
     """The run's name; of several, the name in their configs, which a study may have given the seed in its own way."""
     if len(runs) == 1:
         return runs[0].name
-    names = list(dict.fromkeys(str(run.config.get("name", run.name)) for run in runs))
-    return names[0] if len(names) == 1 else " / ".join(names)
+    return " / ".join(dict.fromkeys(run.config.name for run in runs))
 
 
 def _is_under(key: str, prefixes: Sequence[str]) -> bool:

@@ -79,7 +79,7 @@ def _stage(arm: Arm) -> str:
     steps = sorted({probe.checkpoint_step for space in LABEL_SPACES for probe in arm.trained(space)})
     parts = [f"step {', '.join(map(str, steps))}"] if steps else []
     if len(arm.runs) > 1:
-        parts.append(f"{len(arm.runs)} runs, seeds {', '.join(str(run.config.get('seed', '?')) for run in arm.runs)}")
+        parts.append(f"{len(arm.runs)} runs, seeds {', '.join(str(run.config.seed) for run in arm.runs)}")
     return f' <span class="soft">({"; ".join(parts)})</span>' if parts else ""
 
 
@@ -116,7 +116,7 @@ def differences(runs: Sequence[Run]) -> str:
 def _configs(runs: Sequence[Run]) -> str:
     return "".join(
         f"<details><summary>Whole config of {escape(run.name)}</summary>"
-        f"<pre>{escape(json.dumps(run.config, indent=2, ensure_ascii=False))}</pre></details>"
+        f"<pre>{escape(run.config.model_dump_json(indent=2))}</pre></details>"
         for run in runs
     )
 
@@ -132,7 +132,7 @@ def provenance(runs: Sequence[Run]) -> str:
         "directory": lambda run: f"<code>{escape(str(run.path))}</code>",
         "command": lambda run: _code(run.provenance.get("command")),
         "commit": _commit,
-        "seed": lambda run: _text(run.config.get("seed")),
+        "seed": lambda run: str(run.config.seed),
         "started": lambda run: _text(run.provenance.get("started_at")),
         "processor": _processor,
         "GPU": lambda run: _text(run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None)),

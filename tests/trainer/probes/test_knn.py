@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from sklearn.neighbors import KNeighborsClassifier
+
+from tests.trainer.probes.toy import ToyEncoder, toy_pictures
+from trainer.probes.knn import knn_predict, probe_knn
+from trainer.probes.linear import Target
+
+
+def random_features(num: int, *, num_channels: int = 12, seed: int) -> torch.Tensor:
+    return torch.randn(num, num_channels, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+BANK, LABELS = random_features(150, seed=0), torch.randint(4, (150,), generator=torch.Generator().manual_seed(1))
+QUERIES = random_features(103, seed=2)
+
+
+def slow_reference(num_neighbors: int) -> list[int]:
+    """Sum of exp(cosine / 0.1) by class over the nearest, one query at a time, in float64."""
+    bank, queries = BANK.double().numpy(), QUERIES.double().numpy()
+    bank /= np.linalg.norm(bank, axis=1, keepdims=True)
+    predicted = []
+    for query in queries / np.linalg.norm(queries, axis=1, keepdims=True):
+        cosines = bank @ query
+        scores = np.zeros(4)
+        for neighbor in np.argsort(-cosines)[:num_neighbors]:
+            scores[LABELS[neighbor]] += np.exp(cosines[neighbor] / 0.1)
+        predicted.append(int(scores.argmax()))
+    return predicted
+
+
+@pytest.mark.parametrize("num_neighbors", [1, 7, 150, 200])
+@pytest.mark.parametrize("chunk_size", [1, 10, 512])
+def test_equals_a_slow_float64_loop(num_neighbors: int, chunk_size: int) -> None:
+    predicted = knn_predict(BANK, LABELS, QUERIES, num_classes=4, num_neighbors=num_neighbors, chunk_size=chunk_size)
+    assert predicted.tolist() == slow_reference(num_neighbors)
+
+
+@pytest.mark.parametrize("num_neighbors", [1, 7, 150])
+def test_equals_scikit_learn(num_neighbors: int) -> None:
+    """Among unit vectors the Euclidean distance d gives the cosine 1 - d^2 / 2, hence the same neighbours and votes."""
+
+    def weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
+        votes: NDArray[np.float64] = np.exp((1 - distances**2 / 2) / 0.1)
+        return votes
+
+    unit_bank, unit_queries = (torch.nn.functional.normalize(x.double(), dim=1).numpy() for x in (BANK, QUERIES))
+    peer = KNeighborsClassifier(n_neighbors=num_neighbors, weights=weights, algorithm="brute").fit(unit_bank, LABELS)
+    predicted = knn_predict(BANK, LABELS, QUERIES, num_classes=4, num_neighbors=num_neighbors)
+    assert predicted.tolist() == peer.predict(unit_queries).tolist()
+
+
+def test_large_features_do_not_overflow() -> None:
+    scaled = knn_predict(BANK * 1e6, LABELS, QUERIES * 1e-6, num_classes=4)
+    assert torch.equal(scaled, knn_predict(BANK, LABELS, QUERIES, num_classes=4))
+
+
+def test_planted_accuracy_and_an_untouched_encoder() -> None:
+    train, test = toy_pictures(203, seed=0), toy_pictures(103, seed=1, num_wrong=13)
+    target = Target(train.label_overlay_N, test.label_overlay_N, num_classes=3)
+    encoder = ToyEncoder().train()
+    encoder.norm.running_mean = torch.tensor([0.4, 0.4, 0.4])  # so that cosines tell the brightnesses apart
+    before = copy.deepcopy(encoder.state_dict())
+    result = probe_knn(encoder, train=train, test=test, targets={"overlay": target}, device=torch.device("cpu"))
+    assert result["overlay"].accuracy == pytest.approx(90 / 103, abs=0.05)
+    assert result["overlay"].num_neighbors == 200
+    assert encoder.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data_pipeline.errors import UserError
+from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
+from trainer.probes.features import LabelSpace, Pictures, extract
+from trainer.probes.linear import (
+    PROBE_VIEW,
+    FeatureBatch,
+    LinearResult,
+    ProbeConfig,
+    Target,
+    epoch_rows,
+    fit_linear_probe,
+    probe_linear,
+)
+
+CPU = torch.device("cpu")
+TRAIN, TEST = toy_pictures(203, seed=0), toy_pictures(103, seed=1, num_wrong=13)
+TARGETS: dict[LabelSpace, Target] = {
+    "base": Target(TRAIN.label_base_N, TEST.label_base_N, num_classes=2),
+    "overlay": Target(TRAIN.label_overlay_N, TEST.label_overlay_N, num_classes=3),
+}
+CONFIG = ProbeConfig(num_epochs=20, batch_size=32)
+
+
+def run(
+    encoder: ToyEncoder, policy: Any = None, *, targets: Mapping[LabelSpace, Target] = TARGETS, **config: Any
+) -> Any:
+    return probe_linear(
+        encoder,
+        view_policy=policy or Spy(),
+        train=TRAIN,
+        test=TEST,
+        targets=targets,
+        config=CONFIG.model_copy(update=config),
+        device=CPU,
+    )
+
+
+@pytest.mark.parametrize("views", ["policy", "none"])
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+def test_planted_accuracy_is_reached_exactly(views: str, batch_norm: str) -> None:
+    """13 of 103 test labels are wrong by construction, so each picture scored once gives 90/103 and nothing else."""
+    results = run(ToyEncoder(), views=views, batch_norm=batch_norm, learning_rate=0.1)
+    for result in results.values():
+        assert result.accuracy == 90 / 103
+        assert result.accuracy_by_epoch[-1] == result.accuracy
+        assert result.best_accuracy == max(result.accuracy_by_epoch)
+        assert result.accuracy_by_epoch[result.best_epoch - 1] == result.best_accuracy
+        assert len(result.accuracy_by_epoch) == len(result.train_accuracy_by_epoch) == 20
+
+
+def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
+    """On noise, so that the curves wander and would show the smallest difference."""
+    draw = torch.Generator().manual_seed(0)
+    train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
+
+    def fit(targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, LinearResult]:
+        return fit_linear_probe(
+            lambda epoch: [FeatureBatch(train_NF[rows], rows) for rows in epoch_rows(203, epoch=epoch, config=CONFIG)],
+            test_features=lambda: test_NF,
+            targets=targets,
+            config=CONFIG,
+        )
+
+    together = fit(TARGETS)
+    assert len(set(together["base"].accuracy_by_epoch)) > 3
+    for name, target in TARGETS.items():
+        assert fit({name: target}) == {name: together[name]}
+
+
+def test_equals_a_plain_torch_loop_with_multi_step_schedule() -> None:
+    """The reference: nn.Linear, torch's SGD and MultiStepLR, batch by batch, accuracy after each epoch."""
+    config = ProbeConfig(num_epochs=10, batch_size=32, learning_rate=0.5, milestones=(0.35, 0.8))
+    draw = torch.Generator().manual_seed(0)
+    train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
+    head = nn.Linear(40, 3)
+    initial = torch.Generator().manual_seed(config.seed)
+    for parameter in head.parameters():
+        nn.init.uniform_(parameter, -1 / math.sqrt(40), 1 / math.sqrt(40), generator=initial)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 8], gamma=0.1)
+    expected = []
+    for epoch in range(10):
+        for rows in epoch_rows(203, epoch=epoch, config=config):
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(head(train_NF[rows]), TARGETS["overlay"].train_N[rows]))
+            optimizer.step()
+        schedule.step()
+        expected.append(int((head(test_NF).argmax(1) == TARGETS["overlay"].test_N).sum()) / 103)
+
+    results = fit_linear_probe(
+        lambda epoch: [FeatureBatch(train_NF[rows], rows) for rows in epoch_rows(203, epoch=epoch, config=config)],
+        test_features=lambda: test_NF,
+        targets={"overlay": TARGETS["overlay"]},
+        config=config,
+    )
+    assert results["overlay"].accuracy_by_epoch == tuple(expected)
+
+
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+def test_encoder_is_left_as_it_was(batch_norm: str) -> None:
+    encoder = ToyEncoder()
+    encoder.norm.running_mean = torch.tensor([0.1, 0.2, 0.3])
+    encoder.norm.weight.requires_grad_(False)
+    encoder.train()
+    before = copy.deepcopy(encoder.state_dict())
+    run(encoder, batch_norm=batch_norm, num_epochs=2)
+    for name, tensor in encoder.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert encoder.training
+    assert encoder.norm.training
+    assert [parameter.requires_grad for parameter in encoder.parameters()] == [False, True]
+    assert all(parameter.grad is None for parameter in encoder.parameters())
+
+
+def test_batch_norm_mode_is_the_one_asked_for() -> None:
+    """The original's way normalises by the batch while fitting, and tests with statistics that have moved."""
+    encoder = ToyEncoder()
+    run(encoder, batch_norm="eval", num_epochs=3)
+    assert {training for _, training in encoder.seen} == {False}
+
+    means: list[Tensor] = []
+    seen: list[tuple[int, bool]] = []  # outlives the copy that is probed
+
+    class Recording(ToyEncoder):
+        def features(self, views_BCHW: Tensor) -> Tensor:
+            assert self.norm.running_mean is not None
+            means.append(self.norm.running_mean.clone())
+            seen.append((len(views_BCHW), self.norm.training))
+            return super().features(views_BCHW)
+
+    run(Recording(), batch_norm="train", num_epochs=3)
+    assert sum(num for num, training in seen if training) == 3 * (203 // 32) * 32
+    assert sum(num for num, training in seen if not training) == 3 * 103
+    assert not torch.allclose(means[0], means[-1])
+
+
+def test_test_pictures_are_encoded_once_and_train_pictures_once_where_nothing_changes() -> None:
+    encoder = ToyEncoder()
+    run(encoder, views="none", num_epochs=5)
+    assert sum(num for num, _ in encoder.seen) == 103 + 203
+
+
+def test_every_view_has_its_own_key_and_no_picture_comes_twice_in_an_epoch() -> None:
+    spy = Spy()
+    run(ToyEncoder(), spy, num_epochs=3, seed=7)
+    by_epoch = {epoch: torch.cat([k.index_B for k in spy.keys if k.epoch == epoch]).tolist() for epoch in range(3)}
+    assert {(keys.seed, keys.view) for keys in spy.keys} == {(7, PROBE_VIEW)}
+    for indices in by_epoch.values():
+        assert len(indices) == len(set(indices)) == 203 // 32 * 32
+    assert by_epoch[0] != by_epoch[1] != by_epoch[2]
+
+
+def test_same_seed_same_bits_whatever_the_ambient_random_state() -> None:
+    torch.manual_seed(1)
+    first = run(ToyEncoder(), num_epochs=3, learning_rate=0.001)
+    torch.manual_seed(2)
+    assert run(ToyEncoder(), num_epochs=3, learning_rate=0.001) == first
+    assert run(ToyEncoder(), num_epochs=3, learning_rate=0.001, seed=1) != first
+
+
+def test_a_set_smaller_than_a_batch_is_one_batch() -> None:
+    [rows] = epoch_rows(5, epoch=0, config=CONFIG)
+    assert sorted(rows.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_divergence_is_said_in_one_sentence() -> None:
+    with pytest.raises(
+        UserError, match=r"linear probe of label_base diverged in its epoch .* lower probe\.learning_rate"
+    ):
+        run(ToyEncoder(), learning_rate=1e38)
+
+
+def test_features_do_not_depend_on_order_or_batch() -> None:
+    encoder = ToyEncoder().eval()
+    order = torch.randperm(103, generator=torch.Generator().manual_seed(0))
+    straight = extract(encoder.features, TEST.images_NCHW, device=CPU)
+    shuffled = extract(encoder.features, TEST.images_NCHW[order], device=CPU, batch_size=7)
+    torch.testing.assert_close(shuffled, straight[order], rtol=1e-6, atol=1e-6)
+
+
+def test_labels_are_picked_by_space() -> None:
+    pictures: Pictures = TEST
+    assert pictures.labels("base") is pictures.label_base_N
+    assert pictures.labels("overlay") is pictures.label_overlay_N
+    assert pictures.class_names("base") == ("dark", "bright")
+    assert pictures.class_names("overlay") == ("low", "middle", "high")

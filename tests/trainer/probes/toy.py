@@ -1,0 +1,80 @@
+"""Pictures, encoders and policies small enough to know the right answer by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest
+from trainer.probes.features import Pictures
+from trainer.views import ViewKeys
+
+
+def toy_pictures(num: int, *, seed: int, num_wrong: int = 0) -> Pictures:
+    """8x8 pictures: the base class (2) is the brightness of the upper half, the overlay class (3) that of the lower.
+
+    The labels of the first `num_wrong` pictures are shifted by one class, so a classifier that has learned the rule
+    gets those wrong and the others right.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    base_N, overlay_N = (torch.randint(num_classes, (num,), generator=draw) for num_classes in (2, 3))
+    images_NCHW = torch.randint(0, 60, (num, 3, 8, 8), generator=draw)
+    images_NCHW[:, :, :4] += 150 * base_N[:, None, None, None]
+    images_NCHW[:, :, 4:] += 90 * overlay_N[:, None, None, None]
+    wrong_N = torch.arange(num) < num_wrong
+    return Pictures(
+        manifest=toy_manifest(num),
+        images_NCHW=images_NCHW.to(torch.uint8),
+        masks_NHW=torch.zeros(num, 8, 8, dtype=torch.uint8),
+        index_N=torch.arange(num),
+        label_base_N=torch.where(wrong_N, (base_N + 1) % 2, base_N),
+        label_overlay_N=torch.where(wrong_N, (overlay_N + 1) % 3, overlay_N),
+    )
+
+
+def toy_manifest(num: int) -> Manifest:
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        num_samples=num,
+        image_shape=(3, 8, 8),
+        label_names=LabelNames(base=("dark", "bright"), overlay=("low", "middle", "high")),
+        counts_base=(0, 0),
+        counts_overlay=(0, 0, 0),
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+        how_made=HowMade(
+            dataset="toy", source="test", split="train", seed=0, repeats=1, limit=None, source_sha256="0" * 64
+        ),
+        shards=(),
+    )
+
+
+class ToyEncoder(nn.Module):
+    """Batch norm and nothing else; remembers how many pictures it has encoded and in which mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.seen: list[tuple[int, bool]] = []
+
+    def features(self, views_BCHW: Tensor) -> Tensor:
+        self.seen.append((len(views_BCHW), self.norm.training))
+        normalised: Tensor = self.norm(views_BCHW)
+        return normalised.flatten(1)
+
+    def pooled(self, views_BCHW: Tensor) -> Tensor:
+        normalised: Tensor = self.norm(views_BCHW)
+        return torch.cat([normalised[:, :, :4].mean((2, 3)), normalised[:, :, 4:].mean((2, 3))], dim=1)
+
+
+class Spy:
+    """A policy that changes nothing and remembers its keys."""
+
+    def __init__(self) -> None:
+        self.keys: list[ViewKeys] = []
+
+    def __call__(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
+        assert images_BCHW.dtype == torch.float32
+        assert float(images_BCHW.max()) <= 1.0
+        self.keys.append(keys)
+        return images_BCHW
