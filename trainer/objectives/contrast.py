@@ -1,4 +1,4 @@
-"""What contrastive objectives share: unit embeddings, everybody's candidates, and a log-sum-exp of linear memory.
+"""What contrastive objectives share: unit embeddings, everybody's candidates, and a softmax of linear memory.
 
 Shapes: B pictures of this rank, N anchors of this rank, G candidates of all ranks, D dimensions; I and J rows and
 columns of one tile.
@@ -7,6 +7,7 @@ columns of one tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -60,33 +61,47 @@ def own_rows_first(x_ND: Tensor) -> Tensor:
     return torch.roll(all_gather_rows(x_ND), -rank() * len(x_ND), 0)
 
 
-def log_sum_exp(u_GD: Tensor, *, num_anchors: int, with_self: bool, chunk_size: int | None) -> Tensor:
-    """For each anchor, log of the sum of exp(inner product) over all candidates; (num_anchors,).
+def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_size: int | None) -> Tensor:
+    """Log of the softmax, over an anchor's inner products with all candidates, at its positive; (N,).
 
-    The first `num_anchors` of the candidates `u_GD` are the anchors; `with_self` keeps an anchor in its own sum.
-    Without `chunk_size` the whole matrix is in memory; with it, square tiles of that many rows, made once forward and
-    once more backward, and each serves its mirror image too where anchors meet anchors. Then no inner product may
-    exceed 1 / MIN_TILED_TEMPERATURE.
+    The first N of the candidates `u_GD` are the anchors, and `positive_N` numbers their positives among the candidates;
+    `with_self` keeps an anchor in its own denominator. Without `chunk_size` the N by G matrix is in memory. With it,
+    only square tiles of that many rows are, made once forward and once more backward, and where anchors meet anchors a
+    tile serves its mirror image too; then no inner product may exceed 1 / MIN_TILED_TEMPERATURE.
     """
+    num_anchors = len(positive_N)
     if chunk_size is not None:
         sums_N: Tensor = _TiledSumExp.apply(u_GD, num_anchors, with_self, chunk_size)  # type: ignore[no-untyped-call]
-        return sums_N.log()
+        return (u_GD[:num_anchors] * u_GD[positive_N]).sum(1) - sums_N.log()
     logits_NG = u_GD[:num_anchors] @ u_GD.T
     if not with_self:
-        logits_NG = logits_NG.masked_fill(torch.eye(*logits_NG.shape, dtype=torch.bool, device=u_GD.device), -torch.inf)
-    return logits_NG.logsumexp(1)
+        with torch.no_grad():  # a probability of 0 has no gradient either, so autograd need not know
+            logits_NG.fill_diagonal_(-torch.inf)
+    return -F.cross_entropy(logits_NG, positive_N, reduction="none")
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """exp(inner products) of the anchors `rows` with the candidates `columns`; mirrored: these are later anchors."""
+
+    rows: slice
+    columns: slice
+    mirrored: bool
+    exp_IJ: Tensor
 
 
 class _TiledSumExp(torch.autograd.Function):
+    """Of each anchor, the sum of exp(inner product) over the candidates."""
+
     @staticmethod
     def forward(ctx: Any, u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Tensor:
         ctx.save_for_backward(u_GD)
         ctx.how = num_anchors, with_self, chunk_size
         sums_N = u_GD.new_zeros(num_anchors)
-        for rows, columns, exp_IJ in _tiles(u_GD, *ctx.how):
-            sums_N[rows] += exp_IJ.sum(1)
-            if rows.start < columns.start < num_anchors:
-                sums_N[columns] += exp_IJ.sum(0)
+        for tile in _tiles(u_GD, *ctx.how):
+            sums_N[tile.rows] += tile.exp_IJ.sum(1)
+            if tile.mirrored:
+                sums_N[tile.columns] += tile.exp_IJ.sum(0)
         return sums_N
 
     @staticmethod
@@ -94,27 +109,25 @@ class _TiledSumExp(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
         (u_GD,) = ctx.saved_tensors
         grad_GD = torch.zeros_like(u_GD)
-        for rows, columns, exp_IJ in _tiles(u_GD, *ctx.how):
-            if rows.start < columns.start < len(grad_N):
-                exp_IJ.mul_(grad_N[rows, None] + grad_N[columns])
-            else:
-                exp_IJ.mul_(grad_N[rows, None])
-            grad_GD[rows].addmm_(exp_IJ, u_GD[columns])
-            grad_GD[columns].addmm_(exp_IJ.T, u_GD[rows])
+        with torch.autocast(u_GD.device.type, enabled=False):
+            for tile in _tiles(u_GD, *ctx.how):
+                weight_I1 = grad_N[tile.rows, None]
+                tile.exp_IJ.mul_(weight_I1 + grad_N[tile.columns] if tile.mirrored else weight_I1)
+                grad_GD[tile.rows].addmm_(tile.exp_IJ, u_GD[tile.columns])
+                grad_GD[tile.columns].addmm_(tile.exp_IJ.T, u_GD[tile.rows])
         return grad_GD, None, None, None
 
 
-def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles of exp(inner products): anchors with themselves and later anchors, then with the other candidates."""
+def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Iterator[_Tile]:
+    """Anchors with themselves and with later anchors, then with the candidates that are no anchors."""
     anchors = _slices(0, num_anchors, chunk_size)
-    candidates = anchors + _slices(num_anchors, len(u_GD), chunk_size)
-    with torch.autocast(u_GD.device.type, enabled=False):
-        for number, rows in enumerate(anchors):
-            for columns in candidates[number:]:
-                exp_IJ = (u_GD[rows] @ u_GD[columns].T).exp_()
-                if rows == columns and not with_self:
-                    exp_IJ.fill_diagonal_(0)
-                yield rows, columns, exp_IJ
+    others = _slices(num_anchors, len(u_GD), chunk_size)
+    for i, rows in enumerate(anchors):
+        for j, columns in enumerate(anchors[i:] + others, start=i):
+            exp_IJ = (u_GD[rows] @ u_GD[columns].T).exp_()
+            if i == j and not with_self:
+                exp_IJ.fill_diagonal_(0)
+            yield _Tile(rows, columns, mirrored=i < j < len(anchors), exp_IJ=exp_IJ)
 
 
 def _slices(start: int, stop: int, size: int) -> list[slice]:

@@ -12,7 +12,7 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from trainer.objectives.contrast import ContrastiveConfig, log_sum_exp, own_rows_first, scale_of, unit_pair
+from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_pair
 from trainer.objectives.objective import ObjectiveOutput, contrastive_output
 
 
@@ -34,7 +34,7 @@ def nt_xent_loss(
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
         temperature: above 0, at least 0.02 with a `chunk_size`; a 0-d tensor gets a gradient.
         chunk_size: rows of a tile of the similarity matrix; memory grows linearly with B, the value is the same.
-            1,024 is fast on CPUs. None keeps the whole matrix.
+            512 is fastest on CPUs. None keeps the whole matrix.
 
     Raises:
         ValueError: for a temperature or chunk size out of range, or embeddings that are not (B, D) and alike.
@@ -64,8 +64,5 @@ def _log_probability_of_positives(
 ) -> Tensor:
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_ND = torch.cat(unit_pair(z_a_BD, z_b_BD)) * scale_of(temperature, chunk_size=chunk_size)
-        u_a_BD, u_b_BD = u_ND.chunk(2)
-        positive_N = (u_a_BD * u_b_BD).sum(1).repeat(2)
-        return positive_N - log_sum_exp(
-            own_rows_first(u_ND), num_anchors=len(u_ND), with_self=False, chunk_size=chunk_size
-        )
+        positive_N = torch.arange(len(u_ND), device=u_ND.device).roll(len(z_a_BD))
+        return log_probability(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
