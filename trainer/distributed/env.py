@@ -62,7 +62,7 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
     elif _in_slurm_step(environ):
         world = _read_slurm(environ)
     else:
-        default = "default" if "SLURM_JOB_ID" not in environ else "default (in a Slurm allocation, but not under srun)"
+        default = "default (in a Slurm job, but not under srun)" if "SLURM_JOB_ID" in environ else "default"
         sources = {field.name: default for field in fields(WorldEnv) if field.name not in {"launcher", "sources"}}
         return WorldEnv(0, 1, 0, 1, 0, "", 0, "none", sources)
     _check_ranges(world)
@@ -114,7 +114,7 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
         local_rank=world.local_rank,
         device=str(device),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        sources=", ".join(f"{name} from {source}" for name, source in world.sources.items()),
+        sources=_describe(world.sources),
     )
     rows = [row]
     if world.world_size > 1:
@@ -143,6 +143,12 @@ class _RankRow:
     device: str
     cpus: int
     sources: str
+
+
+def _describe(sources: Mapping[str, str]) -> str:
+    if len(set(sources.values())) == 1:
+        return f"everything from {next(iter(sources.values()))}"
+    return ", ".join(f"{name} from {source}" for name, source in sources.items())
 
 
 def _rank_table(rows: list[_RankRow], launcher: str) -> list[str]:
