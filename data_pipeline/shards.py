@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Final
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -175,7 +176,7 @@ def load_index(shard: Path, entry: ShardEntry) -> NDArray[np.int64]:
             if str(saved["shard_sha256"]) == entry.sha256:
                 rows: NDArray[np.int64] = saved["rows"]
                 return rows
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         pass  # missing, or not an index: rebuilt like a stale one
     logger.info("indexing %s: one pass over the headers of %d samples, once", shard, entry.num_samples)
     rows = index_shard(shard)

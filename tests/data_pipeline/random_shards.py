@@ -1,0 +1,83 @@
+"""Small datasets of random samples for tests. The tars are written by plain webdataset, as another project would."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import webdataset
+
+from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_NAME, HowMade, LabelNames, Manifest, ShardEntry
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
+from data_pipeline.shards import encode
+
+IMAGE_SIZE = 8
+
+
+def random_samples(num: int) -> list[Sample]:
+    """Samples with noise for pictures and masks, so that no two are alike."""
+    rng = np.random.default_rng(num)
+    samples = []
+    for index in range(num):
+        image = rng.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+        levels = np.array([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=np.uint8)
+        mask = levels[rng.integers(0, 3, (IMAGE_SIZE, IMAGE_SIZE))]
+        samples.append(Sample(index, image, mask, label_base=int(rng.integers(10)), label_overlay=int(rng.integers(3))))
+    return samples
+
+
+def random_shard_sizes(num_shards: int) -> list[int]:
+    """Between 1 and 20 samples a shard."""
+    return [int(size) for size in np.random.default_rng(num_shards).integers(1, 21, num_shards)]
+
+
+def write_dataset(directory: Path, shard_sizes: Sequence[int]) -> list[Sample]:
+    """A dataset of random samples in shards of the given sizes, without indexes; returns the samples."""
+    directory.mkdir(parents=True, exist_ok=True)
+    samples = random_samples(sum(shard_sizes))
+    remaining = iter(samples)
+    entries = []
+    for number, num_samples in enumerate(shard_sizes):
+        path = directory / f"shard-{number:05d}.tar"
+        with webdataset.TarWriter(str(path), encoder=False) as writer:
+            for _ in range(num_samples):
+                encoded = encode(next(remaining))
+                writer.write(
+                    {
+                        "__key__": encoded.key,
+                        "png": encoded.image_png,
+                        "mask.png": encoded.mask_png,
+                        "json": encoded.json,
+                    }
+                )
+        data = path.read_bytes()
+        entries.append(
+            ShardEntry(
+                name=path.name,
+                num_samples=num_samples,
+                num_bytes=len(data),
+                sha256=hashlib.sha256(data).hexdigest(),
+            )
+        )
+    write_manifest(directory, entries)
+    return samples
+
+
+def write_manifest(directory: Path, entries: Sequence[ShardEntry]) -> None:
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        num_samples=sum(entry.num_samples for entry in entries),
+        image_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
+        label_names=LabelNames(base=tuple("abcdefghij"), overlay=("x", "y", "z")),
+        counts_base=(0,) * 10,
+        counts_overlay=(0,) * 3,
+        mean=(0.5,) * 3,
+        std=(0.3,) * 3,
+        how_made=HowMade(
+            dataset="random", source="random", split="train", seed=0, repeats=1, limit=None, source_sha256=""
+        ),
+        shards=tuple(entries),
+    )
+    (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
