@@ -1,0 +1,180 @@
+"""Ten kinds of pattern that are drawn, not downloaded: stripes, waves, checkers, grids, bricks, rings and four more.
+
+A kind is told by its form alone. Colours, contrast, which of the two tones is the brighter, scale, rotation, place,
+light, noise and the patches that hide part of the picture are drawn alike for all kinds, so that no linear function of
+the pixels tells them apart, and so that crops, flips, colour jitter and the loss of colour leave the kind as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from data_pipeline.randomness import generator
+from data_pipeline.sample import Record
+
+Coordinate = NDArray[np.float64]  # (64, 64): of every point of a picture, in pixels
+Region = NDArray[np.bool_]  # (64, 64): the points that something covers
+Pattern = Callable[[Coordinate, Coordinate, float, Generator], Region]  # of x, y, the period in pixels
+
+IMAGE_SIZE: Final = 32
+DEFAULT_NUM_PICTURES: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
+_OVERSAMPLING = 2  # points per pixel and axis, averaged: without it thin lines flicker with their angle
+_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # ITU-R BT.601, as in Pillow's conversion to grey
+
+
+def _phase(distance: Coordinate) -> Coordinate:
+    """The fractional part: where a point lies within its period, in [0, 1)."""
+    return distance - np.floor(distance)
+
+
+def _stripes(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    return _phase(x / period) < rng.uniform(0.35, 0.65)
+
+
+def _waves(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    length = period * rng.uniform(1.6, 2.4)
+    bent = x + period * rng.uniform(0.5, 0.8) * np.sin(2 * math.pi / length * y)
+    return _phase(bent / period) < rng.uniform(0.35, 0.65)
+
+
+def _checker(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    side = period * 0.75
+    squares = np.floor(x / side) + np.floor(y / side)
+    white: Region = squares % 2 == 0
+    return white
+
+
+def _grid(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    side, line = period * 1.1, rng.uniform(0.2, 0.3)
+    return np.minimum(_phase(x / side), _phase(y / side)) < line
+
+
+def _bricks(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    height, line = period * 0.8, rng.uniform(1.0, 1.6)
+    row = np.floor(y / height)
+    along = _phase(x / (2 * height) + 0.5 * (row % 2)) * 2 * height
+    return np.minimum(along, _phase(y / height) * height) < line
+
+
+def _rings(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    return _phase(np.hypot(x, y) / period) < rng.uniform(0.35, 0.65)
+
+
+def _spokes(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    num_spokes = int(rng.integers(6, 12))
+    return _phase(np.arctan2(y, x) * num_spokes / (2 * math.pi)) < rng.uniform(0.4, 0.6)
+
+
+def _dots(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    u, v = _scatter(x, y, period * 1.1, rng)
+    return np.hypot(u, v) < period * rng.uniform(0.28, 0.4)
+
+
+def _crosses(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    u, v = (np.abs(axis) for axis in _scatter(x, y, period * 1.3, rng))
+    arm = period * 0.55
+    return (np.maximum(u, v) < arm) & (np.minimum(u, v) < arm * rng.uniform(0.28, 0.38))
+
+
+def _blobs(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
+    total = np.zeros_like(x)
+    for angle, phase, stretch in rng.uniform((0, 0, 0.8), (math.pi, 2 * math.pi, 1.25), (12, 3)):
+        frequency = 2 * math.pi / (1.3 * period * stretch)
+        total += np.cos(frequency * (math.cos(angle) * x + math.sin(angle) * y) + phase)
+    return total > rng.uniform(-0.7, 0.7)
+
+
+def _scatter(x: Coordinate, y: Coordinate, side: float, rng: Generator) -> tuple[Coordinate, Coordinate]:
+    """Each point relative to the centre of the object in its cell, in axes that are turned by the cell's own angle."""
+    num_cells = 16  # more than a picture holds in any direction
+    turn, shift_x, shift_y = rng.uniform(-1, 1, (3, num_cells, num_cells))
+    column, row = np.floor(x / side), np.floor(y / side)
+    cell = row.astype(np.intp) % num_cells, column.astype(np.intp) % num_cells
+    u = x - side * (column + 0.5 + 0.1 * shift_x[cell])
+    v = y - side * (row + 0.5 + 0.1 * shift_y[cell])
+    cos, sin = np.cos(math.pi * turn[cell]), np.sin(math.pi * turn[cell])
+    return cos * u + sin * v, cos * v - sin * u
+
+
+PATTERNS: Final[Mapping[str, Pattern]] = MappingProxyType(
+    {
+        "stripes": _stripes,
+        "waves": _waves,
+        "checker": _checker,
+        "grid": _grid,
+        "bricks": _bricks,
+        "rings": _rings,
+        "spokes": _spokes,
+        "dots": _dots,
+        "crosses": _crosses,
+        "blobs": _blobs,
+    }
+)
+
+
+def draw(pattern: Pattern, rng: Generator) -> NDArray[np.uint8]:
+    """One picture of a pattern: (32, 32, 3) uint8."""
+    points = (np.arange(IMAGE_SIZE * _OVERSAMPLING, dtype=np.float64) + 0.5) / _OVERSAMPLING
+    column, row = np.meshgrid(points, points)
+    angle, (centre_x, centre_y) = rng.uniform(0, 2 * math.pi), rng.uniform(8, 24, 2)
+    cos, sin = math.cos(angle), math.sin(angle)
+    x = cos * (column - centre_x) + sin * (row - centre_y)
+    y = cos * (row - centre_y) - sin * (column - centre_x)
+    covered = pattern(x, y, math.exp(rng.uniform(math.log(4.5), math.log(8.0))), rng)[..., None]
+
+    tone_a, tone_b = _two_tones(rng)
+    picture = tone_a + (tone_b - tone_a) * covered
+    picture = picture * (1 + rng.uniform(0, 0.3) * (x / IMAGE_SIZE))[..., None]  # light from one side
+    for _ in range(rng.integers(0, 3)):
+        picture = np.where(_patch(column, row, rng)[..., None], rng.uniform(0, 1, 3), picture)
+    pixels = picture.reshape(IMAGE_SIZE, _OVERSAMPLING, IMAGE_SIZE, _OVERSAMPLING, 3).mean(axis=(1, 3))
+    pixels += rng.normal(0, rng.uniform(0.0, 0.06), pixels.shape)
+    image: NDArray[np.uint8] = np.rint(255 * pixels.clip(0, 1)).astype(np.uint8)
+    return image
+
+
+def _two_tones(rng: Generator) -> NDArray[np.float64]:
+    """(2, 3): two colours, never equally bright, because without its colours a picture must still show its pattern."""
+    gap = rng.uniform(0.2, 0.6)
+    middle = rng.uniform(gap / 2, 1 - gap / 2)
+    luma = middle + gap / 2 * np.array([-1, 1]) * rng.choice([-1, 1])
+    # Little colour: vivid colours outlast most views and tell pictures apart, so nothing else would have to be learned.
+    colours = rng.uniform(-0.14, 0.14, (2, 3))
+    colours += (luma - colours @ _LUMA)[:, None]
+    return colours.clip(0, 1)
+
+
+def _patch(column: Coordinate, row: Coordinate, rng: Generator) -> Region:
+    """Where a box or a disc, 3 to 9 pixels across, hides the pattern."""
+    (centre_x, centre_y), (half_x, half_y) = rng.uniform(0, IMAGE_SIZE, 2), rng.uniform(1.5, 4.5, 2)
+    u, v = np.abs(column - centre_x) / half_x, np.abs(row - centre_y) / half_y
+    inside: Region = (np.maximum(u, v) if rng.random() < 0.5 else np.hypot(u, v)) < 1
+    return inside
+
+
+@dataclass(frozen=True)
+class Procedural:
+    """`num_pictures` pictures, the ten kinds in turn; picture `number` depends on (seed, split, number) alone."""
+
+    seed: int
+    split: str
+    num_pictures: int
+    description: str = field(default="procedural", init=False)
+    class_names: tuple[str, ...] = field(default=tuple(PATTERNS), init=False)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        return np.arange(self.num_pictures) % len(PATTERNS)
+
+    def __getitem__(self, number: int) -> Record:
+        label = number % len(PATTERNS)
+        rng = generator(self.seed, f"procedural {self.split}", number)
+        return Record(draw(PATTERNS[self.class_names[label]], rng), label)
