@@ -15,4 +15,4 @@ def load_encoder(run_dir: str | Path, *, step: int | None = None) -> Encoder:
     """
     from trainer.checkpoint import load_players  # here, because checkpoint -> config -> trainer.models is a cycle
 
-    return load_players(open_run(Path(run_dir)), step=step).encoder.cpu().eval()
+    return load_players(open_run(Path(run_dir)), step=step).encoder

@@ -47,12 +47,13 @@ def unit_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
 
 def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | Tensor:
     """1 / sqrt(temperature): the length of embeddings whose inner products are the logits. Raises `ValueError`."""
-    lowest = 0.0 if chunk_size is None else MIN_TILED_TEMPERATURE
-    if not float(temperature) > 0 or float(temperature) < lowest:
-        mend = "it must be positive" if chunk_size is None else f"with a chunk_size it must be at least {lowest}"
-        raise ValueError(f"temperature is {float(temperature)}; {mend}")
+    value = temperature.item() if isinstance(temperature, Tensor) else temperature
+    if not value > 0:
+        raise ValueError(f"temperature is {value}; it must be positive")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
+    if chunk_size is not None and value < MIN_TILED_TEMPERATURE:
+        raise ValueError(f"temperature is {value}; with a chunk_size it must be at least {MIN_TILED_TEMPERATURE}")
     return temperature**-0.5
 
 
