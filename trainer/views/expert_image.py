@@ -127,10 +127,10 @@ def draw(config: ExpertImageConfig, keys: ViewKeys, *, size: int) -> ExpertDraws
     top_B = torch.floor(u["place"][:, 0] * (size - height_B + 1))
     left_B = torch.floor(u["place"][:, 1] * (size - width_B + 1))
 
-    strength_4 = u["jitter"].new_tensor([config.brightness, config.contrast, config.saturation, config.hue])
-    neutral_4 = u["jitter"].new_tensor([1.0, 1.0, 1.0, 0.0])
-    jitter_B1 = u["jitter"] < config.jitter_probability
-    factor_B4 = neutral_4 + (2 * u["jitter_factors"] - 1) * strength_4 * jitter_B1
+    change_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
+    brightness_B, contrast_B, saturation_B, hue_B = change_B4.unbind(dim=1)
+    factors = [1 + config.brightness * brightness_B, 1 + config.contrast * contrast_B]
+    factors += [1 + config.saturation * saturation_B, config.hue * hue_B]
 
     sigma_B1 = _between(config.blur_sigma, u["sigma"]) * (u["blur"] < config.blur_probability)
     return ExpertDraws(
@@ -138,7 +138,7 @@ def draw(config: ExpertImageConfig, keys: ViewKeys, *, size: int) -> ExpertDraws
         left_B=left_B,
         height_B=height_B,
         width_B=width_B,
-        factor_B4=factor_B4,
+        factor_B4=torch.stack(factors, dim=1),
         order_B4=u["jitter_order"].argsort(dim=1, stable=True),
         gray_B=u["grayscale"][:, 0] < config.grayscale_probability,
         sigma_B=sigma_B1[:, 0],

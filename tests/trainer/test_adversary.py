@@ -1,0 +1,52 @@
+"""Gradient reversal against two explicit backward passes, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from trainer.adversary import AdversaryConfig, reverse_gradient
+from trainer.optim import AdamConfig, SGDConfig
+
+
+def players() -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    viewmaker = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double()
+    encoder = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    return viewmaker, encoder, torch.randn(4, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_one_backward_equals_two(weight: float) -> None:
+    viewmaker, encoder, x = players()
+    encoder(reverse_gradient(viewmaker(x), weight)).logsumexp(dim=1).sum().backward()
+
+    loss = encoder(viewmaker(x)).logsumexp(dim=1).sum()
+    expected_encoder = torch.autograd.grad(loss, list(encoder.parameters()), retain_graph=True)
+    expected_viewmaker = torch.autograd.grad(-weight * loss, list(viewmaker.parameters()))
+    for player, expected in ((encoder, expected_encoder), (viewmaker, expected_viewmaker)):
+        for parameter, gradient in zip(player.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, atol=1e-14, rtol=1e-14)
+
+
+def test_going_forward_it_is_the_identity() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    y = reverse_gradient(x, 2.0)
+    assert torch.equal(x, y)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, torch.full((3, 4), -2.0))
+
+
+def test_defaults_are_the_published_ones() -> None:
+    config = AdversaryConfig()
+    assert (config.update, config.weight) == ("simultaneous", 1.0)
+    assert config.optimizer == AdamConfig(learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+
+
+def test_config_survives_json_and_refuses_a_negative_weight() -> None:
+    config = AdversaryConfig(update="alternating", optimizer=SGDConfig(learning_rate=0.1))
+    assert AdversaryConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValidationError):
+        AdversaryConfig(weight=-1.0)

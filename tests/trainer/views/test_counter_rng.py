@@ -1,0 +1,84 @@
+"""Counter-based draws: uniform, uncorrelated, and a function of the key alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.views.kolmogorov import ks_p_value
+from trainer.views.counter_rng import ViewKeys, uniform
+
+KEYS = ViewKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
+
+
+def test_the_kolmogorov_test_accepts_equal_laws_and_rejects_others() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.random(5000), rng.random(5000)
+    assert ks_p_value(a) > 0.01
+    assert ks_p_value(a, b) > 0.01
+    assert ks_p_value(a**1.2) < 1e-4
+    assert ks_p_value(a, b**1.2) < 1e-4
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """SplitMix64 of the seed 0 starts with these numbers (published with the generator by Vigna)."""
+    from trainer.views.counter_rng import _GOLDEN, _mix
+
+    state_N = torch.arange(1, 4, dtype=torch.int64) * _GOLDEN
+    values = [value & (2**64 - 1) for value in _mix(state_N).tolist()]
+    assert values == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_draws_are_uniform_over_counters_and_over_every_part_of_the_key() -> None:
+    assert ks_p_value(uniform(KEYS, 100, purpose=0).flatten().numpy()) > 1e-3
+    over_index = uniform(dataclasses.replace(KEYS, index_B=torch.arange(20_000)), 1, purpose=0)
+    assert ks_p_value(over_index.flatten().numpy()) > 1e-3
+    one = torch.tensor([7])
+    for name in ("seed", "epoch", "view"):
+        keys = [dataclasses.replace(KEYS, index_B=one, **{name: number}) for number in range(1000)]
+        assert ks_p_value(torch.cat([uniform(key, 1, purpose=0) for key in keys]).flatten().numpy()) > 1e-3, name
+    over_purpose = torch.cat([uniform(dataclasses.replace(KEYS, index_B=one), 1, purpose=p) for p in range(1000)])
+    assert ks_p_value(over_purpose.flatten().numpy()) > 1e-3
+
+
+def test_draws_lie_below_one_and_reach_both_ends() -> None:
+    numbers = uniform(KEYS, 1000, purpose=0)
+    assert numbers.dtype == torch.float32
+    assert 0 <= numbers.min() < 1e-4
+    assert 1 - 1e-4 < numbers.max() < 1
+
+
+@pytest.mark.parametrize("part", ["counter", "index_B", "epoch", "seed", "view", "purpose"])
+def test_neighbouring_keys_are_uncorrelated(part: str) -> None:
+    a = uniform(KEYS, 250, purpose=0)
+    match part:
+        case "counter":
+            a, b = a[:, :-1], a[:, 1:]
+        case "index_B":
+            a, b = a[:-1], a[1:]
+        case "purpose":
+            b = uniform(KEYS, 250, purpose=1)
+        case _:
+            b = uniform(dataclasses.replace(KEYS, **{part: getattr(KEYS, part) + 1}), 250, purpose=0)
+    num = a.numel()
+    assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 4 / num**0.5
+    repeats = torch.isin(a.flatten()[:1000], b.flatten()[:1000]).sum()
+    assert part in {"counter", "index_B"} or repeats < 5  # of 24 bits: by chance 0.06 are expected
+
+
+def test_a_draw_does_not_depend_on_the_batch_or_on_how_many_are_drawn() -> None:
+    whole = uniform(KEYS, 64, purpose=2)
+    some = uniform(dataclasses.replace(KEYS, index_B=torch.tensor([399, 17])), 10, purpose=2)
+    assert torch.equal(some, whole[[399, 17], :10])
+
+
+def test_ambient_random_state_is_neither_read_nor_changed() -> None:
+    torch.manual_seed(1)
+    first, state = uniform(KEYS, 10, purpose=0), torch.get_rng_state()
+    torch.manual_seed(2)
+    assert torch.equal(first, uniform(KEYS, 10, purpose=0))
+    torch.manual_seed(1)
+    assert torch.equal(state, torch.get_rng_state())
