@@ -70,7 +70,8 @@ class AsWritten(nn.Module):
         y: Tensor = self.stem(with_noise(x, keys, layer=0))
         for layer, block in enumerate(self.blocks, start=1):
             y = with_noise(y, keys, layer=layer)
-            y = y + block(y)
+            change: Tensor = block(y)
+            y = y + change
         u = torch.tanh(self.out(self.upsample(y)))
         views = x + torch.stack([self.config.budget * one / (one.abs().mean() + 1e-4) for one in u])
         return views.clamp(0, 1) if self.config.clamp else views
