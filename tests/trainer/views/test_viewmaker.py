@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.views.counter_rng import ViewKeys, uniform
+from tests.trainer.views.viewmaker_as_written import AsWritten
+from trainer.views.counter_rng import ViewKeys
 from trainer.views.viewmaker import ConvNorm, Viewmaker, ViewmakerConfig, project
 
 
@@ -48,62 +47,12 @@ def test_every_stage_has_the_published_size() -> None:
     assert [p.shape[0] for name, p in half.stem.named_parameters() if name.endswith("conv.weight")] == [16, 32, 64]
 
 
-class AsWritten(nn.Module):
-    """The network of the paper from torch's own layers, in the paper's order, with the parameters of a viewmaker."""
-
-    def __init__(self, viewmaker: Viewmaker) -> None:
-        super().__init__()
-        self.config = viewmaker.config
-        stem = [conv_norm_of(viewmaker.stem[i], stride=stride) for i, stride in enumerate((1, 2, 2))]
-        self.stem = nn.Sequential(*itertools.chain(*((layer, nn.ReLU()) for layer in stem)))
-        self.blocks = nn.ModuleList(
-            nn.Sequential(conv_norm_of(block.first), nn.ReLU(), conv_norm_of(block.second))
-            for block in viewmaker.blocks
-        )
-        up = [
-            nn.Sequential(nn.Upsample(scale_factor=2), conv_norm_of(layer), nn.ReLU()) for layer in viewmaker.upsample
-        ]
-        self.upsample = nn.Sequential(*up)
-        self.out = conv_of(viewmaker.out)
-
-    def forward(self, x: Tensor, keys: ViewKeys) -> Tensor:
-        y: Tensor = self.stem(with_noise(x, keys, layer=0))
-        for layer, block in enumerate(self.blocks, start=1):
-            y = with_noise(y, keys, layer=layer)
-            change: Tensor = block(y)
-            y = y + change
-        u = torch.tanh(self.out(self.upsample(y)))
-        views = x + torch.stack([self.config.budget * one / (one.abs().mean() + 1e-4) for one in u])
-        return views.clamp(0, 1) if self.config.clamp else views
-
-
-def with_noise(x: Tensor, keys: ViewKeys, *, layer: int) -> Tensor:
-    height, width = x.shape[2:]
-    noise = uniform(keys, height * width, purpose=1 + layer).view(-1, 1, height, width)
-    return torch.cat([x, noise.to(x.dtype)], dim=1)
-
-
-def conv_of(ours: Any, *, stride: int = 1) -> nn.Conv2d:
-    size = ours.kernel_size[0]
-    conv = nn.Conv2d(
-        ours.in_channels, ours.out_channels, size, stride=stride, padding=size // 2, padding_mode="reflect"
-    ).to(ours.weight.dtype)
-    conv.load_state_dict(ours.state_dict())
-    return conv
-
-
-def conv_norm_of(ours: Any, *, stride: int = 1) -> nn.Sequential:
-    norm = nn.InstanceNorm2d(ours.conv.out_channels, affine=True).to(ours.conv.weight.dtype)
-    norm.load_state_dict(ours.norm.state_dict())
-    return nn.Sequential(conv_of(ours.conv, stride=stride), norm)
-
-
 @pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 64)])
 def test_views_and_gradients_are_those_of_the_network_as_written(channels: int, size: int) -> None:
     viewmaker = make(channels=channels, base_width=8, num_res_blocks=2).double()
     with torch.no_grad():
         for parameter in viewmaker.parameters():  # scales and shifts start at 1 and 0, where a mistake would not show
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     as_written = AsWritten(viewmaker)
     x, target = pictures(3, channels=channels, size=size).double(), torch.rand(3, channels, size, size).double()
     gradients = []

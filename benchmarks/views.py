@@ -1,0 +1,101 @@
+"""Our views against their peers on the same pictures, in one process and one run.
+
+    python -m benchmarks.views [--batch-size B] [--rounds R]
+
+Expert views: pairs a second, against torchvision's transforms on PIL pictures (what the original code did) and on
+tensors, one picture after the other. torchvision can also take a whole batch, but then draws once for all of it, which
+is no substitute; it is timed to show what the drawing for each picture costs. Viewmaker: pictures a second, forward and
+backward, against the same network from torch's own layers in the order of the paper. The peers take turns, round by
+round, so that a machine that slows down does so for all; printed are medians. One thread, and its processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from data_pipeline.errors import run_command
+from tests.trainer.views.viewmaker_as_written import AsWritten
+from trainer.views.counter_rng import ViewKeys
+from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+
+
+def keys(batch_size: int, *, view: int) -> ViewKeys:
+    return ViewKeys(seed=0, epoch=0, index_B=torch.arange(batch_size), view=view)
+
+
+def expert_peers(images_BCHW: Tensor) -> Mapping[str, Callable[[], object]]:
+    """Each makes two views of every picture."""
+    policy = ExpertImage(ExpertImageConfig())
+    on_tensors = v2.Compose(
+        [
+            v2.RandomResizedCrop(images_BCHW.shape[-1], scale=(0.2, 1.0)),
+            v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+            v2.RandomGrayscale(0.2),
+            v2.RandomApply([v2.GaussianBlur(kernel_size=17, sigma=(0.1, 2.0))], p=0.5),
+            v2.RandomHorizontalFlip(),
+        ]
+    )
+    on_pil = v2.Compose([on_tensors, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
+    pictures = [tv.to_pil_image(image) for image in images_BCHW]
+    return {
+        "torchvision on PIL": lambda: torch.stack([on_pil(picture) for picture in pictures * 2]),
+        "torchvision on tensors": lambda: torch.stack([on_tensors(image) for _ in range(2) for image in images_BCHW]),
+        "torchvision, one draw for all": lambda: [on_tensors(images_BCHW) for _ in range(2)],
+        "ours": lambda: [policy(images_BCHW, keys(len(images_BCHW), view=view)) for view in range(2)],
+    }
+
+
+def viewmaker_peers(images_BCHW: Tensor, config: ViewmakerConfig) -> Mapping[str, Callable[[], object]]:
+    viewmaker = Viewmaker(config, image_channels=images_BCHW.shape[1])
+    as_written = AsWritten(viewmaker)
+    batch_keys = keys(len(images_BCHW), view=0)
+    return {
+        "as written": lambda: torch.autograd.backward(as_written(images_BCHW, batch_keys).square().mean()),
+        "ours": lambda: torch.autograd.backward(viewmaker(images_BCHW, batch_keys).square().mean()),
+    }
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="our views against torchvision's, and the viewmaker as written")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="B")
+    parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    images_BCHW = torch.rand(args.batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    # Until a large block was freed once, as happens in any training, glibc gives freed memory back to the system at once.
+    large = torch.ones(30 << 18)
+    del large
+    groups = {
+        "expert views (two of each picture)": expert_peers(images_BCHW),
+        "viewmaker, forward and backward": viewmaker_peers(images_BCHW, ViewmakerConfig()),
+        "viewmaker of half the width": viewmaker_peers(images_BCHW, ViewmakerConfig(base_width=16)),
+    }
+    for title, peers in groups.items():
+        for call in peers.values():
+            call()
+        rounds = [{name: seconds(call) for name, call in peers.items()} for _ in range(args.rounds)]
+        print(f"{title:<40}{'pictures/s':>12}{'ratio':>8}")
+        first = next(iter(peers))
+        for name in peers:
+            rate = args.batch_size / statistics.median(measured[name] for measured in rounds)
+            ratio = statistics.median(measured[first] / measured[name] for measured in rounds)
+            print(f"  {name:<38}{rate:>12,.0f}{ratio:>8.2f}")
+
+
+if __name__ == "__main__":
+    run_command(main)
