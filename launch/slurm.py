@@ -40,11 +40,16 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Resources:
-    """What is asked for. Ranks: `nodes * tasks_per_node`. None leaves the cluster's own default."""
+    """What is asked for; None leaves the cluster's own default.
+
+    Of the `cpus_per_task` cores of a rank its training process computes with `threads_per_task`; the others are for its
+    data workers. More threads than cores would not only be slow: they wait for each other in busy loops.
+    """
 
     nodes: int
     tasks_per_node: int
     cpus_per_task: int
+    threads_per_task: int
     gpus_per_node: int | None
     time_minutes: int
     mem_gb: int | None
@@ -72,7 +77,7 @@ def slurm_parameters(resources: Resources, *, job_name: str) -> dict[str, Any]:
         "qos": resources.qos,
         "signal_delay_s": WARNING_SECONDS,
         "stderr_to_stdout": True,
-        "setup": [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.cpus_per_task}}}"],
+        "setup": [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}"],
         # Since 22.05 Slurm does not hand sbatch's --cpus-per-task on to srun. A rank that dies takes the others with
         # it, which would otherwise wait for it.
         "srun_args": [f"--cpus-per-task={resources.cpus_per_task}", "--kill-on-bad-exit=1"],
@@ -135,7 +140,7 @@ def submit_here(job: TrainJob, logs: Path, resources: Resources) -> submitit.Job
         signal_delay_s=WARNING_SECONDS,
         stderr_to_stdout=True,
     )
-    os.environ.setdefault("OMP_NUM_THREADS", str(resources.cpus_per_task))
+    os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_task))
     with _outside_any_job():
         return executor.submit(job)
 
@@ -229,10 +234,12 @@ def main() -> None:
     arguments = _parser().parse_args()
     config = resolve_recipe(arguments.config, arguments.set)
     run_dir = RunDir((arguments.run_dir or default_run_dir(config)).absolute())
+    cpus_per_task = arguments.cpus_per_task or 1 + config.data.num_workers
     resources = Resources(
         nodes=arguments.nodes,
         tasks_per_node=arguments.tasks_per_node or arguments.gpus_per_node or 1,
-        cpus_per_task=arguments.cpus_per_task or 1 + config.data.num_workers,
+        cpus_per_task=cpus_per_task,
+        threads_per_task=max(1, cpus_per_task - config.data.num_workers),
         gpus_per_node=arguments.gpus_per_node,
         time_minutes=arguments.time_minutes,
         mem_gb=arguments.mem_gb,
