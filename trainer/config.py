@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import torch
 import yaml
 from pydantic import Field, PositiveInt, model_validator
 
@@ -41,7 +42,9 @@ class EngineConfig(Schema):
 class RunConfig(Schema):
     """One run. `global_batch_size` is the knob: the number of ranks and nodes never changes the science.
 
-    `precision` is the autocast type of encoder and viewmaker; embeddings, losses and optimizer states stay float32.
+    `precision` is the type of parameters, embeddings and losses; "bfloat16" means float32 with autocast to bfloat16
+    inside encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits; in less,
+    a ReLU that rounding pushes over zero parts them after some steps, as it parts two runs of one process.
     A checkpoint is written every `checkpoint_every_steps` and at the end, and the newest `keep_checkpoints` are kept;
     metrics are logged every `log_every_steps`.
     """
@@ -57,7 +60,7 @@ class RunConfig(Schema):
     engine: EngineConfig = EngineConfig()
     global_batch_size: PositiveInt
     num_epochs: PositiveInt
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
     channels_last: bool = False
     checkpoint_every_steps: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
@@ -73,6 +76,10 @@ class RunConfig(Schema):
                 "the adversary trains a viewmaker"
             )
         return self
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "float64" else torch.float32
 
     @property
     def player_optimizers(self) -> dict[str, OptimizerConfig]:

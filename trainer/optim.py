@@ -47,6 +47,7 @@ class AdamConfig(Schema):
     kind: Literal["adam"] = "adam"
     learning_rate: PositiveFloat = 1e-3
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     schedule: ScheduleConfig = ConstantConfig()
 
@@ -62,7 +63,11 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
             )
         case AdamConfig():
             return torch.optim.Adam(
-                parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+                parameters,
+                lr=config.learning_rate,
+                betas=config.betas,
+                eps=config.epsilon,
+                weight_decay=config.weight_decay,
             )
 
 

@@ -53,7 +53,8 @@ class TrainingStep:
 
         `learning_rates` is by player. The loss in the metrics is this rank's; its mean over ranks is the global loss.
         """
-        images = (batch.images_BCHW.to(torch.float32) / 255).to(memory_format=self._memory_format)
+        dtype = torch.float32 if self._viewmaker is None else self._config.parameter_dtype  # expert views are float32
+        images = (batch.images_BCHW.to(dtype) / 255).to(memory_format=self._memory_format)
         if self._config.adversary is None:
             return self._expert_step(batch, images, learning_rates)
         if self._config.adversary.update == "simultaneous":

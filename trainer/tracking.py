@@ -56,7 +56,7 @@ class Tracker:
         self._file.close()
         if self._wandb is not None:
             run = self._wandb
-            self._guard(lambda: run.finish(quiet=True))
+            self._guard(lambda: run.finish())
 
     def _start_wandb(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
         self._wandb = wandb.init(

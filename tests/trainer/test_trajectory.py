@@ -63,15 +63,20 @@ def final_state(run_dir: Path, player: str) -> dict[str, torch.Tensor]:
 
 
 def has_no_effect(player: str, name: str) -> bool:
-    """A convolution's bias before instance norm is subtracted again: its true gradient is zero, and Adam divides the
-    rounding noise in its place by that noise's own size. Such a bias drifts differently in every order of summation."""
-    return player == "viewmaker" and name.endswith("bias") and "conv" in name
+    """The last bias of a residual block shifts whole channels, which the instance norm of the next convolution takes
+    away again: its true gradient is zero, and Adam scales the rounding noise in its place to full steps."""
+    return player == "viewmaker" and name.endswith("second.norm.bias")
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [(kind, 2) for kind in STEPS] + [("simultaneous", 4)])
 def test_ranks_follow_one_process(kind: str, world_size: int, data: Path, tmp_path: Path) -> None:
+    """20 steps with the recipe's learning rates, each rank on its part of the batch, in float64.
+
+    In float32 the same trajectories part after some ten steps, when rounding pushes the first ReLU over zero; so do two
+    runs of one process whose weights differ by 1e-7. In float64 what is left is the equality that the system promises.
+    """
     recipe, overrides = STEPS[kind]
-    config = configure(data, recipe, overrides)
+    config = configure(data, recipe, ["precision=float64", *overrides])
     for num_ranks in (1, world_size):
         run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
     alone, together = tmp_path / "1", tmp_path / str(world_size)
@@ -79,15 +84,26 @@ def test_ranks_follow_one_process(kind: str, world_size: int, data: Path, tmp_pa
         path: np.array([entry["train/loss"] for entry in RunDir(path).read_metrics()]) for path in (alone, together)
     }
     assert len(curves[alone]) == NUM_STEPS
-    np.testing.assert_allclose(curves[together], curves[alone], rtol=1e-4)
-    assert np.ptp(curves[alone]) > 1e-2  # the runs moved
+    assert np.ptp(curves[alone]) > 0.1  # the runs moved
+    np.testing.assert_allclose(curves[together], curves[alone], rtol=1e-9)
     for player in config.player_optimizers:
         expected, found = final_state(alone, player), final_state(together, player)
         untrained = build_players(config).trained_modules[player].state_dict()
         for name, tensor in expected.items():
             if not has_no_effect(player, name):
-                moved = (tensor - untrained[name]).float().norm()
-                assert (found[name] - tensor).float().norm() <= 1e-3 * moved, name
+                moved = (tensor - untrained[name]).double().norm()
+                assert (found[name] - tensor).double().norm() <= 1e-8 * moved, name
+
+
+def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None:
+    """With a small learning rate, where no ReLU is pushed over zero, float32 agrees to its own precision."""
+    config = configure(data, "debug:image", ["optimizer.learning_rate=0.003"])
+    for num_ranks in (1, 2):
+        run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
+    alone, together = (
+        [entry["train/loss"] for entry in RunDir(tmp_path / str(num_ranks)).read_metrics()] for num_ranks in (1, 2)
+    )
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
 
 
 def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
