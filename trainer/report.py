@@ -7,6 +7,7 @@ from pathlib import Path
 
 from data_pipeline.errors import run_command
 from trainer.reporting.page import page
+from trainer.reporting.publish import publish
 from trainer.reporting.runs import arms_of, read_runs
 from trainer.rundir import RunDir, write_atomically
 
@@ -17,16 +18,14 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="file to write (default: RUN_DIR/report.html; of several: ./report.html)"
     )
+    parser.add_argument("--wandb", action="store_true", help="also log it to Weights & Biases; needs a login")
     arguments = parser.parse_args()
-    alone = len(arguments.run_dirs) == 1
-    out = arguments.out or (RunDir(arguments.run_dirs[0]).report if alone else Path("report.html"))
-    write_report(arguments.run_dirs, out)
+    runs = read_runs(arguments.run_dirs)
+    out = arguments.out or (RunDir(arguments.run_dirs[0]).report if len(runs) == 1 else Path("report.html"))
+    write_atomically(out, page(arms_of(runs)))
+    if arguments.wandb:
+        publish(out, project=runs[0].config.tracking.wandb_project)
     print(out)
-
-
-def write_report(run_dirs: list[Path], out: Path) -> None:
-    """Write the report of some runs. Raises `UserError` where one is not a run directory."""
-    write_atomically(out, page(arms_of(read_runs(run_dirs))))
 
 
 if __name__ == "__main__":

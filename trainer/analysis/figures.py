@@ -13,6 +13,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+# Of the grid, in pixels: about how large a picture is shown, the gaps, and the room for the titles.
+PICTURE_SIZE, GAP, LEFT, TOP, DPI = 128, 6, 128, 44, 100
+
 GAINS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
 
 
@@ -37,32 +40,35 @@ def difference_pictures(difference_NHWC: NDArray[np.float32], *, gain: int) -> N
 
 
 def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> bytes:
-    """A PNG of the rows, one below the other; pixels are shown as squares, never interpolated.
+    """A PNG of the rows, one below the other. Every pixel of a picture is the same whole number of pixels wide.
 
     Equal input gives equal bytes: the file holds no date and no version.
     """
-    cell, left, top = 0.92, 1.25, 0.42  # inches
-    num_columns = len(column_titles)
-    width, height = left + cell * num_columns, top + cell * len(rows)
-    figure = Figure(figsize=(width, height), dpi=120, facecolor="white")
+    height, width = rows[0].pictures_NHWC.shape[1:3]
+    scale = max(1, round(PICTURE_SIZE / width))
+    cell_width, cell_height = scale * width + GAP, scale * height + GAP
+    full_width = LEFT + cell_width * len(column_titles) + GAP
+    full_height = TOP + cell_height * len(rows) + GAP
+    figure = Figure(figsize=(full_width / DPI, full_height / DPI), dpi=DPI, facecolor="white")
     for row_number, row in enumerate(rows):
-        bottom = height - top - cell * (row_number + 1)
-        figure.text((left - 0.12) / width, (bottom + cell / 2) / height, row.title, ha="right", va="center", fontsize=9)
-        for column in range(num_columns):
-            pad = 0.03
-            axes = figure.add_axes(
-                (
-                    (left + cell * column + pad) / width,
-                    (bottom + pad) / height,
-                    (cell - 2 * pad) / width,
-                    (cell - 2 * pad) / height,
-                )
+        bottom = full_height - TOP - cell_height * (row_number + 1) + GAP
+        middle = (bottom + scale * height / 2) / full_height
+        figure.text((LEFT - 14) / full_width, middle, row.title, ha="right", va="center", fontsize=11)
+        for column, picture_HWC in enumerate(row.pictures_NHWC):
+            left = LEFT + cell_width * column
+            place = (
+                left / full_width,
+                bottom / full_height,
+                scale * width / full_width,
+                scale * height / full_height,
             )
-            axes.imshow(row.pictures_NHWC[column], interpolation="nearest", vmin=0.0, vmax=1.0)
+            axes = figure.add_axes(place)
+            axes.imshow(picture_HWC, interpolation="nearest", vmin=0.0, vmax=1.0, aspect="auto")
             axes.set_axis_off()
     for column, title in enumerate(column_titles):
-        x = (left + cell * (column + 0.5)) / width
-        figure.text(x, (height - top + 0.06) / height, title, ha="center", va="bottom", fontsize=8, color="#444444")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+        x = (LEFT + cell_width * column + scale * width / 2) / full_width
+        y = (full_height - TOP + 8) / full_height
+        figure.text(x, y, title, ha="center", va="bottom", fontsize=10, color="#444444")
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()

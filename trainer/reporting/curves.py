@@ -11,6 +11,7 @@ from typing import Literal
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from trainer.probes.features import LABEL_SPACES
 from trainer.reporting.runs import Arm, Run
@@ -85,6 +86,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
             x, y = thin(line.x, line.y)
             marker = "o" if len(x) < 3 else ""
             axes.plot(x, y, color=line.color, linestyle=line.style, linewidth=1.6, marker=marker, alpha=0.9)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.set_xlabel(x_label, color=_INK)
         axes.tick_params(colors=_INK, length=3)
         axes.grid(color=_INK, alpha=0.12, linewidth=0.7)

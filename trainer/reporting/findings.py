@@ -92,17 +92,19 @@ def _against_untrained(arms: Sequence[Arm], space: LabelSpace) -> str:
     ]
     if not compared:
         return f"The untrained encoder was not probed on label_{space}, so whether training helped is not measured."
-    by_outcome: dict[str, list[tuple[str, Score, Score]]] = {}
-    for name, trained, untrained in compared:
-        by_outcome.setdefault(_outcome(trained, untrained), []).append((name, trained, untrained))
-    if set(by_outcome) == {"above"}:
+    outcomes = [_outcome(trained, untrained) for _, trained, untrained in compared]
+    if set(outcomes) == {"above"}:
         who = {1: "The trained encoder beats", 2: "Both trained encoders beat"}.get(
             len(compared), f"All {len(compared)} trained encoders beat"
         )
-        return f"{who} the untrained one on label_{space}: {_numbers(compared)}."
-    clauses = {"above": "above it", "below": "below it", "unresolved": "not told apart from it"}
-    parts = [f"{clauses[outcome]}: {_numbers(group)}" for outcome, group in by_outcome.items()]
-    return f"Against the untrained encoder on label_{space}, {'; '.join(parts)}."
+        numbers = _join([f"{name} {trained} % against {untrained} %" for name, trained, untrained in compared])
+        return f"{who} the untrained one on label_{space}: {numbers}."
+    relation = {"above": "is above", "below": "is below", "unresolved": "cannot be told apart from"}
+    clauses = [
+        f"{name} {relation[outcome]} the untrained encoder ({trained} % against {untrained} %)"
+        for (name, trained, untrained), outcome in zip(compared, outcomes, strict=True)
+    ]
+    return f"On label_{space}, {_join(clauses)}."
 
 
 def _between(arms: Sequence[Arm], space: LabelSpace) -> str:
@@ -129,10 +131,6 @@ def _outcome(a: Score, b: Score) -> Literal["above", "below", "unresolved"]:
     if abs(difference) <= resolution(a, b):
         return "unresolved"
     return "above" if difference > 0 else "below"
-
-
-def _numbers(compared: Sequence[tuple[str, Score, Score]]) -> str:
-    return _join([f"{name} {trained} % against {untrained} %" for name, trained, untrained in compared])
 
 
 def limits(arms: Sequence[Arm]) -> list[str]:

@@ -19,6 +19,11 @@ HOW_TO_READ = (
     "untrained encoder."
 )
 
+HOW_COMPARED = (
+    "Test accuracy of linear probes on frozen encoders. Accuracies that differ by less than two standard errors, of "
+    "the draw of test pictures or of seeds, whichever is larger, count as not told apart."
+)
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #5c6873; --line: #dfe3e8; --page: #ffffff; --card: #f6f7f9;
   --accent: #3b82d6; }
@@ -34,7 +39,7 @@ p, li { max-width: 76ch; }
 ul { padding-left: 20px; margin: 8px 0; }
 .subtitle, .caption, .none, .soft { color: var(--soft); }
 .subtitle { margin: 0 0 24px; }
-.caption { font-size: 13.5px; margin: 6px 0 12px; }
+.caption { font-size: 13.5px; margin: 6px 0 12px; max-width: 100ch; }
 .none { font-style: italic; font-size: 0.9em; }
 .verdict { background: var(--card); border-left: 3px solid var(--accent); border-radius: 6px; padding: 14px 20px; }
 .verdict p { margin: 6px 0; }
@@ -43,6 +48,7 @@ table { border-collapse: collapse; font-size: 14.5px; font-variant-numeric: tabu
 .wide { width: 100%; }
 th, td { padding: 7px 14px 7px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 thead th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
+thead tr:not(:last-child) th { border-bottom: none; padding-bottom: 0; }
 tbody th { font-weight: 500; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 tr.untrained th, tr.untrained td, tr.floor th, tr.floor td { color: var(--soft); }
@@ -50,7 +56,9 @@ tr.arm > * { border-bottom: none; padding-bottom: 2px; }
 tr.arm + tr.untrained > * { padding-top: 2px; }
 td small { display: block; color: var(--soft); font-size: 12px; }
 code, pre { font: 0.88em/1.5 ui-monospace, monospace; }
-td code { overflow-wrap: anywhere; }
+td.provenance { min-width: 200px; overflow-wrap: anywhere; }
+td.settings { white-space: nowrap; }
+tbody th { white-space: nowrap; }
 pre { background: var(--card); border-radius: 6px; padding: 12px 16px; overflow-x: auto; }
 .chip { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 22px; font-size: 14px; }
@@ -70,13 +78,15 @@ def page(arms: Sequence[Arm]) -> str:
     title = f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
     sections = [
         f"<h1>{escape(title)}</h1>\n<p class='subtitle'>{_subtitle(arms)}</p>",
-        '<div class="verdict">' + "".join(f"<p>{escape(text)}</p>" for text in verdict(arms)) + "</div>",
+        '<div class="verdict">'
+        + "".join(f"<p>{escape(text)}</p>" for text in verdict(arms))
+        + f'<p class="caption">{HOW_COMPARED}</p></div>',
         f"<p>{HOW_TO_READ}</p>",
         "<h2>Results</h2>\n" + results(arms),
         "<h2>What this is too small to show</h2>\n" + _list(limits(arms)),
         "<h2>Curves</h2>\n" + _curves(arms),
-        "<h2>Views</h2>\n" + "\n".join(_views(run) for run in runs),
-        "<h2>Differences between the configs</h2>\n" + differences(runs),
+        "<h2>Views</h2>\n" + "\n".join(_views_of_arm(arm) for arm in arms),
+        "<h2>Differences between the configs</h2>\n" + differences(arms),
         "<h2>Where the numbers come from</h2>\n" + provenance(runs),
     ]
     return (
@@ -110,6 +120,13 @@ def _curves(arms: Sequence[Arm]) -> str:
         '<span class="soft">dashed: untrained encoder</span>' if any(run.probes for a in arms for run in a.runs) else ""
     )
     return f'<div class="legend">{legend}{dashed}</div><div class="charts">{figures}</div>'
+
+
+def _views_of_arm(arm: Arm) -> str:
+    """The grid of the first run; those of the other seeds are folded."""
+    first, *others = arm.runs
+    folded = "".join(_views(run) for run in others)
+    return _views(first) + (f"<details><summary>Other seeds</summary>{folded}</details>" if others else "")
 
 
 def _views(run: Run) -> str:

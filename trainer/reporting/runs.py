@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,51 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     return [Arm(_arm_name(group), tuple(group)) for group in grouped.values()]
 
 
-def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs: one value per run, `MISSING` where a run has no such setting."""
-    flats = [flatten(run.config) for run in runs]
+@dataclass(frozen=True)
+class Difference:
+    """One setting, or a whole section where the arms do not have the same settings in it.
+
+    `values` has for each arm the settings by their name below `key` ("" for `key` itself), each with the values that
+    its runs have, one unless it is a seed or the like; empty where the arm has no such setting.
+    """
+
+    key: str
+    values: tuple[Mapping[str, Sequence[Any]], ...]
+
+
+def config_differences(arms: Sequence[Arm]) -> list[Difference]:
+    """The settings that are not the same in all runs, in the order of the config."""
+    arm_flats = [[flatten(run.config) for run in arm.runs] for arm in arms]
+    flats = [flat for arm in arm_flats for flat in arm]
     keys = list(dict.fromkeys(key for flat in flats for key in flat))
-    values = {key: [flat.get(key, MISSING) for flat in flats] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    differing = [key for key in keys if any(key not in flat or flat[key] != flats[0].get(key) for flat in flats)]
+    sections = {key.partition(".")[0] for key in differing if any(key not in flat for flat in flats)}
+    grouped: dict[str, list[str]] = {}
+    for key in differing:
+        section = key.partition(".")[0]
+        grouped.setdefault(section if section in sections else key, []).append(key)
+    return [
+        Difference(
+            row,
+            tuple(
+                {
+                    key.removeprefix(row).removeprefix("."): _distinct(flat[key] for flat in arm)
+                    for key in row_keys
+                    if key in arm[0]
+                }
+                for arm in arm_flats
+            ),
+        )
+        for row, row_keys in grouped.items()
+    ]
 
 
-MISSING = object()
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    distinct: list[Any] = []
+    for value in values:
+        if value not in distinct:
+            distinct.append(value)
+    return distinct
 
 
 def _read_run(run_dir: RunDir, config: RunConfig, name: str) -> Run:

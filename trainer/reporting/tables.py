@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.reporting.curves import COLORS
 from trainer.reporting.findings import Score, baseline, score
-from trainer.reporting.runs import MISSING, Arm, Run, config_differences
+from trainer.reporting.runs import Arm, Run, config_differences
 
 NOT_MEASURED = '<span class="none">not measured</span>'
 
@@ -21,7 +21,7 @@ def results(arms: Sequence[Arm]) -> str:
     commands = _missing_probes(arms)
     if not spaces:
         return f"<p>Nothing has been probed yet.</p>{commands}"
-    head = "".join(f'<th colspan="2">label_{space}</th>' for space in spaces)
+    head = "".join(f'<th class="number" colspan="2">label_{space}</th>' for space in spaces)
     methods = '<th class="number">linear</th><th class="number">kNN</th>' * len(spaces)
     rows: list[str] = []
     best = {
@@ -43,7 +43,8 @@ def results(arms: Sequence[Arm]) -> str:
         "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, after its "
         "last epoch; below it the gain over the untrained encoder in points, and the best epoch, which was chosen by "
         "its test accuracy and is therefore optimistic. kNN: weighted vote of the nearest train pictures by the cosine "
-        "of pooled features. ± is the sample standard deviation over seeds."
+        "of pooled features. The untrained encoder of a run is probed in the same way, on views of that run's "
+        "untrained policy. ± is the sample standard deviation over seeds."
     )
     return (
         f'<div class="scroll"><table class="wide"><thead><tr><th></th>{head}</tr><tr><th></th>{methods}</tr></thead>'
@@ -58,7 +59,8 @@ def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, best: float
         return f'<td class="number">{NOT_MEASURED}</td>' * 2
     small = ""
     if untrained := score(baseline(arm, arms, space), "linear"):
-        small += f"<small>{100 * (linear.mean - untrained.mean):+.1f}</small>"
+        gain = f"{100 * (linear.mean - untrained.mean):+.1f}".replace("-", "−")
+        small += f"<small>{gain}</small>"
     if len(probes) == 1:
         result = probes[0].linear
         small += f"<small>best {100 * result.best_accuracy:.1f}, epoch {result.best_epoch}</small>"
@@ -97,18 +99,20 @@ def _missing_probes(arms: Sequence[Arm]) -> str:
     return f"<p>To measure what is missing:</p><pre>{escape(chr(10).join(commands))}</pre>"
 
 
-def differences(runs: Sequence[Run]) -> str:
+def differences(arms: Sequence[Arm]) -> str:
+    """The settings that differ, one column an arm, and every whole config, folded."""
+    runs = [run for arm in arms for run in arm.runs]
     if len(runs) == 1:
         return f"<p>One run, so nothing to compare.</p>{_configs(runs)}"
-    rows = config_differences(runs)
+    rows = config_differences(arms)
     if not rows:
         return f"<p>None: all runs have the same config.</p>{_configs(runs)}"
-    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    head = "".join(f"<th>{escape(arm.name)}</th>" for arm in arms)
     body = "".join(
-        f"<tr><th><code>{escape(key)}</code></th>"
-        + "".join(f"<td>{_setting(value)}</td>" for value in values)
+        f"<tr><th><code>{escape(row.key)}</code></th>"
+        + "".join(f'<td class="settings">{_settings(values)}</td>' for values in row.values)
         + "</tr>"
-        for key, values in rows.items()
+        for row in rows
     )
     return _table(f"<th>setting</th>{head}", body) + _configs(runs)
 
@@ -121,10 +125,22 @@ def _configs(runs: Sequence[Run]) -> str:
     )
 
 
-def _setting(value: Any) -> str:
-    if value is MISSING:
+def _settings(values: Mapping[str, Sequence[Any]]) -> str:
+    """The value of one setting, or the settings of a section one below the other."""
+    if not values:
         return '<span class="none">no such setting</span>'
-    return f"<code>{escape(value if isinstance(value, str) else json.dumps(value))}</code>"
+    shown = {name: " / ".join(map(_plain, distinct)) for name, distinct in values.items()}
+    lines = [f"{name} = {value}" if name else value for name, value in shown.items()]
+    return f"<code>{'<br>'.join(map(escape, lines))}</code>"
+
+
+def _plain(value: Any) -> str:
+    """A setting as a user would type it; numbers to six digits."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_plain, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def provenance(runs: Sequence[Run]) -> str:
@@ -146,7 +162,7 @@ def provenance(runs: Sequence[Run]) -> str:
     }
     head = "<th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     body = "".join(
-        f"<tr><th>{title}</th>" + "".join(f"<td>{text(run)}</td>" for run in runs) + "</tr>"
+        f"<tr><th>{title}</th>" + "".join(f'<td class="provenance">{text(run)}</td>' for run in runs) + "</tr>"
         for title, text in rows.items()
     )
     return _table(head, body)
