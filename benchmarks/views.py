@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     images_BCHW = torch.rand(args.batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    # Until a large block was freed once, as happens in any training, glibc gives freed memory back to the system at once.
+    # Until a large block was freed once, as in any training, glibc returns freed memory to the system, at a cost.
     large = torch.ones(30 << 18)
     del large
     groups = {
