@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Counts up to `total`; `advance` may carry a short note such as the current loss.
+    """Counts up to `total`; `advance` may carry a short note such as the loss, which stays until the next.
 
     Writes to stderr. `enabled=False` (every rank but the first) prints nothing.
     """
@@ -26,6 +26,7 @@ class Progress:
         self._title, self._total, self._done, self._first = title, total, start, start
         self._started = self._last_line = time.monotonic()
         self._enabled = enabled
+        self._note = ""
         self._bar: RichProgress | None = None
         if enabled and sys.stderr.isatty():
             self._bar = RichProgress(
@@ -40,8 +41,9 @@ class Progress:
 
     def advance(self, num: int = 1, *, note: str = "") -> None:
         self._done += num
+        self._note = note or self._note
         if self._bar is not None:
-            self._bar.update(self._task, advance=num, **({"note": note} if note else {}))
+            self._bar.update(self._task, advance=num, note=self._note)
             return
         now = time.monotonic()
         if self._enabled and (now - self._last_line > SECONDS_BETWEEN_LINES or self._done == self._total):
@@ -49,7 +51,7 @@ class Progress:
             rate = (self._done - self._first) / max(now - self._started, 1e-9)
             left = (self._total - self._done) / max(rate, 1e-9)
             ending = f", {left:.0f} s left" if self._done < self._total else f" in {now - self._started:.0f} s"
-            tail = f", {note}" if note else ""
+            tail = f", {self._note}" if self._note else ""
             print(f"{self._title}: {self._done}/{self._total}{ending}{tail}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:

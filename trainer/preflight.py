@@ -76,10 +76,9 @@ def log_start(
         for name, module in players.trained_modules.items()
     )
     steps_per_epoch = num_steps // config.num_epochs
-    dropped = manifest.num_samples - steps_per_epoch * config.global_batch_size
     logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)
     logger.info(
-        "global batch %d = %d ranks x %d, batch norm %s; %d epochs of %d steps from %d samples, %d left over an epoch",
+        "global batch %d = %d ranks x %d, batch norm %s; %d epochs of %d steps from %d samples",
         config.global_batch_size,
         world_size(),
         config.global_batch_size // world_size(),
@@ -87,7 +86,6 @@ def log_start(
         config.num_epochs,
         steps_per_epoch,
         manifest.num_samples,
-        dropped,
     )
     if start_step == num_steps:
         logger.info("already at its last step %d; nothing to do", num_steps)
