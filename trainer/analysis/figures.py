@@ -44,31 +44,25 @@ def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> by
 
     Equal input gives equal bytes: the file holds no date and no version.
     """
-    height, width = rows[0].pictures_NHWC.shape[1:3]
+    num_columns, height, width = rows[0].pictures_NHWC.shape[:3]
     scale = max(1, round(PICTURE_SIZE / width))
     cell_width, cell_height = scale * width + GAP, scale * height + GAP
-    full_width = LEFT + cell_width * len(column_titles) + GAP
-    full_height = TOP + cell_height * len(rows) + GAP
-    figure = Figure(figsize=(full_width / DPI, full_height / DPI), dpi=DPI, facecolor="white")
+    canvas_HWC = np.ones((TOP + cell_height * len(rows), LEFT + cell_width * num_columns, 3), dtype=np.float32)
+    full_height, full_width = canvas_HWC.shape[:2]
+    figure = Figure(figsize=(full_width / DPI, full_height / DPI), dpi=DPI)
     for row_number, row in enumerate(rows):
-        bottom = full_height - TOP - cell_height * (row_number + 1) + GAP
-        middle = (bottom + scale * height / 2) / full_height
-        figure.text((LEFT - 14) / full_width, middle, row.title, ha="right", va="center", fontsize=11)
+        top = TOP + cell_height * row_number
         for column, picture_HWC in enumerate(row.pictures_NHWC):
             left = LEFT + cell_width * column
-            place = (
-                left / full_width,
-                bottom / full_height,
-                scale * width / full_width,
-                scale * height / full_height,
-            )
-            axes = figure.add_axes(place)
-            axes.imshow(picture_HWC, interpolation="nearest", vmin=0.0, vmax=1.0, aspect="auto")
-            axes.set_axis_off()
+            enlarged_HWC = picture_HWC.repeat(scale, axis=0).repeat(scale, axis=1)
+            canvas_HWC[top : top + scale * height, left : left + scale * width] = enlarged_HWC
+        middle = 1 - (top + scale * height / 2) / full_height
+        figure.text((LEFT - 14) / full_width, middle, row.title, ha="right", va="center", fontsize=11)
     for column, title in enumerate(column_titles):
         x = (LEFT + cell_width * column + scale * width / 2) / full_width
-        y = (full_height - TOP + 8) / full_height
+        y = 1 - (TOP - 8) / full_height
         figure.text(x, y, title, ha="center", va="bottom", fontsize=10, color="#444444")
+    figure.figimage(canvas_HWC, vmin=0.0, vmax=1.0)
     file = io.BytesIO()
     figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()

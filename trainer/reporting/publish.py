@@ -19,8 +19,8 @@ def publish(page: Path, *, project: str) -> None:
     """
     if os.environ.get("WANDB_MODE") != "offline" and not wandb.login(prompt=False):
         raise UserError(
-            f"--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command (the report itself "
-            f"is written: {page})"
+            "--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command "
+            f"(the report itself is written: {page})"
         )
     digest = hashlib.sha256(page.read_bytes()).hexdigest()[:16]
     try:

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from configs import debug
+from data_pipeline.errors import UserError
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT
+from tests.tiny_data import write_tiny_dataset
+from tests.trainer.probes.toy import toy_pictures
+from trainer.analysis.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
+from trainer.analysis.views import analyze_views, choose_pictures, draw_views, mean_change
+from trainer.analyze import main
+from trainer.players import build_players
+from trainer.probes.features import read_pictures
+from trainer.rundir import RunDir
+from trainer.views import ViewKeys
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """An untrained run with data: nothing that is looked at here needs training."""
+    directory = tmp_path_factory.mktemp("run")
+    for number, split in enumerate(("train", "test")):
+        write_tiny_dataset(directory / split, num_samples=37, seed=number)
+    config = debug.viewmaker().model_dump()
+    config["data"] |= {"train_dir": str(directory / "train"), "test_dir": str(directory / "test")}
+    (directory / "config.json").write_text(json.dumps(config))
+    return RunDir(directory)
+
+
+def test_change_is_split_by_the_mask() -> None:
+    """A policy that changes the object by 0.3, the rest of its box by 0.1 and nothing else."""
+    masks_NHW = torch.zeros(2, 8, 8, dtype=torch.uint8)
+    masks_NHW[:, 2:6, 2:6] = MASK_BOX
+    masks_NHW[:, 3:5, 3:5] = MASK_OBJECT
+    difference = torch.zeros(2, 3, 8, 8)
+    difference[:, :, 2:6, 2:6] = -0.1
+    difference[:, :, 3:5, 3:5] = 0.3
+    change = mean_change(difference, masks_NHW)
+    assert change.in_object == pytest.approx(0.3)
+    assert change.in_box == pytest.approx((4 * 0.3 + 12 * 0.1) / 16)
+    assert change.overall == pytest.approx((4 * 0.3 + 12 * 0.1) / 64)
+    assert mean_change(difference, torch.zeros_like(masks_NHW)).in_box is None
+
+
+def test_difference_is_grey_where_nothing_changed_and_scaled_elsewhere() -> None:
+    difference = np.zeros((1, 2, 2, 3), dtype=np.float32)
+    difference[0, 0, 0] = [0.1, -0.1, 0.9]
+    shown = difference_pictures(difference, gain=4)
+    np.testing.assert_allclose(shown[0, 0, 0], [0.9, 0.1, 1.0], atol=1e-6)
+    np.testing.assert_array_equal(shown[0, 1], 0.5)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0.6, 1), (0.24, 2), (0.049, 10), (1e-9, 100)])
+def test_gain_uses_the_range_without_leaving_it(size: float, expected: int) -> None:
+    assert difference_gain(np.full((4, 4), size, dtype=np.float32), np.zeros(2, dtype=np.float32)) == expected
+
+
+def test_grid_shows_every_pixel_as_an_equal_square() -> None:
+    """The first picture of each row is read back from the PNG, pixel by pixel."""
+    draw = np.random.default_rng(0)
+    rows = [GridRow(f"row {n}", (draw.integers(0, 256, (2, 16, 16, 3)) / 255).astype(np.float32)) for n in range(3)]
+    png = picture_grid(rows, column_titles=["a", "b"])
+    assert png == picture_grid(rows, column_titles=["a", "b"])
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    scale = 128 // 16
+    for number, row in enumerate(rows):
+        for column in range(2):
+            top, left = TOP + number * (128 + GAP), LEFT + column * (128 + GAP)
+            cell = pixels[top : top + 128, left : left + 128]
+            expected = np.round(row.pictures_NHWC[column] * 255).repeat(scale, 0).repeat(scale, 1)
+            np.testing.assert_allclose(cell, expected, atol=1)
+
+
+def test_shown_pictures_take_the_classes_in_turn() -> None:
+    pictures = toy_pictures(50, seed=3)
+    rows = choose_pictures(pictures, 5)
+    assert pictures.label_base_N[rows].tolist() == [0, 1, 0, 1, 0]
+    assert len(set(rows.tolist())) == 5
+    assert rows[0] == (pictures.label_base_N == 0).nonzero()[0]
+
+
+def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:
+    png_path, json_path = analyze_views(run_dir, step=0)
+    result = json.loads(json_path.read_text())
+    players = build_players(debug.viewmaker())
+    test = read_pictures(Path(run_dir.path / "test"))
+    images = test.images_NCHW.float() / 255
+    with torch.no_grad():
+        views = players.view_policy.eval()(images, ViewKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
+    change = (views - images).abs().mean(1).numpy()
+    assert result["change"] == pytest.approx(float(change.mean()), rel=1e-4)
+    expected = change[test.masks_NHW.numpy() == 255].mean() / change.mean()
+    assert result["selectivity_object"] == pytest.approx(float(expected), rel=1e-4)
+    assert result["checkpoint_step"] == 0
+    assert result["num_pictures"] == 37
+    assert Image.open(png_path).size[0] > 1000
+
+    before = png_path.read_bytes(), json_path.read_bytes()
+    analyze_views(run_dir, step=0)
+    assert (png_path.read_bytes(), json_path.read_bytes()) == before
+
+
+def test_a_policy_is_used_in_eval_mode_and_left_in_its_own() -> None:
+    class Watched(torch.nn.Module):
+        def forward(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
+            assert not self.training
+            assert not torch.is_grad_enabled()
+            return images_BCHW
+
+    policy = Watched().train()
+    draw_views(policy, toy_pictures(4, seed=0), torch.arange(4), seed=0, view=0)
+    assert policy.training
+
+
+def test_wrong_input_is_said_in_one_sentence(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["vews", str(run_dir.path)], r'no analysis "vews"; did you mean "views"\?'),
+        (["views", str(tmp_path)], "is not a run directory"),
+        (["views", str(run_dir.path)], "has no checkpoint yet"),
+        (["views", str(run_dir.path), "--step", "7"], "no checkpoint of step 7"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["analyze", *arguments])
+        with pytest.raises(UserError, match=message):
+            main()
+    monkeypatch.setattr(sys, "argv", ["analyze", "views", str(run_dir.path), "--step", "0"])
+    main()
+    assert capsys.readouterr().out.split() == [
+        str(run_dir.analysis / "views.png"),
+        str(run_dir.analysis / "views.json"),
+    ]
