@@ -1,0 +1,144 @@
+"""Every mistake a user can make at the command line: one sentence on stderr, exit status 2, nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import train as launch_train
+from tests.real_data import REPOSITORY
+from tests.tiny_data import write_tiny_dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    write_tiny_dataset(directory / "train", num_samples=40)
+    write_tiny_dataset(directory / "test", num_samples=20, seed=1)
+    return directory
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def train(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the train command in this process; returns its one line on stderr after checking the exit status."""
+
+    def run(*arguments: str, status: int = 2) -> str:
+        monkeypatch.chdir(tmp_path)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
+            monkeypatch.delenv(name, raising=False)
+        settings = (f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "tracking.wandb=disabled")
+        sets = [argument for setting in settings for argument in ("--set", setting)]
+        monkeypatch.setattr(sys, "argv", ["train.py", *sets, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            launch_train.run_command(launch_train.main)
+        assert ended.value.code == status
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        return errors[0]
+
+    return run
+
+
+def test_an_unknown_recipe(train: Run) -> None:
+    assert 'did you mean "debug:image"' in train("--config", "debug:imag")
+
+
+def test_an_unknown_key(train: Run) -> None:
+    assert 'did you mean "num_epochs"' in train("--config", "debug:image", "--set", "num_epoch=3")
+
+
+def test_a_value_of_the_wrong_type(train: Run) -> None:
+    assert re.search(r"num_epochs: .*integer.*'many'", train("--config", "debug:image", "--set", "num_epochs=many"))
+
+
+def test_a_missing_data_folder_names_the_command_that_makes_it(train: Run, tmp_path: Path) -> None:
+    error = train("--config", "debug:image", "--set", f"data.train_dir={tmp_path / 'nowhere'}", "--run-dir", "run")
+    assert str(tmp_path / "nowhere") in error
+    assert "python -m data_pipeline build" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_a_manifest_is_no_dataset(train: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    error = train("--config", "debug:image", "--set", f"data.train_dir={tmp_path / 'empty'}", "--run-dir", "run")
+    assert "manifest.json" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_global_batch_larger_than_the_dataset(train: Run) -> None:
+    error = train("--config", "debug:image", "--set", "global_batch_size=64")
+    assert "64" in error
+    assert "40" in error
+
+
+def test_a_run_directory_that_holds_another_config(train: Run, tmp_path: Path) -> None:
+    config = tmp_path / "run" / "config.json"
+    train("--config", "debug:image", "--set", "global_batch_size=64", "--run-dir", str(tmp_path / "run"))
+    assert not config.exists()  # a run that could not start claims nothing
+    from configs import resolve_recipe
+    from trainer.rundir import write_json
+
+    write_json(config, resolve_recipe("debug:image").model_dump(mode="json"))
+    before = config.read_bytes()
+    error = train("--config", "debug:image", "--set", "optimizer.learning_rate=0.5", "--run-dir", str(tmp_path / "run"))
+    assert "optimizer.learning_rate" in error
+    assert config.read_bytes() == before
+
+
+def test_a_directory_that_is_not_a_run_is_left_alone(train: Run, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("...")
+    assert "thesis" in train("--config", "debug:image", "--run-dir", "thesis")
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter1.tex"]
+
+
+def test_a_global_batch_that_the_ranks_do_not_divide(data: Path, tmp_path: Path) -> None:
+    """Under torchrun: only the first rank speaks, and torchrun itself ends non-zero."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    sets = ["--set", f"data.train_dir={data / 'train'}", "--set", f"data.test_dir={data / 'test'}"]
+    done = subprocess.run(
+        [*torchrun, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run"), *sets],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: global_batch_size 32 cannot be divided among 3 ranks; set it to 30 or 33",
+    ]
+    tracebacks = done.stderr.split("Traceback (most recent call last)")[1:]
+    assert len(tracebacks) == 1  # torchrun's own report that a child failed
+    assert "ChildFailedError" in tracebacks[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use(data: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        done = subprocess.run(
+            [sys.executable, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run")],
+            cwd=REPOSITORY,
+            env=os.environ | world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert port in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
