@@ -116,9 +116,8 @@ def _curves(arms: Sequence[Arm]) -> str:
         return f"<p>{NOT_MEASURED}: no metrics.jsonl and no probes.</p>"
     legend = "".join(f"<span>{chip(number)}{escape(arm.name)}</span>" for number, arm in enumerate(arms))
     figures = "".join(f"<figure><figcaption>{escape(c.title)}</figcaption>{c.svg}</figure>" for c in drawn)
-    dashed = (
-        '<span class="soft">dashed: untrained encoder</span>' if any(run.probes for a in arms for run in a.runs) else ""
-    )
+    untrained = any(arm.untrained(space) for arm in arms for space in LABEL_SPACES)
+    dashed = '<span class="soft">dashed: untrained encoder</span>' if untrained else ""
     return f'<div class="legend">{legend}{dashed}</div><div class="charts">{figures}</div>'
 
 

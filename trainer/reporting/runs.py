@@ -92,7 +92,8 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     for run in runs:
         science = {key: value for key, value in flatten(run.config).items() if not _is_under(key, NOT_SCIENCE)}
         grouped.setdefault(json.dumps(science, sort_keys=True), []).append(run)
-    return [Arm(_arm_name(group), tuple(group)) for group in grouped.values()]
+    groups = list(grouped.values())
+    return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -180,23 +181,26 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -> list[str]:
-    """The shortest names that tell the runs apart: name; name and seed; directory; path."""
+    """For each run the first that no other run has: its name; name and seed; directory name; path."""
     candidates = [
         [config.name for config in configs],
         [f"{config.name}, seed {config.seed}" for config in configs],
         [run_dir.path.resolve().name for run_dir in directories],
+        [str(run_dir.path) for run_dir in directories],
     ]
-    for candidate in candidates:
-        if len(set(candidate)) == len(candidate):
-            return candidate
-    return [str(run_dir.path) for run_dir in directories]
+    return [
+        next(names[number] for names in candidates if names.count(names[number]) == 1)
+        for number in range(len(directories))
+    ]
 
 
-def _arm_name(runs: Sequence[Run]) -> str:
-    """The run's name; of several, the name in their configs, which a study may have given the seed in its own way."""
-    if len(runs) == 1:
-        return runs[0].name
-    return " / ".join(dict.fromkeys(run.config.name for run in runs))
+def _arm_names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """The name in the configs of an arm's runs, or the names of its runs where another arm has the same."""
+    names = [" / ".join(dict.fromkeys(run.config.name for run in runs)) for runs in groups]
+    return [
+        name if names.count(name) == 1 else ", ".join(run.name for run in runs)
+        for name, runs in zip(names, groups, strict=True)
+    ]
 
 
 def _is_under(key: str, prefixes: Sequence[str]) -> bool:
