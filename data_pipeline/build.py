@@ -16,10 +16,11 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -175,6 +176,15 @@ _recipe_of_worker: Recipe  # set once in each worker process: a source may hold 
 def _start_worker(recipe: Recipe) -> None:
     global _recipe_of_worker
     _recipe_of_worker = recipe
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool whose process is killed would otherwise wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _in_worker(make: Callable[[Recipe, range], T], indices: range) -> T:
@@ -183,7 +193,7 @@ def _in_worker(make: Callable[[Recipe, range], T], indices: range) -> T:
 
 def _make_all(
     make: Callable[[Recipe, range], T], recipe: Recipe, *, num_samples: int, num_workers: int
-) -> Iterator[tuple[range, T]]:
+) -> Generator[tuple[range, T], None, None]:
     """`make(recipe, chunk)` for every chunk of the samples, in order, by worker processes if there are several."""
     starts = range(0, num_samples, _NUM_SAMPLES_PER_CHUNK)
     chunks = [range(start, min(start + _NUM_SAMPLES_PER_CHUNK, num_samples)) for start in starts]
@@ -262,8 +272,9 @@ def build_dataset(
         if manifest.how_made.source_sha256 != _source_sha256(recipe, (digests for _, digests in made)):
             raise UserError(f"{directory} was built from other pictures; choose another directory or remove it")
         return manifest
-    with _whole_or_nothing(directory) as partial, Progress(f"building {directory.name}", total=num_samples) as progress:
-        chunks = _make_all(_make_chunk, recipe, num_samples=num_samples, num_workers=num_workers)
+    chunks = _make_all(_make_chunk, recipe, num_samples=num_samples, num_workers=num_workers)
+    progress = Progress(f"building {directory.name}", total=num_samples)
+    with _whole_or_nothing(directory) as partial, closing(chunks), progress:
         return _write(chunks, recipe, how_made, partial, num_samples_per_shard=num_samples_per_shard, progress=progress)
 
 

@@ -18,7 +18,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 
 from data_pipeline.errors import UserError
 
@@ -63,6 +62,8 @@ def mnist_digits(root: Path, *, split: str) -> DigitSource:
 
 def sklearn_digits(*, split: str) -> DigitSource:
     """scikit-learn's 8x8 digits for one split, their 17 levels spread over 0 to 255. Needs no download."""
+    from sklearn.datasets import load_digits  # here alone, because it takes a second
+
     images, labels = load_digits(return_X_y=True)
     part = slice(None, NUM_SKLEARN_FOR_TRAIN) if split == "train" else slice(NUM_SKLEARN_FOR_TRAIN, None)
     first, last, _ = part.indices(len(labels))

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LogisticRegression
+
+from data_pipeline.errors import UserError
+from data_pipeline.sources.cifar import Cifar10
+from data_pipeline.sources.digits import mnist_digits, sklearn_digits
+from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.procedural import Procedural
+from tests.real_data import archive
+
+
+def save_picture(path: Path, *, size: tuple[int, int] = (6, 4), colour: tuple[int, int, int] = (10, 20, 30)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+# --- CIFAR-10 as torchvision unpacks it
+
+
+def write_cifar_batches(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Tiny files in CIFAR-10's format, with torchvision's checksums replaced by theirs; returns their pixels."""
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (3, 4, 3, 32, 32), dtype=np.uint8)  # of two training files and the test file
+    names = ["data_batch_1", "data_batch_2", "test_batch"]
+    contents = [{"data": part.reshape(4, -1), "labels": [3, 1, 2, 0]} for part in pixels]
+    written = dict(zip([*names, "batches.meta"], [*contents, {"label_names": list("abcdefghij")}], strict=True))
+    checksums = {}
+    for name, content in written.items():
+        (folder / name).write_bytes(pickle.dumps(content))
+        checksums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+    cifar = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(cifar, "train_list", [[name, checksums[name]] for name in names[:2]])
+    monkeypatch.setattr(cifar, "test_list", [[names[2], checksums[names[2]]]])
+    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": checksums["batches.meta"]})
+    return pixels.transpose(0, 1, 3, 4, 2)
+
+
+def test_cifar_gives_the_pictures_of_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = write_cifar_batches(tmp_path, monkeypatch)
+    train, test = Cifar10(tmp_path, split="train"), Cifar10(tmp_path, split="test")
+    assert train.labels.tolist() == [3, 1, 2, 0] * 2
+    assert len(test.labels) == 4
+    assert train.class_names == tuple("abcdefghij")
+    np.testing.assert_array_equal(train[5].image, pixels[1, 1])
+    np.testing.assert_array_equal(test[0].image, pixels[2, 0])
+    assert train[5].label == 1
+
+
+def test_cifar_that_is_missing_or_damaged_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"does not hold torchvision's .*download=True"):
+        Cifar10(tmp_path / "nowhere", split="train")
+    write_cifar_batches(tmp_path, monkeypatch)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_2").write_bytes(b"torn")
+    with pytest.raises(UserError, match="damaged"):
+        Cifar10(tmp_path, split="train")
+
+
+# --- a folder of pictures
+
+
+def test_folder_sorts_classes_and_files(tmp_path: Path) -> None:
+    for number, name in enumerate(["dog/b.png", "dog/a.jpeg", "cat/10.PNG", "cat/9.png"]):
+        save_picture(tmp_path / name, colour=(number, 0, 0))
+    (tmp_path / "cat" / "notes.txt").write_text("no picture")
+    (tmp_path / "cat" / ".hidden.png").write_text("no picture")
+    folder = ImageFolder(tmp_path, split="train")
+    assert folder.class_names == ("cat", "dog")
+    assert folder.labels.tolist() == [0, 0, 1, 1]
+    assert [int(folder[number].image[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
+    assert folder[2].image.shape == (4, 6, 3)
+
+
+def test_folder_reads_the_split_where_there_are_splits(tmp_path: Path) -> None:
+    for split, colour in (("train", (1, 0, 0)), ("test", (2, 0, 0))):
+        save_picture(tmp_path / split / "a" / "x.png", colour=colour)
+        save_picture(tmp_path / split / "b" / "x.png", colour=colour)
+    assert ImageFolder(tmp_path, split="train")[0].image[0, 0, 0] == 1
+    assert ImageFolder(tmp_path, split="test")[0].image[0, 0, 0] == 2
+    assert ImageFolder(tmp_path / "test", split="train")[0].image[0, 0, 0] == 2
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
+def test_folder_converts_every_mode_to_rgb(tmp_path: Path, mode: str) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (3, 3), (255, 255, 255)).convert(mode).save(tmp_path / name / "x.tif")
+    np.testing.assert_array_equal(ImageFolder(tmp_path, split="train")[0].image, np.full((3, 3, 3), 255))
+
+
+def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere is not a folder; give --root"):
+        ImageFolder(tmp_path / "nowhere", split="train")
+    with pytest.raises(UserError, match="holds no class folders"):
+        ImageFolder(tmp_path, split="train")
+    save_picture(tmp_path / "only" / "x.png")
+    with pytest.raises(UserError, match=r"only one class folder \(only\)"):
+        ImageFolder(tmp_path, split="train")
+    (tmp_path / "void").mkdir()
+    with pytest.raises(UserError, match="void holds no pictures"):
+        ImageFolder(tmp_path, split="train")
+
+
+def test_folder_without_the_split_says_so(tmp_path: Path) -> None:
+    save_picture(tmp_path / "train" / "a" / "x.png")
+    with pytest.raises(UserError, match="has no folder test"):
+        ImageFolder(tmp_path, split="test")
+
+
+def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
+    for name in ("a/0.png", "a/1.png", "b/0.png"):
+        save_picture(tmp_path / name, size=(40, 40))
+    whole = (tmp_path / "a" / "1.png").read_bytes()
+    for torn in (b"", b"text, not a picture", whole[: len(whole) // 2]):
+        (tmp_path / "a" / "1.png").write_bytes(torn)
+        with pytest.raises(UserError, match=r"a/1\.png does not decode as a picture .*; mend or remove it"):
+            ImageFolder(tmp_path, split="train")[1]
+
+
+def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
+    save_picture(tmp_path / "a" / "0.png", size=(6, 4))
+    save_picture(tmp_path / "b" / "0.png", size=(4, 6))
+    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4"):
+        ImageFolder(tmp_path, split="train")[1]
+
+
+def test_folder_reads_the_real_cifar_archive_as_pillow_does(tmp_path: Path) -> None:
+    with tarfile.open(archive("cifar10-images-test.tar.gz")) as tar:
+        for member in tar:
+            if member.name.endswith(("0000.jpg", "0001.jpg")):
+                tar.extract(member, tmp_path, filter="data")
+    folder = ImageFolder(tmp_path, split="test")
+    reference = torchvision.datasets.ImageFolder(str(tmp_path / "test"))
+    assert list(folder.class_names) == reference.classes
+    assert len(folder.labels) == len(reference) == 20
+    for number, (picture, label) in enumerate(reference):
+        assert folder[number].label == label
+        np.testing.assert_array_equal(folder[number].image, np.asarray(picture))
+
+
+# --- handwritten digits
+
+
+def write_idx(root: Path, prefix: str, *, num: int) -> None:
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    images = np.arange(num * 28 * 28).astype(np.uint8)
+    header = bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (num, 28, 28))
+    (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+    labels = (np.arange(num) % 10).astype(np.uint8)
+    (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + num.to_bytes(4, "big") + labels.tobytes())
+
+
+def test_mnist_with_only_its_test_digits_cuts_them_in_two(tmp_path: Path) -> None:
+    root = archive("mnist")
+    raw = root / "MNIST" / "raw"
+    for name in ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (tmp_path / name).write_bytes(gzip.decompress((raw / f"{name}.gz").read_bytes()))
+    images = torchvision.datasets.mnist.read_image_file(str(tmp_path / "t10k-images-idx3-ubyte")).numpy()
+    labels = torchvision.datasets.mnist.read_label_file(str(tmp_path / "t10k-labels-idx1-ubyte")).numpy()
+    train, test = mnist_digits(root, split="train"), mnist_digits(root, split="test")
+    np.testing.assert_array_equal(train.images, images[:8000])
+    np.testing.assert_array_equal(train.labels, labels[:8000])
+    np.testing.assert_array_equal(test.images, images[8000:])
+    np.testing.assert_array_equal(test.labels, labels[8000:])
+    assert train.name == "mnist t10k digits 0-7999"
+    assert test.name == "mnist t10k digits 8000-9999"
+
+
+def test_mnist_training_digits_serve_both_splits_where_they_are_there(tmp_path: Path) -> None:
+    write_idx(tmp_path, "train", num=20)
+    write_idx(tmp_path, "t10k", num=15)
+    train, test = mnist_digits(tmp_path, split="train"), mnist_digits(tmp_path, split="test")
+    assert train.name == test.name == "mnist train digits"
+    assert train.images.shape == test.images.shape == (20, 28, 28)
+    assert train.description == test.description
+
+
+def test_mnist_description_tells_contents_apart(tmp_path: Path) -> None:
+    write_idx(tmp_path / "a", "train", num=20)
+    write_idx(tmp_path / "b", "train", num=21)
+    assert (
+        mnist_digits(tmp_path / "a", split="train").description
+        != mnist_digits(tmp_path / "b", split="train").description
+    )
+
+
+def test_mnist_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"MNIST/raw holds neither .*download=True"):
+        mnist_digits(tmp_path, split="train")
+    write_idx(tmp_path, "train", num=20)
+    images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    whole = images.read_bytes()
+    for damaged in (whole[:-1], whole[:6], b"\x01" + whole[1:]):
+        images.write_bytes(damaged)
+        with pytest.raises(UserError, match="train-images-idx3-ubyte is not a whole MNIST file"):
+            mnist_digits(tmp_path, split="train")
+    images.rename(images.with_suffix(".gz")).write_bytes(gzip.compress(whole)[:-20])
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz is not a whole MNIST file"):
+        mnist_digits(tmp_path, split="train")
+    images.with_suffix(".gz").write_bytes(gzip.compress(whole))
+    assert len(mnist_digits(tmp_path, split="train").labels) == 20
+    write_idx(tmp_path, "train", num=19)
+    images.write_bytes(whole)
+    with pytest.raises(UserError, match="20 train images and 19 labels do not fit"):
+        mnist_digits(tmp_path, split="train")
+
+
+def test_sklearn_digits_keep_their_labels_and_spread_their_levels() -> None:
+    train, test = sklearn_digits(split="train"), sklearn_digits(split="test")
+    bunch = load_digits()
+    np.testing.assert_array_equal(np.concatenate([train.labels, test.labels]), bunch.target)
+    pixels = np.concatenate([train.images, test.images])
+    assert pixels.min() == 0
+    assert pixels.max() == 255
+    assert np.abs(pixels / 255 - bunch.images / 16).max() <= 0.5 / 255
+    assert (len(train.labels), len(test.labels)) == (1437, 360)
+
+
+# --- drawn pictures
+
+
+def drawn(split: str, num: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    source = Procedural(seed=seed, split=split, num_pictures=num)
+    return np.stack([source[number].image for number in range(num)]), source.labels
+
+
+def test_a_drawn_picture_depends_on_seed_split_and_number_alone() -> None:
+    first, labels = drawn("train", 40)
+    np.testing.assert_array_equal(first, drawn("train", 50)[0][:40])
+    assert labels.tolist() == [number % 10 for number in range(40)]
+    everything = np.concatenate([first, drawn("test", 40)[0], drawn("train", 40, seed=1)[0]])
+    assert len(np.unique(everything.reshape(120, -1), axis=0)) == 120
+    assert everything.shape == (120, 32, 32, 3)
+    assert everything.dtype == np.uint8
+
+
+def test_drawn_kinds_differ_in_form_and_not_in_the_pixels_themselves() -> None:
+    """A linear classifier of raw pixels fails; one of the grey spectrum, which keeps nothing but form, does not."""
+    (train, train_labels), (test, test_labels) = drawn("train", 2000), drawn("test", 1000)
+    linear = LogisticRegression(C=0.01, max_iter=1000).fit(train.reshape(2000, -1) / 255, train_labels)
+    assert linear.score(test.reshape(1000, -1) / 255, test_labels) < 0.4  # the demo needs less than 0.6
+
+    forest = RandomForestClassifier(50, max_features=24, random_state=0).fit(spectrum(train), train_labels)
+    assert forest.score(spectrum(test), test_labels) > 0.8
+
+
+def spectrum(images: np.ndarray) -> np.ndarray:
+    """The strongest frequencies of each scale in the grey pictures, whatever their direction."""
+    grey = images.mean(axis=-1) * np.outer(np.hanning(32), np.hanning(32))
+    strength = np.abs(np.fft.fft2(grey))
+    row, column = np.meshgrid(np.fft.fftfreq(32), np.fft.fftfreq(32), indexing="ij")
+    ring = np.floor(np.hypot(row, column) * 32)
+    rings = [np.sort(strength[:, ring == radius], axis=1)[:, ::-2][:, :12] for radius in range(1, 16)]
+    features = np.concatenate(rings, axis=1)
+    shares: np.ndarray = features / features.sum(axis=1, keepdims=True)
+    return shares

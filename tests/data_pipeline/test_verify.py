@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_pipeline.build import build_dataset
+from data_pipeline.errors import UserError
+from data_pipeline.manifest import Manifest, load_manifest
+from data_pipeline.verify import find_problems
+
+Members = list[tuple[str, bytes]]
+SHARD = "shard-00001.tar"  # holds samples 10 to 19 of 30
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("verify") / "sound"
+    build_dataset("procedural_shapes", directory, limit=30, num_samples_per_shard=10)
+    return directory
+
+
+@pytest.fixture
+def copy(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "copy"))
+
+
+def problems(directory: Path) -> list[str]:
+    return [str(problem) for problem in find_problems(directory)]
+
+
+def read_members(path: Path) -> Members:
+    with tarfile.open(path) as tar:
+        return [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
+
+
+def write_members(directory: Path, members: Members) -> None:
+    """Write the shard anew, and a manifest that agrees with its bytes, so that only what is inside can be wrong."""
+    path = directory / SHARD
+    path.chmod(0o644)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    adopt(directory)
+
+
+def adopt(directory: Path) -> None:
+    path, manifest = directory / SHARD, load_manifest(directory)
+    sizes = {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    entries = [entry.model_copy(update=sizes) if entry.name == SHARD else entry for entry in manifest.shards]
+    write_manifest(directory, manifest.model_copy(update={"shards": tuple(entries)}))
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    (directory / "manifest.json").write_text(manifest.model_dump_json())
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def replace(name: str, change: Callable[[bytes], bytes]) -> Callable[[Members], Members]:
+    return lambda members: [(key, change(content) if key == name else content) for key, content in members]
+
+
+def set_json(**changed: object) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps({**json.loads(content), **changed}).encode()
+
+
+def test_a_sound_dataset_has_no_problems(sound: Path, copy: Path) -> None:
+    assert problems(sound) == []
+    write_members(copy, read_members(copy / SHARD))  # another writer's tar of the same samples; the index is stale
+    assert problems(copy) == []
+    (copy / "shard-00001.index.npz").unlink()
+    assert problems(copy) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (replace("00000012.png", lambda png: png[:-40]), ["00000012: 00000012.png does not decode"]),
+        (replace("00000012.png", lambda png: b""), ["00000012: 00000012.png does not decode"]),
+        (replace("00000012.mask.png", lambda png: b"x" * 90), ["00000012: 00000012.mask.png does not decode"]),
+        (replace("00000012.json", lambda json: b"{"), ["00000012: 00000012.json does not decode"]),
+        (replace("00000012.json", lambda json: b"{}"), ["00000012: 00000012.json does not decode (KeyError('index'))"]),
+        (replace("00000012.json", lambda json: b"[]"), ["00000012: 00000012.json does not decode"]),
+        (replace("00000012.json", set_json(index=13)), ["00000012: 00000012.json says that it is sample 13"]),
+        (replace("00000012.json", set_json(label_base=10)), ["00000012: label_base is 10, not one of 0 to 9"]),
+        (replace("00000012.json", set_json(label_base=-1)), ["00000012: label_base is -1, not one of 0 to 9"]),
+        (replace("00000012.json", set_json(label_overlay=3)), ["00000012: label_overlay is 3, not one of 0 to 2"]),
+        (replace("00000012.json", set_json(label_overlay="1")), ["00000012: label_overlay is '1', not one of 0 to 2"]),
+        (
+            replace("00000012.png", lambda _: png(np.zeros((32, 31, 3), np.uint8))),
+            ["00000012: 00000012.png is (3, 32, 31) torch.uint8, not (3, 32, 32) torch.uint8"],
+        ),
+        (
+            replace("00000012.png", lambda _: png(np.zeros((32, 32), np.uint8))),
+            ["00000012: 00000012.png is (1, 32, 32) torch.uint8, not (3, 32, 32) torch.uint8"],
+        ),
+        (
+            replace("00000012.mask.png", lambda _: png(np.full((32, 32), 7, np.uint8))),
+            ["00000012: 00000012.mask.png has other levels than [0, 128, 255]"],
+        ),
+        (
+            lambda members: [member for member in members if member[0] != "00000012.mask.png"],
+            ["00000012: 00000012.mask.png is missing"],
+        ),
+        (lambda members: [*members, ("00000019.cls", b"1")], ["00000019: 00000019.cls is not known"]),
+        (lambda members: members[:6] + members[9:], ["00000012: is missing"]),
+        (lambda members: members[3:] + members[:3], ["its samples are not in the order of their keys"]),
+        (
+            lambda members: [*members[:4], members[6], members[5], members[4], *members[7:]],
+            [
+                "00000011: its members do not lie side by side: 00000011.png comes after those of 00000012",
+                "00000012: its members do not lie side by side: 00000012.mask.png comes after those of 00000011",
+            ],
+        ),
+        (lambda members: [*members, members[-1]], ["00000019: 00000019.png is there twice"]),
+        (
+            lambda members: [*members, *members[:3]],
+            [
+                "00000010: its members do not lie side by side: 00000010.json comes after those of 00000019",
+                *(f"00000010: 00000010.{member} is there twice" for member in ("json", "mask.png", "png")),
+            ],
+        ),
+        (
+            lambda members: [*members, *((name.replace("19", "77", 1), data) for name, data in members[-3:])],
+            [
+                "00000077: does not belong among 00000010 to 00000019",
+                "00000077: 00000077.json says that it is sample 19",
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_inside_a_shard_is_named_by_shard_and_key(
+    change: Callable[[Members], Members], expected: list[str], copy: Path
+) -> None:
+    write_members(copy, change(read_members(copy / SHARD)))
+    found = problems(copy)
+    assert len(found) == len(expected), found
+    for problem, what in zip(found, expected, strict=True):
+        assert problem.startswith(f"{SHARD}: {what}")
+
+
+@pytest.mark.parametrize("cut", [1, 1024, 5000, "member", "header", "all"])
+def test_a_shard_cut_short_anywhere_is_found_without_its_hash(cut: int | str, copy: Path) -> None:
+    """Also where the cut falls between two members, where tarfile itself sees nothing wrong."""
+    path = copy / SHARD
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+    data = path.read_bytes()
+    ends = {"member": last.offset, "header": last.offset + 100, "all": 0}
+    path.chmod(0o644)
+    end = ends[cut] if isinstance(cut, str) else len(data) - cut
+    path.write_bytes(data[:end])
+    hash_and_size = [problem for problem in problems(copy) if "sha256" in problem or "bytes" in problem]
+    assert len(hash_and_size) == 2
+    assert hash_and_size[0] == f"{SHARD}: has {end} bytes, but manifest.json says {len(data)}"
+    adopt(copy)
+    found = problems(copy)
+    if cut in (1, 1024, 5000):  # the padding of the tar, more than the two blocks that must be there
+        assert len(data) - end > 0
+        padding = len(data) - (last.offset_data + -(-last.size // 512) * 512)
+        assert any("is cut short" in problem for problem in found) == (padding - int(cut) < 1024)
+    else:
+        assert any(problem.startswith(f"{SHARD}: is cut short or damaged after sample") for problem in found)
+        assert f"{SHARD}: 00000019: 00000019.png is missing" in found or f"{SHARD}: 00000019: is missing" in found
+
+
+def test_any_flipped_byte_is_found(copy: Path) -> None:
+    data = bytearray((copy / SHARD).read_bytes())
+    (copy / SHARD).chmod(0o644)
+    for position in np.random.default_rng(0).integers(0, len(data), 8):
+        data[position] ^= 1
+        (copy / SHARD).write_bytes(data)
+        assert problems(copy)[0].startswith(f"{SHARD}: has the sha256 ")
+        data[position] ^= 1
+
+
+def test_missing_and_surplus_files_are_named(copy: Path) -> None:
+    shutil.copy(copy / SHARD, copy / "shard-00003.tar")
+    (copy / SHARD).unlink()
+    assert problems(copy) == [
+        f"{SHARD}: cannot be read (No such file or directory)",
+        "shard-00003.tar: is not named in manifest.json",
+    ]
+
+
+def test_a_wrong_index_beside_a_shard_is_found(copy: Path) -> None:
+    index = copy / "shard-00001.index.npz"
+    with np.load(index) as saved:
+        rows, sha256 = saved["rows"], saved["shard_sha256"]
+    rows[3, 0] += 512
+    np.savez(index, rows=rows, shard_sha256=sha256)
+    assert problems(copy) == [f"{SHARD}: shard-00001.index.npz beside it does not fit; remove it"]
+    index.write_bytes(index.read_bytes()[:100])
+    assert problems(copy) == [f"{SHARD}: shard-00001.index.npz beside it does not fit; remove it"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"num_samples": 31}, "num_samples is 31, but its shards add up to 30"),
+        (
+            {"counts_base": (4, 2, *(3,) * 8)},
+            "counts_base is (4, 2, 3, 3, 3, 3, 3, 3, 3, 3), but that of the samples is",
+        ),
+        ({"counts_overlay": (0, 0, 30)}, "counts_overlay is (0, 0, 30), but that of the samples is"),
+        ({"mean": (0.5, 0.5, 0.5)}, "mean is (0.5, 0.5, 0.5), but that of the samples is"),
+        ({"std": (0.5, 0.5, 0.5)}, "std is (0.5, 0.5, 0.5), but that of the samples is"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_the_samples_is_found(
+    changed: dict[str, object], expected: str, copy: Path
+) -> None:
+    write_manifest(copy, load_manifest(copy).model_copy(update=changed))
+    [problem] = problems(copy)
+    assert problem.startswith(f"manifest.json: {expected}")
+
+
+def test_all_problems_are_told_at_once(copy: Path) -> None:
+    first = replace("00000012.png", lambda _: b"")
+    second = replace("00000015.json", set_json(label_base=10))
+    write_members(copy, second(first(read_members(copy / SHARD))))
+    (copy / "shard-00002.tar").unlink()
+    assert [problem.split(": ")[:2] for problem in problems(copy)] == [
+        [SHARD, "00000012"],
+        [SHARD, "00000015"],
+        ["shard-00002.tar", "cannot be read (No such file or directory)"],
+    ]
+
+
+def test_an_object_where_the_dataset_has_none_is_found(tmp_path: Path) -> None:
+    build_dataset("procedural", tmp_path / "plain", limit=30, num_samples_per_shard=10)
+    assert problems(tmp_path / "plain") == []
+    change = replace("00000012.json", set_json(label_overlay=0))
+    write_members(tmp_path / "plain", change(read_members(tmp_path / "plain" / SHARD)))
+    assert problems(tmp_path / "plain") == [f"{SHARD}: 00000012: label_overlay is 0, not one of -1 to -1"]
+
+
+def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        problems(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="not a finished dataset"):
+        problems(tmp_path)
