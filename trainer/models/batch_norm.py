@@ -68,7 +68,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         scratch_C = torch.zeros_like(weight_C)
         mean_C, var_C = torch.batch_norm_update_stats(x_BCHW, scratch_C, scratch_C.clone(), 0.0)
         num = x_BCHW.numel() // x_BCHW.shape[1]
-        stats_RS = all_gather_rows(torch.cat([mean_C, var_C, mean_C.new_tensor([num])])[None])
+        stats_RS = all_gather_rows(torch.cat([mean_C, var_C, mean_C.new_full((1,), num)])[None])
         mean_RC, var_RC, num_R1 = stats_RS[:, : len(mean_C)], stats_RS[:, len(mean_C) : -1], stats_RS[:, -1:]
         # Combined by Chan et al. 1983: a mean of squares minus a squared mean would cancel where the mean is large.
         total = num_R1.sum()

@@ -39,6 +39,7 @@ def affine(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
 @pytest.mark.parametrize("sizes", [[4, 4], [2, 5, 1, 3]])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
 def test_equals_batch_norm_of_the_whole_batch(sizes: list[int], dtype: torch.dtype, rtol: float) -> None:
+    torch.manual_seed(0)
     # The ranks' means and spreads differ, and the mean is far from 0: a mean of squares would lose half the digits.
     parts = [(20 + 3 * r + (r + 1) * torch.randn(size, 3, 5, 4)).to(dtype) for r, size in enumerate(sizes)]
     grads = [torch.randn_like(part) for part in parts]
@@ -59,6 +60,7 @@ def test_equals_batch_norm_of_the_whole_batch(sizes: list[int], dtype: torch.dty
 
 
 def test_gradient_by_finite_differences() -> None:
+    torch.manual_seed(0)
     x, weight, bias = (
         torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(3, 2, 3, 2), (2,), (2,)]
     )
