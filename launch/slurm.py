@@ -156,39 +156,42 @@ def _outside_any_job() -> Iterator[None]:
 
 
 def wait(job: submitit.Job[None]) -> None:
-    """Show the log of rank 0 until the job has ended; raises SystemExit with status 1 if a rank failed."""
+    """Show the job's state and rank 0's log until the job has ended; raises SystemExit(1) if a rank failed."""
     log = job.task(0).paths.stdout
+    state: str | None = ""
     shown = 0
-    ended = False
-    while not ended:
+    while state is not None:
         time.sleep(POLL_SECONDS)
-        ended = _has_ended(job)
+        before, state = state, _state(job)
+        if state is not None and state != before:
+            print(f"job {job.job_id}: {state}", flush=True)
         if log.is_file():
             with log.open() as file:
                 file.seek(shown)
-                sys.stdout.write(file.read())
-                sys.stdout.flush()
+                print(file.read(), end="", flush=True)
                 shown = file.tell()
     for rank in range(job.num_tasks):
         task = job.task(rank)
         if not task.paths.result_pickle.is_file():
             problem = "left no result (it was killed, or its node died)"
-        elif (error := task.exception()) is not None:
-            problem = "failed: " + str(error).strip().splitlines()[-1]
         else:
-            continue
+            outcome, result = task._get_outcome_and_result()
+            if outcome == "success":
+                continue
+            problem = f"failed: {result.strip().splitlines()[-1]}"  # result is the traceback
         print(f"error: rank {rank} of job {job.job_id} {problem}; see {task.paths.stdout}", file=sys.stderr)
         raise SystemExit(1)
 
 
-def _has_ended(job: submitit.Job[None]) -> bool:
-    """Ask squeue, which every cluster has; submitit would ask sacct, and wait for ever where accounting is off."""
+def _state(job: submitit.Job[None]) -> str | None:
+    """What squeue says; None once the job has ended. Not sacct, which many clusters lack and submitit waits for."""
     if isinstance(job, submitit.LocalJob):
-        return job.done()
-    answer = subprocess.run(["squeue", "--noheader", "--jobs", job.job_id], capture_output=True, text=True)
+        return None if job.done() else "RUNNING"
+    command = ["squeue", "--noheader", "--jobs", job.job_id, "--format", "%T (%r)"]
+    answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
-        return "Invalid job id" in answer.stderr
-    return not answer.stdout.strip()
+        return None if "Invalid job id" in answer.stderr else answer.stderr.strip()
+    return answer.stdout.strip().removesuffix(" (None)") or None
 
 
 def _free_port() -> int:

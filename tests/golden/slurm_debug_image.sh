@@ -1,0 +1,21 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --cpus-per-task=2
+#SBATCH --job-name=debug-image
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=RUN_DIR/logs/%j_0_log.out
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --time=240
+#SBATCH --wckey=submitit
+
+# setup
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output RUN_DIR/logs/%j_%t_log.out --cpus-per-task=2 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit RUN_DIR/logs
+

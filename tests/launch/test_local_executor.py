@@ -1,0 +1,68 @@
+"""Two ranks of submitit's local executor on this machine train as one process does; torchrun and the real Slurm too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_data import write_tiny_dataset
+from trainer.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    data = tmp_path_factory.mktemp("data")
+    train_dir = write_tiny_dataset(data / "train", num_samples=128)
+    test_dir = write_tiny_dataset(data / "test", num_samples=32, seed=1)
+    settings = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", "precision=float64"]
+    return ["--config", "debug:image", *(word for setting in settings for word in ("--set", setting))]
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["train/loss"] for line in RunDir(run_dir).read_metrics()]
+
+
+def test_every_launcher_gives_the_same_curve(recipe: list[str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    local = ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"]
+    ways = {
+        "alone": [sys.executable, "launch/train.py"],
+        "torchrun": [*torchrun, "launch/train.py"],
+        "local": [sys.executable, *local],
+    }
+    done = {name: run(*command, *recipe, "--run-dir", tmp_path / name) for name, command in ways.items()}
+    for name, process in done.items():
+        assert process.returncode == 0, f"{name}: {process.stdout}{process.stderr}"
+    alone = losses(tmp_path / "alone")
+    assert len(alone) == 8
+    for name in ways:
+        assert losses(tmp_path / name) == pytest.approx(alone, rel=1e-4), name
+        world_size = json.loads(RunDir(tmp_path / name).provenance.read_text())["world_size"]
+        assert world_size == (1 if name == "alone" else 2)
+        assert RunDir(tmp_path / name).latest_step() == 8
+
+    shown = done["local"].stdout
+    (job_id,) = re.findall(r"^job (\d+): 2 rank\(s\) on this machine$", shown, re.MULTILINE)
+    assert re.search(r"^1 +0 +\S+ +1 +cpu +\d+$", shown, re.MULTILINE), "rank 1 is not in the rank table"
+    assert (tmp_path / "local" / "logs" / f"{job_id}_1_log.out").is_file()
+
+
+def test_a_failing_rank_is_named_with_status_1(recipe: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "launch/slurm.py", "--executor", "local", "--wait", *recipe]
+    done = run(*command, "--set", "optimizer.learning_rate=1e300", "--run-dir", tmp_path / "run")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"^error: rank 0 of job \d+ failed: .*the loss is \S+ at step \d", done.stderr, re.MULTILINE)

@@ -1,0 +1,154 @@
+"""`launch/slurm.py` on a real Slurm of four nodes: the curve of one process, an end with an error, a requeue."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_data import write_tiny_dataset
+from trainer.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 8
+
+WORLD_PROGRAM = """
+import dataclasses, json, os
+from trainer.distributed.env import read_env
+print(json.dumps(dataclasses.asdict(read_env(os.environ))))
+"""
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """debug:image on tiny shards, in float64, where rounding pushes no ReLU over zero: curves can be compared."""
+    data = tmp_path_factory.mktemp("data")
+    train_dir = write_tiny_dataset(data / "train", num_samples=128)
+    test_dir = write_tiny_dataset(data / "test", num_samples=32, seed=1)
+    settings = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", "precision=float64"]
+    return ["--config", "debug:image", *(word for setting in settings for word in ("--set", setting))]
+
+
+def run(*command: str | Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300
+    )
+
+
+def slurm_py(*arguments: str | Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "launch/slurm.py", *arguments, environ=environ)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["train/loss"] for line in RunDir(run_dir).read_metrics()]
+
+
+def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
+    alone = run(sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone", environ=slurm)
+    assert alone.returncode == 0, alone.stderr
+    run_dir = RunDir(tmp_path / "nodes")
+    job = slurm_py("--nodes", "4", *recipe, "--run-dir", run_dir.path, "--wait", environ=slurm)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert ": RUNNING\n" in job.stdout
+
+    assert len(losses(run_dir.path)) == NUM_STEPS
+    assert losses(run_dir.path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+
+    (job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", job.stdout, re.MULTILINE)
+    assert f"run directory: {run_dir.path}" in job.stdout
+    for rank in range(4):
+        log = (run_dir.path / "logs" / f"{job_id}_{rank}_log.out").read_text()
+        assert f"global_rank={rank}(4)" in log
+        assert "Job completed successfully" in log
+        assert re.search(rf"^{rank} +{rank} +\S+ +0 +cpu +\d+$", job.stdout, re.MULTILINE), "no line in the rank table"
+
+    assert run_dir.latest_step() == NUM_STEPS
+    assert run_dir.checkpoint(NUM_STEPS).is_dir()
+    provenance = json.loads(run_dir.provenance.read_text())
+    assert provenance["world_size"] == 4
+    assert provenance["finished_step"] == NUM_STEPS
+    assert provenance["starts"][0]["slurm_job_id"] == job_id
+    assert "launch/slurm.py --nodes 4" in provenance["command"]
+
+
+def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "world.py"
+    program.write_text(WORLD_PROGRAM)
+    step = run("srun", "-N4", "-n5", sys.executable, program, environ=slurm)
+    worlds: list[dict[str, Any]] = sorted(map(json.loads, step.stdout.splitlines()), key=lambda world: world["rank"])
+    assert [world["rank"] for world in worlds] == list(range(5)), step.stderr
+    assert {(w["world_size"], w["master_addr"], w["master_port"], w["launcher"]) for w in worlds} == {
+        (5, "127.0.0.2", worlds[0]["master_port"], "slurm")
+    }
+    for node in range(4):
+        on_node = [world for world in worlds if world["node_rank"] == node]
+        assert [world["local_rank"] for world in on_node] == list(range(len(on_node)))
+        assert {world["local_world_size"] for world in on_node} == {len(on_node)}
+
+    output = tmp_path / "batch.out"
+    batch = ["sbatch", "--wait", "-N4", "-n4", "-o", str(output), f"--wrap={sys.executable} {program}"]
+    assert run(*batch, environ=slurm).returncode == 0
+    world = json.loads(output.read_text())
+    assert (world["launcher"], world["world_size"]) == ("none", 1), "a batch script is no rank"
+
+
+def test_cpus_per_task_reach_srun(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
+    """sbatch alone would set SLURM_CPUS_PER_TASK for the script only; the step is what Slurm gave the ranks."""
+    asked = ["--nodes", "2", "--cpus-per-task", "3", *recipe]
+    script = slurm_py(*asked, "--run-dir", tmp_path / "run", "--dry-run", environ=slurm).stdout
+    srun = next(line for line in script.splitlines() if line.startswith("srun"))
+    (tmp_path / "run/logs").mkdir(parents=True)
+    probe = re.sub(r"\S+ -u -m submitit.*$", "bash -c 'echo $SLURM_CPUS_PER_TASK'", srun)
+    (tmp_path / "job.sh").write_text(script.replace(srun, probe))
+    assert run("sbatch", "--wait", tmp_path / "job.sh", environ=slurm).returncode == 0
+    (first, second) = (tmp_path / "run/logs").glob("*_log.out")
+    assert (first.read_text(), second.read_text()) == ("3\n", "3\n")
+
+
+def test_a_failing_run_ends_the_job_with_status_1(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
+    diverges = ["--set", "optimizer.learning_rate=1e30", "--set", "num_epochs=1000"]
+    job = slurm_py("--nodes", "2", *recipe, *diverges, "--run-dir", tmp_path / "run", "--wait", environ=slurm)
+    assert job.returncode == 1, job.stdout + job.stderr
+    assert re.search(r"^error: rank 0 of job \d+ failed: .*the loss is \S+ at step \d+", job.stderr, re.MULTILINE)
+    assert run("squeue", "--noheader", environ=slurm).stdout == "", "it must not be requeued"
+
+
+def test_what_sbatch_refuses_leaves_nothing_behind(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
+    job = slurm_py("--partition", "nope", *recipe, "--run-dir", tmp_path / "run", environ=slurm)
+    assert job.returncode == 2
+    assert "sbatch refused the job (Batch job submission failed: Invalid partition name specified)" in job.stderr
+    assert len(job.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_preempted_job_is_requeued_and_goes_on(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
+    """Slurm warns by USR2, as submitit asks it to, before a preemption and before the time limit."""
+    run_dir = RunDir(tmp_path / "run")
+    num_steps = 4 * 25
+    job = slurm_py("--nodes", "2", *recipe, "--set", "num_epochs=25", "--run-dir", run_dir.path, environ=slurm)
+    assert job.returncode == 0, job.stderr
+    (job_id,) = re.findall(r"^job (\d+):", job.stdout)
+    wait_for(lambda: run_dir.latest_step() is not None)
+    assert run("scancel", "--signal", "USR2", job_id, environ=slurm).returncode == 0
+    wait_for(lambda: (run_dir.path / "logs" / f"{job_id}_1_result.pkl").is_file())
+    wait_for(lambda: run("squeue", "--noheader", environ=slurm).stdout == "")
+    starts = json.loads(run_dir.provenance.read_text())["starts"]
+    assert [start["slurm_job_id"] for start in starts] == [job_id, job_id]
+    assert starts[0]["start_step"] == 0
+    assert 4 <= starts[1]["start_step"] < num_steps
+    assert run_dir.latest_step() == num_steps
+    assert len(losses(run_dir.path)) == num_steps
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
