@@ -27,6 +27,8 @@ Pattern = Callable[[Coordinate, Coordinate, float, Generator], Region]  # of x, 
 IMAGE_SIZE: Final = 32
 DEFAULT_NUM_PICTURES: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
 _OVERSAMPLING = 2  # points per pixel and axis, averaged: without it thin lines flicker with their angle
+_POINTS = (np.arange(IMAGE_SIZE * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
+_COLUMN, _ROW = np.meshgrid(_POINTS, _POINTS)
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # ITU-R BT.601, as in Pillow's conversion to grey
 
 
@@ -86,10 +88,10 @@ def _crosses(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Reg
 
 def _blobs(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
     total = np.zeros_like(x)
-    for angle, phase, stretch in rng.uniform((0, 0, 0.8), (math.pi, 2 * math.pi, 1.25), (12, 3)):
+    for angle, phase, stretch in rng.uniform((0, 0, 0.8), (math.pi, 2 * math.pi, 1.25), (8, 3)):
         frequency = 2 * math.pi / (1.3 * period * stretch)
         total += np.cos(frequency * (math.cos(angle) * x + math.sin(angle) * y) + phase)
-    return total > rng.uniform(-0.7, 0.7)
+    return total > rng.uniform(-0.6, 0.6)
 
 
 def _scatter(x: Coordinate, y: Coordinate, side: float, rng: Generator) -> tuple[Coordinate, Coordinate]:
@@ -122,23 +124,27 @@ PATTERNS: Final[Mapping[str, Pattern]] = MappingProxyType(
 
 def draw(pattern: Pattern, rng: Generator) -> NDArray[np.uint8]:
     """One picture of a pattern: (32, 32, 3) uint8."""
-    points = (np.arange(IMAGE_SIZE * _OVERSAMPLING, dtype=np.float64) + 0.5) / _OVERSAMPLING
-    column, row = np.meshgrid(points, points)
     angle, (centre_x, centre_y) = rng.uniform(0, 2 * math.pi), rng.uniform(8, 24, 2)
     cos, sin = math.cos(angle), math.sin(angle)
-    x = cos * (column - centre_x) + sin * (row - centre_y)
-    y = cos * (row - centre_y) - sin * (column - centre_x)
-    covered = pattern(x, y, math.exp(rng.uniform(math.log(4.5), math.log(8.0))), rng)[..., None]
-
+    x = cos * (_COLUMN - centre_x) + sin * (_ROW - centre_y)
+    y = cos * (_ROW - centre_y) - sin * (_COLUMN - centre_x)
+    covered = _per_pixel(pattern(x, y, math.exp(rng.uniform(math.log(4.5), math.log(8.0))), rng))
     tone_a, tone_b = _two_tones(rng)
     picture = tone_a + (tone_b - tone_a) * covered
-    picture = picture * (1 + rng.uniform(0, 0.3) * (x / IMAGE_SIZE))[..., None]  # light from one side
+    light = x[::_OVERSAMPLING, ::_OVERSAMPLING, None] / IMAGE_SIZE  # from one side
+    picture *= 1 + rng.uniform(0, 0.3) * light
     for _ in range(rng.integers(0, 3)):
-        picture = np.where(_patch(column, row, rng)[..., None], rng.uniform(0, 1, 3), picture)
-    pixels = picture.reshape(IMAGE_SIZE, _OVERSAMPLING, IMAGE_SIZE, _OVERSAMPLING, 3).mean(axis=(1, 3))
-    pixels += rng.normal(0, rng.uniform(0.0, 0.06), pixels.shape)
-    image: NDArray[np.uint8] = np.rint(255 * pixels.clip(0, 1)).astype(np.uint8)
+        picture += (rng.uniform(0, 1, 3) - picture) * _per_pixel(_patch(rng))
+    picture += rng.uniform(0.0, 0.06) * rng.standard_normal(picture.shape)
+    image: NDArray[np.uint8] = np.rint(255 * picture.clip(0, 1)).astype(np.uint8)
     return image
+
+
+def _per_pixel(region: Region) -> NDArray[np.float64]:
+    """(32, 32, 1): which part of each pixel a region covers."""
+    points = region.reshape(IMAGE_SIZE, _OVERSAMPLING, IMAGE_SIZE, _OVERSAMPLING, 1)
+    covered: NDArray[np.float64] = points.mean(axis=(1, 3))
+    return covered
 
 
 def _two_tones(rng: Generator) -> NDArray[np.float64]:
@@ -152,10 +158,10 @@ def _two_tones(rng: Generator) -> NDArray[np.float64]:
     return colours.clip(0, 1)
 
 
-def _patch(column: Coordinate, row: Coordinate, rng: Generator) -> Region:
+def _patch(rng: Generator) -> Region:
     """Where a box or a disc, 3 to 9 pixels across, hides the pattern."""
     (centre_x, centre_y), (half_x, half_y) = rng.uniform(0, IMAGE_SIZE, 2), rng.uniform(1.5, 4.5, 2)
-    u, v = np.abs(column - centre_x) / half_x, np.abs(row - centre_y) / half_y
+    u, v = np.abs(_COLUMN - centre_x) / half_x, np.abs(_ROW - centre_y) / half_y
     inside: Region = (np.maximum(u, v) if rng.random() < 0.5 else np.hypot(u, v)) < 1
     return inside
 
