@@ -15,6 +15,7 @@ from configs import explain, resolve_recipe
 from data_pipeline.errors import run_command
 from trainer.config import RunConfig
 from trainer.distributed.env import choose_device, destroy_process_group, init_process_group, read_env
+from trainer.memory import keep_freed_memory
 from trainer.provenance import command_line
 from trainer.rundir import RunDir
 from trainer.train import train
@@ -22,6 +23,7 @@ from trainer.train import train
 
 def run(config: RunConfig, run_dir: Path, *, command: str) -> None:
     """Train as the rank that the environment says this process is; alone where it says nothing."""
+    keep_freed_memory()
     world = read_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = choose_device(world)
