@@ -27,6 +27,6 @@ setup(
     ],
     extras_require={
         "test": ["lightly", "pytest>=9", "pytest-xdist"],
-        "lint": ["mypy", "ruff", "types-PyYAML"],
+        "lint": ["mypy", "ruff", "types-PyYAML", "types-setuptools"],
     },
 )

@@ -3,8 +3,9 @@
 The published code's own loss, temperature and constant learning rate; ResNet-18 in its small-image form, 200 epochs.
 Build the shards first, for example
 
-    python -m data_pipeline build cifar10_digits --source torchvision --root DIR --out data/cifar10_digits/train
-    python -m data_pipeline build cifar10_digits --source torchvision --root DIR --split test --out data/cifar10_digits/test
+    for split in train test; do
+      python -m data_pipeline build cifar10_digits --root DIR --split $split --out data/cifar10_digits/$split
+    done
     torchrun --standalone --nproc-per-node 8 launch/train.py --config simclr:digits
 """
 

@@ -1,7 +1,7 @@
 """SimCLR with a viewmaker: the "Viewmaker" columns of Table 1 (Tamkin et al. 2022), one function a row.
 
-As in simclr.py, with the expert views replaced by a viewmaker of three residual blocks that is trained with Adam against
-the encoder. The published code does not clamp the views to [0, 1] although the paper says so; here they are clamped
+As in simclr.py, with the expert views replaced by a viewmaker of three residual blocks, trained with Adam against the
+encoder. The published code does not clamp the views to [0, 1] although the paper says so; here they are clamped
 (`--set views.clamp=false` for the code's way), and both players share one pass (`--set adversary.update=alternating`
 for the code's order).
 """
@@ -31,7 +31,7 @@ def digits() -> RunConfig:
 
 
 def letters() -> RunConfig:
-    """C+Letters, with the larger budget of the published config. Published: 71.9 % on CIFAR-10, 96.9 % on the letter."""
+    """C+Letters, with the published config's larger budget. Published: 71.9 % on CIFAR-10, 96.9 % on the letter."""
     return _against(simclr.letters(), ViewmakerConfig(budget=0.1))
 
 

@@ -1,4 +1,4 @@
-"""Where tests find the real archives (CIFAR-10, MNIST digits): `$OVERLAY_DATA`, else `../shared/data` beside the repository."""
+"""Where tests find the real CIFAR-10 and MNIST: `$OVERLAY_DATA`, else `../shared/data` beside the repository."""
 
 from __future__ import annotations
 

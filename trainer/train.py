@@ -46,7 +46,7 @@ def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: 
     players = build_players(config)
     memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
     for module in (players.encoder, players.view_policy):
-        module.to(device=device, dtype=config.parameter_dtype, memory_format=memory_format).train()
+        module.to(device, config.parameter_dtype).to(memory_format=memory_format).train()  # type: ignore[call-overload]
     engines = {
         name: DDPEngine(module, optimizer=config.player_optimizers[name])
         for name, module in players.trained_modules.items()

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from configs import resolve_recipe
+from data_pipeline.errors import run_command
 from launch import train as launch_train
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset
+from trainer.rundir import write_json
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def train(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         sets = [argument for setting in settings for argument in ("--set", setting)]
         monkeypatch.setattr(sys, "argv", ["train.py", *sets, *arguments])
         with pytest.raises(SystemExit) as ended:
-            launch_train.run_command(launch_train.main)
+            run_command(launch_train.main)
         assert ended.value.code == status
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
@@ -85,9 +88,6 @@ def test_a_run_directory_that_holds_another_config(train: Run, tmp_path: Path) -
     config = tmp_path / "run" / "config.json"
     train("--config", "debug:image", "--set", "global_batch_size=64", "--run-dir", str(tmp_path / "run"))
     assert not config.exists()  # a run that could not start claims nothing
-    from configs import resolve_recipe
-    from trainer.rundir import write_json
-
     write_json(config, resolve_recipe("debug:image").model_dump(mode="json"))
     before = config.read_bytes()
     error = train("--config", "debug:image", "--set", "optimizer.learning_rate=0.5", "--run-dir", str(tmp_path / "run"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import wandb
 
 from configs import resolve_recipe
-from trainer import tracking
 from trainer.rundir import RunDir
 from trainer.tracking import Tracker
 
@@ -51,7 +51,7 @@ def test_a_failing_wandb_is_reported_once_and_training_goes_on(
     def fail(**_: object) -> None:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(tracking.wandb, "init", fail)
+    monkeypatch.setattr(wandb, "init", fail)
     run_dir = RunDir(tmp_path)
     tracker = Tracker(run_dir, config=resolve_recipe("debug:image", ["tracking.wandb=offline"]), start_step=0)
     tracker.log(1, {"train/loss": 1.0})
