@@ -46,7 +46,9 @@ def probe(players: Players, *, train: Pictures, test: Pictures, device: torch.de
     """Read out every label the pictures have. Raises `UserError` where train and test set have different classes."""
     started = time.monotonic()
     targets = label_targets(train, test)
-    encoder, view_policy = players.encoder.to(device), players.view_policy.to(device)
+    memory_format = torch.channels_last if players.config.channels_last else torch.contiguous_format
+    encoder = players.encoder.to(device=device, memory_format=memory_format)
+    view_policy = players.view_policy.to(device=device, memory_format=memory_format)
     config = players.config.probe
     with Progress(f"probe of step {players.step}", total=config.num_epochs) as progress:
 

@@ -95,7 +95,7 @@ def frozen(*modules: object) -> Iterator[None]:
 
 
 def extract(
-    function: Callable[[Tensor], Tensor], images_NCHW: Tensor, *, device: torch.device, batch_size: int = 256
+    function: Callable[[Tensor], Tensor], images_NCHW: Tensor, *, device: torch.device, batch_size: int = 128
 ) -> Tensor:
     """(N, F) features of uint8 pictures (N, C, H, W), without views: row i is of picture i, and of it alone if
     `function` treats pictures apart, as an encoder in eval mode does.
