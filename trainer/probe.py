@@ -47,8 +47,9 @@ def probe(players: Players, *, train: Pictures, test: Pictures, device: torch.de
     started = time.monotonic()
     targets = label_targets(train, test)
     memory_format = torch.channels_last if players.config.channels_last else torch.contiguous_format
-    encoder = players.encoder.to(device=device, memory_format=memory_format)
-    view_policy = players.view_policy.to(device=device, memory_format=memory_format)
+    encoder, view_policy = players.encoder.to(device), players.view_policy.to(device)
+    for module in (encoder, view_policy):
+        module.to(memory_format=memory_format)  # type: ignore[call-overload]
     config = players.config.probe
     with Progress(f"probe of step {players.step}", total=config.num_epochs) as progress:
 
