@@ -12,8 +12,6 @@ from data_pipeline.errors import UserError
 from data_pipeline.shards import SampleStore
 from data_pipeline.stream import Stream, epoch_order
 
-HELP = "measure samples a second: stored bytes and decoded batches, by number of workers"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a built dataset")

@@ -104,7 +104,8 @@ def _check_order(encoded: Iterable[EncodedSample]) -> Iterator[EncodedSample]:
 def _write_shard(encoded: Iterable[EncodedSample], path: Path) -> ShardEntry:
     rows: list[list[int]] = []
     with path.open("wb") as file:
-        # A fixed time, owner and mode: nothing in the tar depends on when, where and by whom it was written.
+        # A fixed time, owner and mode: nothing in the tar depends on when, where and by whom it was written. A time in
+        # whole seconds also keeps every header to the one block that `_layout` counts.
         with TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o444) as writer:
             for sample in encoded:
                 members = dict(zip(MEMBERS, (sample.json, sample.mask_png, sample.image_png), strict=True))

@@ -10,6 +10,7 @@ workers or shards, that a sample comes twice in an epoch, or that a resumed run 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -170,10 +171,18 @@ class Stream:
             pin_memory=self._pin_memory,
             generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
         )
-        for item in loader:
-            if isinstance(item, UserError):
-                raise item
-            yield item
+        try:
+            for item in loader:
+                if isinstance(item, UserError):
+                    raise item
+                yield item
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            # A worker was killed while it handed over a batch. The DataLoader hears of it by a signal, and raises in the
+            # handler; the signal is a moment behind the broken socket, and must not strike in the midst of cleaning up.
+            time.sleep(1)
+            raise RuntimeError(
+                "a DataLoader worker exited while it handed over a batch; was it killed for lack of memory?"
+            ) from error
 
 
 def read_all(directory: Path, *, batch_size: int) -> Iterator[Batch]:

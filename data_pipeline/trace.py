@@ -12,8 +12,6 @@ from pathlib import Path
 from data_pipeline.errors import UserError
 from data_pipeline.stream import Stream
 
-HELP = "print the samples that every rank would see, one line a batch: step, rank, keys"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a built dataset")
