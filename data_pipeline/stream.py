@@ -177,8 +177,8 @@ class Stream:
                     raise item
                 yield item
         except (ConnectionError, EOFError, FileNotFoundError) as error:
-            # A worker was killed while it handed over a batch. The DataLoader hears of it by a signal, and raises in the
-            # handler; the signal is a moment behind the broken socket, and must not strike in the midst of cleaning up.
+            # A worker was killed while it handed over a batch. The DataLoader hears of it by a signal, and raises in
+            # its handler; the signal is a moment behind the broken socket, and must not strike during clean-up.
             time.sleep(1)
             raise RuntimeError(
                 "a DataLoader worker exited while it handed over a batch; was it killed for lack of memory?"
