@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from data_pipeline import bench, build, preview, trace, verify
+from data_pipeline import batch_trace, bench, build, preview, verify
 from data_pipeline.errors import UserError, run_command
 
 COMMANDS = {
     "build": (build, "make a dataset: shards and a manifest"),
     "verify": (verify, "read every byte and name what is wrong"),
     "preview": (preview, "draw the first samples as a picture"),
-    "trace": (trace, "print which samples training would see, batch by batch"),
+    "trace": (batch_trace, "print which samples training would see, batch by batch"),
     "bench": (bench, "measure how many samples a second can be read"),
 }
 

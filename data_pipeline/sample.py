@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 NO_LABEL = -1
 
 MASK_OUTSIDE = 0  #   the photo, untouched
-MASK_BOX = 128  #     inside the tight box of the object (methods B.7), pixel itself untouched
+MASK_BOX = 128  #     inside the tight box of the object, pixel itself untouched
 MASK_OBJECT = 255  #  a pixel that the overlay drew on
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import bench, trace
+from data_pipeline import batch_trace, bench
 from data_pipeline.errors import UserError
 from data_pipeline.stream import Stream
 from tests.data_pipeline.random_shards import write_dataset
@@ -23,8 +23,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traced(directory: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[int, int, list[str]]]:
     """Step, rank and keys of every line that the command prints."""
     parser = argparse.ArgumentParser()
-    trace.add_arguments(parser)
-    trace.run(parser.parse_args([str(directory), "--batch-size", "4", *options]))
+    batch_trace.add_arguments(parser)
+    batch_trace.run(parser.parse_args([str(directory), "--batch-size", "4", *options]))
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     return [(int(step), int(rank), keys.split()) for step, rank, keys in rows]
 
