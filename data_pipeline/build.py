@@ -360,8 +360,14 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another build is writing {partial}; wait for it or choose another --out") from None
-        for left_over in partial.iterdir():
-            left_over.unlink()
+        except OSError:
+            pass  # a file system without locks
+        left_over = list(partial.iterdir())
+        for path in left_over:
+            if path.name != MANIFEST_NAME and not path.name.startswith(("shard-", ".shard-")):
+                raise UserError(f"{path} is not of a build, so it is not cleared away; move it or choose another --out")
+        for path in left_over:
+            path.unlink()
         try:
             yield partial
         except BaseException as error:

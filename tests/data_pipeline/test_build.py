@@ -294,6 +294,23 @@ def test_two_builds_do_not_write_the_same_dataset(tmp_path: Path) -> None:
     assert build_dataset("procedural", tmp_path / "out", limit=10).num_samples == 10
 
 
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("data_pipeline.build.fcntl.flock", no_locks)
+    assert build_dataset("procedural", tmp_path / "out", limit=10).num_samples == 10
+
+
+def test_what_no_build_left_is_not_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    for name in ("shard-00000.tar", "thesis.txt"):
+        (tmp_path / "out.partial" / name).write_text("all of it")
+    with pytest.raises(UserError, match=r"out\.partial/thesis\.txt is not of a build"):
+        build_dataset("procedural", tmp_path / "out", limit=10)
+    assert names(tmp_path / "out.partial") == ["shard-00000.tar", "thesis.txt"]
+
+
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     write_shards = shards.write_shards
