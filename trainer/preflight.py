@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO, TypeVar
 
 import torch
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
-from data_pipeline.stream import num_steps_per_epoch
+from data_pipeline.stream import check_batch_size
 from trainer.config import RunConfig, difference, read_config
 from trainer.distributed.collectives import broadcast_object, rank, world_size
 from trainer.players import Players
-from trainer.rundir import RunDir, write_json
+from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def check_data(config: RunConfig) -> None:
@@ -28,18 +31,14 @@ def check_data(config: RunConfig) -> None:
             f"{config.data.train_dir} and {config.data.test_dir} differ in label names or image shape; "
             "build both from the same source and dataset"
         )
-    if config.global_batch_size % world_size():
-        below = config.global_batch_size // world_size() * world_size()
-        sizes = " or ".join(str(size) for size in (below, below + world_size()) if size)
-        raise UserError(
-            f"global_batch_size {config.global_batch_size} cannot be divided among {world_size()} ranks; "
-            f"set it to {sizes}"
-        )
-    num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
+    check_batch_size(manifest.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
 
 
-def claim(run_dir: RunDir, config: RunConfig) -> None:
-    """Make `run_dir` this config's, once its data are known to be there; refuse one that holds another config."""
+def claim(run_dir: RunDir, config: RunConfig) -> TextIO:
+    """Make `run_dir` this config's, once its data are known to be there; hold it until the returned file is closed.
+
+    Raises `UserError` for data that do not fit and for a directory with another config, other files or another trainer.
+    """
     check_data(config)
     if run_dir.config.is_file():
         keys = difference(read_config(run_dir.config), config)
@@ -48,22 +47,29 @@ def claim(run_dir: RunDir, config: RunConfig) -> None:
                 f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
                 "pass another --run-dir, or remove that one"
             )
-    elif run_dir.path.exists() and any(run_dir.path.iterdir()):
+    elif run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
         raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another --run-dir")
-    else:
+    held = hold(run_dir)
+    if not run_dir.config.is_file():
         write_json(run_dir.config, config.model_dump(mode="json"))
+    return held
 
 
-def on_first_rank(action: Callable[[], None]) -> None:
-    """Run `action` on the first rank; a `UserError` there ends every rank, and only the first one speaks."""
+def on_first_rank(action: Callable[[], T]) -> T | None:
+    """Run `action` on the first rank, and return its result there; elsewhere None.
+
+    A `UserError` in it ends every rank, and only the first one speaks.
+    """
     error: UserError | None = None
+    result: T | None = None
     if rank() == 0:
         try:
-            action()
+            result = action()
         except UserError as raised:
             error = raised
     if broadcast_object(error is not None):
         raise error if error is not None else SystemExit(2)
+    return result
 
 
 def log_start(

@@ -7,14 +7,17 @@ RUN_DIR/ config.json  provenance.json  metrics.jsonl  wandb/  wandb_run_id
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from data_pipeline.errors import UserError
+
+LOCK_NAME = ".lock"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,23 @@ class RunDir:
                     continue
                 by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
         return [by_step[step] for step in sorted(by_step)]
+
+
+def hold(run_dir: RunDir) -> TextIO:
+    """Take the run directory for this process, until the returned file is closed or the process ends, however it ends.
+
+    Raises `UserError` while another process holds it: two that train in one directory would mix their checkpoints.
+    """
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    file = (run_dir.path / LOCK_NAME).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"another process is training in {run_dir.path}; wait for it or end it, or pass another --run-dir"
+        ) from None
+    return file
 
 
 def open_run(path: Path) -> RunDir:

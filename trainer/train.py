@@ -9,6 +9,7 @@ run directory, or a result that depends on the number of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -38,7 +39,11 @@ def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: 
 
     Every rank calls this after the process group is there. Raises `UserError` for input that cannot be trained on.
     """
-    on_first_rank(lambda: claim(run_dir, config))
+    with on_first_rank(lambda: claim(run_dir, config)) or contextlib.nullcontext():
+        _train(config, run_dir, device=device, command=command)
+
+
+def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
     manifest = load_manifest(Path(config.data.train_dir))
     steps_per_epoch = num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch

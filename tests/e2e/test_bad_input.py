@@ -17,7 +17,7 @@ from data_pipeline.errors import run_command
 from launch import train as launch_train
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset
-from trainer.rundir import write_json
+from trainer.rundir import RunDir, hold, write_json
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,12 @@ def test_a_directory_that_is_not_a_run_is_left_alone(train: Run, tmp_path: Path)
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter1.tex"]
 
 
+def test_a_run_directory_that_another_process_trains_in(train: Run, tmp_path: Path) -> None:
+    with hold(RunDir(tmp_path / "run")):
+        assert "another process is training" in train("--config", "debug:image", "--run-dir", "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
 def test_a_global_batch_that_the_ranks_do_not_divide(data: Path, tmp_path: Path) -> None:
     """Under torchrun: only the first rank speaks, and torchrun itself ends non-zero."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
@@ -117,7 +123,7 @@ def test_a_global_batch_that_the_ranks_do_not_divide(data: Path, tmp_path: Path)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
-        "error: global_batch_size 32 cannot be divided among 3 ranks; set it to 30 or 33",
+        "error: global_batch_size 32 cannot be divided by 3 ranks; use 30 or 33",
     ]
     tracebacks = done.stderr.split("Traceback (most recent call last)")[1:]
     assert len(tracebacks) == 1  # torchrun's own report that a child failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -47,7 +48,17 @@ def num_logged(run_dir: Path) -> int:
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
+    """SIGKILL for the launcher and all that it started: torchrun's ranks are sessions of their own, and outlive it."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that ended meanwhile
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    tree = [process.pid]
+    for pid in tree:
+        tree += [child for child, parent in parents.items() if parent == pid]
+    for pid in tree:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
@@ -72,7 +83,6 @@ def test_a_killed_run_ends_in_the_same_bits(num_ranks: int, data: Path, tmp_path
             command(data, killed, num_ranks=num_ranks),
             cwd=REPOSITORY,
             env=environment,
-            start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
