@@ -39,12 +39,17 @@ def results(arms: Sequence[Arm]) -> str:
             probe = next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)])
             cells += f'<td class="number">{100 * getattr(probe, attribute):.1f}</td><td></td>'
         rows.append(f'<tr class="floor"><td>{title}</td>{cells}</tr>')
+    fitted_on = {
+        "policy": "views of the run's own policy (for the untrained encoder, the untrained policy)",
+        "none": "pictures without views",
+    }
+    protocols = sorted({run.config.probe.views for arm in arms for run in arm.runs})
     caption = (
-        "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, after its "
-        "last epoch; below it the gain over the untrained encoder in points, and the best epoch, which was chosen by "
+        "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, fitted on "
+        f"{' or '.join(fitted_on[protocol] for protocol in protocols)}, after its last epoch; below it the gain over "
+        "the untrained encoder in points, and the best epoch, which was chosen by "
         "its test accuracy and is therefore optimistic. kNN: weighted vote of the nearest train pictures by the cosine "
-        "of pooled features. The untrained encoder of a run is probed in the same way, on views of that run's "
-        "untrained policy. ± is the sample standard deviation over seeds."
+        "of pooled features. ± is the sample standard deviation over seeds."
     )
     return (
         f'<div class="scroll"><table class="wide"><thead><tr><th></th>{head}</tr><tr><th></th>{methods}</tr></thead>'
