@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 T = TypeVar("T")
 
+_SHORT = 1 << 16
+
 
 def is_distributed() -> bool:
     """Whether this process belongs to a group of more than one rank."""
@@ -104,16 +106,24 @@ class _AllGatherRows(torch.autograd.Function):
 class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
+        return _sum_over_ranks(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
+        return _sum_over_ranks(grad)
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum, without gradient. On the CPU a short vector is gathered and added up in rank order: gloo gathers some
+    hundred numbers in a quarter of the time that it needs to sum them, and batch norm asks for a sum in every layer."""
+    if x.device.type == "cpu" and x.numel() * world_size() <= _SHORT:
+        parts = x.new_empty((world_size(), x.numel()))
+        dist.all_gather_into_tensor(parts, x.reshape(1, -1).contiguous())
+        return parts.sum(0).view(x.shape)
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
 
 
 def _device() -> torch.device:
