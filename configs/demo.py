@@ -27,7 +27,7 @@ def expert() -> RunConfig:
         objective=PublishedNTXentConfig(),
         optimizer=PUBLISHED_SGD,
         global_batch_size=64,
-        num_epochs=14,
+        num_epochs=8,
         channels_last=True,
         probe=ProbeConfig(views="none", num_epochs=30),
     )
