@@ -49,7 +49,7 @@ def digits_small() -> RunConfig:
         objective=PublishedNTXentConfig(),
         optimizer=PUBLISHED_SGD,
         global_batch_size=128,
-        num_epochs=15,
+        num_epochs=10,
         channels_last=True,
         probe=ProbeConfig(num_epochs=10),
     )
