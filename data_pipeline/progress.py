@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 SECONDS_BETWEEN_LINES = 10.0
-
-T = TypeVar("T")
 
 
 class Progress:
@@ -64,11 +61,3 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def track(items: Iterable[T], title: str, *, total: int, enabled: bool = True) -> Iterator[T]:
-    """Yield `items`, counting them."""
-    with Progress(title, total=total, enabled=enabled) as progress:
-        for item in items:
-            yield item
-            progress.advance()
