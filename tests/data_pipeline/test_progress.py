@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipeline import progress
 from data_pipeline.progress import Progress
 
 
@@ -22,7 +21,7 @@ def test_a_slow_job_says_how_long_it_will_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr("data_pipeline.progress.time.monotonic", lambda: now)
     with Progress("build", total=100, start=50) as bar:
         for _ in range(20):
             now += 1.0
