@@ -106,6 +106,19 @@ def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None
     np.testing.assert_allclose(together, alone, rtol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
+def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
+    recipe: str, data: Path, tmp_path: Path
+) -> None:
+    losses = {}
+    for name, overrides in {"plain": [], "fast": ["precision=bfloat16", "channels_last=true"]}.items():
+        config = configure(data, recipe, ["num_epochs=1", *overrides])
+        train_on_rank(config, tmp_path / name)
+        losses[name] = [entry["train/loss"] for entry in RunDir(tmp_path / name).read_metrics()]
+    assert losses["fast"] != losses["plain"]
+    np.testing.assert_allclose(losses["fast"][:2], losses["plain"][:2], rtol=0.03)
+
+
 def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
     players = build_players(config)
     engines = {
