@@ -40,7 +40,11 @@ def letters() -> RunConfig:
 
 
 def digits_small() -> RunConfig:
-    """C+Digits for two CPU cores: ResNet-10 of width 16 on 10,000 pictures. Too small for the published numbers."""
+    """C+Digits for a CPU: ResNet-10 of width 16 on 10,000 pictures. Too small for the published numbers.
+
+    python -m data_pipeline build cifar10_digits --root DIR --limit 10000 --out data/cifar10_digits_small/train
+    python -m data_pipeline build cifar10_digits --root DIR --split test --out data/cifar10_digits_small/test
+    """
     return RunConfig(
         name="simclr-digits-small",
         data=data("cifar10_digits_small", num_workers=0),
