@@ -95,11 +95,13 @@ def _given(config: RunConfig) -> set[str]:
     def walk(model: Any, path: str) -> set[str]:
         found: set[str] = set()
         for field_name, field in type(model).model_fields.items():
-            value = getattr(model, field_name)
+            value, default = getattr(model, field_name), field.get_default(call_default_factory=True)
             here = f"{path}{field_name}"
             if hasattr(type(value), "model_fields"):
                 found |= walk(value, f"{here}.")
-            elif value != field.get_default(call_default_factory=True):
+                if type(value) is not type(default):  # which section it is, the recipe chose
+                    found.add(f"{here}.kind")
+            elif value != default:
                 found.add(here)
         return found
 

@@ -71,3 +71,5 @@ def test_explain_says_where_each_value_came_from() -> None:
     assert lines["num_epochs"].split()[1:] == ["3", "--set"]
     assert lines["global_batch_size"].split()[1:] == ["32", "debug:image"]
     assert lines["precision"].split()[1:] == ["float32", "default"]
+    assert lines["views.kind"].split()[1:] == ["expert_image", "debug:image"]
+    assert lines["optimizer.kind"].split()[1:] == ["sgd", "default"]
