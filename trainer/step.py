@@ -6,6 +6,7 @@ Shape suffixes: B pictures of this rank, C channels, H height, W width, D embedd
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ class TrainingStep:
             ViewKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
             for view in (first, first + 1)
         )
-        with self._autocast(images.device):
+        # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
+        with self._autocast(images.device) if self._viewmaker is not None else contextlib.nullcontext():
             return self._views(images, a), self._views(images, b)
 
     def _compare(self, views_a: Tensor, views_b: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

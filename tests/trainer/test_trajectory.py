@@ -119,6 +119,15 @@ def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
     np.testing.assert_allclose(losses["fast"][:2], losses["plain"][:2], rtol=0.03)
 
 
+def test_expert_views_are_the_same_in_bfloat16(data: Path) -> None:
+    views = []
+    for overrides in ([], ["precision=bfloat16"]):
+        config = configure(data, "debug:image", overrides)
+        _, (_, _, step) = one_step(config)
+        views.append(step(first_batch(config), learning_rates={"encoder": 0.0}).views_BCHW)
+    assert torch.equal(views[0], views[1])
+
+
 def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
     players = build_players(config)
     engines = {

@@ -107,7 +107,7 @@ class ExpertImage(nn.Module):
 
     @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
-        """One view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised; float32 under autocast.
+        """One view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised; call it outside autocast.
 
         Raises:
             ValueError: the pictures are not square RGB.
@@ -115,9 +115,7 @@ class ExpertImage(nn.Module):
         _, C, H, W = images_BCHW.shape
         if C != 3 or H != W:
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
-        # The products of the crop in bfloat16 would round a picture to fewer shades than it has.
-        with torch.autocast(images_BCHW.device.type, enabled=False):
-            return apply_draws(images_BCHW, draw(self.config, keys, size=H))
+        return apply_draws(images_BCHW, draw(self.config, keys, size=H))
 
 
 def draw(config: ExpertImageConfig, keys: ViewKeys, *, size: int) -> ExpertDraws:

@@ -242,13 +242,6 @@ def test_views_repeat_exactly_and_differ_between_keys() -> None:
         assert ((policy(x, other) - views).abs().amax(dim=(1, 2, 3)) > 0.01).all()
 
 
-def test_views_are_the_same_under_autocast() -> None:
-    policy, images = ExpertImage(ExpertImageConfig()), pictures(16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = policy(images, keys(16))
-    assert torch.equal(under_autocast, policy(images, keys(16)))
-
-
 def test_views_stay_in_range_and_the_pictures_as_they_were() -> None:
     x = pictures(64)
     before = x.clone()
