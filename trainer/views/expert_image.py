@@ -107,7 +107,7 @@ class ExpertImage(nn.Module):
 
     @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
-        """One view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised; call it outside autocast.
+        """One view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised. Not for autocast.
 
         Raises:
             ValueError: the pictures are not square RGB.
