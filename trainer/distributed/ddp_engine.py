@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.collectives import world_size
@@ -25,9 +27,11 @@ class DDPEngine:
             # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank, and a
             # broadcast between the two forwards of a step would change a tensor that backward still needs.
             device = next(module.parameters()).device
-            self._parallel = DistributedDataParallel(
+            self._parallel = parallel = DistributedDataParallel(
                 module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
             )
+            if device.type == "cpu":
+                parallel.register_comm_hook(None, lambda _, bucket: _average_in_rank_order(bucket))
         self._frozen = False
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -58,3 +62,20 @@ class DDPEngine:
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)
+
+
+def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket over the ranks, each number added up in the order of the ranks.
+
+    DDP packs the gradients into other buckets after its first step, and gloo's own sum adds a number up in an order
+    that depends on its place in the bucket. So a restarted run would end in other bits than an undisturbed one.
+    """
+    mine = bucket.buffer()
+    parts = mine.new_empty((world_size(), mine.numel()))
+    dist.all_gather_into_tensor(parts, mine[None])
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(total / world_size())
+    return future
