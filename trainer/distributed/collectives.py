@@ -87,6 +87,19 @@ def barrier() -> None:
         dist.barrier()
 
 
+def sum_in_rank_order(x: Tensor) -> Tensor:
+    """The sum of `x` over all ranks, without gradient, each number added up in the order of the ranks.
+
+    A backend's own sum adds a number up in an order that depends on its place in the tensor; this one does not.
+    """
+    parts = x.new_empty((world_size(), x.numel()))
+    dist.all_gather_into_tensor(parts, x.reshape(1, -1).contiguous())
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total.view(x.shape)
+
+
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BD: Tensor) -> Tensor:
@@ -115,12 +128,10 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum, without gradient. On the CPU a short vector is gathered and added up in rank order: gloo gathers some
-    hundred numbers in a quarter of the time that it needs to sum them, and batch norm asks for a sum in every layer."""
+    """The sum, without gradient. On the CPU a short vector is gathered and added up here: gloo gathers some hundred
+    numbers in a quarter of the time that it needs to sum them, and batch norm asks for a sum in every layer."""
     if x.device.type == "cpu" and x.numel() * world_size() <= _SHORT:
-        parts = x.new_empty((world_size(), x.numel()))
-        dist.all_gather_into_tensor(parts, x.reshape(1, -1).contiguous())
-        return parts.sum(0).view(x.shape)
+        return sum_in_rank_order(x)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total

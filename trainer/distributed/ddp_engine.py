@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed.collectives import world_size
+from trainer.distributed.collectives import sum_in_rank_order, world_size
 from trainer.optim import OptimizerConfig, build_optimizer
 
 
@@ -70,12 +69,6 @@ def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     DDP packs the gradients into other buckets after its first step, and gloo's own sum adds a number up in an order
     that depends on its place in the bucket. So a restarted run would end in other bits than an undisturbed one.
     """
-    mine = bucket.buffer()
-    parts = mine.new_empty((world_size(), mine.numel()))
-    dist.all_gather_into_tensor(parts, mine[None])
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(total / world_size())
+    future.set_result(sum_in_rank_order(bucket.buffer()) / world_size())
     return future
