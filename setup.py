@@ -10,8 +10,9 @@ setup(
     packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
     package_data={"data_pipeline": ["overlays/assets/*"]},
     install_requires=[
-        # torch and torchvision are released as a matched pair; an unpinned torch breaks the other's binary.
+        # torch, torchaudio and torchvision are released as a matched set; an unpinned torch breaks the others' binaries.
         "torch==2.11.0",
+        "torchaudio==2.11.0",
         "torchvision==0.26.0",
         "matplotlib>=3.8",
         "numpy>=1.26",
@@ -21,12 +22,13 @@ setup(
         "rich>=13.7",
         "safetensors>=0.4.3",
         "scikit-learn>=1.4",
+        "soundfile>=0.12",
         "submitit==1.5.4",
         "wandb==0.31.0",
         "webdataset==1.0.2",
     ],
     extras_require={
-        "test": ["lightly", "pytest>=9", "pytest-xdist"],
+        "test": ["hypothesis>=6.100", "librosa>=0.10.2", "lightly", "pytest>=9", "pytest-xdist"],
         "lint": ["mypy", "ruff", "types-PyYAML", "types-setuptools"],
     },
 )

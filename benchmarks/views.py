@@ -23,13 +23,13 @@ from torchvision.transforms.v2 import functional as tv
 
 from data_pipeline.errors import run_command
 from tests.trainer.views.viewmaker_as_written import AsWritten
-from trainer.views.counter_rng import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 
-def keys(batch_size: int, *, view: int) -> ViewKeys:
-    return ViewKeys(seed=0, epoch=0, index_B=torch.arange(batch_size), view=view)
+def keys(batch_size: int, *, view: int) -> DrawKeys:
+    return DrawKeys(seed=0, epoch=0, index_B=torch.arange(batch_size), view=view)
 
 
 def expert_peers(images_BCHW: Tensor) -> Mapping[str, Callable[[], object]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Final, Literal
 
 from data_pipeline.errors import UserError
+from data_pipeline.sample import Medium
 from data_pipeline.schema import Schema
 
-MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+MANIFEST_NAME: Final = "manifest.json"
+OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
+FORMAT_VERSION: Final = 2
 
 
 class ShardEntry(Schema):
@@ -23,21 +26,33 @@ class ShardEntry(Schema):
 
 
 class LabelNames(Schema):
-    """Class names by label; `overlay` is empty where nothing was drawn."""
+    """Class names by label; `overlay` is empty where nothing is drawn, `base` where only the overlay has a class."""
 
     base: tuple[str, ...]
     overlay: tuple[str, ...]
 
 
+class OverlayEntry(Schema):
+    """What is drawn on the samples, and when.
+
+    `baked`: into the shards, once a stored sample. `online`: the shards hold clean samples, and `OVERLAY_NAME` beside
+    them, with this sha256, what a reader needs to draw on each as it reads it.
+    """
+
+    kind: str
+    drawn: Literal["baked", "online"]
+    sha256: str | None
+
+
 class HowMade(Schema):
     """The arguments of the `build` that made the dataset: the same arguments and source give the same bytes.
 
-    `source_sha256` is over the decoded source pictures and labels in their order, so it names the input by content.
+    `source_sha256` is over the decoded records and labels in their order, so it names the input by content.
     """
 
     dataset: str
     source: str
-    split: str
+    split: Literal["train", "test"]
     seed: int
     repeats: int
     limit: int | None
@@ -47,18 +62,23 @@ class HowMade(Schema):
 class Manifest(Schema):
     """What a dataset holds and how it was made.
 
-    `mean` and `std` are per channel over all stored pixels, in [0, 1] units. `counts_base` and `counts_overlay` are the
-    number of samples of each class, in label order.
+    `input_shape` is that of one input as a batch holds it: (C, H, W) of a picture; (T,) of a sound, which is stored in
+    its own length and cut or filled up to T when it is read. `mean` and `std` are over all stored values: of each
+    channel in [0, 1] units for pictures, of the waveform in [-1, 1] for sounds. `counts_base` and `counts_overlay` are
+    the number of samples of each class, in label order; `counts_overlay` is empty where the overlay is online.
     """
 
     format_version: int
     num_samples: int
-    image_shape: tuple[int, int, int]  # C, H, W
+    medium: Medium
+    input_shape: tuple[int, ...]
+    sample_rate: int | None  # points a second; None for pictures
     label_names: LabelNames
     counts_base: tuple[int, ...]
     counts_overlay: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    overlay: OverlayEntry | None
     how_made: HowMade
     shards: tuple[ShardEntry, ...]
 
@@ -67,6 +87,18 @@ class Manifest(Schema):
         """Names the dataset by content: the hash of the canonical JSON, which holds the hash of every shard."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the overlay is drawn as the samples are read."""
+        return self.overlay is not None and self.overlay.drawn == "online"
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The extensions of a sample's members, in the order in which they lie in the tar."""
+        if self.medium == "sound":
+            return ("json", "wav")
+        return ("json", "mask.png", "png") if self.overlay is not None and not self.is_online else ("json", "png")
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -81,10 +113,15 @@ def load_manifest(directory: Path) -> Manifest:
             f"{directory} holds no {MANIFEST_NAME}, so it is not a finished dataset; "
             f"build it with `python -m data_pipeline build DATASET --out {directory}`"
         )
+    return parse_manifest(path.read_text(), where=str(path))
+
+
+def parse_manifest(text: str, *, where: str) -> Manifest:
+    """A manifest from its JSON; raises `UserError` that names `where` if it is none, or of another format."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(text)
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); build the dataset again") from None
+        raise UserError(f"{where} is not valid JSON ({error}); build the dataset again") from None
     if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{path} is not of format version {FORMAT_VERSION}; build the dataset again")
-    return Manifest.parse(value, where=str(path))
+        raise UserError(f"{where} is not of format version {FORMAT_VERSION}; build the dataset again")
+    return Manifest.parse(value, where=where)

@@ -1,17 +1,24 @@
 """THE sample contract: what a source yields, what an overlay returns, what a shard stores, what a batch holds.
 
-Two label spaces travel together and never mix: `label_base` (what the photo shows) and `label_overlay` (what was drawn
-on it; `NO_LABEL` where nothing was drawn).
+A sample is a picture or a sound. Two label spaces travel with it and never mix: `label_base` (what the photo shows, or
+which digit is spoken) and `label_overlay` (what was drawn on it or is heard behind it; `NO_LABEL` where there is
+nothing, or where it is drawn anew each time the sample is read).
+
+Shapes: B batch, C channels, H height, W width, T samples of a waveform ("points", where a sample of a dataset is meant
+as well).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+Medium = Literal["picture", "sound"]
 
 NO_LABEL = -1
 
@@ -22,35 +29,29 @@ MASK_OBJECT = 255  #  a pixel that the overlay drew on
 
 @dataclass(frozen=True)
 class Record:
-    """One clean picture of a source: `image` is (H, W, 3) uint8, `label` indexes the source's class names."""
+    """One clean picture or sound of a source; `label` indexes the source's class names.
 
-    image: NDArray[np.uint8]
-    label: int
-
-
-@dataclass(frozen=True)
-class Overlaid:
-    """What an overlay returns: the picture with the object drawn on it, the object's class and its place.
-
-    `image` is (H, W, 3) uint8; `mask` is (H, W) uint8 with the three levels `MASK_OUTSIDE`, `MASK_BOX`, `MASK_OBJECT`.
+    `content` is a picture, (H, W, 3) uint8, or a sound, (T,) int16, of any length T from 1.
     """
 
-    image: NDArray[np.uint8]
+    content: NDArray[np.uint8] | NDArray[np.int16]
     label: int
-    mask: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One stored sample. In a shard: `KEY.png` (RGB), `KEY.mask.png` (8-bit grey), `KEY.json` (labels and index).
+    """One stored sample. In a shard: `KEY.png` or `KEY.wav`, `KEY.json` (labels, index), `KEY.mask.png` if masked.
 
     `index` counts samples of the whole dataset from 0 and is the key of every random draw made for this sample later.
-    With `--repeats R`, sample `i` shows source picture `i % num_pictures`.
+    With `--repeats R`, sample `i` shows record `i % num_records` of the source.
+
+    `content` is a picture, (H, W, 3) uint8; or a sound, (T,) int16 as recorded, float32 where something was mixed into
+    it. `mask` is (H, W) uint8 in the levels above, None where nothing was drawn into the shard.
     """
 
     index: int
-    image: NDArray[np.uint8]
-    mask: NDArray[np.uint8]
+    content: NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.float32]
+    mask: NDArray[np.uint8] | None
     label_base: int
     label_overlay: int
 
@@ -60,25 +61,43 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class BadSample:
+    """A sample that could not be read, and why; `shard` is the file name."""
+
+    index: int
+    shard: str
+    reason: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.index:08d}"
+
+
+@dataclass(frozen=True)
 class Batch:
-    """One rank's part of a global batch, on the host.
+    """One rank's part of a global batch.
 
     Attributes:
         step: number of the global batch since the start of training, from 0.
         epoch: from 0.
         index_B: (B,) int64, the samples' dataset indices.
-        images_BCHW: (B, 3, H, W) uint8.
-        masks_BHW: (B, H, W) uint8, levels as in `Overlaid`.
-        label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` where there is no overlay.
+        inputs_a: what the first view is made from: pictures (B, C, H, W) uint8, or waveforms (B, T) float32.
+        inputs_b: what the second view is made from: the same tensor object, except where the overlay is drawn for each
+            view (`noise_per_view` in the spoken digits).
+        masks_BHW: (B, H, W) uint8, levels as above, of `inputs_a`; None for sounds, and zeros where nothing was drawn.
+        label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` where there is none. `label_overlay_B` is of `inputs_a`.
+        bad: samples that this rank should have read for this batch and could not; others stand in their places.
     """
 
     step: int
     epoch: int
     index_B: torch.Tensor
-    images_BCHW: torch.Tensor
-    masks_BHW: torch.Tensor
+    inputs_a: torch.Tensor
+    inputs_b: torch.Tensor
+    masks_BHW: torch.Tensor | None
     label_base_B: torch.Tensor
     label_overlay_B: torch.Tensor
+    bad: tuple[BadSample, ...] = ()
 
     def __len__(self) -> int:
         return self.index_B.numel()
@@ -95,12 +114,15 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        inputs_a = move(self.inputs_a)
         return Batch(
             step=self.step,
             epoch=self.epoch,
             index_B=move(self.index_B),
-            images_BCHW=move(self.images_BCHW),
-            masks_BHW=move(self.masks_BHW),
+            inputs_a=inputs_a,
+            inputs_b=inputs_a if self.inputs_b is self.inputs_a else move(self.inputs_b),
+            masks_BHW=None if self.masks_BHW is None else move(self.masks_BHW),
             label_base_B=move(self.label_base_B),
             label_overlay_B=move(self.label_overlay_B),
+            bad=self.bad,
         )

@@ -19,7 +19,8 @@ from trainer.adversary import reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.engine import Engine
 from trainer.objectives import Objective
-from trainer.views import ViewKeys, ViewPolicy
+from data_pipeline.counter_rng import DrawKeys
+from trainer.views import ViewPolicy
 from trainer.views.health import view_health
 
 
@@ -101,7 +102,7 @@ class TrainingStep:
     def _two_views(self, batch: Batch, images: Tensor, *, first: int) -> tuple[Tensor, Tensor]:
         """Views number `first` and `first + 1` of every picture."""
         a, b = (
-            ViewKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
+            DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
             for view in (first, first + 1)
         )
         # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.

@@ -1,30 +1,114 @@
-"""Overlays: a second, labelled object drawn on a picture.
+"""Overlays: a second, labelled object drawn on a picture, or a second, labelled sound behind a first.
 
-Comes in: a clean picture (32, 32, 3) uint8 and a random generator that belongs to this sample alone. Goes out: the
-picture with the object on it, the object's class, and a mask of where it is. An overlay is pure: the same picture and
-generator state give the same result, the class is drawn first and without a look at the picture, so that the two labels
-of a sample are independent. What may never happen: a draw from ambient state, or a change to the picture that came in.
+Comes in: a batch of clean pictures or waveforms, on any device, and the keys of every draw. Goes out: the same with the
+object in it, the object's class, and for pictures a mask of where it is. An overlay is pure: the same input and keys
+give the same output in a build, in a stream and from resident data, on CPU and GPU. The class is drawn without a look
+at the input, so that the two labels of a sample are independent. What may never happen: a draw from ambient state, or a
+change to the input that came in.
+
+A new overlay of pictures is one class: a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS`.
+
+Shapes: B batch, C channels, H height, W width.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
 
-import numpy as np
-from numpy.random import Generator
-from numpy.typing import NDArray
+import torch
+from torch import Tensor, nn
 
-from data_pipeline.sample import Overlaid
+from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.sample import MASK_OUTSIDE
 
 IMAGE_SIZE: Final = 32  # the side of the pictures that the published geometry is made for
+FIRST_PURPOSE: Final = 100  # of `data_pipeline.counter_rng`: overlays number their draws from here
 
 
-class Overlay(Protocol):
-    """What `data_pipeline.build` needs of an overlay; it must also survive pickling, for worker processes."""
+@dataclass(frozen=True)
+class Overlaid:
+    """What an overlay returns: the inputs with the object in them, its class, and its place (None for sounds).
 
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of their labels."""
+    `inputs` as they came in, pictures (B, 3, H, W) uint8 or waveforms (B, T) float32; `label_B` int64; `masks_BHW`
+    uint8 in the levels `MASK_OUTSIDE`, `MASK_BOX`, `MASK_OBJECT`.
+    """
 
-    def __call__(self, image: NDArray[np.uint8], rng: Generator) -> Overlaid:
-        """Draw one object on a copy of `image`, (32, 32, 3) uint8, with draws from `rng` alone."""
+    inputs: Tensor
+    label_B: Tensor
+    masks_BHW: Tensor | None
+
+
+class Overlay(nn.Module, ABC):
+    """The base of all overlays. Persistent buffers are its assets: they are stored beside the shards of an online
+    dataset, so that a draw does not depend on what is installed where it is read.
+    """
+
+    class_names: tuple[str, ...]  # in the order of the labels
+
+    def options(self) -> dict[str, str | int | float]:
+        """The constructor's other arguments: `type(overlay)(**buffers, **options)` is the same overlay again."""
+        return {}
+
+    @abstractmethod
+    def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
+        """Put one object into each input, with draws from `keys` alone."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a picture overlay draws, for a batch: B classes, and paint with its opacity.
+
+    Attributes:
+        label_B: (B,) int64, the class of each object.
+        colour_BCHW: uint8, broadcastable to (B, 3, H, W): (B, 3, 1, 1) is one colour a sample.
+        alpha_BHW: (B, H, W) uint8, the opacity of the paint: 0 is the photo, 255 the colour alone.
+        mask_BHW: (B, H, W) uint8 in the three mask levels.
+    """
+
+    label_B: Tensor
+    colour_BCHW: Tensor
+    alpha_BHW: Tensor
+    mask_BHW: Tensor
+
+
+class PictureOverlay(Overlay):
+    """An overlay that paints: a subclass says what, in `draw`; painting is the same for all."""
+
+    @abstractmethod
+    def draw(self, keys: DrawKeys) -> Layer:
+        """One object for each key. It never sees the pictures."""
+
+    def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
+        """Paint over pictures (B, 3, H, W) uint8, each channel rounded to the nearest grey level."""
+        layer = self.draw(keys)
+        return Overlaid(paint(inputs, layer), layer.label_B, layer.mask_BHW)
+
+
+def paint(pictures_BCHW: Tensor, layer: Layer) -> Tensor:
+    """A layer over pictures, (B, 3, H, W) uint8: (photo * (255 - alpha) + colour * alpha) / 255, to the nearest."""
+    alpha_B1HW = layer.alpha_BHW[:, None].to(torch.int32)
+    total = pictures_BCHW * (255 - alpha_B1HW) + layer.colour_BCHW * alpha_B1HW
+    return ((total + 127) // 255).to(torch.uint8)
+
+
+def no_mask(pictures_BCHW: Tensor) -> Tensor:
+    """(B, H, W) uint8: the mask of pictures on which nothing is drawn."""
+    return torch.full_like(pictures_BCHW[:, 0], MASK_OUTSIDE)
+
+
+_EVALUATION, _BAKED = 1_000, {"train": 1_001, "test": 1_002}  # views that no training step asks for
+
+
+def evaluation_keys(index_B: Tensor, *, draw: int) -> DrawKeys:
+    """The keys of an online overlay wherever samples are read out and not trained on: the same in every run.
+
+    Other values of `draw` give other draws, for the spread of a result over the overlays of the test set.
+    """
+    return DrawKeys(seed=0, epoch=draw, index_B=index_B, view=_EVALUATION)
+
+
+def baked_keys(index_B: Tensor, *, seed: int, split: str) -> DrawKeys:
+    """The keys of an overlay that a build draws into the shards."""
+    return DrawKeys(seed=seed, epoch=0, index_B=index_B, view=_BAKED[split])

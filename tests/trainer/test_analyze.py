@@ -22,7 +22,7 @@ from trainer.analyze import main
 from trainer.players import build_players
 from trainer.probes.features import read_pictures
 from trainer.rundir import RunDir
-from trainer.views import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     test = read_pictures(Path(run_dir.path / "test"))
     images = test.images_NCHW.float() / 255
     with torch.no_grad():
-        views = players.view_policy.eval()(images, ViewKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
+        views = players.view_policy.eval()(images, DrawKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
     change = (views - images).abs().mean(1).numpy()
     assert result["change"] == pytest.approx(float(change.mean()), rel=1e-4)
     expected = change[test.masks_NHW.numpy() == 255].mean() / change.mean()
@@ -112,7 +112,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
 
 def test_a_policy_is_used_in_eval_mode_and_left_in_its_own() -> None:
     class Watched(torch.nn.Module):
-        def forward(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
+        def forward(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
             assert not self.training
             assert not torch.is_grad_enabled()
             return images_BCHW

@@ -22,7 +22,7 @@ from trainer.analysis.figures import GridRow, difference_gain, difference_pictur
 from trainer.checkpoint import load_players
 from trainer.probes.features import Pictures, ViewFunction, frozen, read_pictures, to_float
 from trainer.rundir import RunDir, write_json
-from trainer.views.counter_rng import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 
 NUM_SHOWN = 8
 NUM_MEASURED = 1024
@@ -94,7 +94,7 @@ def draw_views(
     with frozen(policy):
         for rows_B in torch.split(rows_N, 256):
             images_BCHW = to_float(pictures.images_NCHW[rows_B], torch.device("cpu"))
-            keys = ViewKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B], view=view)
+            keys = DrawKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B], view=view)
             image_parts.append(images_BCHW)
             view_parts.append(policy(images_BCHW, keys).float())
     return torch.cat(image_parts), torch.cat(view_parts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from data_pipeline.manifest import Manifest, load_manifest
 from data_pipeline.stream import read_all
-from trainer.views.counter_rng import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 
 LabelSpace = Literal["base", "overlay"]
 LABEL_SPACES: tuple[LabelSpace, ...] = ("base", "overlay")
@@ -34,7 +34,7 @@ class FeatureEncoder(Protocol):
 class ViewFunction(Protocol):
     """What is asked of a view policy: pictures (B, C, H, W) float32 in [0, 1] to views of the same shape."""
 
-    def __call__(self, images_BCHW: Tensor, keys: ViewKeys, /) -> Tensor: ...
+    def __call__(self, images_BCHW: Tensor, keys: DrawKeys, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)

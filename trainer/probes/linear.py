@@ -24,9 +24,9 @@ from data_pipeline.errors import UserError
 from data_pipeline.randomness import generator
 from data_pipeline.schema import Schema
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
-from trainer.views.counter_rng import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 
-PROBE_VIEW = 4  # the `view` of ViewKeys: 0 to 3 belong to training
+PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
 
 
 class ProbeConfig(Schema):
@@ -142,7 +142,7 @@ def probe_linear(
                     continue
                 pictures_BCHW = to_float(train.images_NCHW[row_B], device)
                 if config.views == "policy":
-                    keys = ViewKeys(config.seed, epoch, train.index_N[row_B].to(device), PROBE_VIEW)
+                    keys = DrawKeys(config.seed, epoch, train.index_N[row_B].to(device), PROBE_VIEW)
                     pictures_BCHW = view_policy(pictures_BCHW, keys)
                 live.train(config.batch_norm == "train")
                 features_BF = live.features(pictures_BCHW)

@@ -5,6 +5,6 @@ picture, same shape, not normalised (the encoder normalises). All policies are b
 What may never happen: a draw from ambient random state, so that a view could differ between one process and many.
 """
 
-from trainer.views.policy import ViewKeys, ViewPolicy, ViewsConfig, build_view_policy
+from trainer.views.policy import ViewPolicy, ViewsConfig, build_view_policy
 
-__all__ = ["ViewKeys", "ViewPolicy", "ViewsConfig", "build_view_policy"]
+__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy"]

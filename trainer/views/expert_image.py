@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.schema import Schema
-from trainer.views.counter_rng import ViewKeys, uniform
+from data_pipeline.counter_rng import DrawKeys, uniform
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
@@ -106,7 +106,7 @@ class ExpertImage(nn.Module):
         self.config = config
 
     @torch.no_grad()
-    def forward(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
+    def forward(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
         """One view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised. Not for autocast.
 
         Raises:
@@ -118,7 +118,7 @@ class ExpertImage(nn.Module):
         return apply_draws(images_BCHW, draw(self.config, keys, size=H))
 
 
-def draw(config: ExpertImageConfig, keys: ViewKeys, *, size: int) -> ExpertDraws:
+def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws:
     """Draw one view's parameters for each key, for pictures of (size, size) pixels."""
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))

@@ -6,14 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainer.views.counter_rng import ViewKeys
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 ViewsConfig = Annotated[ExpertImageConfig | ViewmakerConfig, Field(discriminator="kind")]
 ViewPolicy = ExpertImage | Viewmaker
 
-__all__ = ["ViewKeys", "ViewPolicy", "ViewsConfig", "build_view_policy"]
+__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy"]
 
 
 def build_view_policy(config: ViewsConfig, *, image_channels: int) -> ViewPolicy:

@@ -22,7 +22,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from data_pipeline.schema import Schema
-from trainer.views.counter_rng import ViewKeys, uniform
+from data_pipeline.counter_rng import DrawKeys, uniform
 
 _FIRST_NOISE_PURPOSE = 1
 
@@ -147,7 +147,7 @@ class Viewmaker(nn.Module):
         )
         self.out = nn.Conv2d(width, image_channels, 9)
 
-    def forward(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
+    def forward(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
         """Views of pictures in [0, 1], same shape and type; clamped to [0, 1] after the budget if the config says so.
 
         Raises:
@@ -156,7 +156,7 @@ class Viewmaker(nn.Module):
         views_BCHW = images_BCHW + self.deltas(images_BCHW, keys)
         return views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
 
-    def deltas(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
+    def deltas(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
         """The perturbations as they are added, before any clamp: mean absolute value the budget for each sample."""
         H, W = images_BCHW.shape[2:]
         if H % 4 or W % 4:
@@ -173,7 +173,7 @@ class Viewmaker(nn.Module):
         return project(r_BCHW, budget=self.config.budget)
 
 
-def append_noise(x_BCHW: Tensor, keys: ViewKeys, *, layer: int) -> Tensor:
+def append_noise(x_BCHW: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:
     """`x` with one more channel, of uniform noise in [0, 1) that depends on the keys and the layer alone."""
     B, _, H, W = x_BCHW.shape
     noise_BX = uniform(keys, H * W, purpose=_FIRST_NOISE_PURPOSE + layer)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest
 from trainer.probes.features import Pictures
-from trainer.views import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 
 
 def toy_pictures(num: int, *, seed: int, num_wrong: int = 0) -> Pictures:
@@ -71,9 +71,9 @@ class Spy:
     """A policy that changes nothing and remembers its keys."""
 
     def __init__(self) -> None:
-        self.keys: list[ViewKeys] = []
+        self.keys: list[DrawKeys] = []
 
-    def __call__(self, images_BCHW: Tensor, keys: ViewKeys) -> Tensor:
+    def __call__(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
         assert images_BCHW.dtype == torch.float32
         assert float(images_BCHW.max()) <= 1.0
         self.keys.append(keys)

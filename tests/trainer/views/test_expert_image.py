@@ -17,7 +17,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
 from tests.trainer.views.kolmogorov import ks_p_value
-from trainer.views.counter_rng import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 from trainer.views.expert_image import (
     BRIGHTNESS,
     CONTRAST,
@@ -39,8 +39,8 @@ from trainer.views.expert_image import (
 LUMA_TOLERANCE = 2e-4  # torchvision's tensors weigh red by 0.2989, PIL and we by 0.299
 
 
-def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> ViewKeys:
-    return ViewKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
+def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
+    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
 
 
 def pictures(num: int, *, size: int = 32) -> Tensor:
@@ -265,7 +265,7 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
     """On the meta device there are shapes and no values: whatever would need a value on the host raises."""
     index = torch.arange(8, device="meta")
     views = ExpertImage(ExpertImageConfig())(
-        torch.empty(8, 3, 32, 32, device="meta"), ViewKeys(seed=0, epoch=0, index_B=index, view=0)
+        torch.empty(8, 3, 32, 32, device="meta"), DrawKeys(seed=0, epoch=0, index_B=index, view=0)
     )
     assert views.shape == (8, 3, 32, 32)
 

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tests.trainer.views.viewmaker_as_written import AsWritten
-from trainer.views.counter_rng import ViewKeys
+from data_pipeline.counter_rng import DrawKeys
 from trainer.views.viewmaker import ConvNorm, Viewmaker, ViewmakerConfig, project
 
 
-def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> ViewKeys:
-    return ViewKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
+def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
+    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
 
 
 def pictures(num: int, *, channels: int = 3, size: int = 32) -> Tensor:
@@ -160,7 +160,7 @@ def test_channels_last_changes_nothing(channels: int, size: int) -> None:
 def test_views_are_made_without_waiting_for_the_device() -> None:
     index = torch.arange(8, device="meta")
     viewmaker = make().to("meta")
-    views = viewmaker(torch.empty(8, 3, 32, 32, device="meta"), ViewKeys(seed=0, epoch=0, index_B=index, view=0))
+    views = viewmaker(torch.empty(8, 3, 32, 32, device="meta"), DrawKeys(seed=0, epoch=0, index_B=index, view=0))
     assert views.shape == (8, 3, 32, 32)
 
 

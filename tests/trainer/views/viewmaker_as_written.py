@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.views.counter_rng import ViewKeys, uniform
+from data_pipeline.counter_rng import DrawKeys, uniform
 from trainer.views.viewmaker import Viewmaker
 
 
@@ -30,7 +30,7 @@ class AsWritten(nn.Module):
         self.upsample = nn.Sequential(*up)
         self.out = conv_of(viewmaker.out)
 
-    def forward(self, x: Tensor, keys: ViewKeys) -> Tensor:
+    def forward(self, x: Tensor, keys: DrawKeys) -> Tensor:
         y: Tensor = self.stem(with_noise(x, keys, layer=0))
         for layer, block in enumerate(self.blocks, start=1):
             y = with_noise(y, keys, layer=layer)
@@ -40,7 +40,7 @@ class AsWritten(nn.Module):
         return views.clamp(0, 1) if self.config.clamp else views
 
 
-def with_noise(x: Tensor, keys: ViewKeys, *, layer: int) -> Tensor:
+def with_noise(x: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:
     height, width = x.shape[2:]
     noise = uniform(keys, height * width, purpose=1 + layer).view(-1, 1, height, width)
     return torch.cat([x, noise.to(x.dtype)], dim=1)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.trainer.views.kolmogorov import ks_p_value
-from trainer.views.counter_rng import ViewKeys, uniform
+from data_pipeline.counter_rng import DrawKeys, uniform
 
-KEYS = ViewKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
+KEYS = DrawKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
 
 
 def test_the_kolmogorov_test_accepts_equal_laws_and_rejects_others() -> None:
@@ -25,7 +25,7 @@ def test_the_kolmogorov_test_accepts_equal_laws_and_rejects_others() -> None:
 
 def test_the_hash_is_splitmix64() -> None:
     """SplitMix64 of the seed 0 starts with these numbers (published with the generator by Vigna)."""
-    from trainer.views.counter_rng import _GOLDEN, _mix
+    from data_pipeline.counter_rng import _GOLDEN, _mix
 
     state_N = torch.arange(1, 4, dtype=torch.int64) * _GOLDEN
     values = [value & (2**64 - 1) for value in _mix(state_N).tolist()]

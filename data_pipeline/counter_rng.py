@@ -1,8 +1,10 @@
-"""Counter-based random numbers on the training device: draw `n` of a key is a pure function of (key, n).
+"""Counter-based random numbers, batched and on any device: draw `n` of a key is a pure function of (key, n).
 
-An ordinary generator hands out numbers in the order they are asked for, so the views of a sample would depend on which
-other samples share its batch. Here every number is a hash of its key and counter (the SplitMix64 finaliser of Steele et
-al. 2014), so a sample gets the same view in any batch, on any rank, on CPU and GPU.
+An ordinary generator hands out numbers in the order they are asked for, so the overlay and the views of a sample would
+depend on which other samples share its batch. Here every number is a hash of its key and counter (the SplitMix64 finaliser of Steele et
+al. 2014), so a sample gets the same draws in any batch, on any rank, on CPU and GPU.
+
+`purpose` separates uses of the same keys: view policies use 0 to 99, what is drawn on a sample uses 100 and up.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ _MIX_2 = -7723592293110705685  #  0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
-class ViewKeys:
-    """The key of every draw made for a batch of views: (seed, epoch, sample index, view).
+class DrawKeys:
+    """The key of every draw made for a batch: (seed, epoch, sample index, view).
 
     Attributes:
         seed, epoch, view: numbers shared by the batch; `view` numbers the draws of one sample in one epoch: 0 and 1
             for the two views of a step, 2 and 3 where an alternating update draws again.
-        index_B: (B,) int64 dataset indices, on the device of the pictures.
+        index_B: (B,) int64 dataset indices, on the device of the samples.
     """
 
     seed: int
@@ -36,13 +38,19 @@ class ViewKeys:
         assert self.index_B.dim() == 1
 
 
-def uniform(keys: ViewKeys, num: int, *, purpose: int) -> torch.Tensor:
+def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
     """(B, num) float32 numbers in [0, 1), 24 random bits each; `purpose` separates uses of the same keys."""
     bits = _hash(keys, num, purpose)
     return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
 
 
-def _hash(keys: ViewKeys, num: int, purpose: int) -> torch.Tensor:
+def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tensor:
+    """(B, num) int64 numbers in [0, high), uniform to within high / 2**32; `high` is below 2**31."""
+    assert 0 < high < 1 << 31
+    return _shift_right(_shift_right(_hash(keys, num, purpose), 32) * high, 32)
+
+
+def _hash(keys: DrawKeys, num: int, purpose: int) -> torch.Tensor:
     key_B = _mix(keys.index_B + _mix_int(keys.seed, keys.epoch, keys.view, purpose))
     counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device) * _GOLDEN
     return _mix(key_B[:, None] + counter_N[None, :])
