@@ -1,0 +1,176 @@
+"""Waveforms: reading and writing WAV, one length for a batch, and the crop of sounds that are longer.
+
+Shapes: B batch, T points of every waveform of a batch, X points of all clips laid end to end.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import soundfile
+import torch
+from numpy.typing import NDArray
+from scipy.io import wavfile
+from torch import Tensor
+from torchaudio import functional as audio
+
+from data_pipeline.counter_rng import DrawKeys, integers
+from data_pipeline.errors import UserError
+
+CROP_PURPOSE: Final = 100  # of `data_pipeline.counter_rng`
+_LEVELS = 32_768  # int16 from -1 up to 1
+_EXACT_IN_INT16 = frozenset({"PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"})
+_UNKNOWN_SIZE = 0x7FFF_0000  # a writer that could not seek back leaves a size at or above this
+_DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
+    {(1, 16): np.dtype("<i2"), (3, 32): np.dtype("<f4")}  # by WAV format tag and bits a point
+)
+
+
+def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
+    """The points of a mono WAV file: (T,) int16, exactly as recorded.
+
+    Raises `UserError` that names the file: missing or no WAV, cut off, another rate than `sample_rate` (points a
+    second), more than one channel, no points, or points that int16 cannot hold exactly.
+    """
+    try:
+        data = path.read_bytes()
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            if file.format not in ("WAV", "WAVEX"):
+                raise UserError(f"{path} is not a WAV file but {file.format}; convert it to WAV")
+            if file.samplerate != sample_rate:
+                raise UserError(
+                    f"{path} has {file.samplerate} points a second but {sample_rate} are needed; "
+                    "resample it, or choose the source of its rate"
+                )
+            if file.channels != 1:
+                raise UserError(f"{path} has {file.channels} channels; mix it down to one")
+            if file.subtype not in _EXACT_IN_INT16:
+                raise UserError(f"{path} holds {file.subtype}, which 16 bits cannot hold exactly; convert it to PCM_16")
+            points: NDArray[np.int16] = file.read(dtype="int16")
+        declared, held = next((size, len(chunk)) for name, size, chunk in _chunks(data) if name == b"data")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); mend or remove it") from None
+    except (soundfile.LibsndfileError, StopIteration):
+        raise UserError(f"{path} is not a WAV file; mend or remove it") from None
+    if held < declared < _UNKNOWN_SIZE:
+        raise UserError(f"{path} is cut off: {held} of {declared} bytes of sound are there; copy it again")
+    if points.size == 0:
+        raise UserError(f"{path} holds no sound; mend or remove it")
+    return points
+
+
+def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float32]:
+    """The points of a WAV in memory, as `encode_wav` writes it: a copy, (T,) int16 or float32.
+
+    Only the header is looked at, which takes microseconds. Raises `ValueError` for anything but a whole mono WAV of
+    int16 or float32 points with at least one of them.
+    """
+    dtype: np.dtype[Any] | None = None
+    for name, size, chunk in _chunks(data):
+        if len(chunk) < size:
+            raise ValueError(f"the WAV is cut off: {len(chunk)} of {size} bytes of its chunk {name!r} are there")
+        if name == b"fmt ":
+            if size < 16:
+                raise ValueError("the WAV has no whole format chunk")
+            tag, channels, _, _, _, bits = struct.unpack_from("<HHIIHH", chunk)
+            if channels != 1 or (tag, bits) not in _DTYPES:
+                raise ValueError(f"the WAV has {channels} channels of format {tag} with {bits} bits a point")
+            dtype = _DTYPES[tag, bits]
+        elif name == b"data":
+            if dtype is None:
+                raise ValueError("the WAV has no format before its points")
+            if size == 0 or size % dtype.itemsize:
+                raise ValueError(f"the WAV holds {size} bytes of points, {dtype.itemsize} bytes each")
+            points: NDArray[np.int16] | NDArray[np.float32] = np.frombuffer(chunk, dtype).copy()
+            return points
+    raise ValueError("it is not a WAV with points")
+
+
+def encode_wav(points: NDArray[np.int16] | NDArray[np.float32], *, sample_rate: int) -> bytes:
+    """A mono WAV of (T,) int16 or float32 points; the same points give the same bytes."""
+    assert points.ndim == 1
+    assert points.size
+    assert points.dtype in (np.int16, np.float32)
+    file = io.BytesIO()  # not through libsndfile, whose float WAVs carry the time of day
+    wavfile.write(file, sample_rate, points)
+    return file.getvalue()
+
+
+def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]:
+    """Name, size by the header, and as much as is there of each chunk of a RIFF file; none if it is something else."""
+    view = memoryview(data)
+    if bytes(view[:4]) != b"RIFF" or bytes(view[8:12]) != b"WAVE":
+        return
+    at = 12
+    while at + 8 <= len(view):
+        name, size = struct.unpack_from("<4sI", view, at)
+        yield name, size, view[at + 8 : at + 8 + size]
+        at += 8 + size + size % 2
+
+
+def to_float(waveforms: Tensor) -> Tensor:
+    """int16 points of any shape as float32 in [-1, 1): divided by 32,768, which is exact."""
+    return waveforms.to(torch.float32) / _LEVELS
+
+
+def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
+    """A float sound (..., X) at another rate (points a second): ceil(X * to_rate / from_rate) points.
+
+    A windowed sinc with the Kaiser window that resampy calls `kaiser_best`, the published choice.
+    """
+    resampled: Tensor = audio.resample(
+        sound,
+        from_rate,
+        to_rate,
+        lowpass_filter_width=64,
+        rolloff=0.9475937167399596,
+        resampling_method="sinc_interp_kaiser",
+        beta=14.769656459379492,
+    )
+    return resampled
+
+
+def crop_last(keys: DrawKeys) -> Tensor:
+    """(B,) bool, a fair coin for each key: whether a sound that is too long keeps its last points or its first."""
+    return integers(keys, 1, 2, purpose=CROP_PURPOSE)[:, 0].bool()
+
+
+def fit_length(clips: Sequence[Tensor], num_points: int, *, last_B: Tensor) -> Tensor:
+    """Clips (any length,) of one dtype in host memory as one batch (B, T = num_points) of that dtype.
+
+    Zeros follow a clip that is shorter; one that is longer keeps its last T points where `last_B` (B,) bool is true,
+    its first T points elsewhere.
+    """
+    assert len(clips) == len(last_B)
+    waveforms_BT = torch.zeros((len(clips), num_points), dtype=clips[0].dtype)
+    for waveform_T, clip, last in zip(waveforms_BT, clips, last_B.tolist(), strict=True):
+        kept = clip[-num_points:] if last else clip[:num_points]
+        waveform_T[: len(kept)] = kept
+    return waveforms_BT
+
+
+def gather_clips(flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: int, *, last_B: Tensor) -> Tensor:
+    """`fit_length` of clips that lie end to end in one tensor on any device: (B, T = num_points), dtype of `flat_X`.
+
+    `start_B` and `length_B` are (B,) int64, `last_B` (B,) bool, on that device; nothing is copied to the host.
+    """
+    if flat_X.device.type == "cpu":  # slices are several times as fast there as an index for every point
+        ranges = zip(start_B.tolist(), length_B.tolist(), strict=True)
+        return fit_length([flat_X[start : start + length] for start, length in ranges], num_points, last_B=last_B)
+    return gather_clips_by_index(flat_X, start_B, length_B, num_points, last_B=last_B)
+
+
+def gather_clips_by_index(
+    flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: int, *, last_B: Tensor
+) -> Tensor:
+    """`gather_clips` by one gather, without a loop over the batch: what it does on an accelerator."""
+    first_B = start_B + (length_B - num_points).clamp(min=0) * last_B
+    point_T = torch.arange(num_points, device=flat_X.device)
+    waveforms_BT = flat_X[(first_B[:, None] + point_T).clamp_(max=flat_X.numel() - 1)]
+    return waveforms_BT.masked_fill_(point_T >= length_B[:, None], 0)
