@@ -1,64 +1,113 @@
 """C+Letters (Tamkin et al. 2022): one capital in one colour, four times, each copy somewhere in its corner.
 
 The face is Liberation Sans, which is free and drawn to the widths of the original's Arial; at 12 pixels its capitals
-are 9 pixels high and begin 2 below the drawing point. In the right column the last pixels of a W, and in the lower row
-those of a Q's tail, can fall off the picture's edge, as they do in the original.
+are 9 pixels high and begin 2 below the drawing point. In the right column a W can lose its last pixel at the picture's
+edge, as in the original. The tail of a Q reaches 2 pixels below the baseline, where Arial's reaches 1, so that in the
+lower row a Q can lose up to 2 pixels, one more than in the original.
+
+Shapes: B batch, K classes, P places, H height, W width; in G coordinates, those of a glyph.
 """
 
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.random import Generator
-from numpy.typing import NDArray
+import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Overlaid
+from data_pipeline.counter_rng import DrawKeys, integers
+from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay, divide_by_255
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 
 FONT_PATH: Final = Path(__file__).parent / "assets" / "LiberationSans-Regular.ttf"
 FONT_SIZE: Final = 12
+GLYPH_SIZE: Final = 2 * FONT_SIZE
 NEAR, FAR = (0, 6), (16, 21)  # inclusive ranges of a drawing point's coordinate
-PLACES: Final = ((NEAR, NEAR), (FAR, NEAR), (NEAR, FAR), (FAR, FAR))  # of x and y
+_CLASS, _COLOUR, _NEAR, _FAR = range(FIRST_PURPOSE, FIRST_PURPOSE + 4)
 
 
-@cache
-def glyph(letter: str) -> Image.Image:
-    """How much of each pixel the letter covers, mode L, with its drawing point at (0, 0)."""
+def render_glyphs() -> Tensor:
+    """(26, 24, 24) uint8: how much of each pixel A to Z cover, of 255, with the drawing point at (0, 0)."""
     # Without the basic layout the result would depend on whether libraqm is installed.
     font = ImageFont.truetype(FONT_PATH, FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
-    picture = Image.new("L", (2 * FONT_SIZE, 2 * FONT_SIZE))
-    ImageDraw.Draw(picture).text((0, 0), letter, fill=255, font=font, anchor="la")
-    return picture
+    glyphs = []
+    for letter in string.ascii_uppercase:
+        picture = Image.new("L", (GLYPH_SIZE, GLYPH_SIZE))
+        ImageDraw.Draw(picture).text((0, 0), letter, fill=255, font=font, anchor="la")
+        glyphs.append(np.array(picture))
+    return torch.from_numpy(np.stack(glyphs))
 
 
-@dataclass(frozen=True)
-class Letters:
-    """Twenty-six classes, uniform; the colour is uniform over the RGB cube and opaque."""
-
-    class_names: tuple[str, ...] = tuple(string.ascii_uppercase)
-
-    def __call__(self, image: NDArray[np.uint8], rng: Generator) -> Overlaid:
-        label = int(rng.integers(len(self.class_names)))
-        red, green, blue = rng.integers(256, size=3).tolist()
-        ink = glyph(self.class_names[label])
-        drawn = Image.fromarray(image)
-        mask = np.full(image.shape[:2], MASK_OUTSIDE, dtype=np.uint8)
-        for (x_first, x_last), (y_first, y_last) in PLACES:
-            x, y = int(rng.integers(x_first, x_last + 1)), int(rng.integers(y_first, y_last + 1))
-            drawn.paste((red, green, blue), (x, y), ink)
-            _mark(mask, ink, x, y)
-        return Overlaid(np.asarray(drawn), label, mask)
+def glyph_mask(glyph_GG: Tensor) -> Tensor:
+    """The three mask levels of one glyph, in its own coordinates: its ink inside the tight box of its ink."""
+    ink = glyph_GG > 0
+    rows, columns = ink.any(dim=1).nonzero(), ink.any(dim=0).nonzero()
+    mask = torch.full_like(glyph_GG, MASK_OUTSIDE)
+    mask[int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1] = MASK_BOX
+    mask[ink] = MASK_OBJECT
+    return mask
 
 
-def _mark(mask: NDArray[np.uint8], ink: Image.Image, x: int, y: int) -> None:
-    """Write one copy of a glyph into the mask; where copies overlap, the higher level stays."""
-    left, top, right, bottom = ink.getbbox() or (0, 0, 0, 0)
-    inked = np.asarray(ink)[top:bottom, left:right] > 0
-    box = mask[y + top : y + bottom, x + left : x + right]  # a slice ends at the picture's edge by itself
-    height, width = box.shape
-    np.maximum(box, np.where(inked[:height, :width], MASK_OBJECT, MASK_BOX), out=box, casting="unsafe")
+class Letters(PictureOverlay):
+    """Twenty-six classes, uniform; the colour is uniform over the RGB cube and opaque. For pictures of 32x32.
+
+    Args:
+        glyphs_KHW: (26, 24, 24) uint8 as `render_glyphs` makes them, which is done where None is given. They are kept
+            with a dataset, because another version of Pillow may draw other pixels.
+
+    Raises:
+        ValueError: `glyphs_KHW` is of another shape or dtype, or a glyph has no ink.
+    """
+
+    class_names = tuple(string.ascii_uppercase)
+    glyphs_KHW: Tensor
+    masks_KHW: Tensor
+
+    def __init__(self, glyphs_KHW: Tensor | None = None) -> None:
+        super().__init__()
+        glyphs_KHW = render_glyphs() if glyphs_KHW is None else glyphs_KHW
+        if glyphs_KHW.shape != (26, GLYPH_SIZE, GLYPH_SIZE) or glyphs_KHW.dtype != torch.uint8:
+            raise ValueError(
+                f"glyphs_KHW is {tuple(glyphs_KHW.shape)} {glyphs_KHW.dtype}; give (26, {GLYPH_SIZE}, {GLYPH_SIZE}) "
+                "uint8"
+            )
+        if not glyphs_KHW.flatten(1).any(dim=1).all():
+            raise ValueError("glyphs_KHW has a glyph without ink; give coverage from 0 to 255")
+        self.register_buffer("glyphs_KHW", glyphs_KHW)
+        self.register_buffer("masks_KHW", torch.stack([glyph_mask(glyph) for glyph in glyphs_KHW]), persistent=False)
+
+    def draw(self, keys: DrawKeys) -> Layer:
+        """One letter for each key."""
+        label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
+        colour_BC = integers(keys, 3, 256, purpose=_COLOUR).to(torch.uint8)
+        x_BP, y_BP = drawing_points(keys)
+        transparency_BPHW = 255 - _placed(self.glyphs_KHW, label_B, x_BP, y_BP).to(torch.int32)
+        through_BHW = transparency_BPHW[:, 0]
+        for place in range(1, transparency_BPHW.shape[1]):  # where copies overlap, each hides a share of what is left
+            through_BHW = divide_by_255(through_BHW * transparency_BPHW[:, place])
+        mask_BHW = _placed(self.masks_KHW, label_B, x_BP, y_BP).amax(dim=1)
+        return Layer(label_B, colour_BC[:, :, None, None], (255 - through_BHW).to(torch.uint8), mask_BHW)
+
+
+def drawing_points(keys: DrawKeys) -> tuple[Tensor, Tensor]:
+    """x and y, (B, 4) int64 each, of the copies at the top left, top right, bottom left and bottom right."""
+    near_BN = NEAR[0] + integers(keys, 4, NEAR[1] - NEAR[0] + 1, purpose=_NEAR)
+    far_BN = FAR[0] + integers(keys, 4, FAR[1] - FAR[0] + 1, purpose=_FAR)
+    x_BP = torch.stack([near_BN[:, 0], far_BN[:, 0], near_BN[:, 1], far_BN[:, 1]], dim=1)
+    y_BP = torch.stack([near_BN[:, 2], near_BN[:, 3], far_BN[:, 2], far_BN[:, 3]], dim=1)
+    return x_BP, y_BP
+
+
+def _placed(glyphs_KHW: Tensor, label_B: Tensor, x_BP: Tensor, y_BP: Tensor) -> Tensor:
+    """(B, P, 32, 32): each sample's glyph with its drawing point at each of its places, cut at the picture's edge."""
+    # A picture with the glyph at (x, y) is a window of one canvas that holds the glyph at (last, last).
+    last = FAR[1]
+    after = IMAGE_SIZE - GLYPH_SIZE
+    canvas_KHW = F.pad(glyphs_KHW, (last, after, last, after))
+    windows = canvas_KHW.unfold(1, IMAGE_SIZE, 1).unfold(2, IMAGE_SIZE, 1)
+    return windows[label_B[:, None], last - y_BP, last - x_BP]

@@ -2,19 +2,21 @@
 
 Place and size never change, only class and colour do. The rasters are stored as the columns that each row covers,
 because they are those of the original's drawing library and must not change with a later one.
+
+Shapes: B batch, C channels, H height, W width, K classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
-from numpy.random import Generator
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Overlaid
+from data_pipeline.counter_rng import DrawKeys, integers
+from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 
 FIRST, LAST = 10, 21  # the box of every shape, inclusive, in both axes
 ALPHA: Final = 180  # of 255
@@ -33,34 +35,33 @@ _ROWS: Final = MappingProxyType(
         ),
     }
 )
+_CLASS, _COLOUR = FIRST_PURPOSE, FIRST_PURPOSE + 1
 
 
-def shape_mask(name: str) -> NDArray[np.uint8]:
-    """(32, 32) uint8 in the three levels of `Overlaid.mask`: the shape inside its box."""
-    mask = np.full((32, 32), MASK_OUTSIDE, dtype=np.uint8)
-    mask[FIRST : LAST + 1, FIRST : LAST + 1] = MASK_BOX
+def shape_mask(name: str) -> Tensor:
+    """(32, 32) uint8 in the three mask levels: the shape inside its box."""
+    mask_HW = torch.full((IMAGE_SIZE, IMAGE_SIZE), MASK_OUTSIDE, dtype=torch.uint8)
+    mask_HW[FIRST : LAST + 1, FIRST : LAST + 1] = MASK_BOX
     for row, (first, last) in enumerate(_ROWS[name], start=FIRST):
-        mask[row, first : last + 1] = MASK_OBJECT
-    return mask
+        mask_HW[row, first : last + 1] = MASK_OBJECT
+    return mask_HW
 
 
-def blend(below: NDArray[np.uint8], colour: NDArray[np.integer], *, alpha: int) -> NDArray[np.uint8]:
-    """`colour` over `below` at opacity `alpha` of 255, each channel rounded to the nearest grey level."""
-    total = below.astype(np.uint32) * (255 - alpha) + colour.astype(np.uint32) * alpha
-    return ((total + 127) // 255).astype(np.uint8)
+class Shapes(PictureOverlay):
+    """Three classes, uniform; the colour is uniform over the RGB cube. For pictures of 32x32."""
 
+    class_names = tuple(_ROWS)
+    masks_KHW: Tensor
 
-@dataclass(frozen=True)
-class Shapes:
-    """Three classes, uniform; the colour is uniform over the RGB cube."""
+    def __init__(self) -> None:
+        super().__init__()
+        masks_KHW = torch.stack([shape_mask(name) for name in self.class_names])
+        self.register_buffer("masks_KHW", masks_KHW, persistent=False)
 
-    class_names: tuple[str, ...] = tuple(_ROWS)
-
-    def __call__(self, image: NDArray[np.uint8], rng: Generator) -> Overlaid:
-        label = int(rng.integers(len(self.class_names)))
-        colour = rng.integers(256, size=3)
-        mask = shape_mask(self.class_names[label])
-        inside = mask == MASK_OBJECT
-        drawn = image.copy()
-        drawn[inside] = blend(image[inside], colour, alpha=ALPHA)
-        return Overlaid(drawn, label, mask)
+    def draw(self, keys: DrawKeys) -> Layer:
+        """One shape for each key."""
+        label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
+        colour_BC = integers(keys, 3, 256, purpose=_COLOUR).to(torch.uint8)
+        mask_BHW = self.masks_KHW[label_B]
+        alpha_BHW = (mask_BHW == MASK_OBJECT).to(torch.uint8) * ALPHA
+        return Layer(label_B, colour_BC[:, :, None, None], alpha_BHW, mask_BHW)

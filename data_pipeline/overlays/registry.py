@@ -1,0 +1,94 @@
+"""The overlays by name, and their one file format: what a dataset keeps so that its overlay can be drawn elsewhere.
+
+Comes in: an overlay. Goes out: a safetensors file of its persistent buffers whose header says kind and options, and
+from that file the same overlay again, on the CPU. What may never happen: a file whose bytes differ from one run to the
+next, or an overlay read back that draws otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import safetensors
+import safetensors.torch
+
+from data_pipeline.errors import UserError, nearest
+from data_pipeline.overlays import Overlay
+from data_pipeline.overlays.digits import Digits
+from data_pipeline.overlays.letters import Letters
+from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.schema import Schema
+
+OVERLAYS: Final[Mapping[str, type[Overlay]]] = MappingProxyType(
+    {"shapes": Shapes, "digits": Digits, "letters": Letters}
+)
+_HEADER_KEY: Final = "overlay"
+
+
+class OverlayHeader(Schema):
+    """What the file says of an overlay besides its buffers: its name in `OVERLAYS`, and its options."""
+
+    kind: str
+    options: dict[str, str | int | float]
+
+
+def kind_of(overlay: Overlay) -> str:
+    """The name of an overlay's class in `OVERLAYS`; raises `UserError` if it has none."""
+    for kind, overlay_class in OVERLAYS.items():
+        if type(overlay) is overlay_class:
+            return kind
+    raise UserError(
+        f"{type(overlay).__name__} has no name in data_pipeline.overlays.registry.OVERLAYS; add a line there"
+    )
+
+
+def save_overlay(overlay: Overlay, path: Path) -> str:
+    """Write `overlay` to `path` and return the sha256 of the file. The same overlay gives the same bytes each time."""
+    header = OverlayHeader(kind=kind_of(overlay), options=overlay.options())
+    buffers = {name: tensor.cpu().contiguous() for name, tensor in overlay.state_dict().items()}
+    # One key alone, because safetensors writes several in an order that differs from process to process.
+    data = safetensors.torch.save(buffers, metadata={_HEADER_KEY: header.model_dump_json()})
+    path.write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
+    """The overlay that `save_overlay` wrote, on the CPU.
+
+    Raises `UserError` if the file is missing, is damaged, is not the one with `sha256` (None: any), or holds an overlay
+    that this version does not know.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f"{path} is not the file that the manifest names by sha256; copy or build the dataset again")
+    try:
+        header = _read_header(data)
+        buffers = safetensors.torch.load(data)
+    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path} is not a whole overlay file ({error}); copy or build the dataset again") from None
+    kind = header.kind
+    if kind not in OVERLAYS:
+        raise UserError(f'{path} holds an unknown overlay "{kind}"{nearest(kind, OVERLAYS)}')
+    try:
+        return OVERLAYS[kind](**buffers, **header.options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} does not hold a {kind} overlay ({error}); copy or build the dataset again") from None
+
+
+def _read_header(data: bytes) -> OverlayHeader:
+    """What `save_overlay` said about the overlay; raises `ValueError`, `KeyError` or `TypeError` if it is not there.
+
+    Read by hand, because safetensors gives the metadata of a file alone, and the bytes were read to be hashed. A file
+    begins with the length of its JSON header in eight bytes, little-endian.
+    """
+    num_bytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + num_bytes])["__metadata__"][_HEADER_KEY]
+    return OverlayHeader.parse(json.loads(header), where="its header")
