@@ -35,24 +35,34 @@ _DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
 def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
     """The points of a mono WAV file: (T,) int16, exactly as recorded.
 
-    Raises `UserError` that names the file: missing or no WAV, cut off, another rate than `sample_rate` (points a
-    second), more than one channel, no points, or points that int16 cannot hold exactly.
+    Raises `UserError` that names the file where `read_wav_at_its_rate` does, or where the rate is not `sample_rate`,
+    in points a second.
+    """
+    points, rate = read_wav_at_its_rate(path)
+    if rate != sample_rate:
+        raise UserError(
+            f"{path} has {rate} points a second but {sample_rate} are needed; resample it, or choose another source"
+        )
+    return points
+
+
+def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
+    """The points of a mono WAV file, (T,) int16 exactly as recorded, and its rate in points a second.
+
+    Raises `UserError` that names the file: missing or no WAV, cut off, more than one channel, no points, or points
+    that int16 cannot hold exactly.
     """
     try:
         data = path.read_bytes()
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             if file.format not in ("WAV", "WAVEX"):
                 raise UserError(f"{path} is not a WAV file but {file.format}; convert it to WAV")
-            if file.samplerate != sample_rate:
-                raise UserError(
-                    f"{path} has {file.samplerate} points a second but {sample_rate} are needed; "
-                    "resample it, or choose the source of its rate"
-                )
             if file.channels != 1:
                 raise UserError(f"{path} has {file.channels} channels; mix it down to one")
             if file.subtype not in _EXACT_IN_INT16:
                 raise UserError(f"{path} holds {file.subtype}, which 16 bits cannot hold exactly; convert it to PCM_16")
             points: NDArray[np.int16] = file.read(dtype="int16")
+            rate: int = file.samplerate
         declared, held = next((size, len(chunk)) for name, size, chunk in _chunks(data) if name == b"data")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); mend or remove it") from None
@@ -62,7 +72,7 @@ def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
         raise UserError(f"{path} is cut off: {held} of {declared} bytes of sound are there; copy it again")
     if points.size == 0:
         raise UserError(f"{path} holds no sound; mend or remove it")
-    return points
+    return points, rate
 
 
 def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float32]:

@@ -1,0 +1,72 @@
+"""AudioMNIST (Becker et al. 2018): 60 speakers say the ten digits 50 times each, 30,000 WAV files of 48 kHz."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.audio.waveform import read_wav
+from data_pipeline.errors import UserError
+from data_pipeline.sample import Record
+
+NUM_SPEAKERS: Final = 60
+# The published split; Tamkin et al. 2022 train on the speakers that it trains and validates on.
+TEST_SPEAKERS: Final = (5, 13, 18, 22, 26, 32, 33, 42, 45, 51, 52, 60)
+_NAME = re.compile(r"([0-9])_([0-9]{2})_(0|[1-9][0-9]*)\.wav")
+
+
+class AudioMnist:
+    """The spoken digits of one split's speakers, from the published layout `ROOT[/data]/SPEAKER/DIGIT_SPEAKER_TAKE.wav`
+    with speakers 01 to 60, in the order of speaker, digit and take: 24,000 records of 48 speakers, or 6,000 of 12.
+
+    Raises `UserError` that names a speaker's folder that is missing or empty, or a WAV file with another name. No file
+    is opened before it is asked for; one that is no mono WAV of 48 kHz raises then.
+    """
+
+    description = "audiomnist"
+    class_names = tuple("0123456789")
+    sample_rate = 48_000
+
+    def __init__(self, root: Path, *, split: str) -> None:
+        self.root = root / "data" if (root / "data").is_dir() else root
+        if not self.root.is_dir():
+            raise UserError(f"{self.root} is not a folder; give --root the folder of AudioMNIST's data/01 to data/60")
+        speakers = [
+            speaker for speaker in range(1, NUM_SPEAKERS + 1) if (speaker in TEST_SPEAKERS) == (split == "test")
+        ]
+        if missing := [speaker for speaker in speakers if not (self.root / f"{speaker:02d}").is_dir()]:
+            names = ", ".join(f"{speaker:02d}" for speaker in missing)
+            raise UserError(
+                f"{self.root} lacks {len(missing)} of the {split} split's {len(speakers)} speaker folders ({names}); "
+                "copy them from AudioMNIST's data folder"
+            )
+        takes = sorted(take for speaker in speakers for take in _takes(self.root / f"{speaker:02d}", speaker))
+        # Numbers, not names: 30,000 strings would be copied into every worker.
+        self._speakers, digits, self._takes = np.array(takes, dtype=np.int32).T
+        self.labels: NDArray[np.int64] = digits.astype(np.int64)
+
+    def __getitem__(self, number: int) -> Record:
+        speaker, digit = f"{self._speakers[number]:02d}", int(self.labels[number])
+        path = self.root / speaker / f"{digit}_{speaker}_{self._takes[number]}.wav"
+        return Record(read_wav(path, sample_rate=self.sample_rate), digit)
+
+
+def _takes(folder: Path, speaker: int) -> list[tuple[int, int, int]]:
+    """(speaker, digit, take) of each WAV file in a speaker's folder; hidden files and other endings are passed over."""
+    takes = []
+    for path in folder.iterdir():
+        if path.suffix.lower() != ".wav" or path.name.startswith("."):
+            continue
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[2]) != speaker:
+            raise UserError(
+                f"{path} is not named DIGIT_{speaker:02d}_TAKE.wav as AudioMNIST's files are; rename or remove it"
+            )
+        takes.append((speaker, int(match[1]), int(match[3])))
+    if not takes:
+        raise UserError(f"{folder} holds no WAV files; copy them from AudioMNIST's data folder")
+    return takes

@@ -1,0 +1,96 @@
+"""Background sounds to hear behind speech: the three published recordings, or three that are made without a download.
+
+One long sound is one class, in the order babble, traffic, machinery (Tamkin et al. 2022).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.audio.waveform import read_wav_at_its_rate, resample, to_float
+from data_pipeline.errors import UserError
+from data_pipeline.randomness import generator
+
+FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")
+_PROCEDURAL_SECONDS = 30  # as long as the published recordings
+
+Sound = NDArray[np.float64]  # (X,): points of one long sound
+
+
+def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor]:
+    """The three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
+
+    Raises `UserError` that names the file: missing, no mono WAV, shorter than the `num_points` points that are heard
+    behind a sample, or without any sound in it.
+    """
+    if missing := [name for name in FILE_NAMES if not (root / name).is_file()]:
+        raise UserError(
+            f"{root} lacks {' and '.join(missing)}; give --noise-root the folder of {', '.join(FILE_NAMES)}"
+        )
+    sounds = []
+    for name in FILE_NAMES:
+        points, rate = read_wav_at_its_rate(root / name)
+        sound = resample(to_float(torch.from_numpy(points)), from_rate=rate, to_rate=sample_rate)
+        if len(sound) < num_points:
+            raise UserError(
+                f"{root / name} lasts {len(points) / rate:.2f} s but {num_points / sample_rate:.2f} s are needed; "
+                "give a longer recording"
+            )
+        if not points.any():
+            raise UserError(f"{root / name} is silent; give a recording with sound in it")
+        sounds.append(sound)
+    return sounds
+
+
+def procedural_sounds(seed: int, *, sample_rate: int, num_points: int) -> list[Tensor]:
+    """Three sounds that depend on the arguments alone, as `read_sounds` returns them; they need no download.
+
+    Babble is eight voices that come and go in syllables, traffic a rumble that swells and fades as cars pass, machinery
+    a hum with its harmonics under a steady clatter. Each lasts 30 s, or twice `num_points` where that is longer.
+    """
+    num = max(_PROCEDURAL_SECONDS * sample_rate, 2 * num_points)
+    sounds = []
+    for name, make in (("babble", _babble), ("traffic", _traffic), ("machinery", _machinery)):
+        sound = make(num, sample_rate, generator(seed, f"background {name}"))
+        sounds.append(torch.from_numpy((0.9 * sound / np.abs(sound).max()).astype(np.float32)))
+    return sounds
+
+
+def _babble(num: int, sample_rate: int, rng: Generator) -> Sound:
+    total = np.zeros(num)
+    for _ in range(8):
+        formant, width = rng.uniform(350, 1_800), rng.uniform(150, 500)
+        voice = _noise(num, sample_rate, rng, low=formant - width, high=formant + width)
+        total += voice * np.maximum(_noise(num, sample_rate, rng, low=1, high=5), 0)
+    return total
+
+
+def _traffic(num: int, sample_rate: int, rng: Generator) -> Sound:
+    rumble = _noise(num, sample_rate, rng, low=20, high=160)
+    tyres = _noise(num, sample_rate, rng, low=200, high=1_200)
+    passing = np.exp(0.7 * _noise(num, sample_rate, rng, low=0.05, high=0.4))
+    return passing * (rumble + 0.3 * tyres)
+
+
+def _machinery(num: int, sample_rate: int, rng: Generator) -> Sound:
+    time = np.arange(num) / sample_rate
+    hum = sum(rng.uniform(0.3, 1) / k * np.sin(2 * np.pi * (50 * k * time + rng.random())) for k in range(1, 13))
+    strokes = np.exp(-60 * (time % (1 / 11)))  # eleven a second
+    return np.asarray(hum) + 1.5 * strokes * _noise(num, sample_rate, rng, low=800, high=3_500)
+
+
+def _noise(num: int, sample_rate: int, rng: Generator, *, low: float, high: float) -> Sound:
+    """(num,) Gaussian noise of standard deviation 1 with frequencies from `low` to `high` Hz alone."""
+    frequency = np.fft.rfftfreq(num, 1 / sample_rate)
+    kept = (frequency >= low) & (frequency <= high)
+    spectrum = np.zeros(len(frequency), dtype=np.complex128)
+    spectrum[kept] = rng.standard_normal((2, int(kept.sum()))).T.copy().view(np.complex128)[:, 0]
+    sound = np.fft.irfft(spectrum, num)
+    return np.asarray(sound / sound.std(), dtype=np.float64)

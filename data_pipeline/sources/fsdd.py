@@ -1,0 +1,69 @@
+"""The Free Spoken Digit Dataset (Jackson et al. 2018): six speakers say the ten digits, 3,000 WAV files of 8 kHz."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.audio.waveform import read_wav
+from data_pipeline.errors import UserError, nearest
+from data_pipeline.sample import Record
+
+DEFAULT_TEST_SPEAKER: Final = "yweweler"
+_NAME = re.compile(r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav")
+
+
+class Fsdd:
+    """The spoken digits of one split's speakers, from the published layout `ROOT[/recordings]/DIGIT_SPEAKER_INDEX.wav`,
+    in the order of speaker, digit and index: the test split is one speaker, the train split all the others.
+
+    Raises `UserError` that names the folder or file: no recordings, a WAV file with another name, an unknown test
+    speaker, or nobody left to train on. No file is opened before it is asked for; one that is no mono WAV of 8 kHz
+    raises then.
+    """
+
+    class_names = tuple("0123456789")
+    sample_rate = 8_000
+
+    def __init__(self, root: Path, *, split: str, test_speaker: str = DEFAULT_TEST_SPEAKER) -> None:
+        self.root = root / "recordings" if (root / "recordings").is_dir() else root
+        recordings = _recordings(self.root)
+        speakers = {speaker for speaker, _, _ in recordings}
+        if test_speaker not in speakers:
+            raise UserError(f'{self.root} has no speaker "{test_speaker}"{nearest(test_speaker, speakers)}')
+        if len(speakers) == 1:
+            raise UserError(f"{self.root} holds one speaker alone, {test_speaker}; add the recordings of others")
+        self.description = f"fsdd, test speaker {test_speaker}"
+        chosen = sorted(entry for entry in recordings if (entry[0] == test_speaker) == (split == "test"))
+        self._speakers = tuple(speaker for speaker, _, _ in chosen)
+        self._indices = tuple(index for _, _, index in chosen)
+        self.labels: NDArray[np.int64] = np.array([digit for _, digit, _ in chosen], dtype=np.int64)
+
+    def __getitem__(self, number: int) -> Record:
+        digit = int(self.labels[number])
+        path = self.root / f"{digit}_{self._speakers[number]}_{self._indices[number]}.wav"
+        return Record(read_wav(path, sample_rate=self.sample_rate), digit)
+
+
+def _recordings(folder: Path) -> list[tuple[str, int, int]]:
+    """(speaker, digit, index) of each WAV file in a folder; hidden files and other endings are passed over."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give --root the folder of the Free Spoken Digit Dataset")
+    recordings = []
+    for path in folder.iterdir():
+        if path.suffix.lower() != ".wav" or path.name.startswith("."):
+            continue
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            raise UserError(
+                f"{path} is not named DIGIT_SPEAKER_INDEX.wav as the Free Spoken Digit Dataset's files are; "
+                "rename or remove it"
+            )
+        recordings.append((match[2], int(match[1]), int(match[3])))
+    if not recordings:
+        raise UserError(f"{folder} holds no WAV files; unpack the Free Spoken Digit Dataset's recordings there")
+    return recordings
