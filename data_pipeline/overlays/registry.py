@@ -21,11 +21,12 @@ from data_pipeline.errors import UserError, nearest
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.letters import Letters
+from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.schema import Schema
 
 OVERLAYS: Final[Mapping[str, type[Overlay]]] = MappingProxyType(
-    {"shapes": Shapes, "digits": Digits, "letters": Letters}
+    {"shapes": Shapes, "digits": Digits, "letters": Letters, "noise": Noise}
 )
 _HEADER_KEY: Final = "overlay"
 

@@ -1,9 +1,10 @@
 """Handwritten digits to draw over pictures: MNIST (LeCun et al. 1998), or the small set that scikit-learn ships.
 
-The published C+Digits draws from the 60,000 MNIST training digits for the training and for the test pictures. Where
-MNIST's training files are at hand that is done; where only its 10,000 test digits are, digits 0 to 7,999 serve the
-train split and 8,000 to 9,999 the test split. scikit-learn's 1,797 digits are cut in the same way: 0 to 1,436, and
-1,437 to 1,796.
+The published C+Digits draws from the 60,000 MNIST training digits for the training and for the test pictures, so that
+a test picture can show a digit that was trained on. The variant without this leak takes MNIST's 10,000 test digits for
+the test pictures. Where MNIST's training files are not at hand but its test digits are, digits 0 to 7,999 of those
+serve the train split and 8,000 to 9,999 the test split. scikit-learn's 1,797 digits are cut in the same way: 0 to
+1,436, and 1,437 to 1,796.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +42,18 @@ class DigitSource:
         return f"{self.name} ({hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:12]})"
 
 
-def mnist_digits(root: Path, *, split: str) -> DigitSource:
+def mnist_digits(root: Path, *, split: str, test_digits: Literal["train", "test"] = "train") -> DigitSource:
     """The MNIST digits for one split from torchvision's layout, `root/MNIST/raw/*-ubyte` or `*-ubyte.gz`.
+
+    `test_digits` says which of MNIST's digits the test split gets where its training files are at hand: the `train`
+    digits, as published, or its own `test` digits, none of which is trained on.
 
     Raises `UserError` where the files are missing or damaged.
     """
     raw = root / "MNIST" / "raw"
     if _find(raw, "train-images-idx3-ubyte") is not None:
+        if split == "test" and test_digits == "test":
+            return DigitSource("mnist test digits", *_read_pair(raw, "t10k"))
         return DigitSource("mnist train digits", *_read_pair(raw, "train"))
     if _find(raw, "t10k-images-idx3-ubyte") is None:
         raise UserError(

@@ -1,0 +1,127 @@
+"""Background sounds behind speech (Tamkin et al. 2022): babble, traffic or machinery, quiet, from the start to the end.
+
+Each class is one recording. It is scaled so that its largest value anywhere is `volume`, then cut to the length of the
+speech and added to it; the speech keeps its loudness.
+
+Shapes: B batch, T points of an input, K classes, X points of all recordings one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from data_pipeline.counter_rng import DrawKeys, integers
+from data_pipeline.errors import UserError
+from data_pipeline.overlays import FIRST_PURPOSE, Overlaid, Overlay
+
+Crop = Literal["first_or_last", "random_offset", "first"]
+
+_CLASS, _CROP = FIRST_PURPOSE + 1, FIRST_PURPOSE + 2  # the first of all cuts the speech (data_pipeline.audio.waveform)
+_OFFSET_STEPS: Final = 1 << 30  # of a random offset: far more than a recording has points, and the product fits 64 bits
+
+
+class Noise(Overlay):
+    """Three classes, uniform.
+
+    Args:
+        sounds_X: (X,) float32, the recordings one after another, each with the largest magnitude 1.
+        length_K: (3,) int64, the number of points of each; together X.
+        num_points: T, at most the shortest recording.
+        volume: the largest magnitude of a scaled recording, from 0, which is silence, to 1; published: 0.05.
+        crop: `first_or_last` T points of the recording, evenly, as published for training; always the `first`, as
+            published for the test; or T points from a `random_offset`, uniform over all of them.
+
+    Raises:
+        UserError: a recording is shorter than the crop, or the volume is out of range.
+        ValueError: another argument is not as above.
+    """
+
+    class_names = ("babble", "traffic", "machinery")
+    sounds_X: Tensor
+    length_K: Tensor
+    _start_K: Tensor
+
+    def __init__(self, *, sounds_X: Tensor, length_K: Tensor, num_points: int, volume: float, crop: Crop) -> None:
+        super().__init__()
+        if length_K.shape != (len(self.class_names),) or length_K.dtype != torch.int64:
+            raise ValueError(f"length_K is {length_K}; give {len(self.class_names)} lengths in int64")
+        if sounds_X.shape != (int(length_K.sum()),) or sounds_X.dtype != torch.float32:
+            raise ValueError(
+                f"sounds_X is {tuple(sounds_X.shape)} {sounds_X.dtype}; give ({int(length_K.sum())},) float32"
+            )
+        if not 0 <= volume <= 1:
+            raise UserError(f"the noise volume is {volume}; give a number from 0, which is silence, to 1")
+        if crop not in get_args(Crop) or num_points < 1:
+            raise ValueError(
+                f"crop is {crop!r}, num_points {num_points}; give one of {', '.join(get_args(Crop))}, and 1 or more"
+            )
+        for name, length in zip(self.class_names, length_K.tolist(), strict=True):
+            _check_length(name, length, num_points)
+        self.num_points, self.volume, self.crop = num_points, volume, crop
+        self.register_buffer("sounds_X", sounds_X)
+        self.register_buffer("length_K", length_K)
+        self.register_buffer("_start_K", length_K.cumsum(0) - length_K, persistent=False)
+
+    @classmethod
+    def of(cls, sounds: Sequence[Tensor], *, num_points: int, volume: float, crop: Crop) -> Self:
+        """From one recording a class, (any length,) float32, in any scale, at the rate of the speech.
+
+        Of recordings of which only the first or last points can be heard, only those are kept.
+
+        Raises `UserError` if a recording is shorter than `num_points`, silent, or holds a number that is not finite.
+        """
+        kept = []
+        for name, sound in zip(cls.class_names, sounds, strict=True):
+            _check_length(name, len(sound), num_points)
+            peak = sound.abs().max()
+            if not 0 < peak < torch.inf:
+                raise UserError(
+                    f'the background sound "{name}" has the largest magnitude {float(peak)}, so it cannot be scaled; '
+                    "replace the file"
+                )
+            scaled = sound / peak
+            match crop:
+                case "first_or_last":
+                    kept.append(torch.cat([scaled[:num_points], scaled[-num_points:]]))
+                case "first":
+                    kept.append(scaled[:num_points])
+                case "random_offset":
+                    kept.append(scaled)
+        length_K = torch.tensor([len(sound) for sound in kept])
+        return cls(sounds_X=torch.cat(kept), length_K=length_K, num_points=num_points, volume=volume, crop=crop)
+
+    def options(self) -> dict[str, str | int | float]:
+        return {"num_points": self.num_points, "volume": self.volume, "crop": self.crop}
+
+    def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
+        """Add one background sound to each waveform, (B, T) float32 of `num_points`; the sum is not clipped."""
+        assert inputs.shape == (len(keys.index_B), self.num_points), (inputs.shape, self.num_points)
+        label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
+        offset_B = self._offsets(keys, self.length_K[label_B] - self.num_points)
+        # Rows of a view that overlap: each is one copy of T points, where an index would cost 8 bytes a point.
+        windows_OT = self.sounds_X.unfold(0, self.num_points, 1)
+        behind_BT = windows_OT[self._start_K[label_B] + offset_B].mul_(self.volume)
+        return Overlaid(behind_BT.add_(inputs), label_B, None)
+
+    def _offsets(self, keys: DrawKeys, last_B: Tensor) -> Tensor:
+        """(B,) int64: where the crop begins in its recording, from 0 to `last_B`, both among them."""
+        match self.crop:
+            case "first":
+                return torch.zeros_like(last_B)
+            case "first_or_last":
+                return last_B * integers(keys, 1, 2, purpose=_CROP)[:, 0]
+            case "random_offset":
+                step_B = integers(keys, 1, _OFFSET_STEPS, purpose=_CROP)[:, 0]
+                return step_B * (last_B + 1) // _OFFSET_STEPS
+
+
+def _check_length(name: str, length: int, num_points: int) -> None:
+    if length < num_points:
+        raise UserError(
+            f'the background sound "{name}" has {length:,} points at the rate of the speech and the crop needs '
+            f"{num_points:,}; use a longer recording"
+        )
