@@ -1,33 +1,72 @@
 """Shards to batches: what every rank sees at every step, as a pure function of (seed, step).
 
-Comes in: a dataset directory and a place in the world (rank of W, with M worker processes). Goes out: a `Batch` a step.
-The order of an epoch is one seeded permutation of all N samples, cut into N // G global batches of G; rank r of W takes
-the r-th W-th part of each; workers decode whole batches in turn. So shards are never dealt out to readers, the state of
-a stream is the step alone, and what may never happen cannot: that the global batch depends on the number of ranks,
-workers or shards, that a sample comes twice in an epoch, or that a resumed run reads what it skips.
+Comes in: where a dataset lies, and a place in the world (rank of W). Goes out: a finished `Batch` a step, on the
+training device. The order of an epoch is one seeded permutation of all N samples (or, for a dataset that is fetched
+while it is read, of windows of shards), cut into N // G global batches of G; rank r of W takes the r-th W-th part of
+each. Worker processes decode whole batches in turn, or all samples stay in memory; crops and overlays are drawn from
+(seed, epoch, sample index, view). So shards are never dealt out to readers, the state of a stream is the step alone,
+and what may never happen cannot: that a batch depends on the number of ranks, workers or shards or on where the samples
+lie, that a sample comes twice in a global batch, or that a resumed run reads what it skips.
+
+Shapes: B batch, N all samples, T points of a sound, C channels, H height, W width.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from data_pipeline.audio.waveform import crop_last, gather_clips, to_float
+from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
+from data_pipeline.overlays import Overlay, evaluation_keys, no_mask
 from data_pipeline.randomness import generator
-from data_pipeline.sample import Batch
-from data_pipeline.shards import SampleStore
+from data_pipeline.remote import RemoteConfig
+from data_pipeline.resident import NodeShare, Resident, Rows
+from data_pipeline.sample import BadSample, Batch
+from data_pipeline.schema import Schema
+from data_pipeline.store import SampleStore
 
 logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+class ReadConfig(Schema):
+    """How a rank reads its samples. None of it changes what is in a batch, but `shuffle_shards`, which is the order.
+
+    Attributes:
+        num_workers: processes that decode ahead for each rank while it streams; 0 decodes in the training process.
+        placement: `stream` decodes samples as they are needed; `device` and `host` read all of them once, into the
+            memory of the training device, or into host memory that the ranks of a node share; `auto` does so where
+            they fit.
+        resident_gigabytes: the largest decoded dataset, in 10^9 bytes, that `auto` keeps in memory.
+        shuffle_shards: None shuffles all samples of the dataset. A number shuffles the shards, and then the samples
+            within windows of so many shards: a cache that holds two windows is enough to read a remote dataset.
+        max_bad_share: the share of all samples, 0 to 1, that may be unreadable before training ends with an error.
+        remote: how a dataset that is not on a local disk is fetched.
+    """
+
+    num_workers: Annotated[int, Field(ge=0)] = 2
+    placement: Literal["auto", "stream", "host", "device"] = "auto"
+    resident_gigabytes: PositiveFloat = 4
+    shuffle_shards: PositiveInt | None = None
+    max_bad_share: Annotated[float, Field(ge=0, le=1)] = 0.001
+    remote: RemoteConfig = RemoteConfig()
 
 
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -43,26 +82,124 @@ def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
     return num_samples // global_batch_size
 
 
+def epoch_order(
+    num_samples: int,
+    *,
+    seed: int,
+    epoch: int,
+    shard_ends: NDArray[np.int64] | None = None,
+    shuffle_shards: int | None = None,
+) -> NDArray[np.int64]:
+    """The order of one epoch: a permutation of all samples, (num_samples,) int64, not to be written to.
+
+    With `shuffle_shards`, the shards, which end before the samples `shard_ends` (num_shards,), are shuffled and cut into
+    windows of that many; the samples of a window come before those of the next, shuffled among themselves.
+    """
+    if shuffle_shards is None:
+        return _shuffled(num_samples, seed, epoch)
+    assert shard_ends is not None
+    return _shuffled_by_windows(shard_ends.tobytes(), shuffle_shards, seed, epoch)
+
+
 @lru_cache(maxsize=2)  # the epoch being read and the one after it
-def epoch_order(num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of one epoch: a permutation of all samples, (num_samples,) int64, not to be written to."""
+def _shuffled(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     order = generator(seed, "epoch order", epoch).permutation(num_samples).astype(np.int64, copy=False)
     order.flags.writeable = False
     return order
 
 
+@lru_cache(maxsize=2)
+def _shuffled_by_windows(shard_ends: bytes, shuffle_shards: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    ends = np.frombuffer(shard_ends, dtype=np.int64)
+    starts = ends - np.diff(ends, prepend=0)
+    parts = [np.empty(0, dtype=np.int64)]
+    for number, window in enumerate(_windows(len(ends), shuffle_shards, seed, epoch)):
+        samples = np.concatenate([np.arange(starts[shard], ends[shard]) for shard in window.tolist()])
+        parts.append(generator(seed, "window order", epoch, number).permutation(samples))
+    order = np.concatenate(parts)
+    order.flags.writeable = False
+    return order
+
+
+def _windows(num_shards: int, shuffle_shards: int, seed: int, epoch: int) -> list[NDArray[np.int64]]:
+    shards = generator(seed, "shard order", epoch).permutation(num_shards)
+    return [shards[start : start + shuffle_shards] for start in range(0, num_shards, shuffle_shards)]
+
+
 def batch_indices(
-    num_samples: int, *, seed: int, step: int, global_batch_size: int, rank: int = 0, world_size: int = 1
+    num_samples: int,
+    *,
+    seed: int,
+    step: int,
+    global_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    shard_ends: NDArray[np.int64] | None = None,
+    shuffle_shards: int | None = None,
 ) -> tuple[int, NDArray[np.int64]]:
     """The epoch of a step, and the samples that a rank sees there: (global_batch_size / world_size,) int64 indices.
 
     `step` counts from the start of training. The parts of all ranks, in the order of the ranks, are the global batch,
     which does not depend on their number. With the defaults it is given whole.
     """
-    epoch, step_in_epoch = divmod(step, num_steps_per_epoch(num_samples, global_batch_size))
-    local_batch_size = global_batch_size // world_size
-    start = step_in_epoch * global_batch_size + rank * local_batch_size
-    return epoch, epoch_order(num_samples, seed=seed, epoch=epoch)[start : start + local_batch_size]
+    plan = Plan(num_samples, seed, global_batch_size, rank, world_size, shard_ends, shuffle_shards)
+    epoch, indices, _ = plan.at(step, bad={})
+    return epoch, indices
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples a rank sees at each step."""
+
+    num_samples: int
+    seed: int
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    shard_ends: NDArray[np.int64] | None = None
+    shuffle_shards: int | None = None
+
+    def at(self, step: int, *, bad: Mapping[int, BadSample]) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
+        """The epoch; (B,) int64 indices of samples, none of them `bad`; and the bad ones in whose places some stand.
+
+        In the place of a bad sample stands the first good one at the same place of the global batches that follow it
+        in the epoch, then of those before. Places differ within a global batch, so no sample comes twice in it; and a
+        rank knows all of this about its own places without asking the others.
+
+        Raises `UserError` where all that could stand in are bad.
+        """
+        size = self.global_batch_size
+        epoch, step_in_epoch = divmod(step, num_steps_per_epoch(self.num_samples, size))
+        order = epoch_order(
+            self.num_samples,
+            seed=self.seed,
+            epoch=epoch,
+            shard_ends=self.shard_ends,
+            shuffle_shards=self.shuffle_shards,
+        )
+        local_size = size // self.world_size
+        first_place = self.rank * local_size
+        start = step_in_epoch * size + first_place
+        indices = order[start : start + local_size]
+        rows = [row for row, index in enumerate(indices.tolist()) if index in bad] if bad else []
+        if not rows:
+            return epoch, indices, ()
+        indices = indices.copy()
+        passed: list[BadSample] = []
+        for row in rows:
+            same_place = order[first_place + row :: size]
+            following = chain(same_place[step_in_epoch:].tolist(), same_place[:step_in_epoch].tolist())
+            for index in following:
+                if index not in bad:
+                    indices[row] = index
+                    break
+                passed.append(bad[index])
+            else:
+                raise UserError(
+                    f"sample {bad[int(indices[row])].key} cannot be read, nor can any of the {len(same_place)} that "
+                    f"could stand in for it with a global_batch_size of {size}; build or copy the dataset again"
+                )
+        return epoch, indices, tuple(passed)
 
 
 def check_batch_size(num_samples: int, *, global_batch_size: int, world_size: int) -> None:
@@ -79,27 +216,105 @@ def check_batch_size(num_samples: int, *, global_batch_size: int, world_size: in
     raise UserError(f"global_batch_size {global_batch_size} {problem}; use {' or '.join(sizes)}")
 
 
+def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: float, where: str | Path) -> None:
+    """Raises `UserError` that names the first samples if more than `max_share` (0 to 1) of all are `bad`.
+
+    `where` is the dataset, as the user named it. A sample that is listed twice counts once.
+    """
+    by_index = {sample.index: sample for sample in bad}
+    if len(by_index) <= max_share * num_samples:
+        return
+    first = [by_index[index] for index in sorted(by_index)[:3]]
+    named = ", ".join(f"{sample.key} in {sample.shard} ({sample.reason})" for sample in first)
+    raise UserError(
+        f"{where}: {len(by_index)} of {num_samples} samples ({len(by_index) / num_samples:.2%}) cannot be read, more "
+        f"than the {max_share:.2%} of data.max_bad_share, the first being {named}; run "
+        "`python -m data_pipeline verify` on it, then build or copy it again"
+    )
+
+
 @dataclass(frozen=True)
-class _RankBatches(Dataset[Batch | UserError]):
-    """One rank's batches by step. Holds the store as it was opened, so that worker processes share its index."""
+class _Draws:
+    """Stored samples to finished inputs. `keys` gives the keys of (index_B, epoch, view)."""
+
+    manifest: Manifest
+    overlay: Overlay | None
+    per_view: bool
+    keys: Callable[[Tensor, int, int], DrawKeys]
+
+    def cropped(self, rows: Rows, *, step: int, epoch: int, bad: tuple[BadSample, ...]) -> Batch:
+        """Clean inputs of one size, in the dtype in which they are stored, where the rows lie."""
+        inputs_a = inputs_b = rows.pictures_BCHW
+        if inputs_a is None or inputs_b is None:
+            inputs_a = inputs_b = self._sounds(rows, epoch=epoch, view=0)
+            if self.per_view and rows.longest > inputs_a.shape[1]:
+                inputs_b = self._sounds(rows, epoch=epoch, view=1)
+        return Batch(
+            step=step,
+            epoch=epoch,
+            index_B=rows.index_B,
+            inputs_a=inputs_a,
+            inputs_b=inputs_b,
+            masks_BHW=rows.masks_BHW,
+            label_base_B=rows.label_base_B,
+            label_overlay_B=rows.label_overlay_B,
+            bad=bad,
+        )
+
+    def _sounds(self, rows: Rows, *, epoch: int, view: int) -> Tensor:
+        """(B, T): cut by the draw of a view in a train split, to the first T points in a test split."""
+        assert rows.points_X is not None
+        assert rows.start_B is not None
+        assert rows.length_B is not None
+        last_B = torch.zeros_like(rows.index_B, dtype=torch.bool)
+        if self.manifest.how_made.split == "train":
+            last_B = crop_last(self.keys(rows.index_B, epoch, view))
+        (num_points,) = self.manifest.input_shape
+        return gather_clips(rows.points_X, rows.start_B, rows.length_B, num_points, last_B=last_B)
+
+    @torch.no_grad()
+    def drawn(self, clean: Batch) -> Batch:
+        """What training sees, from clean inputs on the training device."""
+        inputs_a, inputs_b = clean.inputs_a, clean.inputs_b
+        is_sound = self.manifest.medium == "sound"
+        if is_sound and inputs_a.dtype != torch.float32:
+            inputs_a = to_float(clean.inputs_a)
+            inputs_b = inputs_a if clean.inputs_b is clean.inputs_a else to_float(clean.inputs_b)
+        if self.overlay is not None:
+            view_a = self.overlay(inputs_a, self.keys(clean.index_B, clean.epoch, 0))
+            view_b = self.overlay(inputs_b, self.keys(clean.index_B, clean.epoch, 1)) if self.per_view else view_a
+            return replace(
+                clean,
+                inputs_a=view_a.inputs,
+                inputs_b=view_b.inputs,
+                masks_BHW=view_a.masks_BHW,
+                label_overlay_B=view_a.label_B,
+            )
+        masks_BHW = no_mask(inputs_a) if clean.masks_BHW is None and not is_sound else clean.masks_BHW
+        return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW)
+
+
+@dataclass(frozen=True)
+class _StreamedBatches(Dataset[Batch | UserError]):
+    """One rank's clean batches by step. Holds the store as it was opened, so that worker processes share its index.
+
+    `bad` grows in each process as it meets bad samples; what is in a batch does not depend on what was met before.
+    """
 
     store: SampleStore
-    seed: int
-    global_batch_size: int
-    rank: int
-    world_size: int
+    plan: Plan
+    draws: _Draws
+    bad: dict[int, BadSample]
 
     def __getitem__(self, step: int) -> Batch | UserError:
-        epoch, indices = batch_indices(
-            len(self.store),
-            seed=self.seed,
-            step=step,
-            global_batch_size=self.global_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
         try:
-            return self.store.batch(indices, step=step, epoch=epoch)
+            while True:
+                epoch, indices, passed = self.plan.at(step, bad=self.bad)
+                stored = self.store.decode(indices)
+                if not stored.bad:
+                    rows = Rows.of(stored, masked="mask.png" in self.store.manifest.members)
+                    return self.draws.cropped(rows, step=step, epoch=epoch, bad=passed)
+                self.bad.update({sample.index: sample for sample in stored.bad.values()})
         except UserError as error:
             # Returned, not raised: a DataLoader turns a worker's exception into a page of traceback.
             return error
@@ -108,38 +323,63 @@ class _RankBatches(Dataset[Batch | UserError]):
 class Stream:
     """One rank's batches for the steps `start_step` to `end_step - 1`; to resume at step k is to start at step k.
 
-    Each rank gets global_batch_size / world_size samples a step. `num_workers` processes decode ahead (0: none, the
-    caller decodes), and the caller's random state is not touched. Iterating twice gives the same batches twice.
+    Each rank gets global_batch_size / world_size samples a step, on `device`. With `overlay_draw="per_view"` the two
+    views of a sample have a crop and an online overlay each, else they share them. `share` lets the ranks of a node
+    hold resident data together; all ranks must then make their streams at the same time. The caller's random state is
+    not touched. Iterating twice gives the same batches twice.
 
-    Raises `UserError` before the first step where the dataset is not whole or the batch size does not fit it and the
-    ranks; while iterating, `UserError` where a sample does not decode, `RuntimeError` where a worker was killed.
+    Attributes:
+        placement: where the samples are: `stream`, `host` or `device`.
+        placement_reason: why, in words.
+        known_bad: the unreadable samples that were found before the first step.
+
+    Raises `UserError` before the first step where the dataset is not whole, too many samples are bad, the batch size
+    does not fit it and the ranks, or memory or cache are too small for what `read` asks; while iterating, `UserError`
+    where a sample and all that could stand in are bad, `RuntimeError` where a worker was killed.
     """
 
     def __init__(
         self,
-        directory: Path,
+        location: str | Path,
         *,
+        read: ReadConfig,
         global_batch_size: int,
         seed: int,
         rank: int,
         world_size: int,
-        num_workers: int,
         end_step: int,
         start_step: int = 0,
-        pin_memory: bool = False,
+        device: torch.device = _CPU,
+        overlay_draw: Literal["per_item", "per_view"] = "per_item",
+        share: NodeShare | None = None,
     ) -> None:
         assert 0 <= rank < world_size
         assert 0 <= start_step <= end_step
-        store = SampleStore(directory)
+        store = SampleStore(location, remote=read.remote)
         check_batch_size(len(store), global_batch_size=global_batch_size, world_size=world_size)
-        self._batches = _RankBatches(store, seed, global_batch_size, rank, world_size)
+        check_bad_share(store.known_bad, num_samples=len(store), max_share=read.max_bad_share, where=location)
+        if overlay_draw == "per_view" and store.overlay is None:
+            raise UserError(
+                f"{location} holds no overlay that is drawn as it is read, so its views cannot have one each; "
+                "build it with `--overlay online`, or let the views share theirs"
+            )
+        self._store, self._read, self._device = store, read, device
+        self._plan = Plan(len(store), seed, global_batch_size, rank, world_size, store.shard_ends, read.shuffle_shards)
+        self._draws = _Draws(
+            store.manifest,
+            None if store.overlay is None else store.overlay.to(device),
+            overlay_draw == "per_view",
+            lambda index_B, epoch, view: DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view),
+        )
         self._steps = range(start_step, end_step)
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+        self._resident: Resident | None = None
+        self.known_bad = store.known_bad
+        self.placement: Literal["stream", "host", "device"] = "stream"
+        self.placement_reason = "data.placement says so"
         if rank == 0:
             logger.info(
                 "%s: %d samples, %d steps an epoch; %d samples do not fill a global batch of %d and are dropped",
-                directory,
+                location,
                 len(store),
                 self.num_steps_per_epoch,
                 self.num_dropped_per_epoch,
@@ -148,27 +388,31 @@ class Stream:
 
     @property
     def manifest(self) -> Manifest:
-        return self._batches.store.manifest
+        return self._store.manifest
 
     @property
     def num_steps_per_epoch(self) -> int:
-        return num_steps_per_epoch(len(self._batches.store), self._batches.global_batch_size)
+        return num_steps_per_epoch(len(self._store), self._plan.global_batch_size)
 
     @property
     def num_dropped_per_epoch(self) -> int:
         """Samples that no rank sees in an epoch because they do not fill a global batch; others in every epoch."""
-        return len(self._batches.store) % self._batches.global_batch_size
+        return len(self._store) % self._plan.global_batch_size
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
+        for clean in self._streamed():
+            yield self._draws.drawn(clean.to(self._device))
+
+    def _streamed(self) -> Iterator[Batch]:
         loader: DataLoader[Batch | UserError] = DataLoader(
-            self._batches,
+            _StreamedBatches(self._store, self._plan, self._draws, {sample.index: sample for sample in self.known_bad}),
             batch_size=None,  # the dataset makes whole batches, and its keys are steps
             sampler=self._steps,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
+            num_workers=self._read.num_workers,
+            pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
         )
         try:
@@ -185,12 +429,40 @@ class Stream:
             ) from error
 
 
-def read_all(directory: Path, *, batch_size: int) -> Iterator[Batch]:
-    """Every sample once, in stored order, in this process; for evaluation. The last batch may be smaller.
+def read_all(
+    location: str | Path,
+    *,
+    batch_size: int,
+    draw: int = 0,
+    device: torch.device = _CPU,
+    remote: RemoteConfig = RemoteConfig(),
+    max_bad_share: float = 0.001,
+) -> Iterator[Batch]:
+    """Every good sample once, in stored order, on `device`; for evaluation. Some batches may be smaller.
 
-    Raises `UserError` where the dataset is not whole or a sample does not decode.
+    An online overlay is drawn with `evaluation_keys`, so the same in every run; another `draw` is another overlay.
+    Samples that cannot be read are left out, logged, and listed in `Batch.bad`.
+
+    Raises `UserError` where the dataset is not whole, or more than `max_bad_share` of its samples cannot be read.
     """
-    store = SampleStore(directory)
+    store = SampleStore(location, remote=remote)
+    draws = _Draws(
+        store.manifest,
+        None if store.overlay is None else store.overlay.to(device),
+        False,
+        lambda index_B, epoch, view: evaluation_keys(index_B, draw=draw),
+    )
+    bad = list(store.known_bad)
     for step, start in enumerate(range(0, len(store), batch_size)):
-        indices = np.arange(start, min(start + batch_size, len(store)), dtype=np.int64)
-        yield store.batch(indices, step=step, epoch=0)
+        check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
+        stored = store.decode(np.arange(start, min(start + batch_size, len(store)), dtype=np.int64))
+        rows = Rows.of(stored, masked="mask.png" in store.manifest.members)
+        found = tuple(stored.bad.values())
+        if found:
+            bad += found
+            for sample in found:
+                logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
+            rows = rows.take(torch.tensor([row for row in range(len(stored.index_B)) if row not in stored.bad]))
+        if len(rows.index_B):
+            yield draws.drawn(draws.cropped(rows, step=step, epoch=0, bad=found).to(device))
+    check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
