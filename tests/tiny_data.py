@@ -1,52 +1,171 @@
-"""Small shard directories for tests: pictures that differ, both labels, made in a fraction of a second."""
+"""Small shard directories for tests: samples that differ, both labels, made in a fraction of a second."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest
-from data_pipeline.sample import Sample
+from data_pipeline.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    OVERLAY_NAME,
+    HowMade,
+    LabelNames,
+    Manifest,
+    OverlayEntry,
+)
+from data_pipeline.overlays import Overlay
+from data_pipeline.overlays.registry import kind_of, save_overlay
+from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.sample import NO_LABEL, Sample
 from data_pipeline.shards import encode, write_shards
 
+SAMPLE_RATE = 8_000  # of the sounds, points a second
+NUM_POINTS = 8_333  # of a sound as it is read: the size that the log-mel of this rate takes
 
-def write_tiny_dataset(directory: Path, *, num_samples: int, seed: int = 0, num_samples_per_shard: int = 16) -> Path:
-    """A finished dataset of 16x16 pictures: base class = brightness of the top half, overlay class = of the bottom."""
+
+def write_tiny_dataset(
+    directory: Path,
+    *,
+    num_samples: int,
+    seed: int = 0,
+    num_samples_per_shard: int = 16,
+    overlay: Literal["baked", "online", "none"] = "baked",
+    split: Literal["train", "test"] = "train",
+) -> Path:
+    """A finished dataset of pictures: base class = brightness of the top half.
+
+    baked: 16x16, overlay class = brightness of the bottom half, which is the mask. online: 32x32, and `Shapes` are
+    drawn as they are read. none: 16x16 without a second label.
+    """
     rng = np.random.default_rng(seed)
-    directory.mkdir(parents=True)
+    size = 32 if overlay == "online" else 16
     samples = []
     for index in range(num_samples):
-        base, overlay = int(rng.integers(2)), int(rng.integers(3))
-        image = rng.integers(0, 90, size=(16, 16, 3))
-        image[:8] += 120 * base
-        image[8:] += 80 * overlay
-        mask = np.zeros((16, 16), dtype=np.uint8)
-        mask[8:] = 255
+        base, second = int(rng.integers(2)), int(rng.integers(3))
+        picture = rng.integers(0, 90, size=(size, size, 3))
+        picture[: size // 2] += 120 * base
+        mask = None
+        if overlay == "baked":
+            picture[size // 2 :] += 80 * second
+            mask = np.zeros((size, size), dtype=np.uint8)
+            mask[size // 2 :] = 255
         samples.append(
             Sample(
                 index=index,
-                image=image.clip(0, 255).astype(np.uint8),
+                content=picture.clip(0, 255).astype(np.uint8),
                 mask=mask,
                 label_base=base,
-                label_overlay=overlay,
+                label_overlay=second if overlay == "baked" else NO_LABEL,
             )
         )
-    shards = write_shards(map(encode, samples), directory, num_samples_per_shard=num_samples_per_shard)
+    second_names = {"baked": ("low", "middle", "high"), "online": Shapes.class_names, "none": ()}[overlay]
+    return _write(
+        directory,
+        samples,
+        names=LabelNames(base=("dark", "bright"), overlay=second_names),
+        input_shape=(3, size, size),
+        baked_kind="halves" if overlay == "baked" else None,
+        online=Shapes() if overlay == "online" else None,
+        seed=seed,
+        split=split,
+        num_samples_per_shard=num_samples_per_shard,
+    )
+
+
+def write_tiny_sounds(
+    directory: Path,
+    *,
+    num_samples: int,
+    seed: int = 0,
+    num_samples_per_shard: int = 16,
+    overlay: Overlay | Literal["baked", "none"] = "none",
+    split: Literal["train", "test"] = "train",
+) -> Path:
+    """A finished dataset of sounds at 8 kHz: base class = deep or high tone, some below 8,333 points, some above.
+
+    baked: float32 of 8,333 points, overlay class = loudness of a noise. An `Overlay`: stored beside the shards, to be
+    drawn as they are read. none: int16 without a second label.
+    """
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index in range(num_samples):
+        base, second = int(rng.integers(2)), int(rng.integers(3))
+        num_points = NUM_POINTS if overlay == "baked" else int(rng.integers(2_000, 12_000))
+        tone = 0.5 * np.sin(np.arange(num_points) * (0.2 + 0.8 * base)) + 0.01 * rng.standard_normal(num_points)
+        if overlay == "baked":
+            content = (tone + 0.05 * second * rng.standard_normal(num_points)).astype(np.float32)
+        else:
+            content = (32_767 * tone.clip(-1, 1)).astype(np.int16)
+        samples.append(
+            Sample(
+                index=index,
+                content=content,
+                mask=None,
+                label_base=base,
+                label_overlay=second if overlay == "baked" else NO_LABEL,
+            )
+        )
+    second_names: tuple[str, ...] = ("quiet", "middle", "loud") if overlay == "baked" else ()
+    return _write(
+        directory,
+        samples,
+        names=LabelNames(
+            base=("deep", "high"), overlay=overlay.class_names if isinstance(overlay, Overlay) else second_names
+        ),
+        input_shape=(NUM_POINTS,),
+        baked_kind="hiss" if overlay == "baked" else None,
+        online=overlay if isinstance(overlay, Overlay) else None,
+        seed=seed,
+        split=split,
+        num_samples_per_shard=num_samples_per_shard,
+    )
+
+
+def _write(
+    directory: Path,
+    samples: Sequence[Sample],
+    *,
+    names: LabelNames,
+    input_shape: tuple[int, ...],
+    baked_kind: str | None,
+    online: Overlay | None,
+    seed: int,
+    split: Literal["train", "test"],
+    num_samples_per_shard: int,
+) -> Path:
+    directory.mkdir(parents=True)
+    is_sound = len(input_shape) == 1
+    sample_rate = SAMPLE_RATE if is_sound else None
+    encoded = (encode(sample, sample_rate=sample_rate) for sample in samples)
+    shards = write_shards(encoded, directory, num_samples_per_shard=num_samples_per_shard)
+    entry = OverlayEntry(kind=baked_kind, drawn="baked", sha256=None) if baked_kind is not None else None
+    if online is not None:
+        sha256 = save_overlay(online, directory / OVERLAY_NAME)
+        entry = OverlayEntry(kind=kind_of(online), drawn="online", sha256=sha256)
+    num_overlay = 0 if online is not None else len(names.overlay)
+    values = np.concatenate([sample.content.reshape(-1, 1 if is_sound else 3) for sample in samples])
+    units = values / {"u": 255, "i": 32_768, "f": 1}[values.dtype.kind]
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        num_samples=num_samples,
-        image_shape=(3, 16, 16),
-        label_names=LabelNames(base=("dark", "bright"), overlay=("low", "middle", "high")),
-        counts_base=tuple(sum(s.label_base == label for s in samples) for label in range(2)),
-        counts_overlay=tuple(sum(s.label_overlay == label for s in samples) for label in range(3)),
-        mean=(0.5, 0.5, 0.5),
-        std=(0.25, 0.25, 0.25),
+        num_samples=len(samples),
+        medium="sound" if is_sound else "picture",
+        input_shape=input_shape,
+        sample_rate=sample_rate,
+        label_names=names,
+        counts_base=tuple(sum(s.label_base == label for s in samples) for label in range(len(names.base))),
+        counts_overlay=tuple(sum(s.label_overlay == label for s in samples) for label in range(num_overlay)),
+        mean=tuple(units.mean(axis=0).tolist()),
+        std=tuple(units.std(axis=0).tolist()),
+        overlay=entry,
         how_made=HowMade(
             dataset="tiny",
             source="test",
-            split="train",
+            split=split,
             seed=seed,
             repeats=1,
             limit=None,
@@ -54,5 +173,5 @@ def write_tiny_dataset(directory: Path, *, num_samples: int, seed: int = 0, num_
         ),
         shards=shards,
     )
-    (directory / "manifest.json").write_text(manifest.model_dump_json())
+    (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
     return directory
