@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from data_pipeline.counter_rng import DrawKeys, integers, uniform
 from tests.trainer.views.kolmogorov import ks_p_value
-from data_pipeline.counter_rng import DrawKeys, uniform
 
 KEYS = DrawKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
 
@@ -72,6 +72,35 @@ def test_neighbouring_keys_are_uncorrelated(part: str) -> None:
 def test_a_draw_does_not_depend_on_the_batch_or_on_how_many_are_drawn() -> None:
     whole = uniform(KEYS, 64, purpose=2)
     some = uniform(dataclasses.replace(KEYS, index_B=torch.tensor([399, 17])), 10, purpose=2)
+    assert torch.equal(some, whole[[399, 17], :10])
+
+
+@pytest.mark.parametrize("high", [1, 2, 7, 26, 1_000])
+def test_integers_are_uniform_and_reach_both_ends(high: int) -> None:
+    numbers = integers(KEYS, 250, high, purpose=100)
+    assert numbers.dtype == torch.int64
+    assert numbers.shape == (400, 250)
+    counts = np.bincount(numbers.flatten().numpy())
+    assert len(counts) == high
+    expected = numbers.numel() / high
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    degrees = high - 1
+    assert abs(chi_square - degrees) <= 4 * (2 * degrees) ** 0.5  # it has this mean and deviation
+
+
+def test_integers_are_the_leading_bits_of_the_same_hash() -> None:
+    """Of 32 bits; `uniform` is made of 24 of them. So large ranges are covered as evenly as small ones."""
+    numbers = integers(KEYS, 250, 1 << 24, purpose=100)
+    assert torch.equal(numbers, (uniform(KEYS, 250, purpose=100).double() * 2**24).to(torch.int64))
+    large = integers(KEYS, 250, (1 << 31) - 1, purpose=100)
+    assert 0 <= large.min() < 1e6
+    assert (1 << 31) - 1e6 < large.max() < (1 << 31) - 1
+    assert ks_p_value((large / 2**31).flatten().numpy()) > 1e-3
+
+
+def test_integers_do_not_depend_on_the_batch_or_on_how_many_are_drawn() -> None:
+    whole = integers(KEYS, 64, 26, purpose=101)
+    some = integers(dataclasses.replace(KEYS, index_B=torch.tensor([399, 17])), 10, 26, purpose=101)
     assert torch.equal(some, whole[[399, 17], :10])
 
 
