@@ -63,8 +63,8 @@ def sing(notes: tuple[float, ...], rng: Generator) -> NDArray[np.int16]:
         colour = k**-tilt * (0.3 + np.exp(-(((k * frequency - formant) / 500) ** 2)))
         wave += colour[note] * np.sin(k * phase + rng.uniform(0, 2 * math.pi))
     wave *= loudness
-    wave *= rng.uniform(0.15, 0.7) / np.abs(wave).max()
-    wave += 10 ** rng.uniform(-3.5, -2) * rng.standard_normal(num_points)
+    wave *= math.exp(rng.uniform(math.log(0.03), math.log(0.3))) / np.abs(wave).max()
+    wave += 10 ** rng.uniform(-4, -2.5) * rng.standard_normal(num_points)
     points: NDArray[np.int16] = np.rint(32_767 * wave.clip(-1, 1)).astype(np.int16)
     return points
 
