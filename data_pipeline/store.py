@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -74,6 +74,8 @@ class _Files(Protocol):
 
     def path(self, name: str) -> Path: ...
 
+    def prefetch(self, names: Iterable[str]) -> None: ...
+
 
 @dataclass(frozen=True)
 class _LocalFiles:
@@ -83,6 +85,9 @@ class _LocalFiles:
 
     def path(self, name: str) -> Path:
         return self.directory / name
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        pass  # they are here
 
 
 class SampleStore:
@@ -134,6 +139,15 @@ class SampleStore:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def max_shards(self) -> int | None:
+        """How many shards can be on this machine at a time; None where all can."""
+        return self._files.max_shards
+
+    def prefetch(self, shards: Iterable[int]) -> None:
+        """Fetch shards of a remote dataset in the background, in this order, instead of those asked for before."""
+        self._files.prefetch(self.manifest.shards[shard].name for shard in shards)
 
     def __getitem__(self, index: int) -> Sample:
         """One sample, decoded. Raises `UserError` where it cannot be read, `IndexError` past the end."""
@@ -315,7 +329,7 @@ def read_labels(text: bytes, index: int, valid_base: range, valid_overlay: range
         stored_index, label_base, label_overlay = _numbers(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index:08d}.json does not decode ({error!r})") from None
-    if stored_index != index:
+    if type(stored_index) is not int or stored_index != index:
         raise ValueError(f"{index:08d}.json says that it is sample {stored_index!r}")
     for name, label, valid in (
         ("label_base", label_base, valid_base),
