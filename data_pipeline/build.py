@@ -1,9 +1,10 @@
 """Source to overlay to shards: builds a dataset that is there whole or not at all, with the same bytes each time.
 
-Sample `i` shows picture `order[i % num_pictures]` with an overlay drawn from (seed, split, i). The order is a seeded
-shuffle dealt out in rounds, one picture of every class a round, so that any first part of a dataset is balanced. Worker
-processes make and encode samples; this process alone writes them, in order, so their number cannot change a byte. All
-is written to `DIR.partial`, the manifest last, and then renamed.
+Sample `i` shows record `order[i % num_records]`, with an overlay drawn from (seed, split, i) in the shard, or drawn
+later from what is stored beside the shards. The order is a seeded shuffle dealt out in rounds, one record of every
+class a round, so that any first part of a dataset is balanced. Each shard is made whole by one process, from its number
+alone, so the number of processes cannot change a byte. All is written to `DIR.partial`, the manifest last, and then
+renamed. A build that was cut short leaves its finished shards there, and the same build goes on from them.
 """
 
 from __future__ import annotations
@@ -13,303 +14,347 @@ import errno
 import fcntl
 import hashlib
 import json
-import multiprocessing
+import logging
 import os
 import shutil
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.catalogue import DATASETS, DIGITS, SOURCES, SPLITS, open_dataset
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_NAME, HowMade, LabelNames, Manifest, load_manifest
+from data_pipeline.build_workers import (
+    FINISHED_SUFFIX,
+    Recipe,
+    ShardTask,
+    finished_path,
+    finished_shard,
+    make_shard,
+    record_digest,
+    record_digests,
+    run_all,
+    wait_for_orphans,
+)
+from data_pipeline.catalogue import (
+    DATASETS,
+    DIGITS,
+    NOISE_CROPS,
+    NOISE_VOLUME,
+    SOURCES,
+    SPLITS,
+    Choices,
+    open_dataset,
+)
+from data_pipeline.errors import UserError, nearest
+from data_pipeline.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    OVERLAY_NAME,
+    HowMade,
+    LabelNames,
+    Manifest,
+    OverlayEntry,
+    load_manifest,
+)
 from data_pipeline.overlays import IMAGE_SIZE, Overlay
+from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.progress import Progress
 from data_pipeline.randomness import generator
-from data_pipeline.sample import MASK_OUTSIDE, NO_LABEL, Record, Sample
-from data_pipeline.shards import EncodedSample, encode, write_shards
-from data_pipeline.sources import Source
+from data_pipeline.sample import NO_LABEL
+from data_pipeline.shards import index_path, shard_name
+from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
+from data_pipeline.totals import Totals as Totals
+
+logger = logging.getLogger(__name__)
 
 NUM_SAMPLES_PER_SHARD: Final = 1_000
-_NUM_SAMPLES_PER_CHUNK = 200  # of a worker's turn: some tenths of a second
-_NUM_CHUNKS_AHEAD = 4  # per worker: keeps all busy and bounds the memory
-
-T = TypeVar("T")
+DRAWN: Final = ("baked", "online")
+_ARGUMENTS_NAME = "build.json"  # in DIR.partial: what its finished shards were made from
+_OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, _ARGUMENTS_NAME})
 
 
 def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: int | None) -> NDArray[np.int64]:
-    """A seeded shuffle of the pictures, in rounds of one picture of every class that has some left, cut at `limit`.
+    """A seeded shuffle of the records, in rounds of one record of every class that has some left, cut at `limit`.
 
-    Returns (num_pictures,) int64 numbers of pictures.
+    Returns (num_records,) int64 numbers of records.
     """
     shuffled = generator(seed, f"order {split}").permutation(len(labels))
     by_class = np.argsort(labels[shuffled], kind="stable")
-    sorted_labels = labels[shuffled][by_class]
-    rounds = np.empty(len(labels), dtype=np.int64)
-    rounds[by_class] = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
+    counts = np.bincount(labels - NO_LABEL)
+    place_in_class = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
+    rounds = np.empty_like(place_in_class)
+    rounds[by_class] = place_in_class
+    del by_class, place_in_class
     return shuffled[np.argsort(rounds, kind="stable")][:limit]
 
 
+def _source_sha256(class_names: Sequence[str], digests: Iterable[bytes]) -> str:
+    sha256 = hashlib.sha256(json.dumps(class_names).encode())
+    for some in digests:
+        sha256.update(some)
+    return sha256.hexdigest()
+
+
 @dataclass(frozen=True)
-class Recipe:
-    """All that a worker needs to make any sample of a dataset; `order` as `balanced_order` gives it."""
+class Plan:
+    """A dataset that is due: what its manifest will say of how it was made, and where each sample comes from."""
 
-    source: Source
+    recipe: Recipe
+    how_made: HowMade
     overlay: Overlay | None
-    order: NDArray[np.int64]
-    seed: int
-    split: str
-
-    def picture(self, index: int) -> Record:
-        """The clean picture of sample `index`."""
-        return self.source[int(self.order[index % len(self.order)])]
-
-    def sample(self, record: Record, index: int) -> Sample:
-        """Sample `index`, made from its picture."""
-        if self.overlay is None:
-            mask = np.full(record.image.shape[:2], MASK_OUTSIDE, dtype=np.uint8)
-            return Sample(index, record.image, mask, record.label, NO_LABEL)
-        overlaid = self.overlay(record.image, generator(self.seed, f"overlay {self.split}", index))
-        return Sample(index, overlaid.image, overlaid.mask, record.label, overlaid.label)
+    overlay_sha256: str | None  # of what `save_overlay` writes
+    overlay_entry: OverlayEntry | None
+    order: NDArray[np.int64]  # as `balanced_order` gives it
+    num_samples_per_shard: int
 
     @property
-    def label_names(self) -> LabelNames:
-        return LabelNames(
-            base=self.source.class_names, overlay=self.overlay.class_names if self.overlay is not None else ()
+    def num_samples(self) -> int:
+        return self.how_made.repeats * len(self.order)
+
+    def shard(self, number: int) -> ShardTask:
+        first_index = number * self.num_samples_per_shard
+        stop = min(first_index + self.num_samples_per_shard, self.num_samples)
+        return ShardTask(
+            number=number,
+            first_index=first_index,
+            records_B=self.order[np.arange(first_index, stop) % len(self.order)],
+            num_new=min(max(len(self.order) - first_index, 0), stop - first_index),
         )
 
-    def no_totals(self) -> Totals:
-        names = self.label_names
-        return Totals(num_base=len(names.base), num_overlay=len(names.overlay))
-
-
-class Totals:
-    """What the manifest says of all samples together. Sums of integers, so that the order of adding changes nothing."""
-
-    def __init__(self, *, num_base: int, num_overlay: int) -> None:
-        self._counts_base = np.zeros(num_base, dtype=np.int64)
-        self._counts_overlay = np.zeros(num_overlay, dtype=np.int64)
-        self._num_pixels = 0
-        self._sum_C = np.zeros(3, dtype=np.int64)
-        self._sum_of_squares_C = np.zeros(3, dtype=np.int64)
-
-    def add(self, sample: Sample) -> None:
-        self._counts_base[sample.label_base] += 1
-        if sample.label_overlay != NO_LABEL:
-            self._counts_overlay[sample.label_overlay] += 1
-        pixels_NC = sample.image.reshape(-1, 3).astype(np.int64)
-        self._num_pixels += len(pixels_NC)
-        self._sum_C += pixels_NC.sum(axis=0)
-        self._sum_of_squares_C += np.square(pixels_NC).sum(axis=0)
-
-    def merge(self, other: Totals) -> None:
-        self._counts_base += other._counts_base
-        self._counts_overlay += other._counts_overlay
-        self._num_pixels += other._num_pixels
-        self._sum_C += other._sum_C
-        self._sum_of_squares_C += other._sum_of_squares_C
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        starts = range(0, self.num_samples, self.num_samples_per_shard)
+        return tuple(min(self.num_samples_per_shard, self.num_samples - start) for start in starts)
 
     @property
-    def counts_base(self) -> tuple[int, ...]:
-        return tuple(self._counts_base.tolist())
-
-    @property
-    def counts_overlay(self) -> tuple[int, ...]:
-        return tuple(self._counts_overlay.tolist())
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        return tuple((self._sum_C / (255 * self._num_pixels)).tolist())
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        variance_C = self._sum_of_squares_C / self._num_pixels - np.square(self._sum_C / self._num_pixels)
-        return tuple((np.sqrt(variance_C.clip(min=0)) / 255).tolist())
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some samples as a worker hands them back; `digests` as `_picture_digests` gives them."""
-
-    encoded: list[EncodedSample]
-    totals: Totals
-    digests: bytes
-
-
-def _make_chunk(recipe: Recipe, indices: range) -> Chunk:
-    totals = recipe.no_totals()
-    encoded, digests = [], []
-    for index in indices:
-        record = recipe.picture(index)
-        sample = recipe.sample(record, index)
-        totals.add(sample)
-        encoded.append(encode(sample))
-        if index < len(recipe.order):  # its picture comes for the first time
-            digests.append(_digest(record))
-    return Chunk(encoded, totals, b"".join(digests))
-
-
-def _picture_digests(recipe: Recipe, indices: range) -> bytes:
-    return b"".join(_digest(recipe.picture(index)) for index in indices)
-
-
-def _digest(record: Record) -> bytes:
-    return hashlib.sha256(repr((record.label, record.image.shape)).encode() + record.image.tobytes()).digest()
-
-
-def _source_sha256(recipe: Recipe, digests: Iterable[bytes]) -> str:
-    names = json.dumps(recipe.source.class_names).encode()
-    return hashlib.sha256(names + b"".join(digests)).hexdigest()
-
-
-_recipe_of_worker: Recipe  # set once in each worker process: a source may hold all pictures of a dataset
-
-
-def _start_worker(recipe: Recipe) -> None:
-    global _recipe_of_worker
-    _recipe_of_worker = recipe
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A pool whose process is killed would otherwise wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _in_worker(make: Callable[[Recipe, range], T], indices: range) -> T:
-    return make(_recipe_of_worker, indices)
-
-
-def _make_all(
-    make: Callable[[Recipe, range], T], recipe: Recipe, *, num_samples: int, num_workers: int
-) -> Generator[tuple[range, T], None, None]:
-    """`make(recipe, chunk)` for every chunk of the samples, in order, by worker processes if there are several."""
-    starts = range(0, num_samples, _NUM_SAMPLES_PER_CHUNK)
-    chunks = [range(start, min(start + _NUM_SAMPLES_PER_CHUNK, num_samples)) for start in starts]
-    if min(num_workers, len(chunks)) == 1:
-        for chunk in chunks:
-            yield chunk, make(recipe, chunk)
-        return
-    # Forked from a server that has imported this module and has no threads: forking ourselves could copy a held lock.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(min(num_workers, len(chunks)), context, initializer=_start_worker, initargs=(recipe,))
-    under_way: deque[tuple[range, Future[T]]] = deque()
-    try:
-        for chunk in chunks:
-            under_way.append((chunk, pool.submit(_in_worker, make, chunk)))
-            if len(under_way) == _NUM_CHUNKS_AHEAD * num_workers:
-                done, future = under_way.popleft()
-                yield done, future.result()
-        for done, future in under_way:
-            yield done, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def arguments(self) -> str:
+        """What finished shards must have been made from, so that a build can go on from them."""
+        return json.dumps(
+            {
+                "how_made": self.how_made.model_dump(),
+                "overlay": None if self.overlay_entry is None else self.overlay_entry.model_dump(),
+                "overlay_sha256": self.overlay_sha256,
+                "num_samples_per_shard": self.num_samples_per_shard,
+                "label_names": self.recipe.label_names.model_dump(),
+                "order_sha256": hashlib.sha256(self.order.tobytes()).hexdigest(),
+                "labels_sha256": hashlib.sha256(self.recipe.source.labels.tobytes()).hexdigest(),
+            },
+            indent=2,
+        )
 
 
 def build_dataset(
     dataset: str,
     directory: Path,
     *,
-    source: str | None = None,
-    root: Path | None = None,
     split: str = "train",
     seed: int = 0,
     limit: int | None = None,
     repeats: int = 1,
-    digits: str | None = None,
-    digits_root: Path | None = None,
+    overlay: str | None = None,
     num_samples_per_shard: int = NUM_SAMPLES_PER_SHARD,
     num_workers: int = 1,
+    **choices: Unpack[Choices],
 ) -> Manifest:
-    """Build a dataset in `directory`, or find it built there already with the same arguments from the same pictures.
+    """Build a dataset in `directory`, or find it built there already with the same arguments from the same data.
 
-    `limit` bounds the number of pictures, of which each is stored `repeats` times, every time with a draw of its own;
-    see `open_dataset` for the rest. Raises `UserError` where the input is wrong or `directory` holds something else.
+    `limit` bounds the number of records, of which each is stored `repeats` times, every time with a draw of its own.
+    `overlay` says when the overlay is drawn, `baked` into the shards (the default) or `online`, by whoever reads them;
+    see `Choices` for the rest. Raises `UserError` where the input is wrong or `directory` holds something else.
     """
     for name, value, least in (
         *(("--limit", limit, 1), ("--repeats", repeats, 1), ("--seed", seed, 0)),
         *(("--samples-per-shard", num_samples_per_shard, 1), ("--workers", num_workers, 1)),
+        ("--image-size", choices.get("image_size"), 1),
     ):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value}")
-    ingredients = open_dataset(
-        dataset, source=source, root=root, split=split, seed=seed, limit=limit, digits=digits, digits_root=digits_root
+    plan = _plan(
+        dataset,
+        split=split,
+        seed=seed,
+        limit=limit,
+        repeats=repeats,
+        drawn=overlay,
+        num_samples_per_shard=num_samples_per_shard,
+        choices=choices,
     )
-    order = balanced_order(ingredients.source.labels, seed=seed, split=split, limit=limit)
-    recipe = Recipe(ingredients.source, ingredients.overlay, order, seed, split)
-    height, width, _ = recipe.picture(0).image.shape
-    if recipe.overlay is not None and (height, width) != (IMAGE_SIZE, IMAGE_SIZE):
+    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+        manifest = _check_finished(directory, plan)
+        starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
+        slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
+        with closing(run_all(record_digests, plan.recipe, slices, num_workers=num_workers)) as digests:
+            if manifest.how_made.source_sha256 != _source_sha256(plan.recipe.label_names.base, digests):
+                raise UserError(f"{directory} was built from other data; choose another directory or remove it")
+        return manifest
+    with _whole_or_nothing(directory) as unfinished:
+        try:
+            manifest = _check_finished(unfinished, plan)  # there if a build was killed between its last two moments
+        except UserError:
+            _make_shards(plan, unfinished, title=f"building {directory.name}", num_workers=num_workers)
+            manifest = _write_manifest(plan, unfinished)
+        for path in [*unfinished.glob(".shard-*"), unfinished / _ARGUMENTS_NAME]:
+            path.unlink(missing_ok=True)
+    return manifest
+
+
+def _plan(
+    dataset: str,
+    *,
+    split: str,
+    seed: int,
+    limit: int | None,
+    repeats: int,
+    drawn: str | None,
+    num_samples_per_shard: int,
+    choices: Choices,
+) -> Plan:
+    """Open the sources and check everything that can be known before the first shard."""
+    if drawn is not None and drawn not in DRAWN:
+        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, DRAWN)}')
+    if drawn is not None and dataset in DATASETS and DATASETS[dataset].overlay is None:
+        raise UserError(f"{dataset} has no overlay, so it takes no --overlay; leave that out")
+    if drawn == "online" and repeats > 1:
         raise UserError(
-            f"{dataset} draws on pictures of 32x32 pixels, but those in {root} are {width}x{height}; resize them"
+            "an online overlay is drawn anew at each reading, so --repeats stores nothing new; leave it out"
         )
+    ingredients = open_dataset(dataset, split=split, seed=seed, limit=limit, **choices)
+    source, overlay = ingredients.source, ingredients.overlay
+    order = balanced_order(source.labels, seed=seed, split=split, limit=limit)
+    if overlay is not None and ingredients.num_points is None:
+        height, width, _ = source[int(order[0])].content.shape
+        if (height, width) != (IMAGE_SIZE, IMAGE_SIZE):
+            raise UserError(
+                f"{dataset} draws on pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels, but those in {choices.get('root')} "
+                f"are {width}x{height}; give --source folder --image-size {IMAGE_SIZE}"
+            )
+    entry, overlay_sha256 = None, None
+    if overlay is not None:
+        overlay_sha256 = _overlay_sha256(overlay)
+        entry = (
+            OverlayEntry(kind=kind_of(overlay), drawn="online", sha256=overlay_sha256)
+            if drawn == "online"
+            else OverlayEntry(kind=kind_of(overlay), drawn="baked", sha256=None)
+        )
+    recipe = Recipe(
+        source=source,
+        overlay=None if drawn == "online" else overlay,
+        label_names=LabelNames(base=source.class_names, overlay=() if overlay is None else overlay.class_names),
+        split=split,
+        seed=seed,
+        sample_rate=ingredients.sample_rate,
+        num_points=ingredients.num_points,
+    )
     how_made = HowMade(
         dataset=dataset,
         source=ingredients.description,
-        split=split,
+        split=cast(Literal["train", "test"], split),
         seed=seed,
         repeats=repeats,
         limit=limit,
         source_sha256="",
     )
-    num_samples = repeats * len(order)
-    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        starts = range(0, num_samples, num_samples_per_shard)
-        sizes = tuple(min(num_samples_per_shard, num_samples - start) for start in starts)
-        manifest = _check_finished(directory, how_made, shard_sizes=sizes)
-        made = _make_all(_picture_digests, recipe, num_samples=len(order), num_workers=num_workers)
-        if manifest.how_made.source_sha256 != _source_sha256(recipe, (digests for _, digests in made)):
-            raise UserError(f"{directory} was built from other pictures; choose another directory or remove it")
-        return manifest
-    chunks = _make_all(_make_chunk, recipe, num_samples=num_samples, num_workers=num_workers)
-    progress = Progress(f"building {directory.name}", total=num_samples)
-    with _whole_or_nothing(directory) as partial, closing(chunks), progress:
-        return _write(chunks, recipe, how_made, partial, num_samples_per_shard=num_samples_per_shard, progress=progress)
+    return Plan(recipe, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
 
 
-def _write(
-    chunks: Iterable[tuple[range, Chunk]],
-    recipe: Recipe,
-    how_made: HowMade,
-    directory: Path,
-    *,
-    num_samples_per_shard: int,
-    progress: Progress,
-) -> Manifest:
-    """Write the shards and, when they are complete, the manifest."""
-    totals, digests = recipe.no_totals(), []
+def _overlay_sha256(overlay: Overlay) -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        return save_overlay(overlay, Path(directory) / OVERLAY_NAME)
 
-    def encoded() -> Iterator[EncodedSample]:
-        for indices, chunk in chunks:
-            totals.merge(chunk.totals)
-            digests.append(chunk.digests)
-            yield from chunk.encoded
-            progress.advance(len(indices))
 
-    shards = write_shards(encoded(), directory, num_samples_per_shard=num_samples_per_shard)
-    height, width, num_channels = recipe.picture(0).image.shape
+def _make_shards(plan: Plan, directory: Path, *, title: str, num_workers: int) -> None:
+    """Write the shards that `directory` lacks."""
+    kept = _kept_shards(plan, directory)
+    missing = [number for number in range(len(plan.shard_sizes)) if number not in kept]
+    num_kept = sum(plan.shard_sizes[number] for number in kept)
+    if not missing:
+        return
+    made = run_all(
+        partial(make_shard, directory=directory),
+        plan.recipe,
+        map(plan.shard, missing),
+        num_workers=min(num_workers, len(missing)),
+        lock=directory / _ARGUMENTS_NAME,
+    )
+    with closing(made), Progress(title, total=plan.num_samples, start=num_kept) as progress:
+        for num_samples in made:
+            progress.advance(num_samples)
+
+
+def _kept_shards(plan: Plan, directory: Path) -> set[int]:
+    """The numbers of the shards that a build of the same plan, cut short, has finished in `directory`.
+
+    All else is cleared away. One record of each shard is compared, so that a folder that was changed meanwhile is
+    found out; what a shard was made from in the end, `source_sha256` says in any case.
+    """
+    arguments = directory / _ARGUMENTS_NAME
+    kept: set[int] = set()
+    if arguments.is_file():
+        wait_for_orphans(arguments)
+        if arguments.read_text() == plan.arguments:
+            kept = {number for number in range(len(plan.shard_sizes)) if finished_shard(directory, number) is not None}
+            if not all(_is_from_same_data(plan, directory, number) for number in kept):
+                logger.warning("%s holds shards of other data; all are built again", directory)
+                kept = set()
+    names = {_ARGUMENTS_NAME} if kept else set()
+    for number in kept:
+        shard = directory / shard_name(number)
+        names |= {shard.name, index_path(shard).name, finished_path(directory, number).name}
+    for path in directory.iterdir():
+        if path.name not in names:
+            path.unlink()
+    if not kept:
+        arguments.write_text(plan.arguments)
+    return kept
+
+
+def _is_from_same_data(plan: Plan, directory: Path, number: int) -> bool:
+    task, finished = plan.shard(number), finished_shard(directory, number)
+    assert finished is not None
+    if not task.num_new:
+        return True
+    return finished.digests.startswith(record_digest(plan.recipe.source[int(task.records_B[0])]).hex())
+
+
+def _write_manifest(plan: Plan, directory: Path) -> Manifest:
+    """Put together what is known of the finished shards, and write it behind all else."""
+    recipe, entry = plan.recipe, plan.overlay_entry
+    totals, entries = recipe.no_totals(), []
+
+    def digests() -> Iterator[bytes]:
+        for number in range(len(plan.shard_sizes)):
+            finished = finished_shard(directory, number)
+            assert finished is not None
+            totals.merge(finished.sums)
+            entries.append(finished.entry)
+            yield bytes.fromhex(finished.digests)
+
+    source_sha256 = _source_sha256(recipe.label_names.base, digests())
+    is_online = entry is not None and entry.drawn == "online"
+    if is_online:
+        assert plan.overlay is not None
+        save_overlay(plan.overlay, directory / OVERLAY_NAME)
+    if recipe.num_points is None:
+        height, width, num_channels = recipe.source[int(plan.order[0])].content.shape
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        num_samples=sum(entry.num_samples for entry in shards),
-        image_shape=(num_channels, height, width),
+        num_samples=plan.num_samples,
+        medium="picture" if recipe.num_points is None else "sound",
+        input_shape=(num_channels, height, width) if recipe.num_points is None else (recipe.num_points,),
+        sample_rate=recipe.sample_rate,
         label_names=recipe.label_names,
         counts_base=totals.counts_base,
-        counts_overlay=totals.counts_overlay,
+        counts_overlay=() if is_online else totals.counts_overlay,
         mean=totals.mean,
         std=totals.std,
-        how_made=how_made.model_copy(update={"source_sha256": _source_sha256(recipe, digests)}),
-        shards=shards,
+        overlay=entry,
+        how_made=plan.how_made.model_copy(update={"source_sha256": source_sha256}),
+        shards=tuple(entries),
     )
     with (directory / MANIFEST_NAME).open("w") as file:
         file.write(manifest.model_dump_json(indent=2) + "\n")
@@ -318,7 +363,7 @@ def _write(
     return manifest
 
 
-def _check_finished(directory: Path, how_made: HowMade, *, shard_sizes: tuple[int, ...]) -> Manifest:
+def _check_finished(directory: Path, plan: Plan) -> Manifest:
     """The manifest of a dataset that is there already.
 
     Raises `UserError` unless it is whole and was made with these arguments; `source_sha256` is not compared.
@@ -327,55 +372,61 @@ def _check_finished(directory: Path, how_made: HowMade, *, shard_sizes: tuple[in
         raise UserError(f"{directory} is there already and is not a dataset; choose another directory or remove it")
     manifest = load_manifest(directory)
     for name in HowMade.model_fields:
-        before, now = getattr(manifest.how_made, name), getattr(how_made, name)
+        before, now = getattr(manifest.how_made, name), getattr(plan.how_made, name)
         if before != now and name != "source_sha256":
             raise UserError(
                 f"{directory} was built with {name} {before}, not {now}; choose another directory or remove it"
             )
-    if tuple(entry.num_samples for entry in manifest.shards) != shard_sizes:
+    if manifest.overlay != plan.overlay_entry:
+        raise UserError(
+            f"{directory} was built with another --overlay or its assets; choose another directory or remove it"
+        )
+    if tuple(entry.num_samples for entry in manifest.shards) != plan.shard_sizes:
         raise UserError(
             f"{directory} was built with another --samples-per-shard; choose another directory or remove it"
         )
-    for entry in manifest.shards:
-        path = directory / entry.name
-        if not path.is_file() or path.stat().st_size != entry.num_bytes:
+    sizes = {entry.name: entry.num_bytes for entry in manifest.shards}
+    for name, num_bytes in sizes.items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != num_bytes:
             raise UserError(f"{path} is missing or damaged; remove {directory} and build it again")
+    if manifest.overlay is not None and manifest.overlay.sha256 is not None:
+        load_overlay(directory / OVERLAY_NAME, sha256=manifest.overlay.sha256)
     return manifest
 
 
 @contextmanager
 def _whole_or_nothing(directory: Path) -> Iterator[Path]:
-    """An empty folder `directory.partial` to build in: becomes `directory` at the end, or is removed on any error.
+    """The folder `directory.partial` to build in, which becomes `directory` at the end.
 
-    What a killed build left there is cleared away. A lock, which ends with its process, keeps two builds apart.
+    It may hold what an earlier build has left. On any error it stays if a shard of it is finished, and goes otherwise.
+    A lock, which ends with its process, keeps two builds apart.
     """
-    partial = directory.with_name(f"{directory.name}.partial")
+    unfinished = directory.with_name(f"{directory.name}.partial")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder {partial} ({error.strerror}); choose another --out") from None
-    descriptor = os.open(partial, os.O_RDONLY)
+        raise UserError(f"cannot make the folder {unfinished} ({error.strerror}); choose another --out") from None
+    descriptor = os.open(unfinished, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another build is writing {partial}; wait for it or choose another --out") from None
+            raise UserError(f"another build is writing {unfinished}; wait for it or choose another --out") from None
         except OSError:
             pass  # a file system without locks
-        left_over = list(partial.iterdir())
-        for path in left_over:
-            if path.name != MANIFEST_NAME and not path.name.startswith(("shard-", ".shard-")):
+        for path in unfinished.iterdir():
+            if path.name not in _OWN_NAMES and not path.name.startswith(("shard-", ".shard-")):
                 raise UserError(f"{path} is not of a build, so it is not cleared away; move it or choose another --out")
-        for path in left_over:
-            path.unlink()
         try:
-            yield partial
+            yield unfinished
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not any(unfinished.glob(f".*{FINISHED_SUFFIX}")):
+                shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                error.filename = partial  # a failed write knows no name
+                error.filename = unfinished  # a failed write knows no name
             raise
-        partial.rename(directory)
+        unfinished.rename(directory)
     finally:
         os.close(descriptor)
 
@@ -383,14 +434,20 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=", ".join(DATASETS))
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to make")
-    sources = "; ".join(f"{family}: {' or '.join(names)}" for family, names in SOURCES.items())
-    parser.add_argument("--source", metavar="S", help=f"where the pictures come from ({sources}; default: the first)")
+    sources = "; ".join(f"{base}: {', '.join(names)}" for base, names in SOURCES.items() if len(names) > 1)
+    parser.add_argument("--source", metavar="S", help=f"where the data comes from, by default the first ({sources})")
     parser.add_argument("--root", metavar="PATH", type=Path, help="the folder that holds the source's data")
     parser.add_argument("--split", metavar="|".join(SPLITS), default="train", help="default: train")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the order and the overlays (default: 0)")
-    parser.add_argument("--limit", metavar="N", type=int, help="at most N pictures, balanced over the classes")
+    parser.add_argument("--limit", metavar="N", type=int, help="at most N records, balanced over the classes")
     parser.add_argument(
-        "--repeats", metavar="R", type=int, default=1, help="store each picture R times, each with its own overlay"
+        "--overlay", metavar="|".join(DRAWN), help="drawn into the shards (default), or anew at each reading"
+    )
+    parser.add_argument(
+        "--repeats", metavar="R", type=int, default=1, help="store each record R times, each with its own overlay"
+    )
+    parser.add_argument(
+        "--image-size", metavar="N", type=int, help="of a folder's pictures: the middle of each, resized to NxN pixels"
     )
     parser.add_argument(
         "--digits", metavar="|".join(DIGITS), help="default: sklearn for procedural pictures, else mnist"
@@ -398,6 +455,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--digits-root", metavar="PATH", type=Path, help="folder that holds MNIST/raw (default: --root)"
     )
+    parser.add_argument(
+        "--noise-root",
+        metavar="PATH",
+        type=Path,
+        help="folder of cafe.wav, traffic.wav, machinery.wav (default: --root)",
+    )
+    parser.add_argument(
+        "--noise-volume", metavar="V", type=float, help=f"the noise's loudest point (default: {NOISE_VOLUME})"
+    )
+    parser.add_argument(
+        "--noise-crop", metavar="|".join(NOISE_CROPS), help="of the train split (default: first_or_last)"
+    )
+    parser.add_argument("--test-speaker", metavar="NAME", help=f"of fsdd (default: {DEFAULT_TEST_SPEAKER})")
     parser.add_argument(
         "--samples-per-shard", metavar="N", type=int, default=NUM_SAMPLES_PER_SHARD, help="default: %(default)s"
     )
@@ -410,16 +480,22 @@ def run(args: argparse.Namespace) -> None:
     manifest = build_dataset(
         args.dataset,
         args.out,
-        source=args.source,
-        root=args.root,
         split=args.split,
         seed=args.seed,
         limit=args.limit,
         repeats=args.repeats,
-        digits=args.digits,
-        digits_root=args.digits_root,
+        overlay=args.overlay,
         num_samples_per_shard=args.samples_per_shard,
         num_workers=args.workers,
+        source=args.source,
+        root=args.root,
+        image_size=args.image_size,
+        digits=args.digits,
+        digits_root=args.digits_root,
+        noise_root=args.noise_root,
+        noise_volume=args.noise_volume,
+        noise_crop=args.noise_crop,
+        test_speaker=args.test_speaker,
     )
-    done = "is there already, built from the same pictures with the same arguments" if there_already else "built"
+    done = "is there already, built from the same data with the same arguments" if there_already else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {len(manifest.shards)} shards, {manifest.sha256[:12]}")

@@ -1,102 +1,236 @@
-"""The datasets that can be built: a name is a family of pictures, and for most an overlay, as in `cifar10_digits`."""
+"""The datasets that can be built: a base and for most an overlay, `cifar10_digits` or `spoken_noise`, and the sources
+from which each base can come."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypedDict, Unpack, cast
 
+from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.errors import UserError, nearest
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.letters import Letters
+from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.shapes import Shapes
-from data_pipeline.sources import Source
-from data_pipeline.sources.cifar import Cifar10
+from data_pipeline.sources import SoundSource, Source, background, fsdd, procedural, procedural_speech
+from data_pipeline.sources.audiomnist import AudioMnist
+from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import DigitSource, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
-from data_pipeline.sources.procedural import DEFAULT_NUM_PICTURES, Procedural
+from data_pipeline.sources.fsdd import Fsdd
+from data_pipeline.sources.procedural import Procedural
+from data_pipeline.sources.procedural_speech import ProceduralSpeech
+from data_pipeline.sources.silence import Silence
 
-# The sources that each family can come from, the default first.
-SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"cifar10": ("torchvision", "folder"), "procedural": ("procedural",)}
-)
-OVERLAYS: Final = ("shapes", "digits", "letters")
-DATASETS: Final = tuple(
-    family + suffix for family in SOURCES for suffix in ("", *(f"_{overlay}" for overlay in OVERLAYS))
-)
 SPLITS: Final = ("train", "test")
-DIGITS: Final = ("mnist", "sklearn")
+DIGITS: Final = ("mnist", "mnist_test_for_test", "sklearn")
+NOISE_CROPS: Final = ("first_or_last", "random_offset")  # of the train split; the test split keeps the first points
+NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
+
+# The sources that each base can come from, the default first.
+SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "cifar10": ("torchvision", "folder"),
+        "cifar100": ("torchvision", "folder"),
+        "folder": ("folder",),
+        "procedural": ("procedural",),
+        "spoken": ("audiomnist", "fsdd", "procedural"),
+        "silence": ("audiomnist", "fsdd", "procedural"),
+    }
+)
+_PICTURES = ("cifar10", "cifar100", "folder", "procedural")
+_PICTURE_OVERLAYS = ("shapes", "digits", "letters")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The base of a dataset, a key of `SOURCES`, and the name of its overlay."""
+
+    base: str
+    overlay: str | None
+
+
+DATASETS: Final[Mapping[str, Dataset]] = MappingProxyType(
+    {base: Dataset(base, None) for base in _PICTURES}
+    | {f"{base}_{overlay}": Dataset(base, overlay) for base in _PICTURES for overlay in _PICTURE_OVERLAYS}
+    | {"spoken": Dataset("spoken", None), "noise": Dataset("silence", "noise")}
+    | {"spoken_noise": Dataset("spoken", "noise")}
+)
+# What a record of silence stands for: as many, at the same rate, as the source has of speech.
+_SAMPLE_RATES: Mapping[str, int] = MappingProxyType(
+    {"audiomnist": AudioMnist.sample_rate, "fsdd": Fsdd.sample_rate, "procedural": procedural_speech.SAMPLE_RATE}
+)
+_NUM_OF_SPEECH: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "audiomnist": MappingProxyType({"train": 24_000, "test": 6_000}),
+        "fsdd": MappingProxyType({"train": 2_500, "test": 500}),
+        "procedural": procedural_speech.DEFAULT_NUM_RECORDS,
+    }
+)
+
+
+class Choices(TypedDict, total=False):
+    """What else can be chosen of a dataset. Absent or `None` is the default; a choice that does not fit is refused.
+
+    source: a name in `SOURCES` of the base; by default the first.
+    root: the folder of the source's data.
+    image_size: of the source `folder`: each picture becomes this many pixels wide and high; by default all must be of
+        one size already.
+    digits: a name in `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
+    digits_root: the folder of MNIST; by default `root`.
+    noise_root: the folder of the background sounds; by default `root`, and made ones for the source `procedural`.
+    noise_volume: the loudest point of each background sound, by default `NOISE_VOLUME`; 1 is full scale.
+    noise_crop: a name in `NOISE_CROPS`; by default the first.
+    test_speaker: of the source `fsdd`: the speaker of the test split.
+    """
+
+    source: str | None
+    root: Path | None
+    image_size: int | None
+    digits: str | None
+    digits_root: Path | None
+    noise_root: Path | None
+    noise_volume: float | None
+    noise_crop: str | None
+    test_speaker: str | None
 
 
 @dataclass(frozen=True)
 class Ingredients:
-    """What a dataset is made of; `description` is the manifest's `how_made.source`."""
+    """What a dataset is made of.
+
+    `description` is the manifest's `how_made.source`. `sample_rate` and `num_points` are of sounds, points a second and
+    points of a waveform in a batch, and `None` for pictures.
+    """
 
     source: Source
     overlay: Overlay | None
     description: str
+    sample_rate: int | None
+    num_points: int | None
 
 
 def open_dataset(
-    dataset: str,
-    *,
-    source: str | None = None,
-    root: Path | None = None,
-    split: str = "train",
-    seed: int = 0,
-    limit: int | None = None,
-    digits: str | None = None,
-    digits_root: Path | None = None,
+    dataset: str, *, split: str = "train", seed: int = 0, limit: int | None = None, **choices: Unpack[Choices]
 ) -> Ingredients:
-    """Open the source and the overlay of a dataset; what is `None` takes its default.
+    """Open the source and the overlay of a dataset.
 
-    `limit` is the number of pictures of the procedural source; other sources come whole. `digits` defaults to `sklearn`
-    for procedural pictures and to `mnist` for others, and `digits_root` to `root`. Raises `UserError` where a name is
-    unknown, an argument does not fit the dataset, or the data is missing.
+    `limit` is the number of records of a source that makes them; other sources come whole. Raises `UserError` where a
+    name is unknown, a choice does not fit the dataset, or the data is missing.
     """
     if dataset not in DATASETS:
         raise UserError(f'unknown dataset "{dataset}"{nearest(dataset, DATASETS)}')
     if split not in SPLITS:
         raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
-    family, _, overlay = dataset.partition("_")
-    if overlay != "digits" and (digits is not None or digits_root is not None):
-        raise UserError(f"{dataset} has no digits, so it takes no --digits or --digits-root; leave them out")
-    opened = _open_source(family, source or SOURCES[family][0], root=root, split=split, seed=seed, limit=limit)
+    base, overlay = DATASETS[dataset].base, DATASETS[dataset].overlay
+    name = choices.get("source") or SOURCES[base][0]
+    if name not in SOURCES[base]:
+        raise UserError(f'{dataset} cannot come from the source "{name}"{nearest(name, SOURCES[base])}')
+    _refuse_what_does_not_fit(dataset, base, overlay, name, choices)
+    if base in ("spoken", "silence"):
+        return _open_sounds(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
+    return _open_pictures(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
+
+
+def _refuse_what_does_not_fit(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
+    given = {name for name, value in choices.items() if value is not None}
+    for fits, what, names in (
+        (overlay == "digits", "has no digits", ("digits", "digits_root")),
+        (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
+        (source == "folder", "does not come from a folder of pictures", ("image_size",)),
+        (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
+    ):
+        if not fits and given & set(names):
+            options = [f"--{name.replace('_', '-')}" for name in names]
+            listed = " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
+            raise UserError(f"{dataset} {what}, so it takes no {listed}; leave that out")
+    if source == "procedural" and choices.get("root") is not None:
+        raise UserError(f"procedural data is made, not read from {choices['root']}; leave --root out")
+
+
+def _open_pictures(
+    base: str, overlay: str | None, source: str, *, split: str, seed: int, limit: int | None, choices: Choices
+) -> Ingredients:
+    opened: Source
+    root = choices.get("root")
+    if source == "procedural":
+        opened = Procedural(seed=seed, split=split, num_records=limit or procedural.DEFAULT_NUM_RECORDS[split])
+    elif root is None:
+        raise UserError(f"the source {source} reads pictures from a folder; name it with --root")
+    elif source == "torchvision":
+        opened = Cifar(root, num_classes=10 if base == "cifar10" else 100, split=split)
+    else:
+        opened = ImageFolder(root, split=split, image_size=choices.get("image_size"))
+    description = opened.description
+    drawn: Overlay | None = None
     match overlay:
         case "shapes":
-            return Ingredients(opened, Shapes(), opened.description)
+            drawn = Shapes()
         case "letters":
-            return Ingredients(opened, Letters(), opened.description)
+            drawn = Letters()
         case "digits":
-            kind = digits or ("sklearn" if family == "procedural" else "mnist")
-            digit_source = _open_digits(kind, digits_root or root, split=split)
-            description = f"{opened.description} + {digit_source.description}"
-            return Ingredients(opened, Digits(digit_source), description)
-    return Ingredients(opened, None, opened.description)
-
-
-def _open_source(family: str, source: str, *, root: Path | None, split: str, seed: int, limit: int | None) -> Source:
-    if source not in SOURCES[family]:
-        raise UserError(f'{family} cannot come from the source "{source}"{nearest(source, SOURCES[family])}')
-    if source == "procedural":
-        if root is not None:
-            raise UserError(f"procedural pictures are drawn, not read from {root}; leave --root out")
-        return Procedural(seed=seed, split=split, num_pictures=limit or DEFAULT_NUM_PICTURES[split])
-    if root is None:
-        raise UserError(f"the source {source} reads pictures from a folder; name it with --root")
-    return Cifar10(root, split=split) if source == "torchvision" else ImageFolder(root, split=split)
+            kind = choices.get("digits") or ("sklearn" if base == "procedural" else "mnist")
+            digits = _open_digits(kind, choices.get("digits_root") or root, split=split)
+            description, drawn = f"{description} + {digits.description}", Digits.of(digits)
+    return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
 
 
 def _open_digits(kind: str, root: Path | None, *, split: str) -> DigitSource:
+    if kind not in DIGITS:
+        raise UserError(f'unknown digits "{kind}"{nearest(kind, DIGITS)}')
     if kind == "sklearn":
         return sklearn_digits(split=split)
-    if kind != "mnist":
-        raise UserError(f'unknown digits "{kind}"{nearest(kind, DIGITS)}')
     if root is None:
         raise UserError(
             "the digits of MNIST are read from a folder; name it with --digits-root, or choose --digits sklearn"
         )
-    return mnist_digits(root, split=split)
+    return mnist_digits(root, split=split, test_digits="train" if kind == "mnist" else "test")
+
+
+def _open_sounds(
+    base: str, overlay: str | None, source: str, *, split: str, seed: int, limit: int | None, choices: Choices
+) -> Ingredients:
+    opened: SoundSource
+    root = choices.get("root")
+    if base == "silence":
+        opened = Silence(limit or _NUM_OF_SPEECH[source][split], sample_rate=_SAMPLE_RATES[source])
+    elif source == "procedural":
+        opened = ProceduralSpeech(seed, split, limit or _NUM_OF_SPEECH[source][split])
+    elif root is None:
+        raise UserError(f"the source {source} reads sounds from a folder; name it with --root")
+    elif source == "audiomnist":
+        opened = AudioMnist(root, split=split)
+    else:
+        test_speaker = choices.get("test_speaker") or fsdd.DEFAULT_TEST_SPEAKER
+        opened = Fsdd(root, split=split, test_speaker=test_speaker)
+    num_points = mel_config(opened.sample_rate).num_points
+    description, heard = opened.description, None
+    if overlay == "noise":
+        noise, heard = _open_noise(source, opened.sample_rate, num_points, split=split, choices=choices)
+        description = f"{description} + {noise}"
+    return Ingredients(opened, heard, description, sample_rate=opened.sample_rate, num_points=num_points)
+
+
+def _open_noise(source: str, sample_rate: int, num_points: int, *, split: str, choices: Choices) -> tuple[str, Noise]:
+    """The background sounds, and a description of them for the manifest."""
+    crop = choices.get("noise_crop") or NOISE_CROPS[0]
+    if crop not in NOISE_CROPS:
+        raise UserError(f'unknown crop "{crop}"{nearest(crop, NOISE_CROPS)}')
+    volume = NOISE_VOLUME if (given := choices.get("noise_volume")) is None else given
+    root = choices.get("noise_root") or choices.get("root")
+    if root is not None:
+        sounds = background.read_sounds(root, sample_rate=sample_rate, num_points=num_points)
+    elif source == "procedural":
+        # One set of sounds, as there is one of recordings: the seed is of the order and of what is drawn from them.
+        sounds = background.procedural_sounds(0, sample_rate=sample_rate, num_points=num_points)
+    else:
+        raise UserError("the background sounds are read from a folder; name it with --noise-root")
+    used = "first" if split == "test" else cast(Crop, crop)
+    digest = hashlib.sha256(b"".join(sound.numpy().tobytes() for sound in sounds)).hexdigest()
+    description = f"background sounds ({digest[:12]}), volume {volume}, crop {used}"
+    return description, Noise.of(sounds, num_points=num_points, volume=volume, crop=used)

@@ -1,35 +1,38 @@
-"""CIFAR-10 in its original, lossless form, as torchvision unpacks it."""
+"""CIFAR-10 and CIFAR-100 in their original, lossless form, as torchvision unpacks them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-from torchvision.datasets import CIFAR10
+from numpy.typing import NDArray
+from torchvision.datasets import CIFAR10, CIFAR100
 
 from data_pipeline.errors import UserError
 from data_pipeline.sample import Record
 
 
-class Cifar10:
-    """The 50,000 training or 10,000 test pictures of CIFAR-10 (Krizhevsky 2009), 32x32.
+class Cifar:
+    """The 50,000 training or 10,000 test pictures (Krizhevsky 2009), 32x32, in 10 classes or in 100 fine ones.
 
     Raises `UserError` where `root` lacks the data or torchvision finds it damaged by its checksums.
     """
 
     description = "torchvision"
 
-    def __init__(self, root: Path, *, split: str) -> None:
+    def __init__(self, root: Path, *, num_classes: Literal[10, 100], split: str) -> None:
+        reader = CIFAR10 if num_classes == 10 else CIFAR100
         try:
-            dataset = CIFAR10(root, train=split == "train", download=False)
+            dataset = reader(root, train=split == "train", download=False)
         except RuntimeError:
             raise UserError(
-                f"{root} does not hold torchvision's cifar-10-batches-py, or it is damaged; download it with "
-                f"`python -c \"import torchvision; torchvision.datasets.CIFAR10('{root}', download=True)\"`"
+                f"{root} does not hold torchvision's {reader.base_folder}, or it is damaged; download it with "
+                f"`python -c \"import torchvision; torchvision.datasets.{reader.__name__}('{root}', download=True)\"`"
             ) from None
-        self.class_names = tuple(dataset.classes)
-        self.labels = np.array(dataset.targets, dtype=np.int64)
-        self._images = dataset.data
+        self.class_names: tuple[str, ...] = tuple(dataset.classes)
+        self.labels: NDArray[np.int64] = np.array(dataset.targets, dtype=np.int64)
+        self._pictures: NDArray[np.uint8] = dataset.data
 
     def __getitem__(self, number: int) -> Record:
-        return Record(self._images[number], int(self.labels[number]))
+        return Record(self._pictures[number], int(self.labels[number]))

@@ -25,7 +25,7 @@ Region = NDArray[np.bool_]  # (64, 64): the points that something covers
 Pattern = Callable[[Coordinate, Coordinate, float, Generator], Region]  # of x, y, the period in pixels
 
 IMAGE_SIZE: Final = 32
-DEFAULT_NUM_PICTURES: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
+DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
 _OVERSAMPLING = 2  # points per pixel and axis, averaged: without it thin lines flicker with their angle
 _POINTS = (np.arange(IMAGE_SIZE * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
 _COLUMN, _ROW = np.meshgrid(_POINTS, _POINTS)
@@ -168,17 +168,17 @@ def _patch(rng: Generator) -> Region:
 
 @dataclass(frozen=True)
 class Procedural:
-    """`num_pictures` pictures, the ten kinds in turn; picture `number` depends on (seed, split, number) alone."""
+    """`num_records` pictures, the ten kinds in turn; picture `number` depends on (seed, split, number) alone."""
 
     seed: int
     split: str
-    num_pictures: int
+    num_records: int
     description: str = field(default="procedural", init=False)
     class_names: tuple[str, ...] = field(default=tuple(PATTERNS), init=False)
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        return np.arange(self.num_pictures) % len(PATTERNS)
+        return np.arange(self.num_records) % len(PATTERNS)
 
     def __getitem__(self, number: int) -> Record:
         label = number % len(PATTERNS)
