@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from data_pipeline.errors import UserError
-from data_pipeline.stream import Stream
+from data_pipeline.stream import ReadConfig, Stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a built dataset")
+    parser.add_argument(
+        "location", metavar="DIR", help="a built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}"
+    )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of training processes")
     parser.add_argument("--workers", type=int, default=0, metavar="M", help="reader processes of each rank")
     parser.add_argument(
@@ -25,19 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-step", type=int, default=0, metavar="K", help="begin at this step of the epoch, as a resumed run would"
     )
+    parser.add_argument(
+        "--shuffle-shards",
+        type=int,
+        metavar="N",
+        help="shuffle within windows of N shards (default: the whole dataset)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Print one line a batch; steps are numbered from the start of training, as in metrics and checkpoints."""
     try:
         for line in trace(
-            args.directory,
+            args.location,
             num_ranks=args.ranks,
             num_workers=args.workers,
             global_batch_size=args.batch_size,
             epoch=args.epoch,
             seed=args.seed,
             from_step=args.from_step,
+            shuffle_shards=args.shuffle_shards,
         ):
             print(line)
         sys.stdout.flush()
@@ -47,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def trace(
-    directory: Path,
+    location: str | Path,
     *,
     num_ranks: int,
     num_workers: int,
@@ -55,6 +64,7 @@ def trace(
     epoch: int = 0,
     seed: int = 0,
     from_step: int = 0,
+    shuffle_shards: int | None = None,
 ) -> Iterator[str]:
     """Lines `step<TAB>rank<TAB>key key ...` of one epoch from `from_step` on: step by step, in each by rank.
 
@@ -66,18 +76,21 @@ def trace(
         ("--epoch", epoch, 0),
         ("--seed", seed, 0),
         ("--from-step", from_step, 0),
+        ("--shuffle-shards", 1 if shuffle_shards is None else shuffle_shards, 1),
     ):
         if value < least:
             raise UserError(f"{option} must be at least {least}, got {value}")
 
+    read = ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=shuffle_shards)
+
     def stream(rank: int, *, start_step: int, end_step: int) -> Stream:
         return Stream(
-            directory,
+            location,
+            read=read,
             global_batch_size=global_batch_size,
             seed=seed,
             rank=rank,
             world_size=num_ranks,
-            num_workers=num_workers,
             start_step=start_step,
             end_step=end_step,
         )

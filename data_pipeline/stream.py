@@ -14,13 +14,14 @@ Shapes: B batch, N all samples, T points of a sound, C channels, H height, W wid
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import numpy as np
 import torch
@@ -35,15 +36,17 @@ from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
 from data_pipeline.overlays import Overlay, evaluation_keys, no_mask
 from data_pipeline.randomness import generator
-from data_pipeline.remote import RemoteConfig
-from data_pipeline.resident import NodeShare, Resident, Rows
+from data_pipeline.remote import RemoteConfig, is_remote
+from data_pipeline.resident import NodeShare, Placed, Resident, Rows, decoded, num_cores, place
 from data_pipeline.sample import BadSample, Batch
 from data_pipeline.schema import Schema
 from data_pipeline.store import SampleStore
 
 logger = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
+_CPU: Final = torch.device("cpu")
+_REMOTE: Final = RemoteConfig()
+_READ_ALL_THREADS: Final = 4
 
 
 class ReadConfig(Schema):
@@ -66,7 +69,7 @@ class ReadConfig(Schema):
     resident_gigabytes: PositiveFloat = 4
     shuffle_shards: PositiveInt | None = None
     max_bad_share: Annotated[float, Field(ge=0, le=1)] = 0.001
-    remote: RemoteConfig = RemoteConfig()
+    remote: RemoteConfig = _REMOTE
 
 
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -92,8 +95,8 @@ def epoch_order(
 ) -> NDArray[np.int64]:
     """The order of one epoch: a permutation of all samples, (num_samples,) int64, not to be written to.
 
-    With `shuffle_shards`, the shards, which end before the samples `shard_ends` (num_shards,), are shuffled and cut into
-    windows of that many; the samples of a window come before those of the next, shuffled among themselves.
+    With `shuffle_shards`, the shards, which end before the samples `shard_ends` (num_shards,), are shuffled and cut
+    into windows of that many; the samples of a window come before those of the next, shuffled among themselves.
     """
     if shuffle_shards is None:
         return _shuffled(num_samples, seed, epoch)
@@ -113,7 +116,7 @@ def _shuffled_by_windows(shard_ends: bytes, shuffle_shards: int, seed: int, epoc
     ends = np.frombuffer(shard_ends, dtype=np.int64)
     starts = ends - np.diff(ends, prepend=0)
     parts = [np.empty(0, dtype=np.int64)]
-    for number, window in enumerate(_windows(len(ends), shuffle_shards, seed, epoch)):
+    for number, window in enumerate(shard_windows(len(ends), shuffle_shards, seed=seed, epoch=epoch)):
         samples = np.concatenate([np.arange(starts[shard], ends[shard]) for shard in window.tolist()])
         parts.append(generator(seed, "window order", epoch, number).permutation(samples))
     order = np.concatenate(parts)
@@ -121,7 +124,8 @@ def _shuffled_by_windows(shard_ends: bytes, shuffle_shards: int, seed: int, epoc
     return order
 
 
-def _windows(num_shards: int, shuffle_shards: int, seed: int, epoch: int) -> list[NDArray[np.int64]]:
+def shard_windows(num_shards: int, shuffle_shards: int, *, seed: int, epoch: int) -> list[NDArray[np.int64]]:
+    """The shards of each window of an epoch, in the order in which the windows are read."""
     shards = generator(seed, "shard order", epoch).permutation(num_shards)
     return [shards[start : start + shuffle_shards] for start in range(0, num_shards, shuffle_shards)]
 
@@ -233,6 +237,24 @@ def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: 
     )
 
 
+def check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
+    """Raises `UserError`, with the numbers and the mend, where the cache is too small for the order of reading.
+
+    Needed are all shards, or with `shuffle_shards` two windows of so many: one is read while the next is fetched.
+    """
+    num_shards = len(store.manifest.shards)
+    needed = num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
+    if store.max_shards is None or needed <= store.max_shards:
+        return
+    largest = sorted((shard.num_bytes for shard in store.manifest.shards), reverse=True)[:needed]
+    gigabytes = math.ceil(1.05 * sum(largest) / 1e7) / 100  # with the indexes of the shards
+    smaller = f"set data.shuffle_shards to {store.max_shards // 2}, or " if store.max_shards > 1 else "set "
+    raise UserError(
+        f"{store.location}: shuffled as it is, {needed} of its {num_shards} shards are needed at once, but the cache "
+        f"holds {store.max_shards}; {smaller}data.remote.cache_gigabytes to {gigabytes:g}"
+    )
+
+
 @dataclass(frozen=True)
 class _Draws:
     """Stored samples to finished inputs. `keys` gives the keys of (index_B, epoch, view)."""
@@ -294,27 +316,62 @@ class _Draws:
         return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW)
 
 
-@dataclass(frozen=True)
+class _FetchAhead:
+    """Has the shards of a remote dataset fetched in the background: of the window being read, and of the next."""
+
+    def __init__(self, store: SampleStore, plan: Plan) -> None:
+        self._store, self._plan = store, plan
+        self._asked_for: tuple[int, int] | None = None
+
+        self._epoch = self._window = -1
+        self._windows: list[NDArray[np.int64]] = []
+        self._window_ends = np.empty(0, dtype=np.int64)
+
+    def at(self, step: int) -> None:
+        """To be called before each step: asks for shards where a window begins."""
+        plan, shard_ends = self._plan, self._store.shard_ends
+        epoch, step_in_epoch = divmod(step, num_steps_per_epoch(plan.num_samples, plan.global_batch_size))
+        if epoch != self._epoch:
+            shard_sizes = np.diff(shard_ends, prepend=0)
+            windows, windows_after = (
+                shard_windows(len(shard_ends), plan.shuffle_shards or len(shard_ends), seed=plan.seed, epoch=number)
+                for number in (epoch, epoch + 1)
+            )
+            self._epoch, self._window = epoch, -1
+            self._windows = [*windows, windows_after[0]]
+            self._window_ends = np.cumsum([shard_sizes[window].sum() for window in windows])
+        window = int(np.searchsorted(self._window_ends, step_in_epoch * plan.global_batch_size, side="right"))
+        if window == self._window:
+            return
+        self._window = window
+        now, following = self._windows[window : window + 2]
+        # All processes want the same shards; each begins with others, so that they are fetched side by side.
+        worker = torch.utils.data.get_worker_info()
+        num_workers, worker_id = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        turn = (plan.rank * num_workers + worker_id) * len(now) // (plan.world_size * num_workers)
+        self._store.prefetch([*np.roll(now, -turn).tolist(), *following.tolist()])
+
+
 class _StreamedBatches(Dataset[Batch | UserError]):
-    """One rank's clean batches by step. Holds the store as it was opened, so that worker processes share its index.
+    """One rank's clean batches by step. Holds the store as it was opened, so that worker processes share its index."""
 
-    `bad` grows in each process as it meets bad samples; what is in a batch does not depend on what was met before.
-    """
-
-    store: SampleStore
-    plan: Plan
-    draws: _Draws
-    bad: dict[int, BadSample]
+    def __init__(self, store: SampleStore, plan: Plan, draws: _Draws) -> None:
+        self._store, self._plan, self._draws = store, plan, draws
+        # Grows in each process as it meets bad samples. No batch depends on what was met before.
+        self._bad = {sample.index: sample for sample in store.known_bad}
+        self._fetch_ahead = _FetchAhead(store, plan) if is_remote(store.location) else None
 
     def __getitem__(self, step: int) -> Batch | UserError:
         try:
+            if self._fetch_ahead is not None:
+                self._fetch_ahead.at(step)
             while True:
-                epoch, indices, passed = self.plan.at(step, bad=self.bad)
-                stored = self.store.decode(indices)
+                epoch, indices, passed = self._plan.at(step, bad=self._bad)
+                stored = self._store.decode(indices)
                 if not stored.bad:
-                    rows = Rows.of(stored, masked="mask.png" in self.store.manifest.members)
-                    return self.draws.cropped(rows, step=step, epoch=epoch, bad=passed)
-                self.bad.update({sample.index: sample for sample in stored.bad.values()})
+                    rows = Rows.of(stored, self._store.manifest)
+                    return self._draws.cropped(rows, step=step, epoch=epoch, bad=passed)
+                self._bad |= {sample.index: sample for sample in stored.bad.values()}
         except UserError as error:
             # Returned, not raised: a DataLoader turns a worker's exception into a page of traceback.
             return error
@@ -372,10 +429,24 @@ class Stream:
             lambda index_B, epoch, view: DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view),
         )
         self._steps = range(start_step, end_step)
-        self._resident: Resident | None = None
+        if len(self) < self.num_steps_per_epoch and read.placement == "auto":
+            placed = Placed("stream", "less than an epoch is to be read")
+        else:
+            placed = place(
+                store,
+                wanted=read.placement,
+                resident_gigabytes=read.resident_gigabytes,
+                device=device,
+                share=share,
+                show_progress=rank == 0,
+            )
+        self.placement, self.placement_reason, self._resident = placed.placement, placed.reason, placed.resident
         self.known_bad = store.known_bad
-        self.placement: Literal["stream", "host", "device"] = "stream"
-        self.placement_reason = "data.placement says so"
+        if placed.resident is None:
+            check_cache(store, shuffle_shards=read.shuffle_shards)
+        else:
+            self.known_bad = tuple(placed.resident.bad.values())
+            check_bad_share(self.known_bad, num_samples=len(store), max_share=read.max_bad_share, where=location)
         if rank == 0:
             logger.info(
                 "%s: %d samples, %d steps an epoch; %d samples do not fill a global batch of %d and are dropped",
@@ -385,6 +456,7 @@ class Stream:
                 self.num_dropped_per_epoch,
                 global_batch_size,
             )
+            logger.info("%s: placement %s (%s)", location, placed.placement, placed.reason)
 
     @property
     def manifest(self) -> Manifest:
@@ -403,12 +475,23 @@ class Stream:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        for clean in self._streamed():
+        for clean in self._streamed() if self._resident is None else self._looked_up(self._resident):
             yield self._draws.drawn(clean.to(self._device))
+
+    def _looked_up(self, resident: Resident) -> Iterator[Batch]:
+        rows = resident.rows
+        is_cuda, are_rows_there = self._device.type == "cuda", rows.index_B.device == self._device
+        for step in self._steps:
+            epoch, indices, passed = self._plan.at(step, bad=resident.bad)
+            row_B = torch.tensor(indices)
+            if is_cuda and are_rows_there:
+                row_B = row_B.pin_memory().to(self._device, non_blocking=True)
+            clean = self._draws.cropped(rows.take(row_B), step=step, epoch=epoch, bad=passed)
+            yield clean if are_rows_there or not is_cuda else clean.pin_memory()
 
     def _streamed(self) -> Iterator[Batch]:
         loader: DataLoader[Batch | UserError] = DataLoader(
-            _StreamedBatches(self._store, self._plan, self._draws, {sample.index: sample for sample in self.known_bad}),
+            _StreamedBatches(self._store, self._plan, self._draws),
             batch_size=None,  # the dataset makes whole batches, and its keys are steps
             sampler=self._steps,
             num_workers=self._read.num_workers,
@@ -435,7 +518,7 @@ def read_all(
     batch_size: int,
     draw: int = 0,
     device: torch.device = _CPU,
-    remote: RemoteConfig = RemoteConfig(),
+    remote: RemoteConfig = _REMOTE,
     max_bad_share: float = 0.001,
 ) -> Iterator[Batch]:
     """Every good sample once, in stored order, on `device`; for evaluation. Some batches may be smaller.
@@ -453,16 +536,16 @@ def read_all(
         lambda index_B, epoch, view: evaluation_keys(index_B, draw=draw),
     )
     bad = list(store.known_bad)
-    for step, start in enumerate(range(0, len(store), batch_size)):
-        check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
-        stored = store.decode(np.arange(start, min(start + batch_size, len(store)), dtype=np.int64))
-        rows = Rows.of(stored, masked="mask.png" in store.manifest.members)
-        found = tuple(stored.bad.values())
+    check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
+    starts = range(0, len(store), batch_size)
+    chunks = (np.arange(start, min(start + batch_size, len(store)), dtype=np.int64) for start in starts)
+    for step, stored in enumerate(decoded(store, chunks, num_threads=min(num_cores(), _READ_ALL_THREADS))):
+        rows, found = Rows.of(stored, store.manifest), tuple(stored.bad.values())
         if found:
             bad += found
+            check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
             for sample in found:
                 logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
             rows = rows.take(torch.tensor([row for row in range(len(stored.index_B)) if row not in stored.bad]))
         if len(rows.index_B):
             yield draws.drawn(draws.cropped(rows, step=step, epoch=0, bad=found).to(device))
-    check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
