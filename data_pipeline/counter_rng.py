@@ -1,8 +1,8 @@
 """Counter-based random numbers, batched and on any device: draw `n` of a key is a pure function of (key, n).
 
 An ordinary generator hands out numbers in the order they are asked for, so the overlay and the views of a sample would
-depend on which other samples share its batch. Here every number is a hash of its key and counter (the SplitMix64 finaliser of Steele et
-al. 2014), so a sample gets the same draws in any batch, on any rank, on CPU and GPU.
+depend on which other samples share its batch. Here every number is a hash of its key and counter (the SplitMix64
+finaliser of Steele et al. 2014), so a sample gets the same draws in any batch, on any rank, on CPU and GPU.
 
 `purpose` separates uses of the same keys: view policies use 0 to 99, what is drawn on a sample uses 100 and up.
 """
