@@ -40,7 +40,7 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
         sound = resample(to_float(torch.from_numpy(points)), from_rate=rate, to_rate=sample_rate)
         if len(sound) < num_points:
             raise UserError(
-                f"{root / name} lasts {len(points) / rate:.2f} s but {num_points / sample_rate:.2f} s are needed; "
+                f"{root / name} gives {len(sound)} points at {sample_rate} a second, but {num_points} are needed; "
                 "give a longer recording"
             )
         if not points.any():

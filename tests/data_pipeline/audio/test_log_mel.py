@@ -1,0 +1,153 @@
+"""Log-mel spectrograms against librosa and against the figures of the published recordings."""
+
+from __future__ import annotations
+
+import tarfile
+
+import librosa
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, log_mel, mel_config, power_mel
+from data_pipeline.audio.waveform import decode_wav, fit_length, to_float
+from data_pipeline.errors import UserError
+from data_pipeline.sources.background import read_sounds
+from tests.real_data import archive
+
+CONFIGS = pytest.mark.parametrize("config", [AUDIOMNIST, FSDD], ids=["audiomnist", "fsdd"])
+
+
+def ours(waveforms_BT: torch.Tensor, config: MelConfig) -> torch.Tensor:
+    return log_mel(power_mel(waveforms_BT, config), config)
+
+
+def librosas(waveform: NDArray[np.generic], config: MelConfig) -> NDArray[np.generic]:
+    power = librosa.feature.melspectrogram(
+        y=waveform,
+        sr=config.sample_rate,
+        n_fft=config.n_fft,
+        hop_length=config.hop,
+        n_mels=config.num_mels,
+        center=True,
+        pad_mode="constant",
+        power=2.0,
+    )
+    normalised: NDArray[np.generic] = (librosa.power_to_db(power**2, amin=1e-10, top_db=80.0) + 90.293) / 11.799
+    return normalised
+
+
+def sounds(config: MelConfig, dtype: torch.dtype) -> torch.Tensor:
+    """(5, T): loud and faint noise, a chirp, a click, and a sound that ends halfway."""
+    generator = torch.Generator().manual_seed(0)
+    noise_2T = torch.randn((2, config.num_points), generator=generator, dtype=dtype) * torch.tensor([[0.3], [1e-4]])
+    time = torch.arange(config.num_points, dtype=dtype) / config.num_points
+    chirp = 0.5 * torch.sin(config.num_points * time**2)
+    click = torch.zeros_like(time)
+    click[config.num_points // 3] = 1
+    return torch.stack([*noise_2T.to(dtype), chirp, click, chirp * (time < 0.5)])
+
+
+@CONFIGS
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-4)])
+def test_equal_to_librosa(config: MelConfig, dtype: torch.dtype, tolerance: float) -> None:
+    waveforms_BT = sounds(config, dtype)
+    spectrograms = ours(waveforms_BT, config)
+    assert spectrograms.shape == (5, 64, 64)
+    assert spectrograms.dtype == dtype
+    expected = np.stack([librosas(waveform, config) for waveform in waveforms_BT.numpy()])
+    np.testing.assert_allclose(spectrograms.numpy(), expected, rtol=0, atol=tolerance)
+
+
+def test_recorded_speech_is_equal_to_librosa() -> None:
+    clips = []
+    with tarfile.open(archive("fsdd-recordings.tar.gz")) as tar:
+        for _ in range(8):
+            member = tar.next()
+            while member is not None and not member.isfile():
+                member = tar.next()
+            assert member is not None
+            file = tar.extractfile(member)
+            assert file is not None
+            clips.append(torch.from_numpy(decode_wav(file.read())))
+    waveforms_BT = to_float(fit_length(clips, FSDD.num_points, last_B=torch.zeros(8, dtype=torch.bool)))
+    expected = np.stack([librosas(waveform, FSDD) for waveform in waveforms_BT.numpy()])
+    np.testing.assert_allclose(ours(waveforms_BT, FSDD).numpy(), expected, rtol=0, atol=1e-3)
+
+
+def test_the_published_backgrounds_have_the_published_figures() -> None:
+    num_points = AUDIOMNIST.num_points
+    crops = []
+    for sound in read_sounds(archive("noise"), sample_rate=48_000, num_points=num_points):
+        scaled = 0.05 * sound / sound.abs().max()
+        crops += [scaled[:num_points], scaled[-num_points:]]
+    crops_6T = torch.stack(crops)
+    rms = crops_6T.square().mean(dim=1).sqrt()
+    assert [round(value, 4) for value in rms.tolist()] == [0.0083, 0.0060, 0.0030, 0.0066, 0.0092, 0.0086]
+    spectrograms = ours(crops_6T, AUDIOMNIST)
+    means, stds = spectrograms.mean(dim=(1, 2)), spectrograms.flatten(1).std(dim=1)
+    assert [round(value, 2) for value in (means.min().item(), means.max().item())] == [1.19, 2.84]
+    assert means.argmin() == 2  # traffic, its first points
+    assert means.argmax() in (4, 5)  # machinery
+    assert [round(value, 2) for value in (stds.min().item(), stds.max().item())] == [1.46, 1.97]
+
+
+@CONFIGS
+def test_silence_and_the_range_below_the_loudest(config: MelConfig) -> None:
+    silent_and_loud = torch.stack([torch.zeros(config.num_points), sounds(config, torch.float32)[2]])
+    silence, loud = ours(silent_and_loud, config)
+    assert round(silence.unique().item(), 3) == -0.823
+    assert (loud.max() - loud.min()).item() == pytest.approx(80 / 11.799, abs=1e-5)
+
+
+def test_a_masked_band_falls_to_the_floor_of_the_item() -> None:
+    power_BMN = torch.full((2, 64, 64), 1.0)
+    power_BMN[0, 10] = 0
+    power_BMN[1] = 1e-4  # -80 of the doubled decibels, so 80 below it lies under the floor of -100
+    power_BMN[1, 10] = 0
+    spectrograms = log_mel(power_BMN, FSDD)
+    assert spectrograms[:, 10, 0].tolist() == pytest.approx([(-80 + 90.293) / 11.799, (-100 + 90.293) / 11.799])
+    assert spectrograms[:, 0, 0].tolist() == pytest.approx([90.293 / 11.799, (-80 + 90.293) / 11.799])
+
+
+@CONFIGS
+def test_a_sound_is_the_same_in_any_batch(config: MelConfig) -> None:
+    waveforms_BT = sounds(config, torch.float32).repeat(4, 1)[:19]
+    together = ours(waveforms_BT, config)
+    alone = torch.cat([ours(waveform[None], config) for waveform in waveforms_BT])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
+
+
+def test_gradients_after_first_use_without_them() -> None:
+    config = MelConfig(sample_rate=8_000, num_points=600, n_fft=256, hop=100, num_mels=32)
+    with torch.inference_mode():
+        ours(torch.randn(1, 600), config)
+    waveforms_BT = torch.randn(2, 600, requires_grad=True)
+    ours(waveforms_BT, config).sum().backward()  # type: ignore[no-untyped-call]
+    assert waveforms_BT.grad is not None
+    assert waveforms_BT.grad.abs().sum() > 0
+
+
+def test_autocast_does_not_coarsen_it() -> None:
+    waveforms_BT = sounds(FSDD, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = ours(waveforms_BT, FSDD)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, ours(waveforms_BT, FSDD))
+
+
+def test_the_rate_chooses_the_spectrogram() -> None:
+    assert mel_config(48_000) is AUDIOMNIST
+    assert mel_config(8_000) is FSDD
+    assert (AUDIOMNIST.num_frames, FSDD.num_frames) == (64, 64)
+    assert AUDIOMNIST.num_points / 48_000 == pytest.approx(FSDD.num_points / 8_000, abs=1e-4)
+    with pytest.raises(UserError, match="44100 points a second"):
+        mel_config(44_100)
+
+
+def test_no_band_is_without_a_frequency() -> None:
+    for config in (AUDIOMNIST, FSDD):
+        click = torch.zeros(1, config.num_points, dtype=torch.float64)
+        click[0, config.num_points // 2] = 1  # all frequencies alike
+        assert (power_mel(click, config).amax(dim=2) > 0).all()
