@@ -1,57 +1,154 @@
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
 from PIL import Image
 
-from data_pipeline.build import build_dataset
-from data_pipeline.overlays.shapes import shape_mask
-from data_pipeline.preview import draw_cell, draw_grid
-from data_pipeline.sample import MASK_OUTSIDE, NO_LABEL, Sample
-from data_pipeline.shards import SampleStore
+from data_pipeline import preview
+from data_pipeline.errors import UserError
+from data_pipeline.overlays import evaluation_keys
+from data_pipeline.overlays.noise import Noise
+from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.preview import colour_spectrograms, draw_cell, draw_grid
+from data_pipeline.sources.background import procedural_sounds
+from data_pipeline.store import SampleStore
+from tests.tiny_data import NUM_POINTS, SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
 
-PINK = (255, 0, 200)
+PINK, GREY = (255, 0, 200), (40, 40, 40)
+MARGIN = 8
+CELL = 128  # the side of an enlarged picture, in pixels
 
 
-def test_a_cell_shows_the_picture_the_outline_of_its_mask_and_both_names(tmp_path: Path) -> None:
-    manifest = build_dataset("procedural_shapes", tmp_path / "built", limit=10)
-    image = np.random.default_rng(0).integers(0, 200, (32, 32, 3), dtype=np.uint8)
-    mask = shape_mask("square")
+def cells_of(grid: Image.Image, *, height: int, width: int) -> list[NDArray[np.uint8]]:
+    """The enlarged pictures of a grid, row by row, without captions."""
+    points = np.asarray(grid)[MARGIN:, MARGIN:]
+    tops, lefts = range(0, points.shape[0], height), range(0, points.shape[1], width)
+    return [points[top : top + CELL, left : left + CELL] for top in tops for left in lefts]
+
+
+def test_a_cell_shows_the_picture_the_outline_of_its_mask_and_both_names() -> None:
+    picture = np.random.default_rng(0).integers(0, 200, (32, 32, 3), dtype=np.uint8)
+    mask = np.zeros((32, 32), dtype=np.uint8)
+    mask[10:22, 10:22] = 255
+    outline = np.zeros((CELL, CELL), dtype=bool)
+    outline[40:88, 40:88] = True
+    outline[41:87, 41:87] = False
     cells = {}
-    for label_base, label_overlay in ((0, 0), (1, 0), (0, 1), (0, NO_LABEL)):
-        cell = draw_cell(Sample(0, image, mask, label_base, label_overlay), manifest)
-        cells[label_base, label_overlay] = np.asarray(cell)
-        enlarged, outline = cells[label_base, label_overlay][:96, :96], np.zeros((96, 96), dtype=bool)
-        outline[30:66, 30:66] = True
-        outline[31:65, 31:65] = False
-        assert (enlarged[outline] == PINK).all()
-        np.testing.assert_array_equal(enlarged[~outline], np.kron(image, np.ones((3, 3, 1), np.uint8))[~outline])
-    base_line, overlay_line = slice(96, 111), slice(113, 130)
-    assert not np.array_equal(cells[0, 0][base_line], cells[1, 0][base_line])
-    assert not np.array_equal(cells[0, 0][overlay_line], cells[0, 1][overlay_line])
-    np.testing.assert_array_equal(cells[0, 0][base_line], cells[0, 1][base_line])
-    assert (cells[0, NO_LABEL][overlay_line] == 255).all()
+    for names in (("frog", "square"), ("ship", "square"), ("frog", "ellipse"), ("frog", ""), ("", "square")):
+        captions = list(zip(names, (GREY, PINK), strict=True))
+        cells[names] = cell = np.asarray(draw_cell(picture, mask, captions))
+        assert (cell[:CELL, :CELL][outline] == PINK).all()
+        enlarged = np.kron(picture, np.ones((4, 4, 1), np.uint8))
+        np.testing.assert_array_equal(cell[:CELL, :CELL][~outline], enlarged[~outline])
+    base_line, overlay_line = slice(CELL, CELL + 17), slice(CELL + 17, None)
+    assert not np.array_equal(cells["frog", "square"][base_line], cells["ship", "square"][base_line])
+    assert not np.array_equal(cells["frog", "square"][overlay_line], cells["frog", "ellipse"][overlay_line])
+    np.testing.assert_array_equal(cells["frog", "square"][base_line], cells["frog", "ellipse"][base_line])
+    assert (cells["frog", ""][overlay_line] == 255).all()
+    assert (cells["", "square"][base_line] == 255).all()
+
+
+def test_large_pictures_are_shown_as_they_are() -> None:
+    picture = np.random.default_rng(0).integers(0, 255, (140, 170, 3), dtype=np.uint8)
+    cell = np.asarray(draw_cell(picture, None, []))
+    np.testing.assert_array_equal(cell[:140, :170], picture)
 
 
 def test_a_grid_holds_the_samples_in_rows_of_ten(tmp_path: Path) -> None:
-    build_dataset("procedural", tmp_path / "built", limit=25)
-    store = SampleStore(tmp_path / "built")
-    grid = np.asarray(draw_grid(store, num_samples=60))
-    cell = np.asarray(draw_cell(store[13], store.manifest))
+    directory = write_tiny_dataset(tmp_path / "built", num_samples=25)
+    store = SampleStore(directory)
+    sample = store[13]
+    assert sample.mask is not None
+    names = store.manifest.label_names
+    captions = [(names.base[sample.label_base], GREY), (names.overlay[sample.label_overlay], PINK)]
+    cell = np.asarray(draw_cell(np.asarray(sample.content, dtype=np.uint8), sample.mask, captions))
     height, width, _ = cell.shape
-    assert grid.shape == (8 + 3 * height, 8 + 10 * width, 3)
-    np.testing.assert_array_equal(grid[8 + height : 8 + 2 * height, 8 + 3 * width : 8 + 4 * width], cell)
-    assert (grid[8 + 2 * height :, 8 + 5 * width :] == 255).all()
-    assert draw_grid(store, num_samples=3).size == (8 + 3 * width, 8 + height)
+    grid = np.asarray(draw_grid(str(directory), num_samples=60))
+    assert grid.shape == (MARGIN + 3 * height, MARGIN + 10 * width, 3)
+    np.testing.assert_array_equal(
+        grid[MARGIN + height : MARGIN + 2 * height, MARGIN + 3 * width : MARGIN + 4 * width], cell
+    )
+    assert (grid[MARGIN + 2 * height :, MARGIN + 5 * width :] == 255).all()
+    assert draw_grid(str(directory), num_samples=3).size == (MARGIN + 3 * width, MARGIN + height)
 
 
-def test_large_pictures_are_shown_as_they_are(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / "root" / name).mkdir(parents=True)
-        Image.new("RGB", (120, 90), (1, 2, 3)).save(tmp_path / "root" / name / "0.png")
-    build_dataset("cifar10", tmp_path / "built", source="folder", root=tmp_path / "root")
-    sample = SampleStore(tmp_path / "built")[0]
-    assert (sample.mask == MASK_OUTSIDE).all()
-    cell = np.asarray(draw_cell(sample, SampleStore(tmp_path / "built").manifest))
-    assert (cell[:90, :120] == (1, 2, 3)).all()
+def test_an_online_overlay_is_drawn_as_in_an_evaluation(tmp_path: Path) -> None:
+    directory = write_tiny_dataset(tmp_path / "built", num_samples=4, overlay="online")
+    clean = SampleStore(directory).decode(np.arange(4)).pictures_BCHW
+    assert clean is not None
+    expected = Shapes()(clean, evaluation_keys(torch.arange(4), draw=0))
+    grid = draw_grid(str(directory), num_samples=4)
+    cells = cells_of(grid, height=grid.height - MARGIN, width=(grid.width - MARGIN) // 4)
+    assert not torch.equal(expected.inputs, clean)
+    for cell, picture_CHW in zip(cells, expected.inputs, strict=True):
+        # The outline covers one point in four of a picture's pixel; the middle of each pixel is never on a border.
+        np.testing.assert_array_equal(cell[1::4, 1::4], picture_CHW.permute(1, 2, 0).numpy())
+
+
+def test_sounds_are_drawn_with_time_to_the_right_and_frequency_upwards(tmp_path: Path) -> None:
+    directory = write_tiny_sounds(tmp_path / "built", num_samples=30)
+    store = SampleStore(directory)
+    grid = draw_grid(str(directory), num_samples=30)
+    cells = cells_of(grid, height=(grid.height - MARGIN) // 3, width=(grid.width - MARGIN) // 10)
+    loudest_rows: dict[int, list[float]] = {0: [], 1: []}
+    num_short = 0
+    for index, cell in enumerate(cells):
+        sample = store[index]
+        brightness = cell.astype(float).sum(axis=2)
+        loudest_rows[sample.label_base].append(float(brightness[:, : CELL // 8].mean(axis=1).argmax()))
+        if len(sample.content) < 0.7 * NUM_POINTS:
+            num_short += 1
+            end = CELL * len(sample.content) // NUM_POINTS
+            assert brightness[:, : end - 12].max() > 2 * brightness[:, end + 12 :].max()
+    assert num_short > 5
+    assert max(loudest_rows[1]) < min(loudest_rows[0])  # a high tone lies above a deep one
+
+
+def test_the_colours_go_from_the_quietest_to_the_loudest_of_the_whole_grid() -> None:
+    values = torch.linspace(-2, 5, 2 * 64 * 64).reshape(2, 64, 64)
+    brightness = colour_spectrograms(values)[:, ::-1].astype(int).sum(axis=-1)  # the first band is at the bottom
+    assert (np.diff(brightness.reshape(-1)) >= 0).all()
+    assert brightness[0, 0, 0] < 10
+    assert brightness[1, -1, -1] > 600
+    assert (colour_spectrograms(torch.zeros(1, 64, 64)) == colour_spectrograms(torch.zeros(1, 64, 64))[0, 0, 0]).all()
+
+
+def test_a_background_drawn_online_is_seen_and_named(tmp_path: Path) -> None:
+    sounds = procedural_sounds(0, sample_rate=SAMPLE_RATE, num_points=NUM_POINTS)
+    noise = Noise.of(sounds, num_points=NUM_POINTS, volume=1.0, crop="first")
+    plain = write_tiny_sounds(tmp_path / "plain", num_samples=3)
+    mixed = write_tiny_sounds(tmp_path / "mixed", num_samples=3, overlay=noise)
+    clean, drawn = (np.asarray(draw_grid(str(path), num_samples=3)).astype(int) for path in (plain, mixed))
+    assert len(drawn) == len(clean) + 15  # one line more
+    assert (drawn[MARGIN + CELL + 15 :] == PINK).all(axis=-1).any()
+    pictures = slice(MARGIN, MARGIN + CELL)
+    assert drawn[pictures].mean() > clean[pictures].mean() + 20  # the gaps of the speech are filled
+
+
+def run_preview(*words: str) -> None:
+    parser = argparse.ArgumentParser()
+    preview.add_arguments(parser)
+    preview.run(parser.parse_args(words))
+
+
+def test_the_command_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_tiny_dataset(tmp_path / "built", num_samples=12, overlay="none")
+    run_preview(str(directory), "--out", str(tmp_path / "grid.png"), "--samples", "11")
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.size == draw_grid(str(directory), num_samples=11).size
+    assert capsys.readouterr().out.strip() == str(tmp_path / "grid.png")
+
+
+@pytest.mark.parametrize(
+    ("out", "samples", "problem"),
+    [("grid.png", "0", "--samples"), ("grid.jpg", "1", "does not end in .png"), ("no/grid.png", "1", "cannot write")],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path: Path, out: str, samples: str, problem: str) -> None:
+    directory = write_tiny_dataset(tmp_path / "built", num_samples=2)
+    with pytest.raises(UserError, match=problem):
+        run_preview(str(directory), "--out", str(tmp_path / out), "--samples", samples)

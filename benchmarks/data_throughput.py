@@ -1,0 +1,301 @@
+"""How fast data is read, opened and prepared, against peers: one figure a line, all of them from one run.
+
+    python -m benchmarks.data_throughput [DIR ...] [--only GROUP ...] [--rounds R] [--seconds T] [--out JSON]
+
+DIR is a built dataset of pictures; where none is given, drawn pictures with digits are built, once with the overlay
+baked in and once online. Lines that say "one core" are measured in this process with one thread, by its processor time;
+the others by the wall clock. The shuffles are not equal: WebDataset's is of the shards, then within a buffer; ours is
+over the whole dataset, and can start at any step. `--out` files all that was measured, with the command, the commit and
+the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import record, webdataset_peer
+from benchmarks.record import Line, Peers, ratio_line
+from benchmarks.sounds import spectrogram_peers
+from benchmarks.views import expert_peers
+from data_pipeline.bench import encoded_counts, rate, stream_counts
+from data_pipeline.build import build_dataset
+from data_pipeline.errors import UserError, run_command
+from data_pipeline.manifest import MANIFEST_NAME, Manifest, load_manifest
+from data_pipeline.remote import RemoteConfig
+from data_pipeline.sample import NO_LABEL, Sample
+from data_pipeline.shards import encode, write_shards
+from data_pipeline.store import SampleStore
+from data_pipeline.stream import ReadConfig, Stream, epoch_order
+
+BATCH_SIZE = 256
+NUM_SOUNDS = 64  # in a batch
+CPU = torch.device("cpu")
+PACKAGES = ("torch", "torchaudio", "torchvision", "webdataset", "librosa", "numpy", "pillow")
+GROUPS = ("local", "remote", "opening", "views", "sounds")
+
+
+def one_core(counts: Callable[[], Iterator[int]], *, seconds: float) -> Callable[[], float]:
+    """A measurement of the samples a second of processor time of what yields their numbers."""
+    return lambda: rate(counts(), seconds=seconds, clock=time.process_time)
+
+
+def calls(call: Callable[[], object], num_samples: int) -> Iterator[int]:
+    while True:
+        call()
+        yield num_samples
+
+
+def described(manifest: Manifest) -> str:
+    made = manifest.how_made
+    drawn = f", overlay {manifest.overlay.drawn}" if manifest.overlay is not None else ""
+    return f"{manifest.num_samples:,} samples of {made.dataset} ({made.source}{drawn})"
+
+
+def local_lines(directory: Path, *, seconds: float) -> Iterator[Line]:
+    """Shards of a local dataset, shuffled, as stored bytes and as finished batches."""
+    manifest = load_manifest(directory)
+    urls = [str(directory / entry.name) for entry in manifest.shards]
+
+    def ours(placement: str) -> Callable[[], Iterator[int]]:
+        read = ReadConfig.parse({"num_workers": 0, "placement": placement}, where="benchmark")
+        return lambda: stream_counts(str(directory), read=read, global_batch_size=BATCH_SIZE, device=CPU)
+
+    def theirs(decoder: str) -> Callable[[], Iterator[int]]:
+        return lambda: webdataset_peer.batch_counts(urls, manifest, decoder=decoder, batch_size=BATCH_SIZE, repeat=True)
+
+    def line(title: str, peers: Mapping[str, Callable[[], Iterator[int]]], target: float | None) -> Line:
+        measured = {name: one_core(counts, seconds=seconds) for name, counts in peers.items()}
+        title = f"{title}, one core: {described(manifest)}"
+        return ratio_line(title, measured, against=next(iter(peers)), target=target)
+
+    yield line(
+        "stored bytes",
+        {
+            "webdataset": lambda: webdataset_peer.stored_counts(urls),
+            "ours": lambda: encoded_counts(SampleStore(directory)),
+        },
+        10,
+    )
+    yield line(
+        f"batches of {BATCH_SIZE}",
+        {
+            "webdataset": theirs("PIL"),
+            "webdataset with torchvision's decoder": theirs("torchvision"),
+            "ours": ours("stream"),
+        },
+        3,
+    )
+    yield line(f"resident batches of {BATCH_SIZE}", {"webdataset": theirs("PIL"), "ours": ours("host")}, None)
+
+
+@contextmanager
+def http_server(directory: Path) -> Iterator[str]:
+    """Serves a directory on the loopback address by Python's own server, in its own process; yields the address."""
+    command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "--directory", str(directory), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline().partition(" port ")[2].split()[0])
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iterator[Line]:
+    """One epoch from elsewhere, from opening to the last sample, where nothing of it was on this machine before.
+
+    `location` is what we read, `url` the address of a file for WebDataset, both with {name} in the place of its name.
+    """
+    manifest = load_manifest(directory)
+    urls = [url.format(name=entry.name) for entry in manifest.shards]
+    # Batches that divide an epoch without a rest, so that both sides deliver every sample.
+    batch_size = next(size for size in range(BATCH_SIZE, 0, -1) if manifest.num_samples % size == 0)
+
+    def our_bytes(remote: RemoteConfig) -> int:
+        store = SampleStore(location, remote=remote)
+        for index in epoch_order(len(store), seed=0, epoch=0).tolist():
+            store.encoded(index)
+        return len(store)
+
+    def our_batches(remote: RemoteConfig) -> int:
+        stream = Stream(
+            location,
+            read=ReadConfig(num_workers=0, placement="stream", remote=remote),
+            global_batch_size=batch_size,
+            seed=0,
+            rank=0,
+            world_size=1,
+            end_step=manifest.num_samples // batch_size,
+        )
+        return sum(map(len, stream))
+
+    def epoch_rate(read_epoch: Callable[[], int]) -> float:
+        start = time.perf_counter()
+        num_samples = read_epoch()
+        seconds = time.perf_counter() - start
+        assert num_samples == manifest.num_samples, (num_samples, manifest.num_samples)
+        return num_samples / seconds
+
+    def cold(read_epoch: Callable[[RemoteConfig], int]) -> float:
+        spool = tempfile.mkdtemp(prefix="data_throughput-")
+        try:
+            return epoch_rate(partial(read_epoch, RemoteConfig(cache_dir=spool)))
+        finally:
+            shutil.rmtree(spool)
+
+    def line(title: str, theirs: Callable[[], int], ours: Callable[[RemoteConfig], int]) -> Line:
+        peers: Peers = {"webdataset": lambda: epoch_rate(theirs), "ours": lambda: cold(ours)}
+        title = f"{title} by {kind}, one epoch, nothing cached: {described(manifest)}"
+        return ratio_line(title, peers, against="webdataset", target=0.9)
+
+    yield line("stored bytes", lambda: sum(1 for _ in webdataset_peer.stored_samples(urls, repeat=False)), our_bytes)
+    peer = partial(webdataset_peer.batch_counts, urls, manifest, decoder="PIL", batch_size=batch_size, repeat=False)
+    yield line(f"batches of {batch_size}", lambda: sum(peer()), our_batches)
+
+
+def opening_lines(directory: Path) -> Iterator[Line]:
+    """Seconds to the first batch, at the start and at 90 % of an epoch."""
+    manifest = load_manifest(directory)
+    urls = [str(directory / entry.name) for entry in manifest.shards]
+    num_steps = manifest.num_samples // BATCH_SIZE
+    step = 9 * num_steps // 10
+    seeds = iter(range(1 << 30))  # a new order each time, so that none is remembered
+
+    def ours(start_step: int) -> float:
+        start = time.perf_counter()
+        stream = Stream(
+            directory,
+            read=ReadConfig(num_workers=2, placement="stream"),
+            global_batch_size=BATCH_SIZE,
+            seed=next(seeds),
+            rank=0,
+            world_size=1,
+            start_step=start_step,
+            end_step=num_steps,
+        )
+        batches = iter(stream)
+        next(batches)
+        return time.perf_counter() - start
+
+    def webdataset() -> float:
+        start = time.perf_counter()
+        next(islice(webdataset_peer.stored_samples(urls, repeat=False), step * BATCH_SIZE, None))
+        return time.perf_counter() - start
+
+    name = f"{len(urls):,} shards, {manifest.num_samples:,} samples, 2 workers"
+    at_start, at_90 = "ours, at the start", "ours, at 90 %"
+    yield Line(
+        f"opening to the first batch: {name}",
+        "s",
+        {"ours": lambda: ours(0)},
+        lambda measured: measured["ours"],
+        "seconds",
+        target=2,
+        at_most=True,
+    )
+    yield Line(
+        f"resuming at 90 % of an epoch, above opening: {name}",
+        "s",
+        {at_start: lambda: ours(0), at_90: lambda: ours(step), "webdataset, skipping stored bytes": webdataset},
+        lambda measured: measured[at_90] - measured[at_start],
+        "seconds",
+        target=2,
+        at_most=True,
+    )
+
+
+def write_many_shards(directory: Path, *, num_shards: int, num_samples_per_shard: int) -> Path:
+    """A finished dataset of many shards; its pictures are small, because opening does not look at them."""
+    manifest = build_dataset("procedural", directory.with_name("ten_pictures"), limit=10)
+    pictures_NHWC = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 3), dtype=np.uint8)
+    num_samples = num_shards * num_samples_per_shard
+    samples = (Sample(i, pictures_NHWC[i % 100], None, i % 10, NO_LABEL) for i in range(num_samples))
+    shards = write_shards(map(encode, samples), directory, num_samples_per_shard=num_samples_per_shard)
+    changes = {"num_samples": num_samples, "input_shape": (3, 8, 8), "shards": shards}
+    changed = manifest.model_copy(update=changes | {"counts_base": (num_samples // 10,) * 10})
+    (directory / MANIFEST_NAME).write_text(changed.model_dump_json())
+    return directory
+
+
+def one_core_line(
+    title: str, peers: Mapping[str, Callable[[], object]], *, num_samples: int, target: float, seconds: float
+) -> Line:
+    """A line of calls that each make `num_samples`, against the first peer."""
+    measured = {name: one_core(partial(calls, call, num_samples), seconds=seconds) for name, call in peers.items()}
+    return ratio_line(f"{title}, one core", measured, against=next(iter(peers)), target=target)
+
+
+def lines(group: str, directories: Sequence[Path], work: Path, *, seconds: float) -> Iterator[Line]:
+    """All lines of one of `GROUPS`; what they need is made when they are asked for, in the folder `work`."""
+    first = directories[0].resolve()
+    match group:
+        case "local":
+            for directory in directories:
+                yield from local_lines(directory, seconds=seconds)
+        case "remote":
+            pipe = f"pipe:cat {first}/{{name}}"
+            yield from remote_lines(first, kind="pipe:cat", location=pipe, url=pipe)
+            with http_server(first) as address:
+                yield from remote_lines(first, kind="http", location=address, url=f"{address}/{{name}}")
+        case "opening":
+            yield from opening_lines(write_many_shards(work / "many", num_shards=1_000, num_samples_per_shard=50))
+        case "views":
+            pictures_BCHW = torch.rand(BATCH_SIZE, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+            title = "two expert views of 32x32 pictures"
+            peers = {name: call for name, call in expert_peers(pictures_BCHW).items() if "one draw" not in name}
+            yield one_core_line(title, peers, num_samples=BATCH_SIZE, target=8, seconds=seconds)
+        case "sounds":
+            title = f"mixing and log-mel of {NUM_SOUNDS} sounds at 48 kHz"
+            peers = dict(spectrogram_peers(NUM_SOUNDS))
+            yield one_core_line(title, peers, num_samples=NUM_SOUNDS, target=10, seconds=seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="reading and preparing data, against WebDataset, torchvision, librosa")
+    parser.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="built datasets of pictures")
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="measurements of each peer")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="T", help="length of one measurement of a rate")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    args = parser.parse_args()
+    for directory in args.directories:
+        if load_manifest(directory).medium != "picture":
+            raise UserError(f"{directory} holds sounds; give a dataset of pictures")
+    torch.set_num_threads(1)
+    # Until a large block was freed once, as in any training, glibc returns freed memory to the system, at a cost.
+    large = torch.ones(30 << 18)
+    del large
+    before = record.circumstances(packages=PACKAGES)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="data_throughput-") as name:
+        work = Path(name)
+        directories = args.directories
+        for drawn in () if directories else ("baked", "online"):
+            build_dataset("procedural_digits", work / drawn, overlay=drawn)
+            directories = [*directories, work / drawn]
+        for group in args.only:
+            for line in lines(group, directories, work, seconds=args.seconds):
+                results.append(record.measure(line, num_rounds=args.rounds))
+                print(record.table(results[-1]), flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds}
+        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

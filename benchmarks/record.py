@@ -1,0 +1,113 @@
+"""Peers in turns: what a benchmark compares, how it is measured, and the record that it files.
+
+Peers of a line are measured in rounds, one after the other, so that a machine that slows down does so for all; the
+figure of a line is the median over the rounds of what is judged within each.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.provenance import command_line, cpu_name
+
+Measured = Mapping[str, float]  # of one round, by peer
+Peers = Mapping[str, Callable[[], float]]  # one measurement each
+
+
+@dataclass(frozen=True)
+class Line:
+    """One comparison.
+
+    Attributes:
+        title: what is compared.
+        unit: of what the peers return.
+        peers: by name.
+        judge: the figure of one round, from its measurements.
+        figure_is: what the figure is, `ratio` or `seconds`.
+        target: the least that the figure has to be, with `at_most` the greatest; None where nothing was promised.
+    """
+
+    title: str
+    unit: str
+    peers: Peers
+    judge: Callable[[Measured], float]
+    figure_is: str
+    target: float | None = None
+    at_most: bool = False
+
+
+def ratio_line(title: str, peers: Peers, *, against: str, target: float | None = None) -> Line:
+    """A line of rates, of which the figure is ours over that of the peer `against`."""
+    return Line(title, "samples/s", peers, lambda measured: measured["ours"] / measured[against], "ratio", target)
+
+
+def measure(line: Line, *, num_rounds: int) -> dict[str, Any]:
+    """A line's part of the record: medians, figure, target, whether it is met, and every round."""
+    rounds = [{name: peer() for name, peer in line.peers.items()} for _ in range(num_rounds)]
+    figures = [line.judge(measured) for measured in rounds]
+    figure = statistics.median(figures)
+    target = met = None
+    if line.target is not None:
+        target = {"at_most" if line.at_most else "at_least": line.target}
+        met = figure <= line.target if line.at_most else figure >= line.target
+    return {
+        "line": line.title,
+        line.figure_is: rounded(figure),
+        "target": target,
+        "met": met,
+        "unit": line.unit,
+        "medians": {name: rounded(statistics.median(measured[name] for measured in rounds)) for name in line.peers},
+        "spread": [rounded(min(figures)), rounded(max(figures))],
+        "rounds": [{name: rounded(value) for name, value in measured.items()} for measured in rounds],
+    }
+
+
+def rounded(value: float) -> float:
+    """To four digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A line's part of the record, to be read by a person."""
+    kind = "ratio" if "ratio" in result else "seconds"
+    verdict = ""
+    if result["target"] is not None:
+        ((bound, value),) = result["target"].items()
+        verdict = f", target {bound.replace('_', ' ')} {value}: {'met' if result['met'] else 'NOT MET'}"
+    lowest, highest = result["spread"]
+    lines = [result["line"], f"  {kind} {result[kind]:g} ({lowest:g} to {highest:g}){verdict}"]
+    lines += [f"    {name:<52}{median:>12,.6g} {result['unit']}" for name, median in result["medians"].items()]
+    return "\n".join(lines)
+
+
+def circumstances(*, packages: Sequence[str]) -> dict[str, Any]:
+    """What a figure depends on besides the code: command, commit, machine, versions."""
+    return {
+        "command": command_line(),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "changed_files": _git("diff", "--name-only", "HEAD").splitlines(),
+        "cpu": cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "memory_gigabytes": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "torch_threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+    }
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
