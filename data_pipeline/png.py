@@ -103,7 +103,7 @@ def _decode_one_by_one(
         try:
             picture = decode_png(torch.frombuffer(files[place], dtype=torch.uint8), _MODES[shape[0]])
         except (RuntimeError, ValueError) as error:
-            errors[place] = " ".join(str(error).split())
+            errors[place] = f"it is no whole PNG: {' '.join(str(error).split())}"
             continue
         if picture.shape == shape and picture.dtype == torch.uint8:
             pictures_BCHW[place] = picture

@@ -137,6 +137,9 @@ class SampleStore:
             not_whole = np.flatnonzero((self._rows == MISSING).any(axis=1)).tolist()
             self.known_bad = tuple(self._bad_sample(index, self._what_is_missing(index) or "") for index in not_whole)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": {}}  # another process maps the shards anew
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -303,12 +306,12 @@ def _read_labels(
 ) -> tuple[Tensor, dict[int, str]]:
     """The labels in the samples' JSON, (B, 2) int64, and why a sample's cannot be read, by its place."""
     try:  # all at once, which is five times as fast as one by one
-        table = np.array([_numbers(stored) for stored in json.loads(b"[" + b",".join(files) + b"]")], dtype=np.int64)
-        if table.shape == (len(files), 3) and (table[:, 0] == indices).all():
+        table = np.array([_numbers(stored) for stored in json.loads(b"[" + b",".join(files) + b"]")])
+        if table.shape == (len(files), 3) and table.dtype == np.int64 and (table[:, 0] == indices).all():
             base_B, overlay_B = table[:, 1], table[:, 2]
             if _all_within(base_B, valid_base) and _all_within(overlay_B, valid_overlay):
                 return torch.from_numpy(table[:, 1:].copy()), {}
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError):
         pass  # one of them is bad: found below
     labels_B2 = torch.full((len(files), 2), NO_LABEL, dtype=torch.int64)
     errors: dict[int, str] = {}
@@ -329,13 +332,13 @@ def read_labels(text: bytes, index: int, valid_base: range, valid_overlay: range
         stored_index, label_base, label_overlay = _numbers(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index:08d}.json does not decode ({error!r})") from None
-    if type(stored_index) is not int or stored_index != index:
+    if stored_index != index:
         raise ValueError(f"{index:08d}.json says that it is sample {stored_index!r}")
     for name, label, valid in (
         ("label_base", label_base, valid_base),
         ("label_overlay", label_overlay, valid_overlay),
     ):
-        if type(label) is not int or label not in valid:
+        if not isinstance(label, int) or label not in valid:
             raise ValueError(f"{name} is {label!r}, not one of {valid.start} to {valid.stop - 1}")
     return label_base, label_overlay
 
@@ -367,7 +370,7 @@ def _map_file(path: Path) -> memoryview:
     """The bytes of a file as memory that may be written to, which changes no file. No descriptor stays open."""
     num_bytes = path.stat().st_size
     if num_bytes == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     try:
         mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
     except RuntimeError as error:

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import webdataset
 
-from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_NAME, HowMade, LabelNames, Manifest, ShardEntry
+from data_pipeline.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    HowMade,
+    LabelNames,
+    Manifest,
+    OverlayEntry,
+    ShardEntry,
+)
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
 from data_pipeline.shards import encode
 
@@ -44,14 +52,7 @@ def write_dataset(directory: Path, shard_sizes: Sequence[int]) -> list[Sample]:
         with webdataset.TarWriter(str(path), encoder=False) as writer:
             for _ in range(num_samples):
                 encoded = encode(next(remaining))
-                writer.write(
-                    {
-                        "__key__": encoded.key,
-                        "png": encoded.image_png,
-                        "mask.png": encoded.mask_png,
-                        "json": encoded.json,
-                    }
-                )
+                writer.write({"__key__": encoded.key, **encoded.members})
         data = path.read_bytes()
         entries.append(
             ShardEntry(
@@ -69,12 +70,15 @@ def write_manifest(directory: Path, entries: Sequence[ShardEntry]) -> None:
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         num_samples=sum(entry.num_samples for entry in entries),
-        image_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
+        medium="picture",
+        input_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
+        sample_rate=None,
         label_names=LabelNames(base=tuple("abcdefghij"), overlay=("x", "y", "z")),
         counts_base=(0,) * 10,
         counts_overlay=(0,) * 3,
         mean=(0.5,) * 3,
         std=(0.3,) * 3,
+        overlay=OverlayEntry(kind="random", drawn="baked", sha256=None),
         how_made=HowMade(
             dataset="random", source="random", split="train", seed=0, repeats=1, limit=None, source_sha256=""
         ),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import tarfile
 import time
@@ -8,14 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from data_pipeline.errors import UserError
-from data_pipeline.sample import Sample
-from data_pipeline.shards import EncodedSample, SampleStore, encode, index_path, index_shard, write_shards
+from data_pipeline.sample import NO_LABEL, Sample
+from data_pipeline.shards import EncodedSample, encode, index_path, index_shard, load_index, write_shard, write_shards
 from tests.data_pipeline.random_shards import random_samples, write_dataset, write_manifest
 
 NUM_SAMPLES = 23
+MEMBERS = ("json", "mask.png", "png")
 
 
 def build(directory: Path, samples: list[Sample], *, num_samples_per_shard: int = 10) -> list[Path]:
@@ -24,26 +28,38 @@ def build(directory: Path, samples: list[Sample], *, num_samples_per_shard: int 
     return [directory / entry.name for entry in entries]
 
 
-def assert_same(actual: Sample, expected: Sample) -> None:
-    assert (actual.index, actual.label_base, actual.label_overlay) == (
-        expected.index,
-        expected.label_base,
-        expected.label_overlay,
-    )
-    np.testing.assert_array_equal(actual.image, expected.image)
-    np.testing.assert_array_equal(actual.mask, expected.mask)
+def random_sound(index: int, dtype: type[np.generic]) -> Sample:
+    points = np.random.default_rng(index).integers(-(2**15), 2**15, 100 + index)
+    return Sample(index, (points / 2**15 if dtype is np.float32 else points).astype(dtype), None, 3, NO_LABEL)
 
 
-def test_written_samples_come_back(tmp_path: Path) -> None:
-    samples = random_samples(NUM_SAMPLES)
-    build(tmp_path, samples)
-    store = SampleStore(tmp_path)
-    assert len(store) == NUM_SAMPLES
-    for sample in samples:
-        assert_same(store[sample.index], sample)
-        assert store.encoded(sample.index) == encode(sample)
-    with pytest.raises(IndexError):
-        store[NUM_SAMPLES]
+def write_tar(path: Path, members: list[tuple[str, bytes]], *, tar_format: int = tarfile.USTAR_FORMAT) -> None:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            info.mtime = 1.25 if tar_format == tarfile.PAX_FORMAT else 1  # a fraction takes a header of its own
+            tar.addfile(info, io.BytesIO(content))
+
+
+def some_members(num_samples: int) -> list[tuple[str, bytes]]:
+    rng = np.random.default_rng(num_samples)
+    return [
+        (f"{index:08d}.{extension}", rng.bytes(int(rng.integers(0, 1500))))
+        for index in range(num_samples)
+        for extension in MEMBERS
+    ]
+
+
+def contents(path: Path, rows: np.ndarray, *, first: int = 0) -> dict[str, bytes]:
+    """What the rows of an index say that the members are."""
+    data = path.read_bytes()
+    return {
+        f"{first + number:08d}.{extension}": data[row[2 * column] : row[2 * column] + row[2 * column + 1]]
+        for number, row in enumerate(rows.tolist())
+        for column, extension in enumerate(MEMBERS)
+        if row[2 * column] >= 0
+    }
 
 
 def test_plain_webdataset_reads_the_same_samples(tmp_path: Path) -> None:
@@ -58,15 +74,27 @@ def test_plain_webdataset_reads_the_same_samples(tmp_path: Path) -> None:
             "label_base": sample.label_base,
             "label_overlay": sample.label_overlay,
         }
-        np.testing.assert_array_equal(np.asarray(read["png"]), sample.image)
+        np.testing.assert_array_equal(np.asarray(read["png"]), sample.content)
         np.testing.assert_array_equal(np.asarray(read["mask.png"].convert("L")), sample.mask)
 
 
-def test_store_reads_tars_that_plain_webdataset_wrote(tmp_path: Path) -> None:
-    samples = write_dataset(tmp_path, [3, 1, 7])
-    store = SampleStore(tmp_path)
-    for sample in samples:
-        assert_same(store[sample.index], sample)
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+def test_plain_webdataset_and_soundfile_read_the_same_sounds(tmp_path: Path, dtype: type[np.generic]) -> None:
+    samples = [random_sound(index, dtype) for index in range(5)]
+    encoded = (encode(sample, sample_rate=8_000) for sample in samples)
+    [entry] = write_shards(encoded, tmp_path, num_samples_per_shard=10)
+    peer = webdataset.WebDataset([str(tmp_path / entry.name)], shardshuffle=False)
+    for read, sample in zip(peer, samples, strict=True):
+        assert read.keys() - {"__key__", "__url__", "__local_path__"} == {"json", "wav"}
+        points, sample_rate = soundfile.read(io.BytesIO(read["wav"]), dtype=dtype.__name__)
+        assert sample_rate == 8_000
+        np.testing.assert_array_equal(points, sample.content)
+
+
+def test_a_picture_on_which_nothing_is_drawn_has_no_mask() -> None:
+    sample = random_samples(1)[0]
+    assert list(encode(sample).members) == ["json", "mask.png", "png"]
+    assert list(encode(Sample(0, sample.content, None, 1, NO_LABEL)).members) == ["json", "png"]
 
 
 def test_two_writes_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +110,17 @@ def test_two_writes_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "first/manifest.json").read_text() == (tmp_path / "second/manifest.json").read_text()
 
 
+def test_shards_written_one_by_one_are_the_same(tmp_path: Path) -> None:
+    samples = random_samples(NUM_SAMPLES)
+    together = build(tmp_path / "together", samples)
+    for number, path in enumerate(together):
+        alone = tmp_path / path.name
+        entry = write_shard(map(encode, samples[10 * number : 10 * number + 10]), alone)
+        assert (entry.name, entry.num_samples) == (path.name, min(10, NUM_SAMPLES - 10 * number))
+        assert alone.read_bytes() == path.read_bytes()
+        assert index_path(alone).read_bytes() == index_path(path).read_bytes()
+
+
 def test_nothing_in_a_tar_tells_who_wrote_it(tmp_path: Path) -> None:
     [path] = build(tmp_path, random_samples(2))
     with tarfile.open(path) as tar:
@@ -90,56 +129,30 @@ def test_nothing_in_a_tar_tells_who_wrote_it(tmp_path: Path) -> None:
 
 
 def test_index_of_the_writer_equals_a_pass_over_the_tar(tmp_path: Path) -> None:
+    first = 0
     for path in build(tmp_path, random_samples(NUM_SAMPLES)):
         with np.load(index_path(path)) as saved:
-            np.testing.assert_array_equal(saved["rows"], index_shard(path))
-
-
-@pytest.mark.parametrize("spoil", ["missing", "other dataset", "truncated", "garbage", "empty"])
-def test_an_index_that_does_not_fit_is_rebuilt(tmp_path: Path, spoil: str) -> None:
-    samples = random_samples(NUM_SAMPLES)
-    [path] = build(tmp_path / "data", samples, num_samples_per_shard=100)
-    index = index_path(path)
-    right = index.read_bytes()
-    match spoil:
-        case "missing":
-            index.unlink()
-        case "other dataset":
-            [other] = build(tmp_path / "other", random_samples(NUM_SAMPLES + 1), num_samples_per_shard=100)
-            index.write_bytes(index_path(other).read_bytes())
-        case "truncated":
-            index.write_bytes(right[: len(right) // 2])
-        case "garbage":
-            index.write_bytes(b"not an index")
-        case "empty":
-            index.write_bytes(b"")
-    assert_same(SampleStore(tmp_path / "data")[17], samples[17])
-    assert index.read_bytes() == right
-
-
-def test_an_index_that_cannot_be_saved_stays_in_memory(tmp_path: Path) -> None:
-    samples = write_dataset(tmp_path, [5])
-    index_path(tmp_path / "shard-00000.tar").mkdir()  # nothing can be written there, not even by root
-    before = sorted(tmp_path.iterdir())
-    assert_same(SampleStore(tmp_path)[4], samples[4])
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_shards_hold_no_file_open(tmp_path: Path) -> None:
-    write_dataset(tmp_path, [1] * 20)
-    SampleStore(tmp_path)  # what the first use of a library opens for good is not counted
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    store = SampleStore(tmp_path)
-    samples = [store[index] for index in range(20)]
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert len(samples) == 20
+            due = range(first, first + len(saved["rows"]))
+            np.testing.assert_array_equal(saved["rows"], index_shard(path, members=MEMBERS, due=due))
+        first = due.stop
+    assert first == NUM_SAMPLES
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [0, 1, 3], [0, 2, 1], [0, 1, 1]])
-def test_samples_out_of_order_are_refused(tmp_path: Path, order: list[int]) -> None:
+@pytest.mark.parametrize("num_samples_per_shard", [1, 2, 10])
+def test_samples_out_of_order_are_refused(tmp_path: Path, order: list[int], num_samples_per_shard: int) -> None:
     samples = random_samples(4)
     with pytest.raises(ValueError, match="index order"):
-        write_shards((encode(samples[index]) for index in order), tmp_path, num_samples_per_shard=10)
+        write_shards((encode(samples[index]) for index in order), tmp_path, num_samples_per_shard=num_samples_per_shard)
+
+
+def test_samples_of_different_members_are_refused(tmp_path: Path) -> None:
+    drawn, plain = random_samples(2)
+    samples = [drawn, Sample(plain.index, plain.content, None, 1, NO_LABEL)]
+    with pytest.raises(ValueError, match=r"sample 00000001 has the members \['json', 'png'\], not"):
+        write_shard(map(encode, samples), tmp_path / "shard-00000.tar")
+    with pytest.raises(ValueError, match="at least one sample"):
+        write_shard([], tmp_path / "shard-00000.tar")
 
 
 def test_samples_are_written_as_they_come(tmp_path: Path) -> None:
@@ -154,47 +167,130 @@ def test_samples_are_written_as_they_come(tmp_path: Path) -> None:
     assert shard_was_begun == [False, True, True]
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    write_dataset(tmp_path, [2, 2])
-    (tmp_path / "shard-00001.tar").unlink()
-    with pytest.raises(UserError, match=r"shard-00001\.tar is named in the manifest but missing"):
-        SampleStore(tmp_path)
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_members_are_found_wherever_they_lie(tmp_path: Path, tar_format: int, shuffled: bool) -> None:
+    path = tmp_path / "any.tar"
+    members = some_members(12)
+    if shuffled:
+        members = [members[number] for number in np.random.default_rng(0).permutation(len(members))]
+    write_tar(path, members, tar_format=tar_format)
+    assert contents(path, index_shard(path, members=MEMBERS, due=range(12))) == dict(members)
+    within = {name: content for name, content in members if 3 <= int(name[:8]) < 7}
+    assert contents(path, index_shard(path, members=MEMBERS, due=range(3, 7)), first=3) == within
 
 
-def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
-    write_dataset(tmp_path, [2, 2])
-    path = tmp_path / "shard-00001.tar"
-    size = path.stat().st_size
-    os.truncate(path, size - 5000)
-    with pytest.raises(UserError, match=rf"shard-00001\.tar has {size - 5000} bytes but the manifest says {size}"):
-        SampleStore(tmp_path)
+def test_tars_of_any_kind_are_indexed(tmp_path: Path) -> None:
+    """Long names, folders, times in fractions of a second: what other writers put in a tar."""
+    path = tmp_path / "any.tar"
+    members = some_members(3)
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, content in [("x" * 300, b"long"), *members, ("00000001.txt", b"other"), ("00000009.png", b"other")]:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(content), 1.25
+            tar.addfile(info, io.BytesIO(content))
+    assert contents(path, index_shard(path, members=MEMBERS, due=range(3))) == dict(members)
 
 
-def test_a_file_that_is_no_tar_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", MEMBERS)
+def test_a_member_that_is_missing_is_marked(tmp_path: Path, missing: str) -> None:
     path = tmp_path / "shard-00000.tar"
-    path.write_bytes(b"x" * 10240)
-    with pytest.raises(UserError, match=r"shard-00000\.tar is not a whole tar"):
-        index_shard(path)
+    members = [(name, content) for name, content in some_members(3) if name != f"00000001.{missing}"]
+    write_tar(path, members)
+    rows = index_shard(path, members=MEMBERS, due=range(3))
+    assert contents(path, rows) == dict(members)
+    column = 2 * MEMBERS.index(missing)
+    assert rows[1, column : column + 2].tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("missing", ["json", "mask.png", "png"])
-def test_a_sample_without_a_member_is_named(tmp_path: Path, missing: str) -> None:
+@settings(max_examples=40, deadline=None)
+@given(share=st.floats(0, 1), pax=st.booleans())
+def test_a_tar_that_is_cut_short_gives_what_is_before_the_cut(
+    tmp_path_factory: pytest.TempPathFactory, share: float, pax: bool
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "shard-00000.tar"
+    members = some_members(4)
+    write_tar(path, members, tar_format=tarfile.PAX_FORMAT if pax else tarfile.USTAR_FORMAT)
+    with tarfile.open(path) as tar:
+        ends = {member.name: member.offset_data + member.size for member in tar}
+    size = int(share * path.stat().st_size)
+    os.truncate(path, size)
+    found = contents(path, index_shard(path, members=MEMBERS, due=range(4)))
+    assert found == {name: content for name, content in members if ends[name] <= size}
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 10240, b"\0" * 10240, b"short"])
+def test_a_file_that_is_no_tar_holds_nothing(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "shard-00000.tar"
-    with webdataset.TarWriter(str(path), encoder=False) as writer:
-        for key in ("00000000", "00000001"):
-            sample = {"__key__": key, "json": b"{}", "mask.png": b"m", "png": b"p"}
-            if key == "00000001":
-                del sample[missing]
-            writer.write(sample)
-    with pytest.raises(UserError, match=rf"sample 00000001 has no 00000001\.{missing};"):
-        index_shard(path)
+    path.write_bytes(content)
+    assert (index_shard(path, members=MEMBERS, due=range(3)) == -1).all()
 
 
-def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
-    """An index whose rows were exchanged passes the sha256, so the sample itself is the last witness."""
-    [path] = build(tmp_path, random_samples(3))
-    with np.load(index_path(path)) as saved:
+def test_a_damaged_header_ends_the_index(tmp_path: Path) -> None:
+    [path] = build(tmp_path, random_samples(6))
+    data = bytearray(path.read_bytes())
+    with tarfile.open(path) as tar:
+        start = tar.getmember("00000003.png").offset
+    data[start] ^= 1  # the name
+    path.chmod(0o644)
+    path.write_bytes(data)
+    rows = index_shard(path, members=MEMBERS, due=range(6))
+    assert (rows == -1).any(axis=1).tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    "spoil", ["missing", "other dataset", "truncated", "garbage", "empty", "other members", "too far", "of a part"]
+)
+def test_an_index_that_does_not_fit_is_rebuilt(tmp_path: Path, spoil: str) -> None:
+    samples = random_samples(NUM_SAMPLES)
+    [entry] = write_shards(map(encode, samples), tmp_path / "data", num_samples_per_shard=100)
+    path = tmp_path / "data" / entry.name
+    index = index_path(path)
+    right = index.read_bytes()
+    with np.load(index) as saved:
         rows, sha256 = saved["rows"], saved["shard_sha256"]
-    np.savez(index_path(path), rows=rows[::-1], shard_sha256=sha256)
-    with pytest.raises(UserError, match=r"sample 00000000 does not decode \(it says that it is sample 2\)"):
-        SampleStore(tmp_path)[0]
+    match spoil:
+        case "missing":
+            index.unlink()
+        case "other dataset":
+            [other] = build(tmp_path / "other", random_samples(NUM_SAMPLES + 1), num_samples_per_shard=100)
+            index.write_bytes(index_path(other).read_bytes())
+        case "truncated":
+            index.write_bytes(right[: len(right) // 2])
+        case "garbage":
+            index.write_bytes(b"not an index")
+        case "empty":
+            index.write_bytes(b"")
+        case "other members":
+            np.savez(index, rows=rows[:, :4], shard_sha256=sha256)
+        case "too far":
+            np.savez(index, rows=rows + path.stat().st_size, shard_sha256=sha256)
+        case "of a part":
+            np.savez(index, rows=rows[:-1], shard_sha256=sha256)
+    found = load_index(path, entry, members=MEMBERS, due=range(NUM_SAMPLES))
+    np.testing.assert_array_equal(found, rows)
+    assert index.read_bytes() == right
+
+
+def test_the_index_of_a_shard_of_another_size_is_not_used_nor_kept(tmp_path: Path) -> None:
+    [entry] = write_shards(map(encode, random_samples(6)), tmp_path, num_samples_per_shard=100)
+    path = tmp_path / entry.name
+    before = index_path(path).read_bytes()
+    path.chmod(0o644)
+    write_tar(path, some_members(6))
+    rows = load_index(path, entry, members=MEMBERS, due=range(6))
+    assert contents(path, rows) == dict(some_members(6))
+    assert index_path(path).read_bytes() == before
+
+
+def test_a_shard_of_another_writer_is_indexed(tmp_path: Path) -> None:
+    samples = write_dataset(tmp_path, [5])
+    path = tmp_path / "shard-00000.tar"
+    rows = index_shard(path, members=MEMBERS, due=range(5))
+    assert contents(path, rows) == {
+        f"{sample.key}.{name}": content for sample in samples for name, content in encode(sample).members.items()
+    }
+    assert not index_path(path).exists()
