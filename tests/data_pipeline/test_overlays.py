@@ -100,13 +100,13 @@ class Stripes(PictureOverlay):
     class_names = ("row", "column")
 
     def draw(self, keys: DrawKeys) -> Layer:
-        label_B = integers(keys, 1, len(self.class_names), purpose=FIRST_PURPOSE)[:, 0]
+        label_B = integers(keys, 1, 2, purpose=FIRST_PURPOSE)[:, 0]
         colour_BC = integers(keys, 3, 256, purpose=FIRST_PURPOSE + 1).to(torch.uint8)
         place_B = integers(keys, 1, IMAGE_SIZE, purpose=FIRST_PURPOSE + 2)[:, 0]
         line_BW = torch.arange(IMAGE_SIZE, device=label_B.device) == place_B[:, None]
-        line_BHW = torch.where(label_B[:, None, None] == 0, line_BW[:, :, None], line_BW[:, None, :])
-        line_BHW = line_BHW.expand(-1, IMAGE_SIZE, IMAGE_SIZE).to(torch.uint8)
-        return Layer(label_B, colour_BC[:, :, None, None], line_BHW * 255, line_BHW * MASK_OBJECT)
+        mask_BHW = torch.where(label_B[:, None, None] == 0, line_BW[:, :, None], line_BW[:, None, :]) * MASK_OBJECT
+        mask_BHW = mask_BHW.to(torch.uint8)
+        return Layer(label_B, colour_BC[:, :, None, None], mask_BHW, mask_BHW)  # opaque: MASK_OBJECT is 255
 
 
 MAKERS: list[Callable[[], PictureOverlay]] = [shapes, digits, capitals, Stripes]
