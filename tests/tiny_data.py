@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from data_pipeline.build import Totals
 from data_pipeline.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -147,9 +148,9 @@ def _write(
     if online is not None:
         sha256 = save_overlay(online, directory / OVERLAY_NAME)
         entry = OverlayEntry(kind=kind_of(online), drawn="online", sha256=sha256)
-    num_overlay = 0 if online is not None else len(names.overlay)
-    values = np.concatenate([sample.content.reshape(-1, 1 if is_sound else 3) for sample in samples])
-    units = values / {"u": 255, "i": 32_768, "f": 1}[values.dtype.kind]
+    totals = Totals(num_base=len(names.base), num_overlay=0 if online is not None else len(names.overlay))
+    for sample in samples:
+        totals.add(sample)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         num_samples=len(samples),
@@ -157,10 +158,10 @@ def _write(
         input_shape=input_shape,
         sample_rate=sample_rate,
         label_names=names,
-        counts_base=tuple(sum(s.label_base == label for s in samples) for label in range(len(names.base))),
-        counts_overlay=tuple(sum(s.label_overlay == label for s in samples) for label in range(num_overlay)),
-        mean=tuple(units.mean(axis=0).tolist()),
-        std=tuple(units.std(axis=0).tolist()),
+        counts_base=totals.counts_base,
+        counts_overlay=totals.counts_overlay,
+        mean=totals.mean,
+        std=totals.std,
         overlay=entry,
         how_made=HowMade(
             dataset="tiny",

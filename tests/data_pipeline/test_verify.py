@@ -7,15 +7,20 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
+from data_pipeline.__main__ import main
 from data_pipeline.build import build_dataset
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
+from data_pipeline.store import SampleStore
 from data_pipeline.verify import find_problems
+from tests.tiny_data import SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
 
 Members = list[tuple[str, bytes]]
 SHARD = "shard-00001.tar"  # holds samples 10 to 19 of 30
@@ -248,6 +253,93 @@ def test_an_object_where_the_dataset_has_none_is_found(tmp_path: Path) -> None:
     change = replace("00000012.json", set_json(label_overlay=0))
     write_members(tmp_path / "plain", change(read_members(tmp_path / "plain" / SHARD)))
     assert problems(tmp_path / "plain") == [f"{SHARD}: 00000012: label_overlay is 0, not one of -1 to -1"]
+
+
+def wav(points: np.ndarray, *, sample_rate: int = SAMPLE_RATE, subtype: str = "PCM_16") -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, points, sample_rate, format="WAV", subtype=subtype)
+    return buffer.getvalue()
+
+
+TONE = np.sin(np.arange(5_000))
+
+
+@pytest.mark.parametrize("overlay", ["none", "baked"])
+def test_sounds_are_verified(tmp_path: Path, overlay: Literal["none", "baked"]) -> None:
+    directory = write_tiny_sounds(tmp_path / "sounds", num_samples=30, num_samples_per_shard=10, overlay=overlay)
+    assert problems(directory) == []
+    write_members(directory, read_members(directory / SHARD))
+    assert problems(directory) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda data: data[:-100], "00000012.wav does not decode (the WAV is cut off"),
+        (lambda _: b"", "00000012.wav does not decode (it is not a WAV"),
+        (lambda _: wav(TONE, sample_rate=44_100), "00000012.wav has 44100 points a second, not 8000"),
+        (lambda _: wav(np.stack([TONE, TONE], axis=1)), "00000012.wav does not decode (the WAV has 2 channels"),
+        (lambda _: wav(TONE[:0]), "00000012.wav does not decode (the WAV holds 0 bytes"),
+        (
+            lambda _: wav(TONE, subtype="PCM_24"),
+            "00000012.wav does not decode (the WAV has 1 channels of format 1 with 24",
+        ),
+        (lambda _: wav(TONE * np.nan, subtype="FLOAT"), "00000012.wav holds points that are not numbers"),
+    ],
+)
+def test_what_is_wrong_with_a_sound_is_named(change: Callable[[bytes], bytes], expected: str, tmp_path: Path) -> None:
+    directory = write_tiny_sounds(tmp_path / "sounds", num_samples=30, num_samples_per_shard=10)
+    write_members(directory, replace("00000012.wav", change)(read_members(directory / SHARD)))
+    [problem] = problems(directory)
+    assert problem.startswith(f"{SHARD}: 00000012: {expected}")
+
+
+def test_the_assets_of_an_online_overlay_are_verified(tmp_path: Path) -> None:
+    directory = write_tiny_dataset(tmp_path / "online", num_samples=20, overlay="online")
+    assert problems(directory) == []
+    manifest = load_manifest(directory)
+    assert manifest.overlay is not None
+    renamed = manifest.label_names.model_copy(update={"overlay": ("a", "b", "c")})
+    write_manifest(directory, manifest.model_copy(update={"label_names": renamed}))
+    [problem] = problems(directory)
+    assert problem.startswith("overlay.safetensors: holds the overlay and classes ('shapes', (")
+    write_manifest(directory, manifest)
+    path = directory / "overlay.safetensors"
+    path.write_bytes(path.read_bytes() + b" ")
+    [problem] = problems(directory)
+    assert problem.startswith("overlay.safetensors: is not the file that the manifest names by sha256")
+    path.unlink()
+    [problem] = problems(directory)
+    assert problem.startswith("overlay.safetensors: cannot be read (No such file or directory)")
+
+
+def test_what_is_found_is_what_the_store_cannot_read(tmp_path: Path) -> None:
+    """The same samples are bad in training as here."""
+    directory = write_tiny_dataset(tmp_path / "data", num_samples=30, num_samples_per_shard=10)
+    changes: list[Callable[[Members], Members]] = [
+        replace("00000011.png", lambda data: data[:-40]),
+        replace("00000013.mask.png", lambda _: b""),
+        replace("00000014.json", set_json(label_base=2)),
+        replace("00000015.json", set_json(index=16)),
+        lambda members: [*members[:24], *members[27:]],
+        lambda members: [member for member in members if member[0] != "00000017.json"],
+        lambda members: [*members[-3:], *members[1:-3:2], *members[:-3:2]],
+    ]
+    members = read_members(directory / SHARD)
+    for change in changes:
+        members = change(members)
+    write_members(directory, members)
+    found = {problem.key for problem in find_problems(directory) if "side by side" not in problem.what}
+    store = SampleStore(directory)
+    assert {bad.key for bad in store.decode(np.arange(30)).bad.values()} == found - {None}
+    assert len(found - {None}) == 6
+    assert {bad.key for bad in store.known_bad} < found
+
+
+def test_a_remote_dataset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["data_pipeline", "verify", "http://host/data"])
+    with pytest.raises(UserError, match="http://host/data is not on this machine"):
+        main()
 
 
 def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
