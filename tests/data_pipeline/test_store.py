@@ -59,7 +59,8 @@ def test_written_samples_come_back(tmp_path: Path) -> None:
     store = SampleStore(build(tmp_path, samples))
     assert len(store) == 23
     assert store.shard_ends.tolist() == [10, 20, 23]
-    assert (store.known_bad, store.overlay, store.location) == ((), None, tmp_path)
+    assert (store.known_bad, store.overlay, store.location, store.max_shards) == ((), None, tmp_path, None)
+    store.prefetch([2, 0])
     for sample in samples:
         assert_same(store[sample.index], sample)
         assert store.encoded(sample.index) == encode(sample)
@@ -316,8 +317,13 @@ def test_remote_shards_are_fetched_as_they_are_touched(tmp_path: Path) -> None:
     config = RemoteConfig(cache_dir=str(cache), cache_gigabytes=3.5 * shard_size / 1e9)
     store = SampleStore(f"pipe:cat {there}/{{name}}", remote=config)
     assert store.location == f"pipe:cat {there}/{{name}}"
-    assert store.known_bad == ()
+    assert (store.known_bad, store.max_shards) == ((), 3)
     assert not list(cache.rglob("*.tar"))
+    store.prefetch([4])
+    deadline = time.monotonic() + 10
+    while not list(cache.rglob("shard-00004.tar")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     for sample in [*samples, *samples[::-1], *samples[::7]]:
         assert_same(store[sample.index], sample)
         mapped = {name for name in mapped_files() if str(cache) in name}
