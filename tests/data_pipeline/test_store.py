@@ -297,10 +297,10 @@ def test_a_store_can_be_sent_to_another_process(tmp_path: Path) -> None:
 def test_a_thousand_shards_are_opened_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # as these are written
     build(tmp_path, random_samples(1_000), num_samples_per_shard=1)
-    start = time.perf_counter()
+    start = time.process_time()  # other tests may share the machine
     store = SampleStore(tmp_path)
     store.decode(np.arange(0, 1_000, 100))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(store.shard_ends) == 1_000
 
 
