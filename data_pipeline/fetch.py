@@ -67,11 +67,12 @@ class Expected:
 
 
 class _AttemptError(Exception):
-    """One attempt did not bring the file; `is_final`: nor would another."""
+    """One attempt did not bring the file; `is_final`: nor would another; `is_silent`: not a byte came to say why."""
 
-    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+    def __init__(self, reason: str, *, is_final: bool = False, is_silent: bool = False) -> None:
         super().__init__(reason)
         self.is_final = is_final
+        self.is_silent = is_silent
 
 
 def fetch(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> None:
@@ -90,8 +91,11 @@ def fetch(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> No
             is_last = attempt == limits.num_attempts or time.monotonic() + pause >= limits.deadline
             if error.is_final or is_last:
                 tries = f"{attempt} attempt{'s' * (attempt > 1)} in {time.monotonic() - start:.0f} s"
+                reason = str(error)
+                if error.is_silent and _is_http(url):
+                    reason += f", and to a request for one byte: {_ask(url, stall_seconds=limits.stall_seconds).text}"
                 raise UserError(
-                    f"{url} could not be fetched: {error} ({tries}); check the location and the server that holds it"
+                    f"{url} could not be fetched: {reason} ({tries}); check the location and the server that holds it"
                 ) from None
             logger.warning("%s: %s; attempt %d of %d failed", url, error, attempt, limits.num_attempts)
             limits.stop.wait(pause)
@@ -100,15 +104,17 @@ def fetch(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> No
 
 def check_answers(url: str, *, stall_seconds: float) -> None:
     """Raise `UserError` where nobody will ever answer at `url`; the opener's curl would try for a minute first."""
-    url = rewrite_url(url)
-    if url.startswith(("http:", "https:")):
+    if _is_http(url):
         answer = _ask(url, stall_seconds=stall_seconds)
         if answer.curl_exit in _NO_SERVER or answer.is_lasting:
             raise UserError(f"{url} cannot be read: {answer.text}; check the location and the server that holds it")
 
 
+def _is_http(url: str) -> bool:
+    return str(rewrite_url(url)).startswith(("http:", "https:"))
+
+
 def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> None:
-    url = rewrite_url(url)
     num_bytes, digest = 0, hashlib.sha256()
     max_bytes = _MAX_BYTES_UNKNOWN if expected.num_bytes is None else expected.num_bytes
     file.seek(0)
@@ -143,7 +149,8 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
 
 
 def _open(url: str, *, seconds: float, complaints: Path) -> Pipe:
-    """WebDataset's opener of `url`, which has had its rewriting done."""
+    """What WebDataset's `gopen` opens, with a leash on a command."""
+    url = rewrite_url(url)
     scheme, _, command = url.partition(":")
     if scheme == "pipe":
         # `timeout` makes a process group, so that a stalled pipeline is killed as a whole, and ends it where we were
@@ -177,7 +184,8 @@ def _blocks(pipe: Pipe, limits: Limits) -> Iterator[bytes]:
                 f"only {num_bytes} bytes came in the time that a file has (file_seconds)", is_final=True
             )
         if now >= last_byte + limits.stall_seconds:
-            raise _AttemptError(f"after {num_bytes} bytes nothing came for {limits.stall_seconds:g} s (stall_seconds)")
+            reason = f"after {num_bytes} bytes nothing came for {limits.stall_seconds:g} s (stall_seconds)"
+            raise _AttemptError(reason, is_silent=num_bytes == 0)
         seconds = min(last_byte + limits.stall_seconds - now, limits.deadline - now, _STOP_SECONDS)
         if not poller.poll(1000 * seconds):
             continue
@@ -198,7 +206,7 @@ def _check_exit(pipe: Pipe, *, url: str, num_bytes: int, complaints: IO[bytes], 
         raise _AttemptError(f"the command did not end within {seconds:.0f} s of its last byte") from None
     if status == 0:
         return
-    if url.startswith("pipe:"):
+    if not _is_http(url):
         complaints.seek(0)
         lines = complaints.read().decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "no word of why")
@@ -218,6 +226,7 @@ class _Answer:
 
 def _ask(url: str, *, stall_seconds: float) -> _Answer:
     """What a server says to a request for one byte: the opener's curl is silent and hides the status."""
+    url = rewrite_url(url)
     seconds = min(stall_seconds, _PROBE_SECONDS)
     command = ["curl", "-sSfL", "-o", os.devnull, "-r", "0-0", "-w", "%{http_code}", "--max-time", str(seconds), url]
     try:
