@@ -307,9 +307,12 @@ def _fill(
 
 
 def _chunks(store: SampleStore) -> Iterator[NDArray[np.int64]]:
-    """All indices in stored order; no chunk spans shards, so that a shard that is fetched is waited for once."""
+    """All indices in stored order, shard by shard; the next shard of a remote dataset is fetched meanwhile."""
+    num_shards = len(store.shard_ends)
+    fits_one_more = store.max_shards is None or store.max_shards > 2
     for shard, (start, end) in enumerate(pairwise([0, *store.shard_ends.tolist()])):
-        store.prefetch([shard, shard + 1] if shard + 1 < len(store.shard_ends) else [shard])
+        if fits_one_more and shard + 1 < num_shards:
+            store.prefetch([shard, shard + 1])
         for first in range(start, end, _CHUNK):
             yield np.arange(first, min(first + _CHUNK, end), dtype=np.int64)
 

@@ -480,7 +480,7 @@ class Stream:
 
     def _looked_up(self, resident: Resident) -> Iterator[Batch]:
         rows = resident.rows
-        is_cuda, are_rows_there = self._device.type == "cuda", rows.index_B.device == self._device
+        is_cuda, are_rows_there = self._device.type == "cuda", rows.index_B.device.type == self._device.type
         for step in self._steps:
             epoch, indices, passed = self._plan.at(step, bad=resident.bad)
             row_B = torch.tensor(indices)
@@ -516,24 +516,24 @@ def read_all(
     location: str | Path,
     *,
     batch_size: int,
-    draw: int = 0,
+    draw: int | None = 0,
     device: torch.device = _CPU,
     remote: RemoteConfig = _REMOTE,
     max_bad_share: float = 0.001,
 ) -> Iterator[Batch]:
     """Every good sample once, in stored order, on `device`; for evaluation. Some batches may be smaller.
 
-    An online overlay is drawn with `evaluation_keys`, so the same in every run; another `draw` is another overlay.
-    Samples that cannot be read are left out, logged, and listed in `Batch.bad`.
+    An online overlay is drawn with `evaluation_keys`, so the same in every run; another `draw` is another overlay, and
+    None gives clean samples. Samples that cannot be read are left out and logged.
 
     Raises `UserError` where the dataset is not whole, or more than `max_bad_share` of its samples cannot be read.
     """
     store = SampleStore(location, remote=remote)
     draws = _Draws(
         store.manifest,
-        None if store.overlay is None else store.overlay.to(device),
+        None if store.overlay is None or draw is None else store.overlay.to(device),
         False,
-        lambda index_B, epoch, view: evaluation_keys(index_B, draw=draw),
+        lambda index_B, epoch, view: evaluation_keys(index_B, draw=draw or 0),
     )
     bad = list(store.known_bad)
     check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
@@ -546,6 +546,7 @@ def read_all(
             check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=location)
             for sample in found:
                 logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
-            rows = rows.take(torch.tensor([row for row in range(len(stored.index_B)) if row not in stored.bad]))
+            good = [row for row in range(len(stored.index_B)) if row not in stored.bad]
+            rows = rows.take(torch.tensor(good, dtype=torch.int64))
         if len(rows.index_B):
             yield draws.drawn(draws.cropped(rows, step=step, epoch=0, bad=found).to(device))

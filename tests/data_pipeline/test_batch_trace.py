@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import batch_trace, bench
+from data_pipeline import batch_trace
 from data_pipeline.errors import UserError
-from data_pipeline.stream import Stream
+from data_pipeline.stream import ReadConfig, Stream
 from tests.data_pipeline.random_shards import write_dataset
+from tests.tiny_data import write_tiny_dataset
 
 NUM_STEPS = 6
 
@@ -35,11 +36,11 @@ def test_lines_are_what_training_would_see(directory: Path, capsys: pytest.Captu
     for rank in range(2):
         batches = Stream(
             directory,
+            read=ReadConfig(num_workers=0),
             global_batch_size=4,
             seed=3,
             rank=rank,
             world_size=2,
-            num_workers=0,
             start_step=2 * NUM_STEPS,
             end_step=3 * NUM_STEPS,
         )
@@ -69,6 +70,7 @@ def test_from_step_gives_the_tail_of_the_epoch(directory: Path, capsys: pytest.C
         (["--ranks", "3"], "global_batch_size 4 cannot be divided by 3 ranks; use 3 or 6"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--workers", "-1"], "--workers must be at least 0, got -1"),
+        (["--shuffle-shards", "0"], "--shuffle-shards must be at least 1, got 0"),
         (["--from-step", "6"], "--from-step 6 is past the epoch's 6 steps; use 0 to 5"),
     ],
 )
@@ -81,14 +83,16 @@ def test_wrong_numbers_are_refused(
     assert capsys.readouterr().out == ""
 
 
-def test_bench_prints_a_rate_for_every_number_of_workers(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    bench.run(parser.parse_args([str(directory), "--batch-size", "4", "--max-workers", "1", "--seconds", "0.05"]))
-    _, *rows = [line.rsplit(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    assert [(name, workers) for name, workers, _ in rows] == [
-        ("stored bytes", "0"),
-        ("decoded batches", "0"),
-        ("decoded batches", "1"),
-    ]
-    assert all(int(rate.replace(",", "")) > 0 for _, _, rate in rows)
+def test_windows_of_shards_are_traced_as_they_are_read(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = traced(directory, capsys, "--shuffle-shards", "1")
+    read = ReadConfig(num_workers=0, shuffle_shards=1, placement="host")
+    batches = Stream(directory, read=read, global_batch_size=4, seed=0, rank=0, world_size=1, end_step=NUM_STEPS)
+    assert lines == [(batch.step, 0, batch.keys) for batch in batches]
+    assert lines != traced(directory, capsys)
+
+
+def test_workers_trace_an_online_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_dataset(tmp_path / "online", num_samples=9, overlay="online")
+    lines = traced(tmp_path / "online", capsys, "--ranks", "2", "--workers", "2")
+    assert lines == traced(tmp_path / "online", capsys, "--ranks", "2")
+    assert len({key for _, _, keys in lines for key in keys}) == 8
