@@ -22,6 +22,7 @@ setup(
         "rich>=13.7",
         "safetensors>=0.4.3",
         "scikit-learn>=1.4",
+        "scipy>=1.11",
         "soundfile>=0.12",
         "submitit==1.5.4",
         "wandb==0.31.0",

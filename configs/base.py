@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from trainer.config import DataConfig
 from trainer.optim import AdamConfig, SGDConfig
 
@@ -9,6 +11,10 @@ PUBLISHED_SGD = SGDConfig(learning_rate=0.03, momentum=0.9, weight_decay=1e-4)
 PUBLISHED_ADAM = AdamConfig(learning_rate=1e-3)
 
 
-def data(dataset: str, *, num_workers: int = 2) -> DataConfig:
+def data(
+    dataset: str, *, num_workers: int = 2, overlay: Literal["baked", "online", "online_per_view"] = "baked"
+) -> DataConfig:
     """Shards where the README's build commands put them: data/DATASET/train and data/DATASET/test."""
-    return DataConfig(train_dir=f"data/{dataset}/train", test_dir=f"data/{dataset}/test", num_workers=num_workers)
+    return DataConfig(
+        train_dir=f"data/{dataset}/train", test_dir=f"data/{dataset}/test", num_workers=num_workers, overlay=overlay
+    )

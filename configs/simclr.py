@@ -1,10 +1,12 @@
 """SimCLR with expert views: the "Expert" columns of Table 1 (Tamkin et al. 2022), one function a row.
 
 The published code's own loss, temperature and constant learning rate; ResNet-18 in its small-image form, 200 epochs.
+The overlay is drawn anew each time a picture is read, as published (`--overlay online`).
 Build the shards first, for example
 
     for split in train test; do
-      python -m data_pipeline build cifar10_digits --root DIR --split $split --out data/cifar10_digits/$split
+      python -m data_pipeline build cifar10_digits --overlay online --root DIR --split $split \
+             --out data/cifar10_digits/$split
     done
     torchrun --standalone --nproc-per-node 8 launch/train.py --config simclr:digits
 """
@@ -65,7 +67,7 @@ def _published(dataset: str) -> RunConfig:
     return RunConfig(
         name=f"simclr-{dataset}",
         seed=0,
-        data=data(dataset),
+        data=data(dataset, overlay="online"),
         views=ExpertImageConfig(),
         encoder=ResNet18SmallConfig(),
         objective=PublishedNTXentConfig(),

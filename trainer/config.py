@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
+from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
 from trainer.models.encoder import EncoderConfig
 from trainer.objectives import ObjectiveConfig
@@ -25,12 +26,18 @@ from trainer.tracking import TrackingConfig
 from trainer.views import ViewsConfig
 
 
-class DataConfig(Schema):
-    """Where the shards are, and how many worker processes a rank reads them with (0: in the training process)."""
+class DataConfig(ReadConfig):
+    """Where the shards are: a directory, `http(s)://...` or `pipe:COMMAND {name}`; and how a rank reads them.
+
+    `overlay` says what the science is, and the train set must have been built for it: `baked` into the shards, the same
+    at each reading; `online`, drawn from (seed, epoch, sample index), so that both views of a sample share a draw that
+    is new in every epoch; or `online_per_view`, where the views of a sample do not share it (the published code mixes
+    its background sounds so). Where nothing is drawn it has no effect.
+    """
 
     train_dir: str
     test_dir: str
-    num_workers: Annotated[int, Field(ge=0)] = 2
+    overlay: Literal["baked", "online", "online_per_view"] = "baked"
 
 
 class EngineConfig(Schema):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -11,9 +13,11 @@ import torch
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
+from data_pipeline.remote import RemoteShards, is_remote
+from data_pipeline.resident import NodeShare, shared_memory_identity
 from data_pipeline.stream import check_batch_size
-from trainer.config import RunConfig, difference, read_config
-from trainer.distributed.collectives import broadcast_object, rank, world_size
+from trainer.config import DataConfig, RunConfig, difference, read_config
+from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
 from trainer.players import Players
 from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
 
@@ -22,16 +26,60 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Manifests:
+    """What the train set and the test set hold."""
+
+    train: Manifest
+    test: Manifest
+
+
+def read_manifests(data: DataConfig) -> Manifests:
+    """Raises `UserError` where one is missing."""
+
+    def manifest(location: str) -> Manifest:
+        if is_remote(location):
+            return RemoteShards(location, config=data.remote).manifest
+        return load_manifest(Path(location))
+
+    return Manifests(manifest(data.train_dir), manifest(data.test_dir))
+
+
 def check_data(config: RunConfig) -> None:
-    """Raises `UserError` unless both data sets are there, belong together, and the ranks divide the global batch."""
-    manifest = load_manifest(Path(config.data.train_dir))
-    test = load_manifest(Path(config.data.test_dir))
-    if test.label_names != manifest.label_names or test.image_shape != manifest.image_shape:
+    """Raises `UserError` unless both data sets are there, belong together and are what the config asks for, and the
+    ranks divide the global batch.
+    """
+    manifests = read_manifests(config.data)
+    train, test = manifests.train, manifests.test
+    train_dir, test_dir = config.data.train_dir, config.data.test_dir
+    for name in ("medium", "input_shape", "sample_rate", "label_names"):
+        in_train, in_test = getattr(train, name), getattr(test, name)
+        if in_train != in_test:
+            raise UserError(
+                f"{train_dir} and {test_dir} differ in {name.replace('_', ' ')} ({in_train} and {in_test}); "
+                "build both from the same source and dataset"
+            )
+    if train.medium == "sound":
+        raise UserError(f'{train_dir} holds sounds, but views of kind "{config.views.kind}" are of pictures')
+    asked = "baked" if config.data.overlay == "baked" else "online"
+    if train.overlay is not None and train.overlay.drawn != asked:
         raise UserError(
-            f"{config.data.train_dir} and {config.data.test_dir} differ in label names or image shape; "
-            "build both from the same source and dataset"
+            f"the overlay of {train_dir} is {train.overlay.drawn} but data.overlay is {config.data.overlay}; "
+            f"build it with `--overlay {asked}`, or set data.overlay={train.overlay.drawn}"
         )
-    check_batch_size(manifest.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
+    check_batch_size(train.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
+
+
+def node_share() -> NodeShare | None:
+    """How the ranks of one machine hold resident data together; None for a process by itself.
+
+    Ranks are on one machine if they see the same /dev/shm, whatever the launcher calls a node.
+    """
+    if world_size() == 1:
+        return None
+    machines = all_gather_object(shared_memory_identity())
+    token = broadcast_object(f"feature-dropout-{secrets.token_hex(8)}")
+    return NodeShare(local_rank=machines[: rank()].count(machines[rank()]), barrier=barrier, token=token)
 
 
 def claim(run_dir: RunDir, config: RunConfig) -> TextIO:

@@ -33,7 +33,8 @@ def main() -> None:
     arguments = parser.parse_args()
     run_dir = open_run(arguments.run_dir)
     players = load_players(run_dir, step=arguments.step)
-    train, test = read_pictures(Path(players.config.data.train_dir)), read_pictures(Path(players.config.data.test_dir))
+    data = players.config.data
+    train, test = read_pictures(data.train_dir, read=data), read_pictures(data.test_dir, read=data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = probe(players, train=train, test=test, device=device)
     for space, result in results.items():

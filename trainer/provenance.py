@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 
-from data_pipeline.manifest import load_manifest
 from trainer.config import RunConfig
+from trainer.preflight import Manifests
 from trainer.rundir import RunDir, write_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
 
 
-def write_provenance(run_dir: RunDir, config: RunConfig, *, command: str, world_size: int, start_step: int) -> None:
+def write_provenance(
+    run_dir: RunDir, config: RunConfig, manifests: Manifests, *, command: str, world_size: int, start_step: int
+) -> None:
     """Write provenance.json; a restart keeps what the first start wrote and adds itself to `starts`."""
     earlier: dict[str, Any] = json.loads(run_dir.provenance.read_text()) if run_dir.provenance.is_file() else {}
     diff = _git("diff", "HEAD")
@@ -47,8 +49,8 @@ def write_provenance(run_dir: RunDir, config: RunConfig, *, command: str, world_
         "num_cpus": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
-        "train_manifest_sha256": load_manifest(Path(config.data.train_dir)).sha256,
-        "test_manifest_sha256": load_manifest(Path(config.data.test_dir)).sha256,
+        "train_manifest_sha256": manifests.train.sha256,
+        "test_manifest_sha256": manifests.test.sha256,
     }
     write_json(run_dir.provenance, {**first, "starts": [*earlier.get("starts", []), start]})
 

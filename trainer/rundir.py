@@ -1,6 +1,6 @@
 """The run directory: the only thing that passes from training to probe, analysis, report and restart.
 
-RUN_DIR/ config.json  provenance.json  metrics.jsonl  wandb/  wandb_run_id
+RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  wandb/  wandb_run_id
          checkpoints/step_00010000/ ...  LATEST  probes/step_00010000/base.json overlay.json
          analysis/*.json *.png  report.html
 """
@@ -37,6 +37,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def bad_samples(self) -> Path:
+        return self.path / "bad_samples.jsonl"
 
     @property
     def wandb_run_id(self) -> Path:

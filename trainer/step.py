@@ -14,14 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.sample import Batch
 from trainer.adversary import reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.engine import Engine
 from trainer.objectives import Objective
-from data_pipeline.counter_rng import DrawKeys
 from trainer.views import ViewPolicy
 from trainer.views.health import view_health
+
+
+@dataclass(frozen=True)
+class ImagePair:
+    """What the two views are made from, in [0, 1]: one tensor, unless the overlay is drawn for each view."""
+
+    a_BCHW: Tensor
+    b_BCHW: Tensor
 
 
 @dataclass(frozen=True)
@@ -55,22 +63,30 @@ class TrainingStep:
 
         `learning_rates` is by player. The loss in the metrics is this rank's; its mean over ranks is the global loss.
         """
-        dtype = torch.float32 if self._viewmaker is None else self._config.parameter_dtype  # expert views are float32
-        images = (batch.images_BCHW.to(dtype) / 255).to(memory_format=self._memory_format)
+        images = self._to_images(batch)
         if self._config.adversary is None:
             return self._expert_step(batch, images, learning_rates)
         if self._config.adversary.update == "simultaneous":
             return self._simultaneous_step(batch, images, learning_rates)
         return self._alternating_step(batch, images, learning_rates)
 
-    def _expert_step(self, batch: Batch, images: Tensor, learning_rates: Mapping[str, float]) -> StepOutput:
+    def _to_images(self, batch: Batch) -> ImagePair:
+        dtype = torch.float32 if self._viewmaker is None else self._config.parameter_dtype  # expert views are float32
+
+        def to_image(inputs_BCHW: Tensor) -> Tensor:
+            return (inputs_BCHW.to(dtype) / 255).to(memory_format=self._memory_format)
+
+        a_BCHW = to_image(batch.inputs_a)
+        return ImagePair(a_BCHW, a_BCHW if batch.inputs_b is batch.inputs_a else to_image(batch.inputs_b))
+
+    def _expert_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         views_a, views_b = self._two_views(batch, images, first=0)
         loss, metrics = self._compare(views_a, views_b)
         self._encoder.backward(loss)
         self._encoder.step(learning_rate=learning_rates["encoder"])
-        return StepOutput(metrics, images, views_a)
+        return StepOutput(metrics, images.a_BCHW, views_a)
 
-    def _simultaneous_step(self, batch: Batch, images: Tensor, learning_rates: Mapping[str, float]) -> StepOutput:
+    def _simultaneous_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
         assert self._viewmaker is not None
         assert self._config.adversary is not None
@@ -80,9 +96,9 @@ class TrainingStep:
         self._encoder.backward(loss)
         self._encoder.step(learning_rate=learning_rates["encoder"])
         self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        return StepOutput(metrics, images, views_a.detach())
+        return StepOutput(metrics, images.a_BCHW, views_a.detach())
 
-    def _alternating_step(self, batch: Batch, images: Tensor, learning_rates: Mapping[str, float]) -> StepOutput:
+    def _alternating_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
         assert self._viewmaker is not None
         assert self._config.adversary is not None
@@ -97,17 +113,17 @@ class TrainingStep:
             viewmaker_loss = -self._config.adversary.weight * loss_after
             self._viewmaker.backward(viewmaker_loss)
             self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        return StepOutput(metrics | {"train/viewmaker_loss": viewmaker_loss.detach()}, images, views_a.detach())
+        return StepOutput(metrics | {"train/viewmaker_loss": viewmaker_loss.detach()}, images.a_BCHW, views_a.detach())
 
-    def _two_views(self, batch: Batch, images: Tensor, *, first: int) -> tuple[Tensor, Tensor]:
+    def _two_views(self, batch: Batch, images: ImagePair, *, first: int) -> tuple[Tensor, Tensor]:
         """Views number `first` and `first + 1` of every picture."""
         a, b = (
             DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
             for view in (first, first + 1)
         )
         # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
-        with self._autocast(images.device) if self._viewmaker is not None else contextlib.nullcontext():
-            return self._views(images, a), self._views(images, b)
+        with self._autocast(images.a_BCHW.device) if self._viewmaker is not None else contextlib.nullcontext():
+            return self._views(images.a_BCHW, a), self._views(images.b_BCHW, b)
 
     def _compare(self, views_a: Tensor, views_b: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with self._autocast(views_a.device):

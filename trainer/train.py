@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from data_pipeline.manifest import load_manifest
 from data_pipeline.progress import Progress
 from data_pipeline.stream import Stream, num_steps_per_epoch
+from trainer.bad_samples import BadSamples
 from trainer.checkpoint import restore, save_checkpoint
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, barrier, rank, world_size
@@ -26,7 +25,7 @@ from trainer.distributed.ddp_engine import DDPEngine
 from trainer.objectives import build_objective
 from trainer.optim import learning_rate_at
 from trainer.players import build_players
-from trainer.preflight import claim, log_start, on_first_rank
+from trainer.preflight import claim, log_start, node_share, on_first_rank, read_manifests
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.rundir import RunDir
 from trainer.step import TrainingStep
@@ -44,8 +43,8 @@ def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: 
 
 
 def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
-    manifest = load_manifest(Path(config.data.train_dir))
-    steps_per_epoch = num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
+    manifests = read_manifests(config.data)
+    steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
 
     players = build_players(config)
@@ -60,23 +59,31 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
         config, engines=engines, view_policy=players.view_policy, objective=build_objective(config.objective)
     )
     start_step = restore(run_dir, engines)
-    log_start(config, players, manifest, device=device, start_step=start_step, num_steps=num_steps)
+    log_start(config, players, manifests.train, device=device, start_step=start_step, num_steps=num_steps)
     if start_step == num_steps:
         return
     stream = Stream(
-        Path(config.data.train_dir),
+        config.data.train_dir,
+        read=config.data,
         global_batch_size=config.global_batch_size,
         seed=config.seed,
         rank=rank(),
         world_size=world_size(),
-        num_workers=config.data.num_workers,
         start_step=start_step,
         end_step=num_steps,
-        pin_memory=device.type == "cuda",
+        device=device,
+        overlay_draw="per_view" if config.data.overlay == "online_per_view" else "per_item",
+        share=node_share(),
+    )
+    bad_samples = BadSamples(
+        run_dir,
+        num_samples=manifests.train.num_samples,
+        max_share=config.data.max_bad_share,
+        where=config.data.train_dir,
     )
     first = rank() == 0
     if first:
-        write_provenance(run_dir, config, command=command, world_size=world_size(), start_step=start_step)
+        write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
     clock = Clock()
     with Progress(f"train {config.name}", total=num_steps, start=start_step, enabled=first) as progress:
@@ -85,10 +92,12 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
                 name: learning_rate_at(optimizer, step=batch.step, num_steps=num_steps)
                 for name, optimizer in config.player_optimizers.items()
             }
-            output = training_step(batch.to(device), learning_rates=rates)
+            output = training_step(batch, learning_rates=rates)
+            bad_samples.add(batch.bad)
             completed, note = batch.step + 1, ""
             if completed % config.log_every_steps == 0 or completed in {1, num_steps}:
                 metrics = _mean_over_ranks(output.read(), step=completed)
+                metrics["data/bad_samples"] = bad_samples.settle()
                 metrics |= clock.read(num_samples=config.global_batch_size)
                 metrics |= {f"optim/{name}_learning_rate": rate for name, rate in rates.items()}
                 note = f"loss {metrics['train/loss']:.4f}"

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from configs import debug
+from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
@@ -22,7 +23,6 @@ from trainer.analyze import main
 from trainer.players import build_players
 from trainer.probes.features import read_pictures
 from trainer.rundir import RunDir
-from data_pipeline.counter_rng import DrawKeys
 
 
 @pytest.fixture(scope="module")

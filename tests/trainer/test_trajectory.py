@@ -148,12 +148,12 @@ def first_batch(config: RunConfig) -> Any:
     return next(
         iter(
             Stream(
-                Path(config.data.train_dir),
+                config.data.train_dir,
+                read=config.data,
                 global_batch_size=16,
                 seed=0,
                 rank=0,
                 world_size=1,
-                num_workers=0,
                 end_step=1,
             )
         )

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.schema import Schema
 from trainer.analysis.figures import GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.checkpoint import load_players
 from trainer.probes.features import Pictures, ViewFunction, frozen, read_pictures, to_float
 from trainer.rundir import RunDir, write_json
-from data_pipeline.counter_rng import DrawKeys
 
 NUM_SHOWN = 8
 NUM_MEASURED = 1024
@@ -59,7 +59,7 @@ class Change:
 def analyze_views(run_dir: RunDir, *, step: int | None = None) -> list[Path]:
     """Write analysis/views.json and views.png of a run; returns their paths. Raises `UserError` if data is missing."""
     players = load_players(run_dir, step=step)
-    test = read_pictures(Path(players.config.data.test_dir))
+    test = read_pictures(players.config.data.test_dir, read=players.config.data)
     seed, policy = players.config.seed, players.view_policy
     measured = slice(0, NUM_MEASURED)
     picture_NCHW, view_NCHW = draw_views(policy, test, torch.arange(len(test))[measured], seed=seed, view=0)

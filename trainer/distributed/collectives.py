@@ -9,7 +9,7 @@ Shapes: B rows of this rank, G = W * B rows of all W ranks, D columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,15 @@ def broadcast_object(value: T, *, source: int = 0) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=source, device=_device())
     return box[0]
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The picklable values of all ranks, in rank order, on every rank."""
+    if not is_distributed():
+        return [value]
+    values: list[T | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return cast(list[T], values)
 
 
 def barrier() -> None:

@@ -20,11 +20,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn import functional as F
 
+from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.randomness import generator
 from data_pipeline.schema import Schema
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
-from data_pipeline.counter_rng import DrawKeys
 
 PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
 
@@ -72,10 +72,10 @@ class Target:
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """What the heads see in one step: features (B, F) float32 and the row of each in the train set (B,) int64."""
+    """What the heads see in one step: features (B, F) float32 and the labels of each, (B,) int64."""
 
     features_BF: Tensor
-    row_B: Tensor
+    labels: Mapping[LabelSpace, Tensor]
 
 
 def fit_linear_probe(
@@ -101,8 +101,8 @@ def fit_linear_probe(
         for batch in batches(epoch):
             if not heads:
                 heads = {name: _Head(target, batch.features_BF, config) for name, target in targets.items()}
-            for head in heads.values():
-                head.step(batch, learning_rate=learning_rate)
+            for name, head in heads.items():
+                head.step(batch.features_BF, batch.labels[name], learning_rate=learning_rate)
         test_NF = test_features()
         for name, head in heads.items():
             train_accuracy[name].append(head.end_epoch(name, epoch))
@@ -124,8 +124,9 @@ def probe_linear(
 ) -> dict[LabelSpace, LinearResult]:
     """Linear probes of a frozen encoder for every target; encoder and policy are left as they were, bit for bit.
 
-    The order of an epoch and every view follow from (config.seed, epoch, sample index): nothing is drawn from torch's
-    or numpy's ambient random state, and none of it is changed.
+    The order of an epoch, every online overlay and every view follow from (config.seed, epoch, sample index): nothing
+    is drawn from torch's or numpy's ambient random state, and none of it is changed. Overlays are drawn anew in every
+    epoch, as while the encoder was trained, unless the probe is fitted without views: then features are computed once.
     """
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
     with frozen(live, view_policy):
@@ -138,16 +139,21 @@ def probe_linear(
         def batches(epoch: int) -> Iterable[FeatureBatch]:
             for row_B in epoch_rows(len(train), epoch=epoch, config=config):
                 if cached is not None:
-                    yield FeatureBatch(cached[row_B.to(device)], row_B)
+                    labels = {space: train.labels(space)[row_B] for space in targets}
+                    yield FeatureBatch(cached[row_B.to(device)], labels)
                     continue
-                pictures_BCHW = to_float(train.images_NCHW[row_B], device)
+
+                def keys(index_B: Tensor) -> DrawKeys:
+                    return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
+
+                batch = train.redraw(row_B, keys)
+                pictures_BCHW = to_float(batch.images_BCHW, device)
                 if config.views == "policy":
-                    keys = DrawKeys(config.seed, epoch, train.index_N[row_B].to(device), PROBE_VIEW)
-                    pictures_BCHW = view_policy(pictures_BCHW, keys)
+                    pictures_BCHW = view_policy(pictures_BCHW, keys(train.index_N[row_B].to(device)))
                 live.train(config.batch_norm == "train")
                 features_BF = live.features(pictures_BCHW)
                 live.eval()
-                yield FeatureBatch(features_BF, row_B)
+                yield FeatureBatch(features_BF, batch.labels)
 
         def test_features() -> Tensor:
             return test_NF if config.batch_norm == "eval" else extract(live.features, test.images_NCHW, device=device)
@@ -180,14 +186,14 @@ class _Head:
         self._optimizer = torch.optim.SGD(
             [self._weight_KF, self._bias_K], lr=config.learning_rate, momentum=config.momentum
         )
-        self._train_N, self._test_N = target.train_N.to(device), target.test_N.to(device)
+        self._test_N = target.test_N.to(device)
         self._num_right, self._loss = torch.zeros((), device=device), torch.zeros((), device=device)
         self._num_seen = 0
 
-    def step(self, batch: FeatureBatch, *, learning_rate: float) -> None:
-        label_B = self._train_N[batch.row_B.to(self._train_N.device)]
+    def step(self, features_BF: Tensor, label_B: Tensor, *, learning_rate: float) -> None:
+        label_B = label_B.to(features_BF.device)
         with torch.enable_grad():
-            logits_BK = F.linear(batch.features_BF, self._weight_KF, self._bias_K)
+            logits_BK = F.linear(features_BF, self._weight_KF, self._bias_K)
             loss = F.cross_entropy(logits_BK, label_B)
             self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.zero_grad()

@@ -21,8 +21,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from data_pipeline.schema import Schema
 from data_pipeline.counter_rng import DrawKeys, uniform
+from data_pipeline.schema import Schema
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]

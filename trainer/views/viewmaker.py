@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from data_pipeline.schema import Schema
 from data_pipeline.counter_rng import DrawKeys, uniform
+from data_pipeline.schema import Schema
 
 _FIRST_NOISE_PURPOSE = 1
 

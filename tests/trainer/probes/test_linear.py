@@ -47,6 +47,13 @@ def run(
     )
 
 
+def feature_batches(train_NF: Tensor, *, epoch: int, config: ProbeConfig) -> list[FeatureBatch]:
+    return [
+        FeatureBatch(train_NF[rows], {name: target.train_N[rows] for name, target in TARGETS.items()})
+        for rows in epoch_rows(len(train_NF), epoch=epoch, config=config)
+    ]
+
+
 @pytest.mark.parametrize("views", ["policy", "none"])
 @pytest.mark.parametrize("batch_norm", ["eval", "train"])
 def test_planted_accuracy_is_reached_exactly(views: str, batch_norm: str) -> None:
@@ -67,7 +74,7 @@ def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
 
     def fit(targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, LinearResult]:
         return fit_linear_probe(
-            lambda epoch: [FeatureBatch(train_NF[rows], rows) for rows in epoch_rows(203, epoch=epoch, config=CONFIG)],
+            lambda epoch: feature_batches(train_NF, epoch=epoch, config=CONFIG),
             test_features=lambda: test_NF,
             targets=targets,
             config=CONFIG,
@@ -100,7 +107,7 @@ def test_equals_a_plain_torch_loop_with_multi_step_schedule() -> None:
         expected.append(int((head(test_NF).argmax(1) == TARGETS["overlay"].test_N).sum()) / 103)
 
     results = fit_linear_probe(
-        lambda epoch: [FeatureBatch(train_NF[rows], rows) for rows in epoch_rows(203, epoch=epoch, config=config)],
+        lambda epoch: feature_batches(train_NF, epoch=epoch, config=config),
         test_features=lambda: test_NF,
         targets={"overlay": TARGETS["overlay"]},
         config=config,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest
-from trainer.probes.features import Pictures
 from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest, OverlayEntry
+from trainer.probes.features import Pictures
 
 
 def toy_pictures(num: int, *, seed: int, num_wrong: int = 0) -> Pictures:
@@ -36,12 +36,15 @@ def toy_manifest(num: int) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
         num_samples=num,
-        image_shape=(3, 8, 8),
+        medium="picture",
+        input_shape=(3, 8, 8),
+        sample_rate=None,
         label_names=LabelNames(base=("dark", "bright"), overlay=("low", "middle", "high")),
         counts_base=(0, 0),
         counts_overlay=(0, 0, 0),
         mean=(0.5,) * 3,
         std=(0.25,) * 3,
+        overlay=OverlayEntry(kind="toy", drawn="baked", sha256=None),
         how_made=HowMade(
             dataset="toy", source="test", split="train", seed=0, repeats=1, limit=None, source_sha256="0" * 64
         ),

@@ -16,8 +16,8 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
-from tests.trainer.views.kolmogorov import ks_p_value
 from data_pipeline.counter_rng import DrawKeys
+from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_image import (
     BRIGHTNESS,
     CONTRAST,

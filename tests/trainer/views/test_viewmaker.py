@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tests.trainer.views.viewmaker_as_written import AsWritten
 from data_pipeline.counter_rng import DrawKeys
+from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.views.viewmaker import ConvNorm, Viewmaker, ViewmakerConfig, project
 
 
