@@ -177,7 +177,8 @@ class RemoteShards:
     def prefetch(self, names: Iterable[str]) -> None:
         """Fetch these files in the background, in this order, in place of those still waiting from an earlier call.
 
-        Never raises: `path` meets the same trouble and says it.
+        Never raises: `path` meets the same trouble and says it. What is fetched evicts what was asked for longest ago,
+        so `max_shards` should hold these and those in use.
         """
         if self._prefetcher is None or self._prefetcher.process_id != os.getpid():  # a thread does not survive a fork
             self._prefetcher = _Prefetcher(self)
@@ -209,7 +210,7 @@ class RemoteShards:
         with tempfile.TemporaryFile() as file:
             fetch(url, file, expected=Expected(is_json=True), limits=self._limits())
             file.seek(0)
-            return parse_manifest(file.read().decode(), where=url)
+            return parse_manifest(file.read().decode(errors="replace"), where=url)
 
     def _check_room(self) -> None:
         """What can be known of the disk before training starts."""
@@ -257,8 +258,8 @@ class RemoteShards:
             if not self._is_spool:
                 os.fsync(file.fileno())  # a kept file must be whole after a power cut too: only its size is seen again
             partial.replace(path)
-        num_bytes, seconds = path.stat().st_size, time.monotonic() - start
-        logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, num_bytes / 1e6, seconds)
+            megabytes, seconds = os.fstat(file.fileno()).st_size / 1e6, time.monotonic() - start
+            logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
     def _fetch_index(self, path: Path, *, limits: Limits) -> None:
         """The index that a build left beside a shard; without one the reader makes it, so this may fail."""
@@ -426,6 +427,7 @@ def _locked(path: Path, *, deadline: float) -> Iterator[BinaryIO]:
     finally:
         if path.name.endswith(".partial") and _is_file(file, path):
             path.unlink()
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where a process was forked meanwhile, which has it too
         file.close()
 
 

@@ -107,12 +107,16 @@ def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, said: 
     assert time.monotonic() - start < 4.0
 
 
-@pytest.mark.parametrize("fault", ["trickle", "mute"])
-def test_the_limit_of_a_file_holds_over_all_attempts(server: FaultyServer, fault: Fault) -> None:
-    server.faults["file"], server.for_ever = [fault], True
+@pytest.mark.parametrize("source", ["mute", "trickle", "pipe"])
+def test_the_limit_of_a_file_holds_over_all_attempts(server: FaultyServer, source: str) -> None:
+    url = f"{server.url}/file"
+    if source == "pipe":
+        url = "pipe:while true; do echo ten bytes; sleep 0.1; done"  # never stalls
+    else:
+        server.faults["file"], server.for_ever = ["mute" if source == "mute" else "trickle"], True
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"time that a file has|nothing came"):
-        fetched(f"{server.url}/file", within=limits(stall=0.4, attempts=100, seconds=1.5))
+    with pytest.raises(UserError, match="bytes came in the time" if source == "pipe" else "nothing came for"):
+        fetched(url, within=limits(stall=0.4, attempts=100, seconds=1.5))
     assert 0.4 < time.monotonic() - start < 3.0
 
 

@@ -26,7 +26,7 @@ import webdataset
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, load_manifest
-from data_pipeline.remote import RemoteConfig, RemoteShards, file_url, is_remote
+from data_pipeline.remote import RemoteConfig, RemoteShards, _locked, file_url, is_remote
 from data_pipeline.shards import index_path
 from data_pipeline.store import SampleStore
 from tests.data_pipeline.http_server import FaultyServer, closed_port, serve
@@ -346,6 +346,16 @@ def test_waiting_for_another_process_has_an_end(server: FaultyServer, tmp_path: 
     assert 0.5 < time.monotonic() - start < 3.0
     os.kill(frozen.pid, signal.SIGKILL)
     frozen.join()
+
+
+def test_a_process_forked_in_the_middle_of_a_fetch_keeps_no_lock(tmp_path: Path) -> None:
+    """As the workers of a DataLoader may be, while a thread fetches ahead."""
+    leave = FORK.Event()
+    with _locked(tmp_path / "lock", deadline=time.monotonic()):
+        forked = in_process(lambda: leave.wait(20))
+    with _locked(tmp_path / "lock", deadline=time.monotonic()):
+        leave.set()
+    forked.join()
 
 
 def test_a_pickled_copy_asks_for_nothing(server: FaultyServer, tmp_path: Path) -> None:
