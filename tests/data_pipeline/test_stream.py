@@ -245,6 +245,13 @@ def test_order_is_shuffled_anew_by_epoch_and_seed(shuffle_shards: int | None) ->
         orders[0][0] = 1
 
 
+def test_samples_of_one_window_are_shuffled_anew_by_epoch() -> None:
+    first, second = (
+        epoch_order(500, seed=0, epoch=epoch, shard_ends=np.array([500]), shuffle_shards=1) for epoch in (0, 1)
+    )
+    assert abs(rank_correlation(first, second)) < 0.2
+
+
 def rank_correlation(order_a: NDArray[np.int64], order_b: NDArray[np.int64]) -> float:
     """Spearman's: the correlation of the ranks, which permutations of 0..N-1 are themselves."""
     return float(np.corrcoef(order_a, order_b)[0, 1])
