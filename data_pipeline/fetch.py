@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK: Final = 1 << 20
 _PROBE_SECONDS: Final = 10.0
+_GRACE_SECONDS: Final = 2.0  # after a command should have been killed here
 _STOP_SECONDS: Final = 0.2  # how soon a fetch sees that it is to stop
 _MAX_BYTES_UNKNOWN: Final = 1 << 30  # of a file whose size nobody told: an endless answer must not fill the disk
 _LASTING_STATUS: Final = frozenset(range(400, 500)) - {408, 425, 429}  # the server would say the same next time
@@ -119,7 +120,9 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
     max_bytes = _MAX_BYTES_UNKNOWN if expected.num_bytes is None else expected.num_bytes
     file.seek(0)
     with tempfile.NamedTemporaryFile() as complaints:
-        pipe = _open(url, seconds=max(1.0, limits.deadline - time.monotonic()), complaints=Path(complaints.name))
+        pipe = _open(
+            url, seconds=max(0.0, limits.deadline - time.monotonic()) + _GRACE_SECONDS, complaints=Path(complaints.name)
+        )
         try:
             for block in _blocks(pipe, limits):
                 num_bytes += len(block)

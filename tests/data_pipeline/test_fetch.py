@@ -201,7 +201,7 @@ def test_a_command_ends_in_time_where_its_reader_was_killed(tmp_path: Path) -> N
     marker = f"86400.{uuid4().int % 10**12}"
     reader = os.fork()
     if reader == 0:
-        fetched(f"pipe:sleep {marker}", within=limits(seconds=2.0))
+        fetched(f"pipe:sleep {marker}", within=limits(seconds=1.0))
         os._exit(0)
     deadline = time.monotonic() + 10.0
     while not running(marker) and time.monotonic() < deadline:

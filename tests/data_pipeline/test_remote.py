@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -356,6 +356,24 @@ def test_a_process_forked_in_the_middle_of_a_fetch_keeps_no_lock(tmp_path: Path)
     with _locked(tmp_path / "lock", deadline=time.monotonic()):
         leave.set()
     forked.join()
+
+
+def test_a_lock_is_on_the_file_that_is_there_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process renames the partial file between our opening and our locking of it."""
+    partial, flock = tmp_path / ".a.partial", fcntl.flock
+
+    def renamed_before(file: BinaryIO, operation: int) -> None:
+        if not (tmp_path / "a").exists():
+            partial.rename(tmp_path / "a")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", renamed_before)
+    with _locked(partial, deadline=time.monotonic() + 5.0) as file:
+        file.write(b"mine")
+        file.flush()
+        assert partial.read_bytes() == b"mine"
+    assert (tmp_path / "a").read_bytes() == b""
+    assert not partial.exists()
 
 
 def test_a_pickled_copy_asks_for_nothing(server: FaultyServer, tmp_path: Path) -> None:
