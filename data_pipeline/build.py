@@ -421,7 +421,7 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
         try:
             yield unfinished
         except BaseException as error:
-            if not any(unfinished.glob(f".*{FINISHED_SUFFIX}")):
+            if not any([*unfinished.glob(f".*{FINISHED_SUFFIX}"), *unfinished.glob(MANIFEST_NAME)]):
                 shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 error.filename = unfinished  # a failed write knows no name

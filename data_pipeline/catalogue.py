@@ -138,17 +138,16 @@ def open_dataset(
 
 
 def _refuse_what_does_not_fit(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
-    given = {name for name, value in choices.items() if value is not None}
     for fits, what, names in (
         (overlay == "digits", "has no digits", ("digits", "digits_root")),
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
         (source == "folder", "does not come from a folder of pictures", ("image_size",)),
         (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
     ):
-        if not fits and given & set(names):
-            options = [f"--{name.replace('_', '-')}" for name in names]
-            listed = " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
-            raise UserError(f"{dataset} {what}, so it takes no {listed}; leave that out")
+        wrong = [name for name in names if choices.get(name) is not None]
+        if wrong and not fits:
+            option = wrong[0].replace("_", "-")
+            raise UserError(f"{dataset} {what}, so it takes no --{option}; leave it out")
     if source == "procedural" and choices.get("root") is not None:
         raise UserError(f"procedural data is made, not read from {choices['root']}; leave --root out")
 
