@@ -85,6 +85,13 @@ def in_process(function: Callable[[], object]) -> Any:
     return process
 
 
+def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
 # Where a dataset may lie
 
 
@@ -317,9 +324,7 @@ def test_a_fetch_that_was_killed_is_taken_over(dataset: Path, server: FaultyServ
     server.faults[SHARDS[0]] = ["stall"]
     shards = RemoteShards(server.url, config=cached(tmp_path))
     killed = in_process(lambda: shards.path(SHARDS[0]))
-    deadline = time.monotonic() + 10.0
-    while not list(tmp_path.rglob("*.partial")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert until(lambda: SHARDS[0] in server.requests)
     waiting = in_process(lambda: shards.path(SHARDS[0]))
     time.sleep(0.2)
     assert waiting.is_alive()
@@ -336,9 +341,7 @@ def test_waiting_for_another_process_has_an_end(server: FaultyServer, tmp_path: 
     server.faults[SHARDS[0]] = ["stall"]
     shards = RemoteShards(server.url, config=cached(tmp_path, file_seconds=1.0))
     frozen = in_process(lambda: shards.path(SHARDS[0]))
-    deadline = time.monotonic() + 10.0
-    while SHARDS[0] not in server.requests and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert until(lambda: SHARDS[0] in server.requests)
     os.kill(frozen.pid, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(UserError, match="another process has been busy with"):
@@ -443,6 +446,18 @@ def test_the_limit_holds_at_every_moment(dataset: Path, tmp_path: Path) -> None:
     assert config.cache_gigabytes is not None
     # A shard is begun with the room for its index, which is not there yet when the shard is whole.
     assert 0 < most <= config.cache_gigabytes * 1e9 + 4 * INDEX_BYTES
+
+
+def test_a_shard_in_flight_has_its_room(dataset: Path, tmp_path: Path) -> None:
+    """Another process waits for the cache's one place until the shard that is slow to come is whole and may go."""
+    slow = f"pipe:case {{name}} in {SHARDS[0]}) sleep 1;; esac; cat {dataset}/{{name}}"
+    shards = RemoteShards(slow, config=cached(tmp_path, num_shards=1.2, dataset=dataset))
+    first = in_process(lambda: shards.path(SHARDS[0]))
+    assert until(lambda: any(path.stat().st_size for path in tmp_path.rglob("*.partial")))
+    shards.path(SHARDS[1])
+    assert cached_names(tmp_path) == {SHARDS[1]}
+    first.join(10)
+    assert first.exitcode == 0
 
 
 def test_the_limit_is_of_all_datasets_and_of_nothing_else(dataset: Path, tmp_path: Path) -> None:
@@ -606,13 +621,6 @@ def test_a_spool_that_somebody_else_laid_out_is_refused(dataset: Path, spools: P
 # Ahead of time
 
 
-def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 def test_shards_come_in_the_background(server: FaultyServer, tmp_path: Path) -> None:
     shards = RemoteShards(server.url, config=cached(tmp_path))
     shards.prefetch(SHARDS[:3])
@@ -647,9 +655,11 @@ def test_trouble_ahead_is_not_raised_and_told_by_path(
 
 
 def test_a_forked_process_fetches_ahead_by_itself(server: FaultyServer, tmp_path: Path) -> None:
-    shards = RemoteShards(server.url, config=cached(tmp_path))
+    """The thread of the process that forked it is busy, and is not in the new one."""
+    server.faults[SHARDS[0]] = ["stall"]
+    shards = RemoteShards(server.url, config=cached(tmp_path, stall_seconds=1.0))
     shards.prefetch([SHARDS[0]])
-    assert until(lambda: SHARDS[0] in cached_names(tmp_path))
+    assert until(lambda: SHARDS[0] in server.requests)
 
     def fork() -> None:
         shards.prefetch([SHARDS[1]])
@@ -658,6 +668,7 @@ def test_a_forked_process_fetches_ahead_by_itself(server: FaultyServer, tmp_path
     process = in_process(fork)
     process.join(20)
     assert process.exitcode == 0
+    assert until(lambda: SHARDS[0] in cached_names(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["process", "worker"])
