@@ -1,7 +1,7 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with both labels below.
 
 A picture is enlarged, and the mask of the object on it outlined. A sound is drawn as the log-mel spectrogram that the
-encoder gets: time to the right, frequency upwards, from dark to bright over the range of the whole grid. What a dataset
+encoder gets: time to the right, frequency upwards, from dark, its quietest cell, to bright, its loudest. What a dataset
 overlays online is drawn here with the first draw of an evaluation.
 """
 
@@ -65,12 +65,14 @@ def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.uint8]:
 
 
 def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
-    """Spectrograms (B, M bands, T frames) as pictures (B, M, T, 3): low bands at the bottom, the loudest brightest."""
-    values = log_mel_BMT.flip(1).double().numpy()
-    lowest, highest = values.min(), values.max()
-    colours: NDArray[np.uint8] = matplotlib.colormaps["magma"](
-        (values - lowest) / max(highest - lowest, 1e-9), bytes=True
-    )
+    """Spectrograms (B, M bands, T frames) as pictures (B, M, T, 3): low bands at the bottom, the loudest cell of each
+    brightest; silence is dark.
+    """
+    values_BMT = log_mel_BMT.flip(1)
+    lowest_B11 = values_BMT.amin(dim=(1, 2), keepdim=True)
+    range_B11 = values_BMT.amax(dim=(1, 2), keepdim=True) - lowest_B11
+    share_BMT = (values_BMT - lowest_B11) / range_B11.clamp(min=1e-6)
+    colours: NDArray[np.uint8] = matplotlib.colormaps["magma"](share_BMT.double().numpy(), bytes=True)
     return np.ascontiguousarray(colours[..., :3])
 
 
