@@ -44,6 +44,7 @@ class Noise(Overlay):
     sounds_X: Tensor
     length_K: Tensor
     _start_K: Tensor
+    _scaled_X: Tensor
 
     def __init__(self, *, sounds_X: Tensor, length_K: Tensor, num_points: int, volume: float, crop: Crop) -> None:
         super().__init__()
@@ -65,6 +66,7 @@ class Noise(Overlay):
         self.register_buffer("sounds_X", sounds_X)
         self.register_buffer("length_K", length_K)
         self.register_buffer("_start_K", length_K.cumsum(0) - length_K, persistent=False)
+        self.register_buffer("_scaled_X", sounds_X * volume, persistent=False)
 
     @classmethod
     def of(cls, sounds: Sequence[Tensor], *, num_points: int, volume: float, crop: Crop) -> Self:
@@ -101,11 +103,15 @@ class Noise(Overlay):
         """Add one background sound to each waveform, (B, T) float32 of `num_points`; the sum is not clipped."""
         assert inputs.shape == (len(keys.index_B), self.num_points), (inputs.shape, self.num_points)
         label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
-        offset_B = self._offsets(keys, self.length_K[label_B] - self.num_points)
-        # Rows of a view that overlap: each is one copy of T points, where an index would cost 8 bytes a point.
-        windows_OT = self.sounds_X.unfold(0, self.num_points, 1)
-        behind_BT = windows_OT[self._start_K[label_B] + offset_B].mul_(self.volume)
-        return Overlaid(behind_BT.add_(inputs), label_B, None)
+        start_B = self._start_K[label_B] + self._offsets(keys, self.length_K[label_B] - self.num_points)
+        if inputs.device.type != "cpu":
+            # Rows of a view that overlap: each is one copy of T points, where an index would cost 8 bytes a point.
+            behind_BT = self._scaled_X.unfold(0, self.num_points, 1)[start_B]
+            return Overlaid(behind_BT.add_(inputs), label_B, None)
+        mixed_BT = torch.empty_like(inputs)  # a row at a time: the same sum, but no crop is copied
+        for mixed_T, input_T, start in zip(mixed_BT, inputs, start_B.tolist(), strict=True):
+            torch.add(input_T, self._scaled_X[start : start + self.num_points], out=mixed_T)
+        return Overlaid(mixed_BT, label_B, None)
 
     def _offsets(self, keys: DrawKeys, last_B: Tensor) -> Tensor:
         """(B,) int64: where the crop begins in its recording, from 0 to `last_B`, both among them."""
