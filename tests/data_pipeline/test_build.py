@@ -106,7 +106,7 @@ def test_real_cifar_in_all_four_forms(dataset: str, cifar: Path, tmp_path: Path)
         found.append(same)
         assert (sample.label_overlay == NO_LABEL) == (num_overlay == 0)
     assert sorted(found) == list(range(200))
-    pictures = np.stack([sample.content for sample in stored]) / 255
+    pictures = np.stack([sample.content for sample in stored]).astype(np.float64) / 255
     np.testing.assert_allclose(manifest.mean, pictures.mean(axis=(0, 1, 2)), rtol=1e-12)
     np.testing.assert_allclose(manifest.std, pictures.std(axis=(0, 1, 2)), rtol=1e-12)
     overlay_labels = [sample.label_overlay for sample in stored]

@@ -4,12 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
+from scipy.io import wavfile
 
 from data_pipeline.__main__ import main
 from data_pipeline.errors import run_command
-from tests.real_data import REPOSITORY
+from data_pipeline.sources.audiomnist import TEST_SPEAKERS
+from data_pipeline.store import SampleStore
+from tests.real_data import REPOSITORY, archive
 
 Run = tuple[int, list[str], list[str]]  # exit status, lines of stdout, lines of stderr
 
@@ -37,7 +41,7 @@ def test_build_verify_and_preview(
 
     status, out, _ = run(capsys, monkeypatch, *build)
     assert status == 0
-    assert "is there already, built from the same pictures with the same arguments" in out[0]
+    assert "is there already, built from the same data with the same arguments" in out[0]
 
     status, out, err = run(capsys, monkeypatch, *build, "--seed", "1")
     assert (status, out) == (2, [])
@@ -87,6 +91,101 @@ def test_a_mistake_is_one_sentence_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def write_wavs(root: Path, *, sample_rate: int = 8000, num_points: int = 3000, num_channels: int = 1) -> None:
+    """Recordings of two speakers in the layout of the Free Spoken Digit Dataset; the last one as the arguments say."""
+    root.mkdir()
+    names = [f"{digit}_{speaker}_0.wav" for speaker in ("jackson", "theo") for digit in range(3)]
+    rng = np.random.default_rng(0)
+    for name in names:
+        wavfile.write(root / name, 8000, rng.integers(-999, 999, 3000).astype(np.int16))
+    points = rng.integers(-999, 999, (num_points, num_channels)).astype(np.int16)
+    wavfile.write(root / names[-1], sample_rate, points if num_channels > 1 else points[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"sample_rate": 16000}, "2_theo_0.wav has 16000 points a second but 8000 are needed"),
+        ({"num_channels": 2}, "2_theo_0.wav has 2 channels; mix it down to one"),
+        ({"num_points": 0}, "2_theo_0.wav holds no sound"),
+        ("text", "2_theo_0.wav is not a WAV file"),
+        ("cut", "2_theo_0.wav is cut off"),
+    ],
+)
+def test_a_bad_recording_is_named_and_leaves_nothing(
+    damage: dict[str, int] | str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_wavs(tmp_path / "wavs", **(damage if isinstance(damage, dict) else {}))
+    torn = tmp_path / "wavs" / "2_theo_0.wav"
+    if isinstance(damage, str):
+        torn.write_bytes(b"not a sound" if damage == "text" else torn.read_bytes()[:-100])
+    options = ("--source", "fsdd", "--root", str(tmp_path / "wavs"), "--test-speaker", "jackson")
+    build = ("build", "spoken", "--out", str(tmp_path / "out"), *options)
+    status, out, err = run(capsys, monkeypatch, *build)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert message in err[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["wavs"]
+
+
+def test_mistakes_with_sounds_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wavs(tmp_path / "wavs")
+    (tmp_path / "noise").mkdir()
+    for name in ("cafe", "traffic", "machinery"):
+        num_points = 44100 if name == "traffic" else 88200  # 1.00 s is shorter than the crop of 1.04 s
+        wavfile.write(tmp_path / "noise" / f"{name}.wav", 44100, np.full(num_points, 7, dtype=np.int16))
+    speakers = tmp_path / "audiomnist"
+    for speaker in set(range(1, 61)) - {17, 60}:
+        (speakers / f"{speaker:02d}").mkdir(parents=True)
+    wavs, noise = str(tmp_path / "wavs"), str(tmp_path / "noise")
+    before = sorted(tmp_path.iterdir())
+    for arguments, message in (
+        (("spoken", "--root", str(speakers)), "lacks 1 of the train split's 48 speaker folders (17)"),
+        (("spoken", "--root", str(speakers), "--split", "test"), "lacks 1 of the test split's 12 speaker folders (60)"),
+        (("spoken", "--source", "fsdd", "--root", wavs), 'no speaker "yweweler"; valid are: jackson, theo'),
+        (
+            ("noise", "--source", "fsdd", "--noise-root", noise),
+            "traffic.wav gives 8000 points at 8000 a second, but 8333 are needed",
+        ),
+        (("noise", "--source", "fsdd", "--root", wavs), "lacks cafe.wav and traffic.wav and machinery.wav"),
+        (("noise", "--source", "procedural", "--noise-volume", "loud"), "argument --noise-volume: invalid float"),
+    ):
+        status, out, err = run(capsys, monkeypatch, "build", "--out", str(tmp_path / "out"), *arguments)
+        assert (status, out, len(err)) == (2, [], 1), err
+        assert message in err[0]
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_audiomnist_in_its_own_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    for speaker in range(1, 61):
+        (tmp_path / "root" / "data" / f"{speaker:02d}").mkdir(parents=True)
+        points = rng.integers(-9999, 9999, 40_000 + 400 * speaker).astype(np.int16)
+        wavfile.write(
+            tmp_path / "root" / "data" / f"{speaker:02d}" / f"{speaker % 10}_{speaker:02d}_0.wav", 48000, points
+        )
+    common = ("--root", str(tmp_path / "root"), "--noise-root", str(archive("noise")))
+    for split, num in (("train", 48), ("test", 12)):
+        directory = tmp_path / split
+        build = ("build", "spoken_noise", "--out", str(directory), "--split", split, "--overlay", "online", *common)
+        assert run(capsys, monkeypatch, *build)[0] == 0
+        assert run(capsys, monkeypatch, "verify", str(directory))[1] == [
+            f"{directory} is sound: {num} samples in 1 shards"
+        ]
+        store = SampleStore(directory)
+        assert (store.manifest.sample_rate, store.manifest.input_shape) == (48000, (50000,))
+        assert sorted(len(store[index].content) for index in range(num)) == sorted(
+            40_000 + 400 * speaker for speaker in range(1, 61) if (speaker in TEST_SPEAKERS) == (split == "test")
+        )
+
+
 def test_preview_does_not_guess_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +203,7 @@ def test_every_command_explains_itself(
     status, out, _ = run(capsys, monkeypatch, command, "--help")
     assert status == 0
     assert out[0].startswith(f"usage: python -m data_pipeline {command} ")
-    assert len(out) < 45
+    assert len(out) < 60
 
 
 def test_the_module_runs_as_a_command() -> None:

@@ -5,6 +5,7 @@ import hashlib
 import pickle
 import tarfile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from sklearn.datasets import load_digits
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
 
+from data_pipeline.build import build_dataset
 from data_pipeline.errors import UserError
-from data_pipeline.sources.cifar import Cifar10
+from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.procedural import Procedural
+from data_pipeline.store import SampleStore
+from data_pipeline.verify import find_problems
 from tests.real_data import archive
 
 
@@ -27,47 +31,69 @@ def save_picture(path: Path, *, size: tuple[int, int] = (6, 4), colour: tuple[in
     Image.new("RGB", size, colour).save(path)
 
 
-# --- CIFAR-10 as torchvision unpacks it
+# --- CIFAR as torchvision unpacks it
 
 
-def write_cifar_batches(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """Tiny files in CIFAR-10's format, with torchvision's checksums replaced by theirs; returns their pixels."""
-    folder = root / "cifar-10-batches-py"
+def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, *, num_classes: int) -> np.ndarray:
+    """Tiny files in the format of CIFAR-10 or CIFAR-100, with torchvision's checksums replaced by theirs.
+
+    Returns the pixels of two training files (one of CIFAR-100) and the test file, four pictures each.
+    """
+    cifar = {10: torchvision.datasets.CIFAR10, 100: torchvision.datasets.CIFAR100}[num_classes]
+    folder = root / cifar.base_folder
     folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (3, 4, 3, 32, 32), dtype=np.uint8)  # of two training files and the test file
-    names = ["data_batch_1", "data_batch_2", "test_batch"]
-    contents = [{"data": part.reshape(4, -1), "labels": [3, 1, 2, 0]} for part in pixels]
-    written = dict(zip([*names, "batches.meta"], [*contents, {"label_names": list("abcdefghij")}], strict=True))
+    names = {10: ["data_batch_1", "data_batch_2", "test_batch"], 100: ["train", "test"]}[num_classes]
+    pixels = np.random.default_rng(0).integers(0, 256, (len(names), 4, 3, 32, 32), dtype=np.uint8)
+    labels = {10: "labels", 100: "fine_labels"}[num_classes]
+    contents = [{"data": part.reshape(4, -1), labels: [3, 1, 2, 0], "coarse_labels": [0] * 4} for part in pixels]
+    meta = {"label_names": list("abcdefghij"), "fine_label_names": [f"kind_{label}" for label in range(100)]}
     checksums = {}
-    for name, content in written.items():
+    for name, content in dict(zip([*names, cifar.meta["filename"]], [*contents, meta], strict=True)).items():
         (folder / name).write_bytes(pickle.dumps(content))
         checksums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
-    cifar = torchvision.datasets.CIFAR10
-    monkeypatch.setattr(cifar, "train_list", [[name, checksums[name]] for name in names[:2]])
-    monkeypatch.setattr(cifar, "test_list", [[names[2], checksums[names[2]]]])
-    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": checksums["batches.meta"]})
+    monkeypatch.setattr(cifar, "train_list", [[name, checksums[name]] for name in names[:-1]])
+    monkeypatch.setattr(cifar, "test_list", [[names[-1], checksums[names[-1]]]])
+    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": checksums[cifar.meta["filename"]]})
     return pixels.transpose(0, 1, 3, 4, 2)
 
 
-def test_cifar_gives_the_pictures_of_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pixels = write_cifar_batches(tmp_path, monkeypatch)
-    train, test = Cifar10(tmp_path, split="train"), Cifar10(tmp_path, split="test")
-    assert train.labels.tolist() == [3, 1, 2, 0] * 2
+@pytest.mark.parametrize(("num_classes", "num_files"), [(10, 2), (100, 1)])
+def test_cifar_gives_the_pictures_of_the_split(
+    num_classes: Literal[10, 100], num_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = write_cifar(tmp_path, monkeypatch, num_classes=num_classes)
+    train, test = (Cifar(tmp_path, num_classes=num_classes, split=split) for split in ("train", "test"))
+    assert train.labels.tolist() == [3, 1, 2, 0] * num_files
     assert len(test.labels) == 4
-    assert train.class_names == tuple("abcdefghij")
-    np.testing.assert_array_equal(train[5].image, pixels[1, 1])
-    np.testing.assert_array_equal(test[0].image, pixels[2, 0])
-    assert train[5].label == 1
+    assert len(train.class_names) == num_classes
+    assert train.class_names[2] == {10: "c", 100: "kind_2"}[num_classes]
+    np.testing.assert_array_equal(train[num_files * 4 - 3].content, pixels[-2, 1])
+    np.testing.assert_array_equal(test[0].content, pixels[-1, 0])
+    assert train[num_files * 4 - 3].label == 1
 
 
-def test_cifar_that_is_missing_or_damaged_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"does not hold torchvision's .*download=True"):
-        Cifar10(tmp_path / "nowhere", split="train")
-    write_cifar_batches(tmp_path, monkeypatch)
-    (tmp_path / "cifar-10-batches-py" / "data_batch_2").write_bytes(b"torn")
+def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = write_cifar(tmp_path, monkeypatch, num_classes=100)
+    manifest = build_dataset("cifar100_shapes", tmp_path / "out", root=tmp_path, overlay="online")
+    assert list(find_problems(tmp_path / "out")) == []
+    assert (len(manifest.label_names.base), manifest.counts_base[:5]) == (100, (1, 1, 1, 1, 0))
+    store = SampleStore(tmp_path / "out")
+    stored = {store[index].content.tobytes(): store[index].label_base for index in range(4)}
+    assert stored == {picture.tobytes(): label for picture, label in zip(pixels[0], [3, 1, 2, 0], strict=True)}
+
+
+@pytest.mark.parametrize("num_classes", [10, 100])
+def test_cifar_that_is_missing_or_damaged_says_how_to_get_it(
+    num_classes: Literal[10, 100], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = rf"does not hold torchvision's cifar-{num_classes}-.*\.CIFAR{num_classes}\(.*download=True"
+    with pytest.raises(UserError, match=message):
+        Cifar(tmp_path / "nowhere", num_classes=num_classes, split="train")
+    write_cifar(tmp_path, monkeypatch, num_classes=num_classes)
+    name = {10: "cifar-10-batches-py/data_batch_2", 100: "cifar-100-python/train"}[num_classes]
+    (tmp_path / name).write_bytes(b"torn")
     with pytest.raises(UserError, match="damaged"):
-        Cifar10(tmp_path, split="train")
+        Cifar(tmp_path, num_classes=num_classes, split="train")
 
 
 # --- a folder of pictures
@@ -81,17 +107,17 @@ def test_folder_sorts_classes_and_files(tmp_path: Path) -> None:
     folder = ImageFolder(tmp_path, split="train")
     assert folder.class_names == ("cat", "dog")
     assert folder.labels.tolist() == [0, 0, 1, 1]
-    assert [int(folder[number].image[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
-    assert folder[2].image.shape == (4, 6, 3)
+    assert [int(folder[number].content[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
+    assert folder[2].content.shape == (4, 6, 3)
 
 
 def test_folder_reads_the_split_where_there_are_splits(tmp_path: Path) -> None:
     for split, colour in (("train", (1, 0, 0)), ("test", (2, 0, 0))):
         save_picture(tmp_path / split / "a" / "x.png", colour=colour)
         save_picture(tmp_path / split / "b" / "x.png", colour=colour)
-    assert ImageFolder(tmp_path, split="train")[0].image[0, 0, 0] == 1
-    assert ImageFolder(tmp_path, split="test")[0].image[0, 0, 0] == 2
-    assert ImageFolder(tmp_path / "test", split="train")[0].image[0, 0, 0] == 2
+    assert ImageFolder(tmp_path, split="train")[0].content[0, 0, 0] == 1
+    assert ImageFolder(tmp_path, split="test")[0].content[0, 0, 0] == 2
+    assert ImageFolder(tmp_path / "test", split="train")[0].content[0, 0, 0] == 2
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
@@ -99,7 +125,7 @@ def test_folder_converts_every_mode_to_rgb(tmp_path: Path, mode: str) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         Image.new("RGB", (3, 3), (255, 255, 255)).convert(mode).save(tmp_path / name / "x.tif")
-    np.testing.assert_array_equal(ImageFolder(tmp_path, split="train")[0].image, np.full((3, 3, 3), 255))
+    np.testing.assert_array_equal(ImageFolder(tmp_path, split="train")[0].content, np.full((3, 3, 3), 255))
 
 
 def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
@@ -134,8 +160,27 @@ def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
 def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "a" / "0.png", size=(6, 4))
     save_picture(tmp_path / "b" / "0.png", size=(4, 6))
-    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4"):
+    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4; .*--image-size"):
         ImageFolder(tmp_path, split="train")[1]
+
+
+@pytest.mark.parametrize(("width", "height"), [(32, 32), (40, 30), (29, 47), (301, 64), (33, 32), (7, 5)])
+def test_folder_makes_squares_as_torchvision_does(width: int, height: int, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        Image.fromarray(pixels).save(tmp_path / name / "0.png")
+    square = ImageFolder(tmp_path, split="train", image_size=32)[1].content
+    peer = torchvision.transforms.Compose([torchvision.transforms.Resize(32), torchvision.transforms.CenterCrop(32)])
+    np.testing.assert_array_equal(square, np.asarray(peer(Image.fromarray(pixels))))
+
+
+def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:
+    names = ["a/ä ö.png", "a/b\udcff.png", "a/x.png", "b/日本.png"]  # the second is not UTF-8
+    for number, name in enumerate(names):
+        save_picture(tmp_path / name, colour=(number, 0, 0))
+    folder = pickle.loads(pickle.dumps(ImageFolder(tmp_path, split="train")))
+    assert sorted(int(folder[number].content[0, 0, 0]) for number in range(4)) == [0, 1, 2, 3]
 
 
 def test_folder_reads_the_real_cifar_archive_as_pillow_does(tmp_path: Path) -> None:
@@ -149,7 +194,7 @@ def test_folder_reads_the_real_cifar_archive_as_pillow_does(tmp_path: Path) -> N
     assert len(folder.labels) == len(reference) == 20
     for number, (picture, label) in enumerate(reference):
         assert folder[number].label == label
-        np.testing.assert_array_equal(folder[number].image, np.asarray(picture))
+        np.testing.assert_array_equal(folder[number].content, np.asarray(picture))
 
 
 # --- handwritten digits
@@ -188,6 +233,13 @@ def test_mnist_training_digits_serve_both_splits_where_they_are_there(tmp_path: 
     assert train.name == test.name == "mnist train digits"
     assert train.images.shape == test.images.shape == (20, 28, 28)
     assert train.description == test.description
+
+
+def test_mnist_has_test_digits_of_its_own_for_the_test_split(tmp_path: Path) -> None:
+    write_idx(tmp_path, "train", num=20)
+    write_idx(tmp_path, "t10k", num=15)
+    assert len(mnist_digits(tmp_path, split="test", test_digits="test").labels) == 15
+    assert len(mnist_digits(tmp_path, split="train", test_digits="test").labels) == 20
 
 
 def test_mnist_description_tells_contents_apart(tmp_path: Path) -> None:
@@ -235,8 +287,8 @@ def test_sklearn_digits_keep_their_labels_and_spread_their_levels() -> None:
 
 
 def drawn(split: str, num: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    source = Procedural(seed=seed, split=split, num_pictures=num)
-    return np.stack([source[number].image for number in range(num)]), source.labels
+    source = Procedural(seed=seed, split=split, num_records=num)
+    return np.stack([source[number].content for number in range(num)]), source.labels
 
 
 def test_a_drawn_picture_depends_on_seed_split_and_number_alone() -> None:
