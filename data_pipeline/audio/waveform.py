@@ -158,10 +158,11 @@ def fit_length(clips: Sequence[Tensor], num_points: int, *, last_B: Tensor) -> T
     its first T points elsewhere.
     """
     assert len(clips) == len(last_B)
-    waveforms_BT = torch.zeros((len(clips), num_points), dtype=clips[0].dtype)
+    waveforms_BT = torch.empty((len(clips), num_points), dtype=clips[0].dtype)
     for waveform_T, clip, last in zip(waveforms_BT, clips, last_B.tolist(), strict=True):
         kept = clip[-num_points:] if last else clip[:num_points]
         waveform_T[: len(kept)] = kept
+        waveform_T[len(kept) :] = 0
     return waveforms_BT
 
 
