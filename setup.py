@@ -10,7 +10,7 @@ setup(
     packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
     package_data={"data_pipeline": ["overlays/assets/*"]},
     install_requires=[
-        # torch, torchaudio and torchvision are released as a matched set; an unpinned torch breaks the others' binaries.
+        # Released as a matched set; an unpinned torch breaks the binaries of the others.
         "torch==2.11.0",
         "torchaudio==2.11.0",
         "torchvision==0.26.0",

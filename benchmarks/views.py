@@ -21,9 +21,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
+from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import run_command
 from tests.trainer.views.viewmaker_as_written import AsWritten
-from data_pipeline.counter_rng import DrawKeys
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 

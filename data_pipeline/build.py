@@ -68,7 +68,6 @@ from data_pipeline.randomness import generator
 from data_pipeline.sample import NO_LABEL
 from data_pipeline.shards import index_path, shard_name
 from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
-from data_pipeline.totals import Totals as Totals
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torchvision.io import ImageReadMode, decode_png
 
 from data_pipeline.audio.waveform import decode_wav
-from data_pipeline.build import Totals
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, Manifest, ShardEntry, load_manifest
 from data_pipeline.overlays.registry import kind_of, load_overlay
@@ -29,6 +28,7 @@ from data_pipeline.remote import is_remote
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
 from data_pipeline.shards import index_path, index_shard
 from data_pipeline.store import label_ranges, read_labels
+from data_pipeline.totals import Totals
 
 _NUM_ZEROS_AT_END = 2 * tarfile.BLOCKSIZE  # bytes, with which every whole tar ends
 _MASK_LEVELS = torch.tensor([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=torch.uint8)

@@ -22,7 +22,7 @@ RUNS = [str(run_dir) for run_dir in RECIPES.values()]
 def stages() -> list[tuple[str, list[str]]]:
     """What the demo does: a title and a command for each stage."""
     python = [sys.executable]
-    build = [*python, "-m", "data_pipeline", "build", "procedural_digits"]
+    build = [*python, "-m", "data_pipeline", "build", "procedural_digits", "--overlay", "online"]
     torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"]
     data = DIRECTORY / "data"
     return [
