@@ -241,12 +241,12 @@ def one_core_line(
 
 def lines(group: str, directories: Sequence[Path], work: Path, *, seconds: float) -> Iterator[Line]:
     """All lines of one of `GROUPS`; what they need is made when they are asked for, in the folder `work`."""
-    first = directories[0].resolve()
     match group:
         case "local":
             for directory in directories:
                 yield from local_lines(directory, seconds=seconds)
         case "remote":
+            first = directories[0].resolve()
             pipe = f"pipe:cat {first}/{{name}}"
             yield from remote_lines(first, kind="pipe:cat", location=pipe, url=pipe)
             with http_server(first) as address:
@@ -284,9 +284,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="data_throughput-") as name:
         work = Path(name)
         directories = args.directories
-        for drawn in () if directories else ("baked", "online"):
-            build_dataset("procedural_digits", work / drawn, overlay=drawn)
-            directories = [*directories, work / drawn]
+        if not directories and {"local", "remote"} & set(args.only):
+            directories = [work / "baked", work / "online"]
+            build_dataset("procedural_digits", directories[0], overlay="baked")
+            build_dataset("procedural_digits", directories[1], overlay="online")
         for group in args.only:
             for line in lines(group, directories, work, seconds=args.seconds):
                 results.append(record.measure(line, num_rounds=args.rounds))
