@@ -12,11 +12,10 @@ from typing import Final, TypedDict, Unpack, cast
 
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.errors import UserError, nearest
-from data_pipeline.overlays import Overlay
+from data_pipeline.overlays import Overlay, PictureOverlay
 from data_pipeline.overlays.digits import Digits
-from data_pipeline.overlays.letters import Letters
 from data_pipeline.overlays.noise import Crop, Noise
-from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.overlays.registry import OVERLAYS
 from data_pipeline.sources import SoundSource, Source, background, fsdd, procedural, procedural_speech
 from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.cifar import Cifar
@@ -44,7 +43,7 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 _PICTURES = ("cifar10", "cifar100", "folder", "procedural")
-_PICTURE_OVERLAYS = ("shapes", "digits", "letters")
+_PICTURE_OVERLAYS = tuple(kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay))
 
 
 @dataclass(frozen=True)
@@ -167,15 +166,12 @@ def _open_pictures(
         opened = ImageFolder(root, split=split, image_size=choices.get("image_size"))
     description = opened.description
     drawn: Overlay | None = None
-    match overlay:
-        case "shapes":
-            drawn = Shapes()
-        case "letters":
-            drawn = Letters()
-        case "digits":
-            kind = choices.get("digits") or ("sklearn" if base == "procedural" else "mnist")
-            digits = _open_digits(kind, choices.get("digits_root") or root, split=split)
-            description, drawn = f"{description} + {digits.description}", Digits.of(digits)
+    if overlay == "digits":
+        kind = choices.get("digits") or ("sklearn" if base == "procedural" else "mnist")
+        digits = _open_digits(kind, choices.get("digits_root") or root, split=split)
+        description, drawn = f"{description} + {digits.description}", Digits.of(digits)
+    elif overlay is not None:
+        drawn = OVERLAYS[overlay]()
     return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
 
 
