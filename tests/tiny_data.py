@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 
-from data_pipeline.build import Totals
 from data_pipeline.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -24,6 +23,7 @@ from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sample import NO_LABEL, Sample
 from data_pipeline.shards import encode, write_shards
+from data_pipeline.totals import Totals
 
 SAMPLE_RATE = 8_000  # of the sounds, points a second
 NUM_POINTS = 8_333  # of a sound as it is read: the size that the log-mel of this rate takes
@@ -76,6 +76,15 @@ def write_tiny_dataset(
         split=split,
         num_samples_per_shard=num_samples_per_shard,
     )
+
+
+def write_tiny_pair(
+    directory: Path, *, num_train: int, num_test: int, overlay: Literal["baked", "online", "none"] = "baked"
+) -> Path:
+    """`directory/train` and `directory/test`, as training asks for them; returns `directory`."""
+    write_tiny_dataset(directory / "train", num_samples=num_train, overlay=overlay)
+    write_tiny_dataset(directory / "test", num_samples=num_test, seed=1, overlay=overlay, split="test")
+    return directory
 
 
 def write_tiny_sounds(

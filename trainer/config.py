@@ -39,6 +39,10 @@ class DataConfig(ReadConfig):
     test_dir: str
     overlay: Literal["baked", "online", "online_per_view"] = "baked"
 
+    @property
+    def overlay_draw(self) -> Literal["per_item", "per_view"]:
+        return "per_view" if self.overlay == "online_per_view" else "per_item"
+
 
 class EngineConfig(Schema):
     """How the players are trained in parallel. DDP runs on gloo (CPU) and NCCL (GPU)."""

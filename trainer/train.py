@@ -72,7 +72,7 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
         start_step=start_step,
         end_step=num_steps,
         device=device,
-        overlay_draw="per_view" if config.data.overlay == "online_per_view" else "per_item",
+        overlay_draw=config.data.overlay_draw,
         share=node_share(),
     )
     bad_samples = BadSamples(

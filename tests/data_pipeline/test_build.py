@@ -25,7 +25,7 @@ from PIL import Image
 
 from data_pipeline import build_workers
 from data_pipeline.audio.waveform import crop_last
-from data_pipeline.build import Totals, balanced_order, build_dataset
+from data_pipeline.build import balanced_order, build_dataset
 from data_pipeline.catalogue import open_dataset
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
@@ -34,6 +34,7 @@ from data_pipeline.overlays.registry import save_overlay
 from data_pipeline.sample import MASK_OUTSIDE, NO_LABEL, Sample
 from data_pipeline.sources.background import read_sounds
 from data_pipeline.store import SampleStore
+from data_pipeline.totals import Totals
 from data_pipeline.verify import find_problems
 from tests.real_data import REPOSITORY, archive
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,16 +17,13 @@ from configs import resolve_recipe
 from data_pipeline.errors import run_command
 from launch import train as launch_train
 from tests.real_data import REPOSITORY
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sounds
 from trainer.rundir import RunDir, hold, write_json
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    write_tiny_dataset(directory / "train", num_samples=40)
-    write_tiny_dataset(directory / "test", num_samples=20, seed=1)
-    return directory
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=40, num_test=20)
 
 
 Run = Callable[..., str]
@@ -82,6 +80,34 @@ def test_a_global_batch_larger_than_the_dataset(train: Run) -> None:
     error = train("--config", "debug:image", "--set", "global_batch_size=64")
     assert "64" in error
     assert "40" in error
+
+
+@pytest.mark.parametrize(("built", "asked"), [("baked", "online"), ("online", "baked"), ("baked", "online_per_view")])
+def test_an_overlay_drawn_otherwise_than_the_recipe_says(train: Run, tmp_path: Path, built: Any, asked: str) -> None:
+    train_dir = write_tiny_dataset(tmp_path / "train", num_samples=40, overlay=built)
+    test_dir = write_tiny_dataset(tmp_path / "test", num_samples=20, overlay=built)
+    sets = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", f"data.overlay={asked}"]
+    error = train("--config", "debug:image", *(word for value in sets for word in ("--set", value)))
+    assert f"the overlay of {train_dir} is {built} but data.overlay is {asked}" in error
+    assert f"data.overlay={built}" in error
+
+
+def test_two_datasets_of_different_shapes(train: Run, data: Path, tmp_path: Path) -> None:
+    larger = write_tiny_dataset(tmp_path / "larger", num_samples=20, overlay="online")
+    error = train("--config", "debug:image", "--set", f"data.test_dir={larger}")
+    assert f"{data / 'train'} and {larger} differ in input shape ((3, 16, 16) and (3, 32, 32))" in error
+
+
+def test_sounds_where_pictures_are_trained_on(train: Run, tmp_path: Path) -> None:
+    sounds = write_tiny_sounds(tmp_path / "sounds", num_samples=40)
+    sets = ["--set", f"data.train_dir={sounds}", "--set", f"data.test_dir={sounds}"]
+    assert f'{sounds} holds sounds, but views of kind "expert_image"' in train("--config", "debug:image", *sets)
+
+
+def test_a_server_that_is_not_there(train: Run, tmp_path: Path) -> None:
+    error = train("--config", "debug:image", "--set", "data.train_dir=http://127.0.0.1:9/data", "--run-dir", "run")
+    assert "http://127.0.0.1:9/data" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_that_holds_another_config(train: Run, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from tests.real_data import REPOSITORY
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir
 
 NUM_STEPS = 40
@@ -64,10 +64,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    write_tiny_dataset(directory / "train", num_samples=83)
-    write_tiny_dataset(directory / "test", num_samples=20, seed=1)
-    return directory
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -14,7 +14,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.sample import BadSample
 from tests.gloo import run_ranks
 from tests.real_data import REPOSITORY
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_pair
 from trainer.bad_samples import BadSamples
 from trainer.distributed.collectives import rank
 from trainer.rundir import RunDir
@@ -26,8 +26,7 @@ BAD_KEYS = ["00000007", "00000041"]
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """83 training pictures, two of which are no PNG any more."""
     directory = tmp_path_factory.mktemp("data")
-    write_tiny_dataset(directory / "train", num_samples=83)
-    write_tiny_dataset(directory / "test", num_samples=20, seed=1)
+    write_tiny_pair(directory, num_train=83, num_test=20)
     for shard in sorted((directory / "train").glob("*.tar")):
         with tarfile.open(shard) as tar:
             places = [member.offset_data for member in tar if member.name in {f"{key}.png" for key in BAD_KEYS}]

@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 
 from configs import resolve_recipe
+from data_pipeline.sample import Batch
 from data_pipeline.stream import Stream
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
 from trainer.distributed.ddp_engine import DDPEngine
 from trainer.objectives import build_objective
@@ -28,15 +29,19 @@ STEPS = {
     "simultaneous": ("debug:viewmaker", []),
     "alternating": ("debug:viewmaker", ["adversary.update=alternating", "adversary.weight=0.5"]),
     "published": ("debug:viewmaker", ["objective.kind=nt_xent_published"]),
+    "online": ("debug:viewmaker", ["data.overlay=online"]),
+    "online_per_view": ("debug:image", ["data.overlay=online_per_view", "data.placement=stream"]),
 }
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    write_tiny_dataset(directory / "train", num_samples=83)
-    write_tiny_dataset(directory / "test", num_samples=20, seed=1)
-    return directory
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
+
+
+@pytest.fixture(scope="module")
+def online_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("online"), num_train=83, num_test=20, overlay="online")
 
 
 def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
@@ -69,14 +74,15 @@ def has_no_effect(player: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [(kind, 2) for kind in STEPS] + [("simultaneous", 4)])
-def test_ranks_follow_one_process(kind: str, world_size: int, data: Path, tmp_path: Path) -> None:
+def test_ranks_follow_one_process(kind: str, world_size: int, data: Path, online_data: Path, tmp_path: Path) -> None:
     """20 steps with the recipe's learning rates, each rank on its part of the batch, in float64.
 
     In float32 the same trajectories part after some ten steps, when rounding pushes the first ReLU over zero; so do two
     runs of one process whose weights differ by 1e-7. In float64 what is left is the equality that the system promises.
     """
     recipe, overrides = STEPS[kind]
-    config = configure(data, recipe, ["precision=float64", *overrides])
+    where = online_data if kind.startswith("online") else data
+    config = configure(where, recipe, ["precision=float64", *overrides])
     for num_ranks in (1, world_size):
         run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
     alone, together = tmp_path / "1", tmp_path / str(world_size)
@@ -93,6 +99,35 @@ def test_ranks_follow_one_process(kind: str, world_size: int, data: Path, tmp_pa
             if not has_no_effect(player, name):
                 moved = (tensor - untrained[name]).double().norm()
                 assert (found[name] - tensor).double().norm() <= 1e-8 * moved, name
+
+
+def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, online_data: Path) -> None:
+    """In an online dataset the views of a sample share a draw or have their own, as the config says."""
+
+    def two_epochs(directory: Path, overlay: str) -> list[Batch]:
+        config = configure(directory, "debug:image", [f"data.overlay={overlay}"])
+        stream = Stream(
+            config.data.train_dir,
+            read=config.data,
+            global_batch_size=83,
+            seed=0,
+            rank=0,
+            world_size=1,
+            end_step=2,
+            overlay_draw=config.data.overlay_draw,
+        )
+        return list(stream)
+
+    def labels(batch: Batch) -> list[int]:
+        return batch.label_overlay_B[batch.index_B.argsort()].tolist()
+
+    first, second = two_epochs(data, "baked")
+    assert labels(first) == labels(second)
+    first, second = two_epochs(online_data, "online")
+    assert labels(first) != labels(second)
+    assert first.inputs_a is first.inputs_b
+    first, _ = two_epochs(online_data, "online_per_view")
+    assert not torch.equal(first.inputs_a, first.inputs_b)
 
 
 def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from configs import debug
 from data_pipeline.errors import UserError
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.config import RunConfig
 from trainer.players import build_players
@@ -39,10 +39,7 @@ def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    write_tiny_dataset(directory / "train", num_samples=103)
-    write_tiny_dataset(directory / "test", num_samples=41, seed=1)
-    return directory
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=103, num_test=41)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
