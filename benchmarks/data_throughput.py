@@ -31,6 +31,7 @@ from benchmarks import record, webdataset_peer
 from benchmarks.record import Line, Peers, ratio_line
 from benchmarks.sounds import spectrogram_peers
 from benchmarks.views import expert_peers
+from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.bench import encoded_counts, rate, stream_counts
 from data_pipeline.build import build_dataset
 from data_pipeline.errors import UserError, run_command
@@ -75,7 +76,9 @@ def local_lines(directory: Path, *, seconds: float) -> Iterator[Line]:
         return lambda: stream_counts(str(directory), read=read, global_batch_size=BATCH_SIZE, device=CPU)
 
     def theirs(decoder: str) -> Callable[[], Iterator[int]]:
-        return lambda: webdataset_peer.batch_counts(urls, manifest, decoder=decoder, batch_size=BATCH_SIZE, repeat=True)
+        return lambda: epoch_after_epoch(
+            lambda: webdataset_peer.batch_counts(urls, manifest, decoder=decoder, batch_size=BATCH_SIZE)
+        )
 
     def line(title: str, peers: Mapping[str, Callable[[], Iterator[int]]], target: float | None) -> Line:
         measured = {name: one_core(counts, seconds=seconds) for name, counts in peers.items()}
@@ -85,7 +88,7 @@ def local_lines(directory: Path, *, seconds: float) -> Iterator[Line]:
     yield line(
         "stored bytes",
         {
-            "webdataset": lambda: webdataset_peer.stored_counts(urls),
+            "webdataset": lambda: epoch_after_epoch(lambda: webdataset_peer.stored_counts(urls)),
             "ours": lambda: encoded_counts(SampleStore(directory)),
         },
         10,
@@ -162,8 +165,8 @@ def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iter
         title = f"{title} by {kind}, one epoch, nothing cached: {described(manifest)}"
         return ratio_line(title, peers, against="webdataset", target=0.9)
 
-    yield line("stored bytes", lambda: sum(1 for _ in webdataset_peer.stored_samples(urls, repeat=False)), our_bytes)
-    peer = partial(webdataset_peer.batch_counts, urls, manifest, decoder="PIL", batch_size=batch_size, repeat=False)
+    yield line("stored bytes", lambda: sum(1 for _ in webdataset_peer.stored_samples(urls)), our_bytes)
+    peer = partial(webdataset_peer.batch_counts, urls, manifest, decoder="PIL", batch_size=batch_size)
     yield line(f"batches of {batch_size}", lambda: sum(peer()), our_batches)
 
 
@@ -193,7 +196,7 @@ def opening_lines(directory: Path) -> Iterator[Line]:
 
     def webdataset() -> float:
         start = time.perf_counter()
-        next(islice(webdataset_peer.stored_samples(urls, repeat=False), step * BATCH_SIZE, None))
+        next(islice(webdataset_peer.stored_samples(urls), step * BATCH_SIZE, None))
         return time.perf_counter() - start
 
     name = f"{len(urls):,} shards, {manifest.num_samples:,} samples, 2 workers"

@@ -24,24 +24,24 @@ from data_pipeline.manifest import Manifest
 SHUFFLE_BUFFER = 1000
 
 
-def stored_samples(urls: Sequence[str], *, repeat: bool) -> Any:
-    """Samples as stored bytes, for one epoch or without end."""
-    dataset = webdataset.WebDataset(list(urls), shardshuffle=len(urls), repeat=repeat, empty_check=False)
-    return dataset.shuffle(SHUFFLE_BUFFER)
+def stored_samples(urls: Sequence[str]) -> Any:
+    """Samples as stored bytes, for one epoch."""
+    return webdataset.WebDataset(list(urls), shardshuffle=len(urls), empty_check=False).shuffle(SHUFFLE_BUFFER)
 
 
 def stored_counts(urls: Sequence[str]) -> Iterator[int]:
-    """Numbers of samples as they are delivered, a hundred at a time, without end."""
-    samples = iter(stored_samples(urls, repeat=True))
-    while True:
-        yield sum(1 for _ in islice(samples, 100))
+    """Numbers of samples as they are delivered in one epoch, a hundred at a time."""
+    samples = iter(stored_samples(urls))
+    while num_samples := sum(1 for _ in islice(samples, 100)):
+        yield num_samples
 
 
-def batch_counts(
-    urls: Sequence[str], manifest: Manifest, *, decoder: str, batch_size: int, repeat: bool
-) -> Iterator[int]:
-    """Numbers of samples in decoded batches of all that a sample holds; the decoder is one of `DECODERS`."""
-    dataset = stored_samples(urls, repeat=repeat).decode(*DECODERS[decoder]).to_tuple(*reversed(manifest.members))
+def batch_counts(urls: Sequence[str], manifest: Manifest, *, decoder: str, batch_size: int) -> Iterator[int]:
+    """Numbers of samples in the decoded batches of one epoch, with all that a sample holds.
+
+    The decoder is one of `DECODERS`.
+    """
+    dataset = stored_samples(urls).decode(*DECODERS[decoder]).to_tuple(*reversed(manifest.members))
     batches = dataset.batched(batch_size, collation_fn=default_collate)
     return (len(fields[0]) for fields in webdataset.WebLoader(batches, batch_size=None))
 
@@ -56,6 +56,12 @@ def _torchvision(mode: ImageReadMode) -> Callable[[bytes], Tensor]:
         return pixels
 
     return decode
+
+
+def epoch_after_epoch(epoch: Callable[[], Iterator[int]]) -> Iterator[int]:
+    """Epochs without end. WebDataset's own `repeat` ends after one where samples are shuffled behind it."""
+    while True:
+        yield from epoch()
 
 
 DECODERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(

@@ -134,6 +134,7 @@ def rate(counts: Iterator[int], *, seconds: float, clock: Callable[[], float] = 
     begin = start = clock()
     num_samples = 0
     for count in counts:
+        assert count > 0
         now = clock()
         if now < begin + WARM_UP_SECONDS or not start > begin:
             start = now  # the first delivery is always of the warm-up: it holds the opening
