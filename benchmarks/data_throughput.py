@@ -41,6 +41,7 @@ from data_pipeline.sample import NO_LABEL, Sample
 from data_pipeline.shards import encode, write_shards
 from data_pipeline.store import SampleStore
 from data_pipeline.stream import ReadConfig, Stream, epoch_order
+from trainer.memory import keep_freed_memory
 
 BATCH_SIZE = 256
 NUM_SOUNDS = 64  # in a batch
@@ -279,9 +280,7 @@ def main() -> None:
         if load_manifest(directory).medium != "picture":
             raise UserError(f"{directory} holds sounds; give a dataset of pictures")
     torch.set_num_threads(1)
-    # Until a large block was freed once, as in any training, glibc returns freed memory to the system, at a cost.
-    large = torch.ones(30 << 18)
-    del large
+    keep_freed_memory()  # as a training process does; it serves the peers as well
     before = record.circumstances(packages=PACKAGES)
     results = []
     with tempfile.TemporaryDirectory(prefix="data_throughput-") as name:

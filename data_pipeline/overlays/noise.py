@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal, Self, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,8 +110,9 @@ class Noise(Overlay):
             behind_BT = self._scaled_X.unfold(0, self.num_points, 1)[start_B]
             return Overlaid(behind_BT.add_(inputs), label_B, None)
         mixed_BT = torch.empty_like(inputs)  # a row at a time: the same sum, but no crop is copied
-        for mixed_T, input_T, start in zip(mixed_BT, inputs, start_B.tolist(), strict=True):
-            torch.add(input_T, self._scaled_X[start : start + self.num_points], out=mixed_T)
+        scaled_X = self._scaled_X.numpy()
+        for mixed_T, input_T, start in zip(mixed_BT.numpy(), inputs.numpy(), start_B.tolist(), strict=True):
+            np.add(input_T, scaled_X[start : start + self.num_points], out=mixed_T)
         return Overlaid(mixed_BT, label_B, None)
 
     def _offsets(self, keys: DrawKeys, last_B: Tensor) -> Tensor:
