@@ -8,10 +8,10 @@ backward of its own. The two are different algorithms.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from data_pipeline.schema import Schema
@@ -19,11 +19,23 @@ from trainer.optim import AdamConfig, OptimizerConfig
 
 
 class AdversaryConfig(Schema):
-    """`weight` multiplies the viewmaker's share of the loss (Tamkin et al. 2021 call it the adversarial weight: 1)."""
+    """`weight` multiplies the viewmaker's share of the loss (Tamkin et al. 2021 call it the adversarial weight: 1).
+
+    From `freeze_step` on the viewmaker stays as it is. In the alternating game it takes `viewmaker_steps` steps for one
+    of the encoder, each on new views.
+    """
 
     update: Literal["simultaneous", "alternating"] = "simultaneous"
     weight: PositiveFloat = 1.0
+    freeze_step: PositiveInt | None = None
+    viewmaker_steps: PositiveInt = 1
     optimizer: OptimizerConfig = AdamConfig()
+
+    @model_validator(mode="after")
+    def _only_alternating_takes_several(self) -> Self:
+        if self.update == "simultaneous" and self.viewmaker_steps > 1:
+            raise ValueError("in the simultaneous game both players take one step; use update=alternating")
+        return self
 
 
 def reverse_gradient(x: Tensor, weight: float) -> Tensor:

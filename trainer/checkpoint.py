@@ -2,6 +2,7 @@
 
     checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.pt
                                 viewmaker.safetensors  viewmaker_optimizer.pt  (where the views are learned)
+                                objective.safetensors  objective_optimizer.pt  (where the objective has state, learns)
     LATEST                      step_00000500
 
 A checkpoint is written beside its place, flushed to the disk and moved there by one rename; `LATEST` is replaced after
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
@@ -23,13 +25,17 @@ from torch import nn
 from data_pipeline.errors import UserError
 from trainer.config import read_config
 from trainer.distributed.engine import Engine
+from trainer.objectives import Objective
 from trainer.players import Players, build_players
 from trainer.rundir import RunDir, write_atomically
 
+_OBJECTIVE = "objective"
 MIN_FREE_BYTES = 1 << 20  # a write that failed with less than this left failed for want of room
 
 
-def save_checkpoint(run_dir: RunDir, *, step: int, engines: Mapping[str, Engine], keep: int) -> None:
+def save_checkpoint(
+    run_dir: RunDir, *, step: int, engines: Mapping[str, Engine], objective_state: Mapping[str, torch.Tensor], keep: int
+) -> None:
     """Write the state after `step` steps and prune all but the newest `keep` checkpoints. Call it on one rank only.
 
     Raises `UserError` where the disk has no room; the checkpoints before stay as they are.
@@ -40,8 +46,11 @@ def save_checkpoint(run_dir: RunDir, *, step: int, engines: Mapping[str, Engine]
     partial.mkdir(parents=True)
     try:
         for name, engine in engines.items():
-            safetensors.torch.save_file(_contiguous(engine.module), partial / f"{name}.safetensors")
+            if name != _OBJECTIVE:  # whose state is filed as a whole, below
+                safetensors.torch.save_file(_contiguous(engine.module.state_dict()), partial / f"{name}.safetensors")
             torch.save(engine.optimizer_state(), partial / f"{name}_optimizer.pt")
+        if objective_state:
+            safetensors.torch.save_file(_contiguous(objective_state), partial / f"{_OBJECTIVE}.safetensors")
         for path in [*partial.iterdir(), partial]:
             _flush(path)
     except BaseException as error:
@@ -63,15 +72,20 @@ def save_checkpoint(run_dir: RunDir, *, step: int, engines: Mapping[str, Engine]
         shutil.rmtree(old)
 
 
-def restore(run_dir: RunDir, engines: Mapping[str, Engine]) -> int:
-    """Load the newest checkpoint into `engines`; returns its step, 0 where there is none yet."""
+def restore(run_dir: RunDir, engines: Mapping[str, Engine], objective: Objective) -> int:
+    """Load the newest checkpoint into `engines` and `objective`; returns its step, 0 where there is none yet."""
     step = run_dir.latest_step()
     if step is None:
         return 0
     for name, engine in engines.items():
-        _load_module(run_dir, step, name, engine.module)
+        if name != _OBJECTIVE:
+            _load_module(run_dir, step, name, engine.module)
         path = run_dir.checkpoint(step) / f"{name}_optimizer.pt"
         engine.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
+    path = run_dir.checkpoint(step) / f"{_OBJECTIVE}.safetensors"
+    if path.is_file():
+        with _explained(path):
+            objective.load_saved(safetensors.torch.load_file(path))
     return step
 
 
@@ -100,15 +114,22 @@ def load_players(run_dir: RunDir, *, step: int | None = None) -> Players:
     return Players(config=players.config, step=step, encoder=players.encoder, view_policy=players.view_policy)
 
 
-def _contiguous(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state as contiguous CPU tensors: the file format knows no channels_last."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+def _contiguous(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state as contiguous CPU tensors: the file format knows no channels_last."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def _load_module(run_dir: RunDir, step: int, name: str, module: nn.Module) -> None:
     path = run_dir.checkpoint(step) / f"{name}.safetensors"
-    try:
+    with _explained(path):
         module.load_state_dict(safetensors.torch.load_file(path))
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say in one sentence that the file at `path` cannot be loaded."""
+    try:
+        yield
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"cannot load {path} ({reason}); remove that checkpoint or pass another --run-dir") from None

@@ -56,6 +56,7 @@ class RunConfig(Schema):
     `precision` is the type of parameters, embeddings and losses; "bfloat16" means float32 with autocast to bfloat16
     inside encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits; in less,
     a ReLU that rounding pushes over zero parts them after some steps, as it parts two runs of one process.
+    `view_forwards`: the two views are encoded in two forwards, as published, or in one, where batch norm sees both.
     A checkpoint is written every `checkpoint_every_steps` and at the end, and the newest `keep_checkpoints` are kept;
     metrics are logged every `log_every_steps`.
     """
@@ -69,6 +70,7 @@ class RunConfig(Schema):
     optimizer: OptimizerConfig = SGDConfig()
     adversary: AdversaryConfig | None = None
     engine: EngineConfig = EngineConfig()
+    view_forwards: Literal["two", "one"] = "two"
     global_batch_size: PositiveInt
     num_epochs: PositiveInt
     precision: Literal["float32", "bfloat16", "float64"] = "float32"

@@ -1,13 +1,14 @@
 """One training step: two views of each picture, their embeddings, the objective, one step of each player.
 
-The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself.
+The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself; or in one,
+where the config says so: faster, and batch norm sees both.
 Shape suffixes: B pictures of this rank, C channels, H height, W width, D embedding size.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from data_pipeline.sample import Batch
 from trainer.adversary import reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.engine import Engine
-from trainer.objectives import Objective
+from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.views import ViewPolicy
 from trainer.views.health import view_health
 
@@ -47,13 +48,18 @@ class StepOutput:
 
 
 class TrainingStep:
-    """Runs steps of one run; `engines` holds "encoder", and "viewmaker" where the views are learned."""
+    """Runs steps of one run; `engines` holds "encoder", and "viewmaker" where the views are learned.
+
+    What the objective itself trains (a predictor) is under the engine "objective", and steps with the encoder.
+    """
 
     def __init__(
         self, config: RunConfig, *, engines: Mapping[str, Engine], view_policy: ViewPolicy, objective: Objective
     ) -> None:
-        self._config, self._objective = config, objective
+        self._config = config
         self._encoder = engines["encoder"]
+        self._learner = [engines[name] for name in ("encoder", "objective") if name in engines]
+        self._objective: Engine | Objective = engines.get("objective", objective)
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -64,9 +70,14 @@ class TrainingStep:
         `learning_rates` is by player. The loss in the metrics is this rank's; its mean over ranks is the global loss.
         """
         images = self._to_images(batch)
-        if self._config.adversary is None:
+        adversary = self._config.adversary
+        if adversary is None:
             return self._expert_step(batch, images, learning_rates)
-        if self._config.adversary.update == "simultaneous":
+        if adversary.freeze_step is not None and batch.step >= adversary.freeze_step:
+            assert self._viewmaker is not None
+            with self._viewmaker.frozen():
+                return self._expert_step(batch, images, learning_rates)
+        if adversary.update == "simultaneous":
             return self._simultaneous_step(batch, images, learning_rates)
         return self._alternating_step(batch, images, learning_rates)
 
@@ -81,10 +92,10 @@ class TrainingStep:
 
     def _expert_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         views_a, views_b = self._two_views(batch, images, first=0)
-        loss, metrics = self._compare(views_a, views_b)
+        loss, metrics = self._compare(batch, views_a, views_b)
         self._encoder.backward(loss)
-        self._encoder.step(learning_rate=learning_rates["encoder"])
-        return StepOutput(metrics, images.a_BCHW, views_a)
+        self._step_learner(learning_rates["encoder"])
+        return StepOutput(metrics, images.a_BCHW, views_a.detach())
 
     def _simultaneous_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
@@ -92,9 +103,9 @@ class TrainingStep:
         assert self._config.adversary is not None
         weight = self._config.adversary.weight
         views_a, views_b = self._two_views(batch, images, first=0)
-        loss, metrics = self._compare(reverse_gradient(views_a, weight), reverse_gradient(views_b, weight))
+        loss, metrics = self._compare(batch, reverse_gradient(views_a, weight), reverse_gradient(views_b, weight))
         self._encoder.backward(loss)
-        self._encoder.step(learning_rate=learning_rates["encoder"])
+        self._step_learner(learning_rates["encoder"])
         self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
         return StepOutput(metrics, images.a_BCHW, views_a.detach())
 
@@ -104,15 +115,16 @@ class TrainingStep:
         assert self._config.adversary is not None
         with self._viewmaker.frozen():
             views_a, views_b = self._two_views(batch, images, first=0)
-            loss, metrics = self._compare(views_a, views_b)
+            loss, metrics = self._compare(batch, views_a, views_b)
             self._encoder.backward(loss)
-            self._encoder.step(learning_rate=learning_rates["encoder"])
-        with self._encoder.frozen():
-            views_a, views_b = self._two_views(batch, images, first=2)
-            loss_after, _ = self._compare(views_a, views_b)
-            viewmaker_loss = -self._config.adversary.weight * loss_after
-            self._viewmaker.backward(viewmaker_loss)
-            self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
+            self._step_learner(learning_rates["encoder"])
+        with self._learner_frozen():
+            for number in range(1, self._config.adversary.viewmaker_steps + 1):
+                views_a, views_b = self._two_views(batch, images, first=2 * number)
+                loss_after, _ = self._compare(batch, views_a, views_b, updates_state=False)
+                viewmaker_loss = -self._config.adversary.weight * loss_after
+                self._viewmaker.backward(viewmaker_loss)
+                self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
         return StepOutput(metrics | {"train/viewmaker_loss": viewmaker_loss.detach()}, images.a_BCHW, views_a.detach())
 
     def _two_views(self, batch: Batch, images: ImagePair, *, first: int) -> tuple[Tensor, Tensor]:
@@ -125,14 +137,31 @@ class TrainingStep:
         with self._autocast(images.a_BCHW.device) if self._viewmaker is not None else contextlib.nullcontext():
             return self._views(images.a_BCHW, a), self._views(images.b_BCHW, b)
 
-    def _compare(self, views_a: Tensor, views_b: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compare(
+        self, batch: Batch, views_a: Tensor, views_b: Tensor, *, updates_state: bool = True
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._autocast(views_a.device):
-            z_a, z_b = self._encoder(views_a), self._encoder(views_b)
-        output = self._objective(z_a, z_b)
+            if self._config.view_forwards == "two":
+                z_a, z_b = self._encoder(views_a), self._encoder(views_b)
+            else:
+                z_a, z_b = self._encoder(torch.cat([views_a, views_b])).chunk(2)
+        pair = ViewPair(views_a.detach(), views_b.detach(), batch.index_B, batch.step, updates_state)
+        output: ObjectiveOutput = self._objective(z_a, z_b, pair)
         metrics = {"train/loss": output.loss.detach()}
         if self._config.adversary is not None:
             metrics["train/viewmaker_loss"] = -self._config.adversary.weight * metrics["train/loss"]
         return output.loss, metrics | {f"train/{name}": value for name, value in output.metrics.items()}
+
+    def _step_learner(self, learning_rate: float) -> None:
+        for engine in self._learner:
+            engine.step(learning_rate=learning_rate)
+
+    @contextlib.contextmanager
+    def _learner_frozen(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for engine in self._learner:
+                stack.enter_context(engine.frozen())
+            yield
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16")

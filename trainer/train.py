@@ -55,10 +55,11 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
         name: DDPEngine(module, optimizer=config.player_optimizers[name])
         for name, module in players.trained_modules.items()
     }
-    training_step = TrainingStep(
-        config, engines=engines, view_policy=players.view_policy, objective=build_objective(config.objective)
-    )
-    start_step = restore(run_dir, engines)
+    objective = build_objective(config.objective).to(device, config.parameter_dtype)
+    if any(parameter.requires_grad for parameter in objective.parameters()):
+        engines["objective"] = DDPEngine(objective, optimizer=config.optimizer)
+    training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    start_step = restore(run_dir, engines, objective)
     log_start(config, players, manifests.train, device=device, start_step=start_step, num_steps=num_steps)
     if start_step == num_steps:
         return
@@ -104,8 +105,11 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
                 if tracker is not None:
                     tracker.log(completed, {"epoch": batch.epoch} | metrics)
             if completed % config.checkpoint_every_steps == 0 or completed == num_steps:
+                state = objective.saved_state()
                 if first:
-                    save_checkpoint(run_dir, step=completed, engines=engines, keep=config.keep_checkpoints)
+                    save_checkpoint(
+                        run_dir, step=completed, engines=engines, objective_state=state, keep=config.keep_checkpoints
+                    )
                 barrier()
             progress.advance(note=note)
     if tracker is not None:

@@ -15,6 +15,7 @@ from trainer.checkpoint import load_players, restore, save_checkpoint
 from trainer.config import RunConfig
 from trainer.distributed.ddp_engine import DDPEngine
 from trainer.models import load_encoder
+from trainer.objectives import NTXent, NTXentConfig
 from trainer.players import build_players
 from trainer.rundir import RunDir, write_json
 
@@ -50,9 +51,9 @@ def test_a_restored_run_goes_on_bit_for_bit(config: RunConfig, tmp_path: Path) -
     run_dir = RunDir(tmp_path / "run")
     engines = start(run_dir, config)
     fake_step(engines, 0)
-    save_checkpoint(run_dir, step=1, engines=engines, keep=2)
+    save_checkpoint(run_dir, step=1, engines=engines, objective_state={}, keep=2)
     again = start(run_dir, config)
-    assert restore(run_dir, again) == 1
+    assert restore(run_dir, again, NTXent(NTXentConfig())) == 1
     for each in (engines, again):
         fake_step(each, 1)  # momentum and Adam's moments matter here
     assert all(map(torch.equal, weights(engines), weights(again)))
@@ -62,7 +63,7 @@ def test_only_the_newest_are_kept_and_latest_names_the_last(config: RunConfig, t
     run_dir = RunDir(tmp_path / "run")
     engines = start(run_dir, config)
     for step in (5, 10, 15):
-        save_checkpoint(run_dir, step=step, engines=engines, keep=2)
+        save_checkpoint(run_dir, step=step, engines=engines, objective_state={}, keep=2)
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000010", "step_00000015"]
     assert run_dir.latest_step() == 15
 
@@ -70,12 +71,12 @@ def test_only_the_newest_are_kept_and_latest_names_the_last(config: RunConfig, t
 def test_a_kill_between_rename_and_latest_leaves_the_earlier_one_valid(config: RunConfig, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     engines = start(run_dir, config)
-    save_checkpoint(run_dir, step=5, engines=engines, keep=2)
+    save_checkpoint(run_dir, step=5, engines=engines, objective_state={}, keep=2)
     run_dir.checkpoint(10).mkdir()  # what such a kill leaves, and worse: empty
     (run_dir.checkpoints / ".step_00000015.partial").mkdir()
-    assert restore(run_dir, start(run_dir, config)) == 5
-    save_checkpoint(run_dir, step=10, engines=engines, keep=2)
-    assert restore(run_dir, start(run_dir, config)) == 10
+    assert restore(run_dir, start(run_dir, config), NTXent(NTXentConfig())) == 5
+    save_checkpoint(run_dir, step=10, engines=engines, objective_state={}, keep=2)
+    assert restore(run_dir, start(run_dir, config), NTXent(NTXentConfig())) == 10
 
 
 def test_step_0_is_the_untrained_encoder_whatever_the_ambient_random_state(config: RunConfig, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_load_encoder_gives_the_trained_encoder_in_eval_mode(config: RunConfig, 
     run_dir = RunDir(tmp_path / "run")
     engines = start(run_dir, config)
     fake_step(engines, 0)
-    save_checkpoint(run_dir, step=1, engines=engines, keep=1)
+    save_checkpoint(run_dir, step=1, engines=engines, objective_state={}, keep=1)
     encoder = load_encoder(run_dir.path)
     assert not encoder.training
     pictures = torch.rand(2, 3, 32, 32)
@@ -103,7 +104,7 @@ def test_load_encoder_gives_the_trained_encoder_in_eval_mode(config: RunConfig, 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_checkpoint_is_named(damage: str, config: RunConfig, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
-    save_checkpoint(run_dir, step=1, engines=start(run_dir, config), keep=1)
+    save_checkpoint(run_dir, step=1, engines=start(run_dir, config), objective_state={}, keep=1)
     path = run_dir.checkpoint(1) / "encoder.safetensors"
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])
@@ -115,7 +116,7 @@ def test_a_damaged_checkpoint_is_named(damage: str, config: RunConfig, tmp_path:
 
 def test_a_step_that_is_not_there_names_those_that_are(config: RunConfig, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
-    save_checkpoint(run_dir, step=7, engines=start(run_dir, config), keep=1)
+    save_checkpoint(run_dir, step=7, engines=start(run_dir, config), objective_state={}, keep=1)
     with pytest.raises(UserError, match="steps 0, 7"):
         load_players(run_dir, step=3)
 
@@ -136,6 +137,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(config: Run
     engines = start(run_dir, config)
     (small_disk / "ballast").write_bytes(b"0" * 150_000)
     with pytest.raises(UserError, match="no room on the disk for the checkpoint of step 4"):
-        save_checkpoint(run_dir, step=4, engines=engines, keep=2)
+        save_checkpoint(run_dir, step=4, engines=engines, objective_state={}, keep=2)
     assert list(run_dir.checkpoints.iterdir()) == []
     assert run_dir.latest_step() is None

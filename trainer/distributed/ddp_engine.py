@@ -20,7 +20,7 @@ class DDPEngine:
 
     def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
         self.module = module
-        self._optimizer = build_optimizer(optimizer, module.parameters())
+        self._optimizer = build_optimizer(optimizer, (p for p in module.parameters() if p.requires_grad))
         self._parallel: nn.Module = module
         if world_size() > 1:
             # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank, and a
@@ -33,9 +33,8 @@ class DDPEngine:
                 parallel.register_comm_hook(None, lambda _, bucket: _average_in_rank_order(bucket))
         self._frozen = False
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        output: Tensor = (self.module if self._frozen else self._parallel)(*inputs)
-        return output
+    def __call__(self, *inputs: Any) -> Any:
+        return (self.module if self._frozen else self._parallel)(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss)
@@ -49,11 +48,14 @@ class DDPEngine:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         self._frozen = True
-        self.module.requires_grad_(False)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
         try:
             yield
         finally:
-            self.module.requires_grad_(True)
+            for parameter in trained:
+                parameter.requires_grad_(True)
             self._frozen = False
 
     def optimizer_state(self) -> dict[str, Any]:

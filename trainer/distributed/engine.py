@@ -22,7 +22,7 @@ class Engine(Protocol):
 
     module: nn.Module
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
         """Forward through the parallel module; gradients will be averaged over ranks by `backward`."""
         ...
 

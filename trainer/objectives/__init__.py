@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainer.objectives.nt_xent import NTXent, NTXentConfig, nt_xent_loss
-from trainer.objectives.objective import Objective, ObjectiveOutput
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.published_nt_xent import PublishedNTXent, PublishedNTXentConfig, published_nt_xent_loss
 
 ObjectiveConfig = Annotated[NTXentConfig | PublishedNTXentConfig, Field(discriminator="kind")]
@@ -26,6 +26,7 @@ __all__ = [
     "ObjectiveOutput",
     "PublishedNTXent",
     "PublishedNTXentConfig",
+    "ViewPair",
     "build_objective",
     "nt_xent_loss",
     "published_nt_xent_loss",
@@ -33,6 +34,7 @@ __all__ = [
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
+    """The objective that a config names; what it trains is drawn from torch's default generator."""
     match config:
         case NTXentConfig():
             return NTXent(config)

@@ -13,7 +13,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_pair
-from trainer.objectives.objective import ObjectiveOutput, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class NTXentConfig(ContrastiveConfig):
@@ -48,11 +48,12 @@ def nt_xent_loss(
     return -_log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size).mean()
 
 
-class NTXent:
+class NTXent(Objective):
     def __init__(self, config: NTXentConfig) -> None:
+        super().__init__()
         self._config = config
 
-    def __call__(self, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         log_probability_N = _log_probability_of_positives(
             z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
         )

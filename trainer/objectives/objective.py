@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class ViewPair:
+    """What the embeddings were made from, for objectives that ask for more than embeddings.
+
+    Attributes:
+        views_a_BCHW, views_b_BCHW: the two views of this rank's part of the batch.
+        index_B: (B,) int64, dataset indices of the samples.
+        step: of training, from 0.
+        updates_state: whether this call may change the objective's own state (queue, bank, momentum encoder). False
+            where the viewmaker takes a step of its own on views that the encoder does not learn from.
+    """
+
+    views_a_BCHW: Tensor
+    views_b_BCHW: Tensor
+    index_B: Tensor
+    step: int
+    updates_state: bool = True
 
 
 @dataclass(frozen=True)
@@ -21,10 +40,23 @@ class ObjectiveOutput:
     metrics: Mapping[str, Tensor]
 
 
-class Objective(Protocol):
-    """Called by every rank with embeddings (B, D) of the two views of its part of the batch, in any float type."""
+class Objective(nn.Module, ABC):
+    """Called by every rank with embeddings (B, D) of the two views of its part of the batch, in any float type.
 
-    def __call__(self, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput: ...
+    Parameters that ask for a gradient (a predictor) are trained together with the encoder. Buffers and frozen modules
+    (a queue, a bank, a momentum encoder) are state, which is saved with every checkpoint.
+    """
+
+    @abstractmethod
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput: ...
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """All state, the same for any number of ranks. Every rank calls this at the same time."""
+        return self.state_dict()
+
+    def load_saved(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `saved_state` gave, on any number of ranks."""
+        self.load_state_dict(state)
 
 
 def contrastive_output(loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:

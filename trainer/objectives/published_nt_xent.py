@@ -17,7 +17,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_pair
-from trainer.objectives.objective import ObjectiveOutput, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class PublishedNTXentConfig(ContrastiveConfig):
@@ -37,11 +37,12 @@ def published_nt_xent_loss(
     return -log_probability_B.mean() - math.log(num_candidates)
 
 
-class PublishedNTXent:
+class PublishedNTXent(Objective):
     def __init__(self, config: PublishedNTXentConfig) -> None:
+        super().__init__()
         self._config = config
 
-    def __call__(self, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         log_probability_B, num_candidates = _log_probability_of_positives(
             z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
         )
