@@ -218,7 +218,7 @@ class RemoteShards:
             largest = max(self._num_bytes(name) for name in self._shards)
             raise UserError(
                 f"the largest shard of {self.location} takes {largest / 1e9:.3g} GB and the cache may hold "
-                f"{(self._limit or 0) / 1e9:.3g}; raise remote.cache_gigabytes"
+                f"{(self._limit or 0) / 1e9:.3g}; raise data.remote.cache_gigabytes"
             )
         with self._mending():
             free = shutil.disk_usage(self._root).free
@@ -230,8 +230,8 @@ class RemoteShards:
         if missing > free:
             raise UserError(
                 f"{self._root} is to hold {missing / 1e9:.3g} GB more of {self.location} and its disk has "
-                f"{free / 1e9:.3g} GB free; free some, set remote.cache_dir to another disk or lower "
-                "remote.cache_gigabytes"
+                f"{free / 1e9:.3g} GB free; free some, set data.remote.cache_dir to another disk or lower "
+                "data.remote.cache_gigabytes"
             )
 
     def _make_directories(self) -> None:
@@ -299,7 +299,7 @@ class RemoteShards:
             if time.monotonic() >= limits.deadline or limits.stop.wait(0.05):
                 raise UserError(
                     f"the cache {self._root} found no room for {num_bytes / 1e9:.3g} GB in the time that a file has, "
-                    "since other processes fetch into it; raise remote.cache_gigabytes"
+                    "since other processes fetch into it; raise data.remote.cache_gigabytes"
                 )
 
     @contextmanager
@@ -311,12 +311,13 @@ class RemoteShards:
             if error.errno in _DISK_FULL:
                 raise UserError(
                     f"the disk of the cache {self._root} is full ({error.strerror}) while it takes files of "
-                    f"{self.location}; free some, set remote.cache_dir to another disk or lower remote.cache_gigabytes"
+                    f"{self.location}; free some, set data.remote.cache_dir to another disk or lower "
+                    "data.remote.cache_gigabytes"
                 ) from None
             if error.errno in _DISK_REFUSES:
                 raise UserError(
                     f"{self._root} cannot be the cache of {self.location} ({error.strerror}: {error.filename}); set "
-                    "remote.cache_dir to a directory that you may write to"
+                    "data.remote.cache_dir to a directory that you may write to"
                 ) from None
             raise
 
@@ -446,7 +447,7 @@ def _open_locked(path: Path, kind: int, *, deadline: float) -> BinaryIO:
         if time.monotonic() >= deadline:
             raise UserError(
                 f"another process has been busy with {path} for all the time that a file has; see what it does, or "
-                "raise remote.file_seconds"
+                "raise data.remote.file_seconds"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
@@ -471,7 +472,7 @@ def _hold_spool(root: Path) -> None:
     while True:
         root.mkdir(mode=0o700, exist_ok=True)
         if root.is_symlink() or root.stat().st_uid != os.getuid():
-            raise UserError(f"{root} is somebody else's; set remote.cache_dir")  # /tmp is open to everybody
+            raise UserError(f"{root} is somebody else's; set data.remote.cache_dir")  # /tmp is open to everybody
         with suppress(FileNotFoundError):  # the last one out was just leaving
             file = _open_locked(root / ".in_use", fcntl.LOCK_SH, deadline=deadline)
             break
