@@ -1,0 +1,60 @@
+"""Heads: the few layers that follow a trunk, as a projector, or an embedding, as a predictor.
+
+Shapes: B rows of this rank, C channels.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal, Self
+
+from pydantic import PositiveInt, model_validator
+from torch import Tensor, nn
+
+from data_pipeline.schema import Schema
+from trainer.models.batch_norm import SynchronizedBatchNorm2d
+
+
+class HeadConfig(Schema):
+    """One linear layer, after `hidden_sizes` many hidden ones: linear, batch norm where asked for, ReLU.
+
+    `batch_norm`: after every hidden layer. `output_batch_norm`: after the last layer, which has no ReLU.
+
+    The heads of the papers: SimCLR's (512,); SimSiam's projector (2048,) with both batch norms and its predictor (512,)
+    with `batch_norm` (Chen and He 2021); that of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021).
+    """
+
+    hidden_sizes: tuple[PositiveInt, ...] = ()
+    batch_norm: bool = False
+    output_batch_norm: bool = False
+
+    @model_validator(mode="after")
+    def _batch_norm_has_a_place(self) -> Self:
+        if self.batch_norm and not self.hidden_sizes:
+            raise ValueError("batch_norm follows hidden layers, of which there are none; set hidden_sizes as well")
+        return self
+
+
+class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
+    """`nn.BatchNorm1d` of rows (B, C) whose batch, in training mode, is that of all ranks."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  the base class's name
+        if input.dim() != 2:
+            raise ValueError(f"batch norm of a head expects rows (B, C), got {tuple(input.shape)}")
+
+
+def build_head(
+    config: HeadConfig, num_in: int, num_out: int, *, batch_norm: Literal["synchronized", "local"]
+) -> nn.Module:
+    """A freshly initialised head, (B, num_in) to (B, num_out); the weights come from torch's default generator.
+
+    Every linear layer has a bias, also before a batch norm, as in the published code of Huang et al. 2023.
+    `batch_norm`: statistics over the batch of all ranks, or over each rank's part.
+    """
+    norm = SynchronizedBatchNorm1d if batch_norm == "synchronized" else nn.BatchNorm1d
+    layers: list[nn.Module] = []
+    for size_in, size_out in pairwise((num_in, *config.hidden_sizes)):
+        layers += [nn.Linear(size_in, size_out), *([norm(size_out)] if config.batch_norm else []), nn.ReLU()]
+    last = nn.Linear((num_in, *config.hidden_sizes)[-1], num_out)
+    layers += [last, *([norm(num_out)] if config.output_batch_norm else [])]
+    return nn.Sequential(*layers) if len(layers) > 1 else last
