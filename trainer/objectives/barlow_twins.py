@@ -1,0 +1,99 @@
+"""Barlow Twins (Zbontar et al. 2021): the cross-correlation of the two views' embeddings shall be the identity.
+
+Statistics are those of the batch of all ranks. Each rank computes the correlations of its own share of the first view's
+dimensions with all of the second view's, so time and memory for the matrix are divided by the number of ranks.
+
+Shapes: B pictures of this rank, G pictures of all ranks, D dimensions of an embedding, I of them this rank's share,
+F = 2 D.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveFloat
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.schema import Schema
+from trainer.distributed.collectives import all_gather_rows, rank, world_size
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair
+
+
+class BarlowTwinsConfig(Schema):
+    """`off_diagonal_weight`: what a squared correlation of two different dimensions costs."""
+
+    kind: Literal["barlow_twins"] = "barlow_twins"
+    off_diagonal_weight: PositiveFloat = 5e-3
+
+
+def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> Tensor:
+    """The sum of (1 - C_ii)^2 and of `off_diagonal_weight` C_ij^2, a scalar (Zbontar et al. 2021, equation 1).
+
+    C_ij is the mean over the batch of dimension i of the first view times dimension j of the second, both standardised
+    by the batch's mean and unbiased standard deviation; so C_ii is (G - 1) / G where the views coincide. A dimension
+    that is constant over the batch counts as uncorrelated. Any length of the embeddings is right; no row is normalised.
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank. The mean
+    of the ranks' losses is exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives
+    its gradient; a single rank's value says nothing.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any float type; computed in float32 at least, even under autocast.
+        off_diagonal_weight: see above.
+
+    Raises:
+        ValueError: for embeddings that are not (B, D) and alike, or a batch of a single picture.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
+        >>> z_b = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]])
+        >>> round(barlow_twins_loss(z_a, z_b).item(), 4)
+        0.4319
+    """
+    invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD)
+    return invariance + off_diagonal_weight * redundancy
+
+
+class BarlowTwins(Objective):
+    """Logs `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, that of C_ij^2, both without weight."""
+
+    def __init__(self, config: BarlowTwinsConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD)
+        metrics = {
+            "alignment": F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean(),
+            "invariance": invariance.detach(),
+            "redundancy": redundancy.detach(),
+        }
+        return ObjectiveOutput(invariance + self._config.off_diagonal_weight * redundancy, metrics)
+
+
+def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of (1 - C_ii)^2 and of C_ij^2 over this rank's share of C, times the number of ranks."""
+    if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
+        shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
+        raise ValueError(f"the two views' embeddings must be (B, D) and alike, got {shapes}")
+    size, num_ranks = z_a_BD.shape[1], world_size()
+    if len(z_a_BD) * num_ranks < 2:
+        raise ValueError("correlations need a batch of at least 2 pictures")
+    start, stop = (size * number // num_ranks for number in (rank(), rank() + 1))
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
+        z_GF = all_gather_rows(torch.cat([z_a_BD, z_b_BD], dim=1).to(dtype))
+        a_GI, b_GD = _standardised(z_GF[:, start:stop]), _standardised(z_GF[:, size:])
+        correlation_ID = (a_GI / len(a_GI)).T @ b_GD
+        invariance = (1 - correlation_ID.diagonal(start)).square().sum()
+        correlation_ID.diagonal(start).zero_()
+        redundancy = correlation_ID.square().sum()
+        return num_ranks * invariance, num_ranks * redundancy
+
+
+def _standardised(x_GD: Tensor) -> Tensor:
+    """Columns of mean 0 and unbiased standard deviation 1; constant ones become 0 and pass no gradient."""
+    std_D, mean_D = torch.std_mean(x_GD, dim=0)
+    return (x_GD - mean_D) / std_D.clamp_min(torch.finfo(x_GD.dtype).eps)

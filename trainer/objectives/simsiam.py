@@ -1,0 +1,76 @@
+"""SimSiam (Chen and He 2021): each view, through a predictor, must point to where the other view's embedding stands.
+
+Shapes: B pictures of this rank, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from data_pipeline.schema import Schema
+from trainer.models.heads import HeadConfig, build_head
+from trainer.objectives.contrast import unit_pair
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair
+
+
+class SimSiamConfig(Schema):
+    """`predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks."""
+
+    kind: Literal["simsiam"] = "simsiam"
+    predictor: HeadConfig = HeadConfig(hidden_sizes=(512,), batch_norm=True)
+
+
+def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """Minus the mean cosine of each view's prediction with the other's embedding, a scalar (Chen and He 2021, eq. 4).
+
+    The embeddings get no gradient. With a process group this is the loss of this rank's part of the batch, and the mean
+    of equally large parts is that of the whole.
+
+    Args:
+        p_a_BD, p_b_BD: (B, D) predictions of any length and float type, made from `z_a_BD` and `z_b_BD`.
+        z_a_BD, z_b_BD: (B, D) embeddings. All are normalised here, in float32 at least, even under autocast.
+
+    Raises:
+        ValueError: where a prediction and its embedding are not (B, D) and alike.
+
+    Examples:
+        >>> p_a, p_b = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+        >>> z_a, z_b = torch.tensor([[3.0, 4.0]]), torch.tensor([[5.0, 0.0]])
+        >>> round(simsiam_loss(p_a, p_b, z_a, z_b).item(), 4)
+        -0.9
+    """
+    return (_negative_cosine(p_a_BD, z_b_BD.detach()) + _negative_cosine(p_b_BD, z_a_BD.detach())) / 2
+
+
+class SimSiam(Objective):
+    """Holds the predictor, which is trained, and whose running statistics are state; the views pass it one by one.
+
+    Weights come from torch's default generator. A call that may not update the state leaves the running statistics.
+    """
+
+    def __init__(self, config: SimSiamConfig, *, embedding_size: int) -> None:
+        super().__init__()
+        self.predictor = build_head(config.predictor, embedding_size, embedding_size, batch_norm="synchronized")
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
+        dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
+        with torch.autocast(z_a_BD.device.type, enabled=False):
+            p_a_BD, p_b_BD = (self._predict(z_BD.to(dtype), pair.updates_state) for z_BD in (z_a_BD, z_b_BD))
+        alignment = F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean()
+        return ObjectiveOutput(simsiam_loss(p_a_BD, p_b_BD, z_a_BD, z_b_BD), {"alignment": alignment})
+
+    def _predict(self, z_BD: Tensor, updates_state: bool) -> Tensor:
+        statistics = {} if updates_state else {name: value.clone() for name, value in self.predictor.named_buffers()}
+        p_BD: Tensor = functional_call(self.predictor, statistics, (z_BD,))
+        return p_BD
+
+
+def _negative_cosine(p_BD: Tensor, z_BD: Tensor) -> Tensor:
+    with torch.autocast(p_BD.device.type, enabled=False):
+        unit_p_BD, unit_z_BD = unit_pair(p_BD, z_BD)
+        return -(unit_p_BD * unit_z_BD).sum(1).mean()
