@@ -16,7 +16,11 @@ __all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy"]
 
 
 def build_view_policy(config: ViewsConfig, *, image_channels: int) -> ViewPolicy:
-    """The policy a config names: an `nn.Module` called as `policy(images_BCHW, keys) -> views_BCHW`."""
+    """The policy a config names: an `nn.Module` called as `policy(images_BCHW, keys, masks_BHW=None) -> views_BCHW`.
+
+    `masks_BHW` (uint8, the levels of `data_pipeline.sample`) are of the objects on these very pictures. Every policy
+    takes them; only a masked viewmaker reads them, and raises `ValueError` where it gets none.
+    """
     match config:
         case ExpertImageConfig():
             return ExpertImage(config)

@@ -6,6 +6,9 @@ Dropout" (2022): a stem, residual blocks on a map a quarter as wide, two upsampl
 residual block a channel of uniform noise is appended. What may never happen: noise from ambient random state, or a
 perturbation over budget.
 
+Options: the network may see a smaller picture (`downsample_to`) or its cosine transform (`domain`), and may be kept
+away from the object that was drawn on the picture (`mask`).
+
 Two convolutions are computed in another order than they are written in the paper, with equal results: see
 `upsample_convolve` and `convolve_to_few_channels`.
 
@@ -14,24 +17,39 @@ Legend: B samples, C channels, H rows, W columns, I and O input and output chann
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.counter_rng import DrawKeys, uniform
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.schema import Schema
 
 _FIRST_NOISE_PURPOSE = 1
+_STRIDE = 4  # of the stem
+_MIN_SIZE = 8  # the stem pads by 4 reflected pixels, a residual block by 1
+_FIRST_MASKED_LEVEL = {"box": MASK_BOX, "object": MASK_OBJECT}
 
 
 class ViewmakerConfig(Schema):
     """`budget` is the mean absolute change per entry of a picture in [0, 1].
 
     Width 32 is the published network (channels 32, 64, 128). The paper clamps views to [0, 1]; the published configs of
-    the original code do not.
+    the original code do not, and inputs that are not pictures (spectrograms) must not be clamped.
+
+    domain: what the network reads and changes. "frequency": the picture's cosine transform (`cosine_transform`), and
+        the budget is the mean absolute change of a coefficient, which is a much smaller change of the picture: of
+        32 x 32 pixels about 1 / 80 of the budget if all coefficients change alike, 1 / 4 if it is all on the mean.
+    downsample_to: the network works on the picture shrunk to that many rows and columns, and its perturbation is
+        stretched over the picture (both bilinear). That spends the budget at most.
+    mask: where pictures may not be changed, on the "box" around the drawn object or on the pixels of the "object"
+        (Tamkin et al. 2022, the masked viewmaker). The perturbation is masked after it was made, so that outside it is
+        what it would be without, and the budget on the masked part is lost; with `reproject` it is masked before it is
+        scaled, and the whole budget goes to the outside.
     """
 
     kind: Literal["viewmaker"] = "viewmaker"
@@ -39,6 +57,41 @@ class ViewmakerConfig(Schema):
     budget: PositiveFloat = 0.05
     clamp: bool = True
     base_width: PositiveInt = 32
+    domain: Literal["pixel", "frequency"] = "pixel"
+    downsample_to: PositiveInt | None = None
+    mask: Literal["none", "box", "object"] = "none"
+    reproject: bool = False
+
+    @model_validator(mode="after")
+    def _options_fit_each_other(self) -> Self:
+        if self.downsample_to is not None and not _is_possible(self.downsample_to):
+            raise ValueError(
+                f"downsample_to is {self.downsample_to}; it must be a multiple of {_STRIDE}, at least {_MIN_SIZE}"
+            )
+        if self.reproject and self.mask == "none":
+            raise ValueError("reproject spends what a mask forbids elsewhere; it needs mask=box or mask=object")
+        if self.reproject and (self.domain != "pixel" or self.downsample_to is not None):
+            raise ValueError(
+                "reproject needs a budget that is spent on the picture's own pixels: domain=pixel, no downsample_to"
+            )
+        return self
+
+
+def check_image_size(config: ViewmakerConfig, *, height: int, width: int) -> None:
+    """Raises `ValueError` if a viewmaker of this config cannot work on pictures of that size."""
+    size = f"{height} x {width}"
+    if not (_is_possible(height) and _is_possible(width)):
+        raise ValueError(
+            f"the viewmaker needs a height and width that are multiples of {_STRIDE}, at least {_MIN_SIZE}, got {size}"
+        )
+    if config.downsample_to is not None and (height % config.downsample_to or width % config.downsample_to):
+        raise ValueError(
+            f"downsample_to={config.downsample_to} needs a height and width that are multiples of it, got {size}"
+        )
+
+
+def _is_possible(size: int) -> bool:
+    return size >= _MIN_SIZE and size % _STRIDE == 0
 
 
 def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
@@ -49,6 +102,38 @@ def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
     """
     u_BCHW = torch.tanh(r_BCHW.to(torch.promote_types(r_BCHW.dtype, torch.float32)))
     return budget * u_BCHW / (u_BCHW.abs().mean(dim=(1, 2, 3), keepdim=True) + 1e-4)
+
+
+def cosine_transform(x_BCHW: Tensor) -> Tensor:
+    """The two-dimensional DCT-II of each channel, not normalised: a constant picture of 1 gives 4 H W at (0, 0).
+
+    Type and shape of `x_BCHW`, float32 or float64, whatever autocast says; `scipy.fft.dctn` and the `torch-dct` package
+    have the same convention.
+    """
+    return _along_both_axes(x_BCHW, inverse=False)
+
+
+def inverse_cosine_transform(x_BCHW: Tensor) -> Tensor:
+    """The picture whose `cosine_transform` is `x_BCHW`."""
+    return _along_both_axes(x_BCHW, inverse=True)
+
+
+def _along_both_axes(x_BCHW: Tensor, *, inverse: bool) -> Tensor:
+    rows_HH, columns_WW = (
+        _cosine_matrix(size, inverse=inverse, like=x_BCHW) for size in (x_BCHW.shape[2], x_BCHW.shape[3])
+    )
+    with torch.autocast(x_BCHW.device.type, enabled=False):
+        return rows_HH @ x_BCHW @ columns_WW.T
+
+
+def _cosine_matrix(size: int, *, inverse: bool, like: Tensor) -> Tensor:
+    """Of a vector of N entries: 2 cos(pi k (n + 1/2) / N) in row k and column n, or the inverse of that matrix."""
+    number_N = torch.arange(size, device=like.device, dtype=torch.float64)
+    matrix_NN = 2 * torch.cos(math.pi / size * number_N[:, None] * (number_N + 0.5))
+    if inverse:
+        matrix_NN = matrix_NN.T / (2 * size)
+        matrix_NN[:, 0] /= 2
+    return matrix_NN.to(like.dtype)
 
 
 def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
@@ -125,7 +210,7 @@ class Residual(nn.Module):
 
 
 class Viewmaker(nn.Module):
-    """`viewmaker(images_BCHW, keys) -> views_BCHW`; the same keys give the same view, in training and in eval mode."""
+    """`viewmaker(images_BCHW, keys, masks_BHW) -> views_BCHW`; the same keys give the same view, in training or not."""
 
     def __init__(self, config: ViewmakerConfig, *, image_channels: int) -> None:
         super().__init__()
@@ -147,21 +232,50 @@ class Viewmaker(nn.Module):
         )
         self.out = nn.Conv2d(width, image_channels, 9)
 
-    def forward(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
+    def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Views of pictures in [0, 1], same shape and type; clamped to [0, 1] after the budget if the config says so.
 
+        `masks_BHW` (uint8, in the levels of `data_pipeline.sample`) says where the drawn object is; only a masked
+        viewmaker reads it. Other inputs of one or more channels (spectrograms) are as good, without the clamp.
+
         Raises:
-            ValueError: height or width is not a multiple of 4.
+            ValueError: the config has a mask and no masks are given, or `check_image_size` refuses the pictures.
         """
-        views_BCHW = images_BCHW + self.deltas(images_BCHW, keys)
+        views_BCHW = images_BCHW + self.deltas(images_BCHW, keys, masks_BHW)
         return views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
 
-    def deltas(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
-        """The perturbations as they are added, before any clamp: mean absolute value the budget for each sample."""
+    def deltas(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        """The perturbations as they are added, before any clamp.
+
+        The mean absolute value, for each sample, is the budget; less where the config has a mask without `reproject` or
+        a `downsample_to`; and in the frequency domain it is that of the cosine transform.
+        """
+        config = self.config
         H, W = images_BCHW.shape[2:]
-        if H % 4 or W % 4:
-            raise ValueError(f"the viewmaker needs a height and width that are multiples of 4, got {H} x {W}")
-        x_BCHW = append_noise(images_BCHW, keys, layer=0)
+        check_image_size(config, height=H, width=W)
+        outside_B1HW = None if config.mask == "none" else _outside(masks_BHW, config.mask, dtype=images_BCHW.dtype)
+
+        x_BCHW = images_BCHW
+        if config.downsample_to is not None:
+            x_BCHW = F.interpolate(x_BCHW, size=(config.downsample_to,) * 2, mode="bilinear")
+        if config.domain == "frequency":
+            x_BCHW = cosine_transform(x_BCHW)
+
+        r_BCHW = self._network(x_BCHW, keys)
+        if outside_B1HW is not None and config.reproject:
+            r_BCHW = r_BCHW * outside_B1HW
+        delta_BCHW = project(r_BCHW, budget=config.budget)
+
+        if config.domain == "frequency":
+            delta_BCHW = inverse_cosine_transform(delta_BCHW)
+        if config.downsample_to is not None:
+            delta_BCHW = F.interpolate(delta_BCHW, size=(H, W), mode="bilinear")
+        if outside_B1HW is not None and not config.reproject:
+            delta_BCHW = delta_BCHW * outside_B1HW
+        return delta_BCHW
+
+    def _network(self, x_BCHW: Tensor, keys: DrawKeys) -> Tensor:
+        x_BCHW = append_noise(x_BCHW, keys, layer=0)
         for conv_norm in self.stem:
             x_BCHW = F.relu(conv_norm(x_BCHW))
         for layer, block in enumerate(self.blocks, start=1):
@@ -169,8 +283,14 @@ class Viewmaker(nn.Module):
         for conv_norm in self.upsample:
             x_BCHW = F.relu(conv_norm(x_BCHW))
         assert self.out.bias is not None
-        r_BCHW = convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
-        return project(r_BCHW, budget=self.config.budget)
+        return convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+
+
+def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, dtype: torch.dtype) -> Tensor:
+    """(B, 1, H, W): 1 where the picture may be changed, 0 where not."""
+    if masks_BHW is None:
+        raise ValueError(f"the viewmaker has mask={mask}, but these pictures come without masks of their objects")
+    return (masks_BHW < _FIRST_MASKED_LEVEL[mask]).unsqueeze(1).to(dtype)
 
 
 def append_noise(x_BCHW: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import scipy.fft
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from tests.trainer.views.viewmaker_as_written import AsWritten
-from trainer.views.viewmaker import ConvNorm, Viewmaker, ViewmakerConfig, project
+from trainer.views.policy import build_view_policy
+from trainer.views.viewmaker import (
+    ConvNorm,
+    Viewmaker,
+    ViewmakerConfig,
+    check_image_size,
+    cosine_transform,
+    inverse_cosine_transform,
+    project,
+)
 
 
 def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
@@ -22,7 +34,7 @@ def pictures(num: int, *, channels: int = 3, size: int = 32) -> Tensor:
     return torch.rand(num, channels, size, size, generator=torch.Generator().manual_seed(0))
 
 
-def make(*, channels: int = 3, **config: object) -> Viewmaker:
+def make(*, channels: int = 3, **config: Any) -> Viewmaker:
     torch.manual_seed(0)
     return Viewmaker(ViewmakerConfig.model_validate(config), image_channels=channels)
 
@@ -47,9 +59,18 @@ def test_every_stage_has_the_published_size() -> None:
     assert [p.shape[0] for name, p in half.stem.named_parameters() if name.endswith("conv.weight")] == [16, 32, 64]
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "published": {},
+    "frequency": {"domain": "frequency", "budget": 4.0},
+    "downsampled": {"downsample_to": 16},
+    "both": {"domain": "frequency", "budget": 4.0, "downsample_to": 16, "clamp": False},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 64)])
-def test_views_and_gradients_are_those_of_the_network_as_written(channels: int, size: int) -> None:
-    viewmaker = make(channels=channels, base_width=8, num_res_blocks=2).double()
+def test_views_and_gradients_are_those_of_the_network_as_written(channels: int, size: int, option: str) -> None:
+    viewmaker = make(channels=channels, base_width=8, num_res_blocks=2, **OPTIONS[option]).double()
     with torch.no_grad():
         for parameter in viewmaker.parameters():  # scales and shifts start at 1 and 0, where a mistake would not show
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -164,12 +185,155 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
     assert views.shape == (8, 3, 32, 32)
 
 
-def test_pictures_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiples of 4, got 30 x 30"):
-        make()(pictures(2, size=30), keys(2))
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 32), (5, 8)])
+def test_the_cosine_transform_is_that_of_scipy(height: int, width: int) -> None:
+    x = torch.randn(2, 3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.from_numpy(scipy.fft.dctn(x.numpy(), axes=(2, 3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(cosine_transform(x), expected, atol=1e-9, rtol=1e-12)
+        torch.testing.assert_close(inverse_cosine_transform(cosine_transform(x)), x, atol=1e-12, rtol=1e-12)
+        single = cosine_transform(x.float())
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), expected, atol=1e-4, rtol=1e-5)
+    assert cosine_transform(torch.ones(1, 1, height, width))[0, 0, 0, 0] == pytest.approx(4 * height * width)
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 0}, {"base_width": 0}, {"num_res_blocks": 0}, {"bugdet": 0.1}])
-def test_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+def test_in_the_frequency_domain_the_budget_is_of_the_coefficients() -> None:
+    viewmaker, x = make(domain="frequency", budget=4.0, base_width=8), pictures(8)
+    with torch.no_grad():
+        deltas = viewmaker.deltas(x, keys(8))
+        spent = cosine_transform(deltas).abs().mean(dim=(1, 2, 3))
+    assert (spent <= 4.0 * (1 + 1e-5)).all()
+    assert (spent > 4.0 * 0.99).all()
+
+
+def test_what_a_budget_on_coefficients_does_to_pixels() -> None:
+    """Spread evenly, with random signs, 0.05 changes pixels by 0.0006; all on the mean, by 0.0125."""
+    sign = torch.randn(16, 1, 32, 32, generator=torch.Generator().manual_seed(0)).sign()
+    assert inverse_cosine_transform(0.05 * sign).abs().mean() == pytest.approx(0.0006, rel=0.05)
+    on_the_mean = torch.zeros(1, 1, 32, 32)
+    on_the_mean[:, :, 0, 0] = 0.05 * 32 * 32
+    torch.testing.assert_close(inverse_cosine_transform(on_the_mean), torch.full((1, 1, 32, 32), 0.0125))
+
+
+def test_a_downsampled_viewmaker_changes_pictures_smoothly_and_within_the_budget() -> None:
+    """Stretched by a whole number every small pixel weighs the same, so the mean change cannot grow."""
+    viewmaker, x = make(downsample_to=8, base_width=8), pictures(8)
+    with torch.no_grad():
+        deltas = viewmaker.deltas(x, keys(8))
+    spent = deltas.abs().mean(dim=(1, 2, 3))
+    assert (spent <= 0.05 * (1 + 1e-6)).all()
+    assert (spent > 0.02).all()
+    steps = deltas.diff(dim=3)[..., 2:6]  # between the centres of two small pixels it goes in a straight line
+    torch.testing.assert_close(steps[..., 1:3], steps[..., :2], atol=1e-6, rtol=0)
+
+
+def masks(num: int) -> Tensor:
+    """A box with an object in it, somewhere else in each picture; nothing in the last one."""
+    masks_BHW = torch.full((num, 32, 32), MASK_OUTSIDE, dtype=torch.uint8)
+    for number in range(num - 1):
+        masks_BHW[number, 4 + number : 16 + number, 6:20] = MASK_BOX
+        masks_BHW[number, 6 + number : 12 + number, 8:16] = MASK_OBJECT
+    return masks_BHW
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("mask", "level"), [("box", MASK_BOX), ("object", MASK_OBJECT)])
+def test_a_masked_viewmaker_leaves_the_object_alone(mask: str, level: int, option: str) -> None:
+    """Outside it does what it would do without the mask, which is where it differs from a re-projected one."""
+    config, x, masks_BHW = {"base_width": 8} | OPTIONS[option], pictures(6), masks(6)
+    with torch.no_grad():
+        free = make(**config)(x, keys(6))
+        views = make(**config, mask=mask)(x, keys(6), masks_BHW)
+    protected = (masks_BHW >= level)[:, None].expand_as(x)
+    assert protected.any()
+    assert torch.equal(views[protected], x[protected])
+    assert torch.equal(views[~protected], free[~protected])
+    assert torch.equal(views[-1], free[-1])
+
+
+@pytest.mark.parametrize("mask", ["box", "object"])
+def test_a_reprojected_viewmaker_spends_the_whole_budget_outside(mask: str) -> None:
+    x, masks_BHW = pictures(6), masks(6)
+    with torch.no_grad():
+        free = make(base_width=8).deltas(x, keys(6))
+        masked = make(base_width=8, mask=mask).deltas(x, keys(6), masks_BHW)
+        deltas = make(base_width=8, mask=mask, reproject=True).deltas(x, keys(6), masks_BHW)
+    assert torch.equal(deltas == 0, masked == 0)
+    spent = deltas.abs().mean(dim=(1, 2, 3))
+    assert (spent <= 0.05 * (1 + 1e-6)).all()
+    assert (spent > 0.05 * 0.99).all()
+    # The same perturbation but for its size, as if it had been projected a second time.
+    scale = spent / masked.abs().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(deltas, masked * scale[:, None, None, None])
+    assert (scale[:-1] > 1.02).all()
+    torch.testing.assert_close(deltas[-1], free[-1])
+
+
+def test_a_picture_masked_everywhere_stays_as_it_is() -> None:
+    x, everywhere = pictures(2), torch.full((2, 32, 32), MASK_OBJECT, dtype=torch.uint8)
+    for reproject in (False, True):
+        viewmaker = make(base_width=8, mask="object", reproject=reproject)
+        views = viewmaker(x, keys(2), everywhere)
+        assert torch.equal(views, x)
+        views.sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in viewmaker.parameters())
+
+
+def test_masks_are_read_by_a_masked_viewmaker_only() -> None:
+    x = pictures(4)
+    with torch.no_grad():
+        assert torch.equal(make(base_width=8)(x, keys(4), masks(4)), make(base_width=8)(x, keys(4)))
+    with pytest.raises(ValueError, match="mask=box, but these pictures come without masks"):
+        make(mask="box")(x, keys(4))
+
+
+def test_every_policy_takes_masks() -> None:
+    viewmaker = build_view_policy(ViewmakerConfig(base_width=8, mask="box", clamp=False), image_channels=1)
+    views = viewmaker(pictures(3, channels=1), keys(3), masks(3))
+    assert views.shape == (3, 1, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "height", "width", "message"),
+    [
+        ({}, 30, 30, "multiples of 4, at least 8, got 30 x 30"),
+        ({}, 32, 31, "multiples of 4, at least 8, got 32 x 31"),
+        ({}, 4, 4, "multiples of 4, at least 8, got 4 x 4"),
+        ({"downsample_to": 24}, 32, 32, "downsample_to=24 needs .* multiples of it, got 32 x 32"),
+        ({"downsample_to": 16}, 8, 8, "downsample_to=16 needs .* multiples of it, got 8 x 8"),
+    ],
+)
+def test_pictures_that_do_not_divide_are_refused(config: dict[str, Any], height: int, width: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_image_size(ViewmakerConfig.model_validate(config), height=height, width=width)
+    with pytest.raises(ValueError, match=message):
+        make(base_width=4, **config)(torch.rand(2, 3, height, width), keys(2))
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (64, 32)])
+def test_pictures_that_divide_are_taken(height: int, width: int) -> None:
+    viewmaker = make(base_width=4, downsample_to=8)
+    check_image_size(viewmaker.config, height=height, width=width)
+    assert viewmaker(torch.rand(2, 3, height, width), keys(2)).shape == (2, 3, height, width)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"budget": 0}, "greater than 0"),
+        ({"base_width": 0}, "greater than 0"),
+        ({"num_res_blocks": 0}, "greater than 0"),
+        ({"bugdet": 0.1}, "not permitted"),
+        ({"domain": "wavelet"}, "'pixel' or 'frequency'"),
+        ({"mask": "circle"}, "'none', 'box' or 'object'"),
+        ({"downsample_to": 18}, "downsample_to is 18; it must be a multiple of 4, at least 8"),
+        ({"downsample_to": 4}, "downsample_to is 4; it must be a multiple of 4, at least 8"),
+        ({"reproject": True}, "needs mask=box or mask=object"),
+        ({"reproject": True, "mask": "box", "domain": "frequency"}, "domain=pixel, no downsample_to"),
+        ({"reproject": True, "mask": "box", "downsample_to": 16}, "domain=pixel, no downsample_to"),
+    ],
+)
+def test_config_refuses_what_makes_no_sense(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         ViewmakerConfig.model_validate(wrong)

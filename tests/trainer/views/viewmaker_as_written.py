@@ -1,12 +1,18 @@
-"""The viewmaker from torch's own layers, in the paper's order: what ours must equal, and what it is timed against."""
+"""The viewmaker from torch's own layers, in the paper's order: what ours must equal, and what it is timed against.
+
+Its cosine transform is SciPy's.
+"""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+import numpy as np
+import scipy.fft
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2 import functional as tv
 
 from data_pipeline.counter_rng import DrawKeys, uniform
 from trainer.views.viewmaker import Viewmaker
@@ -31,13 +37,35 @@ class AsWritten(nn.Module):
         self.out = conv_of(viewmaker.out)
 
     def forward(self, x: Tensor, keys: DrawKeys) -> Tensor:
-        y: Tensor = self.stem(with_noise(x, keys, layer=0))
+        small, frequency = self.config.downsample_to, self.config.domain == "frequency"
+        y = x if small is None else resize(x, small)
+        y = dct(y) if frequency else y
+        y = self.stem(with_noise(y, keys, layer=0))
         for layer, block in enumerate(self.blocks, start=1):
             y = with_noise(y, keys, layer=layer)
             y = y + block(y)
         u = torch.tanh(self.out(self.upsample(y)))
-        views = x + torch.stack([self.config.budget * one / (one.abs().mean() + 1e-4) for one in u])
+        delta = torch.stack([self.config.budget * one / (one.abs().mean() + 1e-4) for one in u])
+        delta = inverse_dct(delta) if frequency else delta
+        views = x + (delta if small is None else resize(delta, x.shape[-1]))
         return views.clamp(0, 1) if self.config.clamp else views
+
+
+def resize(x: Tensor, size: int) -> Tensor:
+    """Bilinear, without antialiasing."""
+    resized: Tensor = tv.resize(x, [size, size], antialias=False)
+    return resized
+
+
+def dct(x: Tensor) -> Tensor:
+    """Of square pictures; without gradient."""
+    return torch.from_numpy(scipy.fft.dctn(x.numpy(), axes=(2, 3)))
+
+
+def inverse_dct(x: Tensor) -> Tensor:
+    """Of square pictures."""
+    matrix = torch.from_numpy(scipy.fft.idct(np.eye(x.shape[-1]), axis=0)).to(x.dtype)
+    return torch.einsum("yk,bckl,xl->bcyx", matrix, x, matrix)
 
 
 def with_noise(x: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:
