@@ -1,0 +1,57 @@
+"""How a pure loss of two views' embeddings is tested: related views, a loss and its gradient, ranks and one process.
+
+Shapes: views V (two), B samples of all ranks, L of one rank, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from tests.gloo import run_ranks
+from trainer.distributed.collectives import rank, world_size
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def related_views(num_samples: int, size: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Embeddings of random length, (2, B, D), the second view's near the first's."""
+    generator = torch.Generator().manual_seed(seed)
+    z_a_BD = torch.randn(num_samples, size, generator=generator, dtype=torch.float64)
+    z_b_BD = z_a_BD + torch.randn(num_samples, size, generator=generator, dtype=torch.float64)
+    return torch.stack([z_a_BD, z_b_BD]).to(dtype)
+
+
+def unit_rows(z_BD: Tensor) -> list[Tensor]:
+    return [z / z.norm() for z in z_BD.double()]
+
+
+def loss_and_gradient(loss: Loss, z_VBD: Tensor) -> tuple[Tensor, Tensor]:
+    leaf_VBD = z_VBD.detach().clone().requires_grad_()
+    value = loss(*leaf_VBD)
+    return value.detach(), torch.autograd.grad(value, leaf_VBD)[0]
+
+
+def assert_near(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], *, rtol: float) -> None:
+    """Gradients by norm: single entries near 0 carry the rounding errors of the large ones."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours.double() - theirs.double()).norm() <= rtol * theirs.double().norm()
+
+
+def of_this_rank(losses: Mapping[str, Loss], z_VBD: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    z_VLD = z_VBD.chunk(world_size(), dim=1)[rank()]
+    return {name: loss_and_gradient(loss, z_VLD) for name, loss in losses.items()}
+
+
+def assert_ranks_equal_one_process(losses: Mapping[str, Loss], num_ranks: int, *, per_rank: int) -> None:
+    """Losses, by name, on ranks with different data: loss and every gradient in float64."""
+    z_VBD = related_views(num_ranks * per_rank, 8)
+    by_rank = run_ranks(of_this_rank, num_ranks, losses, z_VBD)
+    for name, loss in losses.items():
+        values, gradients = zip(*(results[name] for results in by_rank), strict=True)
+        assert len({round(value.item(), 6) for value in values}) == num_ranks, name
+        # The engine divides by W when it averages parameter gradients, so an embedding's gradient is W times too large.
+        combined = torch.stack(values).mean(), torch.cat(gradients, dim=1) / num_ranks
+        assert_near(combined, loss_and_gradient(loss, z_VBD), rtol=1e-9)

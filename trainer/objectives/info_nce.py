@@ -1,0 +1,91 @@
+"""InfoNCE with one negative, as Huang et al. 2023 analyse it (section 4), and its exact split into two terms.
+
+Each first view must tell the second view of its own sample from that of one other sample. The paper draws the other at
+random; here it is the next sample of the global batch, the last one's being the first. Batches are shuffled, so this is
+a random other sample too; it needs no further draw, every sample is a negative once, and it does not depend on the
+number of ranks.
+
+Shapes: B samples of this rank, D dimensions. Similarities: positive_B with the own second view, negative_B with the
+other sample's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.schema import Schema
+from trainer.objectives.contrast import unit_pair
+from trainer.objectives.negatives import candidates
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+
+
+class InfoNCEConfig(Schema):
+    """InfoNCE of unit embeddings at temperature 1, one negative a sample; there is nothing to set."""
+
+    kind: Literal["info_nce"] = "info_nce"
+
+
+def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """InfoNCE with one negative, a scalar: mean of -log(exp(p) / (exp(p) + exp(n))), p and n cosine similarities.
+
+    It is the sum of `alignment` and `divergence`. With a process group, `z_a_BD` and `z_b_BD` are this rank's part of
+    the batch, equally large on every rank, and negatives come from all ranks. The mean of the ranks' losses is exactly
+    the loss of the whole batch, and averaging parameter gradients over the ranks gives its gradient.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+
+    Raises:
+        ValueError: for embeddings that are not (B, D) and alike, or a single sample over all ranks.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [-0.96, -0.28]])
+        >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+        >>> round(info_nce_loss(z_a, z_b).item(), 6)  # similarities 0.6 with the positive, -0.8 with the negative
+        0.220417
+    """
+    positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
+    return F.softplus(negative_B - positive_B).mean()
+
+
+def alignment(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """Half the mean squared distance of a sample's two views on the unit sphere, less 1: from -1, where they coincide,
+    to 1. The first part of `info_nce_loss`; arguments, types and errors are alike.
+    """
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        return (u_BD - v_BD).square().sum(1).mean() / 2 - 1
+
+
+def divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """Mean of log(exp(p) + exp(n)), small where samples are far apart: the second part of `info_nce_loss`.
+
+    Arguments, types, errors and the meaning of a rank's part are those of `info_nce_loss`.
+    """
+    return torch.logaddexp(*_similarities(z_a_BD, z_b_BD)).mean()
+
+
+class InfoNCE(Objective):
+    """Logs `divergence` too; the other part of the loss is minus the mean cosine that any contrastive loss logs."""
+
+    def __init__(self, config: InfoNCEConfig) -> None:
+        super().__init__()
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
+        log_probability_B = F.logsigmoid(positive_B - negative_B)
+        output = contrastive_output(-log_probability_B.mean(), log_probability_B, z_a_BD, z_b_BD)
+        spread = torch.logaddexp(positive_B.detach(), negative_B.detach()).mean()
+        return ObjectiveOutput(output.loss, {**output.metrics, "divergence": spread})
+
+
+def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine similarities of each first view with its positive and with its negative, (B,) each."""
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        negatives_BD = candidates(v_BD).roll(-1, 0)[: len(v_BD)]
+        return (u_BD * v_BD).sum(1), (u_BD * negatives_BD).sum(1)

@@ -1,0 +1,77 @@
+"""The linear loss: InfoNCE with the logarithm and the exponential left out (Huang et al. 2023).
+
+It is what InfoNCE tends to, up to scale, as its temperature grows. All it asks of the samples is that their embeddings
+have mean zero, which a few directions suffice for: embeddings may collapse onto them.
+
+Shapes: B samples of this rank, G = B W of all W ranks, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveFloat
+from torch import Tensor
+
+from data_pipeline.schema import Schema
+from trainer.objectives.contrast import unit_pair
+from trainer.objectives.negatives import candidates
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair
+
+
+class LinearLossConfig(Schema):
+    """`divergence_weight`: of the similarity with negatives; 1 is the limit of InfoNCE."""
+
+    kind: Literal["linear"] = "linear"
+    divergence_weight: PositiveFloat = 1.0
+
+
+def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> Tensor:
+    """The linear loss, a scalar: -mean cosine of positives + `divergence_weight` * mean cosine of negatives.
+
+    The negatives of a first view are the second views of all other samples. Time and memory are linear in the batch,
+    because the mean over them is one product with the sum of all second views. With a process group, `z_a_BD` and
+    `z_b_BD` are this rank's part of the batch, equally large on every rank, and negatives come from all ranks. The mean
+    of the ranks' losses is exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives
+    its gradient.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+        divergence_weight: lambda in the paper.
+
+    Raises:
+        ValueError: for embeddings that are not (B, D) and alike, or a single sample over all ranks.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+        >>> round(linear_loss(z_a, z_b, divergence_weight=1.0).item(), 4)
+        -0.6
+    """
+    positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
+    return divergence_weight * negative_B.mean() - positive_B.mean()
+
+
+class LinearLoss(Objective):
+    """Logs both parts: alignment, the mean cosine of positives, and divergence, that of negatives."""
+
+    def __init__(self, config: LinearLossConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
+        loss = self._config.divergence_weight * negative_B.mean() - positive_B.mean()
+        return ObjectiveOutput(
+            loss, {"alignment": positive_B.detach().mean(), "divergence": negative_B.detach().mean()}
+        )
+
+
+def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each first view: cosine similarity with its positive, and the mean of those with all negatives; (B,) each."""
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        v_GD = candidates(v_BD)
+        others_BD = (v_GD.sum(0) - v_BD) / (len(v_GD) - 1)
+        return (u_BD * v_BD).sum(1), (u_BD * others_BD).sum(1)

@@ -1,0 +1,128 @@
+"""The split loss: alignment and divergence, each by itself, so that each has its own weight (Huang et al. 2023).
+
+With weight 2 t on the divergence, t the temperature, it is a constant plus 2 t times InfoNCE less the positive in the
+denominator. Other weights are what InfoNCE cannot do.
+
+Shapes: B samples of this rank, G = B W of all W ranks, V views of a sample among the candidates, K = V G candidates of
+all ranks, N rows of a chunk of anchors, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from data_pipeline.schema import Schema
+from trainer.objectives.contrast import scale_of, unit_pair
+from trainer.objectives.negatives import candidates
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+
+Negatives = Literal["second_view", "both_views"]
+
+
+class SplitLossConfig(Schema):
+    """Settings of the split loss.
+
+    Attributes:
+        temperature: of the divergence.
+        divergence_weight: lambda in the paper, which does not give its value; 0.4 is twice the temperature, where the
+            gradient is nearly that of InfoNCE.
+        negatives: of a first view: the second views of all other samples, or both their views.
+        chunk_size: first views that are compared with all candidates at a time, for memory linear in the batch at the
+            price of computing their similarities twice; None: all.
+    """
+
+    kind: Literal["split"] = "split"
+    temperature: PositiveFloat = 0.2
+    divergence_weight: PositiveFloat = 0.4
+    negatives: Negatives = "second_view"
+    chunk_size: PositiveInt | None = None
+
+
+def split_loss(
+    z_a_BD: Tensor,
+    z_b_BD: Tensor,
+    *,
+    temperature: float,
+    divergence_weight: float,
+    negatives: Negatives = "second_view",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The split loss, a scalar: mean squared distance of a sample's two views on the unit sphere + `divergence_weight`
+    * mean over first views of log sum exp(cosine with a negative / temperature).
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
+    negatives come from all ranks. The mean of the ranks' losses is exactly the loss of the whole batch, and averaging
+    parameter gradients over the ranks gives its gradient.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+        temperature, divergence_weight, negatives, chunk_size: as in `SplitLossConfig`.
+
+    Raises:
+        ValueError: for a temperature or chunk size out of range, embeddings that are not (B, D) and alike, or a single
+            sample over all ranks.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+        >>> round(split_loss(z_a, z_b, temperature=0.5, divergence_weight=1.0).item(), 4)
+        0.8
+    """
+    distance_B, log_sum_B = _parts(z_a_BD, z_b_BD, temperature, negatives, chunk_size)
+    return distance_B.mean() + divergence_weight * log_sum_B.mean()
+
+
+class SplitLoss(Objective):
+    """Logs `divergence`, the mean log sum, too; the distance is 2 less twice the mean cosine that is logged anyway."""
+
+    def __init__(self, config: SplitLossConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        config = self._config
+        distance_B, log_sum_B = _parts(z_a_BD, z_b_BD, config.temperature, config.negatives, config.chunk_size)
+        loss = distance_B.mean() + config.divergence_weight * log_sum_B.mean()
+        with torch.no_grad():
+            log_probability_B = F.logsigmoid((1 - distance_B / 2) / config.temperature - log_sum_B)
+        output = contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD)
+        return ObjectiveOutput(loss, {**output.metrics, "divergence": log_sum_B.detach().mean()})
+
+
+def _parts(
+    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, negatives: Negatives, chunk_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Of each sample: squared distance of its views, and log sum exp over its negatives; (B,) each."""
+    scale_of(temperature, chunk_size=None)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        views = (v_BD,) if negatives == "second_view" else (u_BD, v_BD)
+        candidates_KD = candidates(*views)
+        own_BV = torch.arange(len(views) * len(u_BD), device=u_BD.device).view(len(views), -1).T
+        return (u_BD - v_BD).square().sum(1), _log_sums(u_BD / temperature, candidates_KD, own_BV, chunk_size)
+
+
+def _log_sums(anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int | None) -> Tensor:
+    """Of each anchor, log sum exp of its inner products with all candidates but its own sample's, `own_BV`; (B,)."""
+    if chunk_size is None:
+        return _log_sums_of_chunk(anchors_BD, candidates_KD, own_BV)
+    sums = [
+        checkpoint(_log_sums_of_chunk, x_ND, candidates_KD, own_NV, use_reentrant=False, preserve_rng_state=False)
+        for x_ND, own_NV in zip(torch.split(anchors_BD, chunk_size), torch.split(own_BV, chunk_size), strict=True)
+    ]
+    return torch.cat(sums)
+
+
+def _log_sums_of_chunk(anchors_ND: Tensor, candidates_KD: Tensor, own_NV: Tensor) -> Tensor:
+    logits_NK = anchors_ND @ candidates_KD.T
+    with torch.no_grad():  # a term of 0 has no gradient either, so autograd need not know
+        logits_NK.scatter_(1, own_NV, -torch.inf)
+    return logits_NK.logsumexp(1)
