@@ -61,8 +61,9 @@ class SimSiam(Objective):
         dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
         with torch.autocast(z_a_BD.device.type, enabled=False):
             p_a_BD, p_b_BD = (self._predict(z_BD.to(dtype), pair.updates_state) for z_BD in (z_a_BD, z_b_BD))
+        loss = simsiam_loss(p_a_BD, p_b_BD, z_a_BD, z_b_BD)
         alignment = F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean()
-        return ObjectiveOutput(simsiam_loss(p_a_BD, p_b_BD, z_a_BD, z_b_BD), {"alignment": alignment})
+        return ObjectiveOutput(loss, {"alignment": alignment})
 
     def _predict(self, z_BD: Tensor, updates_state: bool) -> Tensor:
         statistics = {} if updates_state else {name: value.clone() for name, value in self.predictor.named_buffers()}

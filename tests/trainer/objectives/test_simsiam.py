@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.gloo import run_ranks
+from trainer.distributed.collectives import rank, world_size
+from trainer.models.heads import HeadConfig
+from trainer.objectives.objective import ObjectiveOutput, ViewPair
+from trainer.objectives.simsiam import SimSiam, SimSiamConfig, simsiam_loss
+
+CONFIG = SimSiamConfig(predictor=HeadConfig(hidden_sizes=(6,), batch_norm=True))
+
+
+def rows(batch_size: int, size: int, *, number: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """`number` batches of embeddings that change along the batch, so that a rank's own statistics would be wrong."""
+    generator = torch.Generator().manual_seed(0)
+    slope_B1 = torch.linspace(-2, 2, batch_size, dtype=torch.float64)[:, None]
+    batches = (torch.randn(batch_size, size, generator=generator, dtype=torch.float64) for _ in range(number))
+    return [(batch + slope_B1).to(dtype).requires_grad_() for batch in batches]
+
+
+def pair(*, updates_state: bool = True) -> ViewPair:
+    return ViewPair(torch.empty(0), torch.empty(0), torch.empty(0), step=0, updates_state=updates_state)
+
+
+def objective(dtype: torch.dtype = torch.float64, *, size: int = 5) -> SimSiam:
+    torch.manual_seed(0)
+    return SimSiam(CONFIG, embedding_size=size).to(dtype)
+
+
+def by_loop(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    cosines = []
+    for p_a, p_b, z_a, z_b in zip(p_a_BD, p_b_BD, z_a_BD.detach(), z_b_BD.detach(), strict=True):
+        cosines += [p_a @ z_b / (p_a.norm() * z_b.norm()), p_b @ z_a / (p_b.norm() * z_a.norm())]
+    return -torch.stack(cosines).mean()
+
+
+def test_loss_and_gradients_equal_a_loop_in_float64() -> None:
+    p_a, p_b, z_a, z_b = rows(7, 4, number=4)
+    value = simsiam_loss(p_a, p_b, z_a, z_b)
+    expected = by_loop(p_a, p_b, z_a, z_b)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    ours, theirs = (torch.autograd.grad(loss, (p_a, p_b)) for loss in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_embeddings_get_no_gradient_but_through_the_predictor() -> None:
+    p_a, p_b, z_a, z_b = rows(7, 4, number=4)
+    torch.autograd.backward(simsiam_loss(p_a, p_b, z_a, z_b))
+    assert [z.grad is None for z in (p_a, p_b, z_a, z_b)] == [False, False, True, True]
+
+
+def test_loss_equals_lightlys() -> None:
+    from lightly.loss import NegativeCosineSimilarity  # here, because every rank imports this file
+
+    p_a, p_b, z_a, z_b = rows(30, 8, number=4, dtype=torch.float32)
+    peer = NegativeCosineSimilarity()
+    expected = (peer(p_a, z_b.detach()) + peer(p_b, z_a.detach())) / 2
+    value = simsiam_loss(p_a, p_b, z_a, z_b)
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+    ours, theirs = (torch.autograd.grad(loss, (p_a, p_b)) for loss in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_the_predictor_is_the_published_one() -> None:
+    published = SimSiam(SimSiamConfig(), embedding_size=2048)
+    assert sum(parameter.numel() for parameter in published.parameters()) == 2_100_736
+    assert all(parameter.requires_grad for parameter in published.parameters())
+
+
+def test_views_pass_the_predictor_one_by_one() -> None:
+    z_a, z_b = rows(9, 5, number=2)
+    linear_in, _, relu, linear_out = objective().predictor.children()
+    plain = nn.Sequential(linear_in, nn.BatchNorm1d(6).double(), relu, linear_out)
+    expected = simsiam_loss(plain(z_a), plain(z_b), z_a, z_b)
+    simsiam = objective()
+    output = simsiam(z_a, z_b, pair())
+    torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(simsiam.predictor.state_dict(), plain.state_dict(), rtol=1e-12, atol=0)
+    assert output.metrics.keys() == {"alignment"}
+    assert output.metrics["alignment"].item() == pytest.approx(
+        torch.cosine_similarity(z_a, z_b).mean().item(), rel=1e-5
+    )
+
+
+def test_a_call_that_may_not_update_the_state_leaves_it() -> None:
+    inputs = rows(9, 5, number=2)
+    updating, leaving = objective(), objective()
+    outputs: list[ObjectiveOutput] = [updating(*inputs, pair()), leaving(*inputs, pair(updates_state=False))]
+    before = objective().saved_state()
+    assert leaving.saved_state().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in leaving.saved_state().items())
+    assert updating.saved_state()["predictor.1.num_batches_tracked"] == 2
+    wanted = [(*inputs, *module.parameters()) for module in (updating, leaving)]
+    ours, theirs = (torch.autograd.grad(out.loss, by) for out, by in zip(outputs, wanted, strict=True))
+    assert all(torch.equal(*both) for both in zip(ours, theirs, strict=True))
+
+
+def test_saved_state_is_taken_up() -> None:
+    inputs = rows(9, 5, number=2)
+    one, other = objective(), SimSiam(CONFIG, embedding_size=5).double()
+    one(*inputs, pair())
+    other.load_saved(one.saved_state())
+    assert torch.equal(one(*inputs, pair()).loss, other(*inputs, pair()).loss)
+
+
+def test_autocast_changes_nothing_and_low_precision_is_raised() -> None:
+    z_a, z_b = (z.detach().bfloat16() for z in rows(9, 5, number=2))
+    expected = objective(torch.float32)(z_a.float(), z_b.float(), pair()).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = objective(torch.float32)(z_a, z_b, pair()).loss
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, expected)
+
+
+def test_embeddings_that_differ_in_shape_are_refused() -> None:
+    z_a, z_b = rows(9, 5, number=2)
+    with pytest.raises(ValueError, match=r"must be \(B, D\) and alike, got \(9, 5\) and \(8, 5\)"):
+        objective()(z_a, z_b[:8], pair())
+
+
+def of_this_rank(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Loss, the embeddings' gradients, and the predictor's gradients and running statistics."""
+    local = [z_BD.detach().chunk(world_size())[rank()].clone().requires_grad_() for z_BD in (z_a_BD, z_b_BD)]
+    module = objective()
+    model = DistributedDataParallel(module, broadcast_buffers=False) if world_size() > 1 else module
+    output = model(*local, pair())
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(module.parameters()))
+    of_embeddings = [z.grad / world_size() for z in local if z.grad is not None]
+    return output.loss.detach(), of_embeddings, gradients | dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_equal_one_process(num_ranks: int) -> None:
+    inputs = rows(12, 5, number=2)
+    loss, gradients, others = of_this_rank(*inputs)
+    by_rank = run_ranks(of_this_rank, num_ranks, *inputs)
+    assert len({round(result[0].item(), 6) for result in by_rank}) == num_ranks
+    torch.testing.assert_close(torch.stack([result[0] for result in by_rank]).mean(), loss, rtol=1e-9, atol=0)
+    for view, gradient in enumerate(gradients):
+        gathered = torch.cat([result[1][view] for result in by_rank])
+        torch.testing.assert_close(gathered, gradient, rtol=1e-9, atol=1e-14)
+    for result in by_rank:
+        # The bias before a batch norm has no gradient but rounding errors; hence the absolute tolerance.
+        torch.testing.assert_close(result[2], others, rtol=1e-9, atol=1e-14)
