@@ -29,7 +29,8 @@ setup(
         "webdataset==1.0.2",
     ],
     extras_require={
-        "test": ["hypothesis>=6.100", "librosa>=0.10.2", "lightly", "pytest>=9", "pytest-xdist"],
+        "test": ["hypothesis>=6.100", "librosa>=0.10.2", "lightly", "pytest>=9", "pytest-xdist", "timm>=1.0"],
+        "timm": ["timm>=1.0"],
         "lint": ["mypy", "ruff", "types-PyYAML", "types-setuptools"],
     },
 )

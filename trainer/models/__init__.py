@@ -1,11 +1,41 @@
 """Encoders and what they are made of.
 
-Comes in: views (B, 3, H, W) in [0, 1]. Goes out: embeddings (B, D) for the objective, features (B, F) for the linear
-probe, pooled features (B, C) for kNN, all float32. What may never happen: batch statistics that depend on how many
-ranks share the batch, unless the config asks for `batch_norm="local"`.
+Comes in: views (B, C, H, W), of one or three channels. Goes out: embeddings (B, D) for the objective, features (B, F)
+for the linear probe, pooled features (B, C) for kNN, all float32. What may never happen: batch statistics that depend
+on how many ranks share the batch, unless the config asks for `batch_norm="local"`.
 """
 
-from trainer.models.encoder import Encoder, EncoderConfig, ResNet10Config, ResNet18SmallConfig, build_encoder
+from trainer.models.encoder import (
+    Encoder,
+    EncoderConfig,
+    ResNet10Config,
+    ResNet18Config,
+    ResNet18SmallConfig,
+    ResNet34Config,
+    ResNet34SmallConfig,
+    ResNet50Config,
+    ResNet50SmallConfig,
+    TimmConfig,
+    WideResNet34x5Config,
+    build_encoder,
+)
+from trainer.models.heads import HeadConfig, build_head
 from trainer.models.loading import load_encoder
 
-__all__ = ["Encoder", "EncoderConfig", "ResNet10Config", "ResNet18SmallConfig", "build_encoder", "load_encoder"]
+__all__ = [
+    "Encoder",
+    "EncoderConfig",
+    "HeadConfig",
+    "ResNet10Config",
+    "ResNet18Config",
+    "ResNet18SmallConfig",
+    "ResNet34Config",
+    "ResNet34SmallConfig",
+    "ResNet50Config",
+    "ResNet50SmallConfig",
+    "TimmConfig",
+    "WideResNet34x5Config",
+    "build_encoder",
+    "build_head",
+    "load_encoder",
+]

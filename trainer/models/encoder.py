@@ -1,60 +1,176 @@
-"""The encoder: a residual network without its classifier (the trunk) and a head that makes the embedding.
+"""The encoder: a network without its classifier (the trunk) and a head that makes the embedding.
 
-Pictures come in as (B, 3, H, W) in [0, 1]: the encoder itself normalises them, so that no view policy has to know the
-data's mean and deviation.
+Pictures come in as (B, C, H, W) in [0, 1], spectrograms as their dataset gives them: the encoder itself normalises
+them, so that no view policy has to know the data's mean and deviation.
 
-Shapes: B pictures, C channels of the trunk's last map, H by W pixels, F = C * ceil(H / 8) * ceil(W / 8), D embedding.
+Shapes: B pictures, C channels of the picture or of the trunk's last map, H by W pixels, F features, D embedding.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Annotated, Literal
+import copy
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
+from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 from trainer.models.batch_norm import synchronize_batch_norm
+from trainer.models.heads import HeadConfig, build_head
+from trainer.models.resnet import resnet_trunk
+from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
+from trainer.models.trunk import ConvolutionalTrunk
+from trainer.models.wide_resnet import wide_resnet_trunk
 
-NUM_STAGES = 4
+Trunk: TypeAlias = ConvolutionalTrunk | TimmTrunk
 
 
 class _Fields(Schema):
     """What every encoder takes.
 
-    `head`: one linear layer, or linear-ReLU-linear with a hidden layer as wide as the trunk. `batch_norm`: statistics
-    over the global batch, or over each rank's part (then results depend on the number of ranks). `mean` and `std` are
-    per channel, in [0, 1] units; the defaults are CIFAR-10's as Tamkin et al. 2022 use them.
+    `batch_norm`: statistics over the global batch, or over each rank's part (then results depend on the number of
+    ranks). `mean` and `std` are per input channel; the defaults are CIFAR-10's, in [0, 1] units, as Tamkin et al. 2022
+    use them. `probe_reads`: the linear probe reads every value of the trunk's last map, or the pooled map.
     """
 
+    in_channels: Literal[1, 3] = 3
     embedding_size: PositiveInt = 128
-    head: Literal["linear", "mlp"] = "linear"
+    head: HeadConfig = HeadConfig()
     batch_norm: Literal["synchronized", "local"] = "synchronized"
-    mean: tuple[float, float, float] = (0.491, 0.482, 0.446)
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.247, 0.243, 0.261)
+    mean: tuple[float, ...] = (0.491, 0.482, 0.446)
+    std: tuple[PositiveFloat, ...] = (0.247, 0.243, 0.261)
+    probe_reads: Literal["map", "pooled"] = "map"
+
+    @model_validator(mode="after")
+    def _one_mean_and_std_a_channel(self) -> Self:
+        if not len(self.mean) == len(self.std) == self.in_channels:
+            raise ValueError(
+                f"in_channels is {self.in_channels}, but there are {len(self.mean)} numbers in mean and "
+                f"{len(self.std)} in std; give one a channel (mean=[0], std=[1] for a normalised spectrogram)"
+            )
+        return self
 
 
-class ResNet18SmallConfig(_Fields):
+class _ResNetFields(_Fields):
+    """`stem_relu`: False leaves out the ReLU after the stem, as the published code of Huang et al. 2023 does."""
+
+    stem_relu: bool = True
+
+    form: ClassVar[Literal["standard", "small"]]
+    block: ClassVar[type[BasicBlock] | type[Bottleneck]] = BasicBlock
+    num_blocks: ClassVar[tuple[int, ...]]
+
+
+class ResNet18SmallConfig(_ResNetFields):
     """ResNet-18 for small pictures: 3x3 stem of stride 1, no max-pooling (Chen et al. 2020, appendix B.9)."""
 
     kind: Literal["resnet18_small"] = "resnet18_small"
+    form = "small"
+    num_blocks = (2, 2, 2, 2)
 
 
-class ResNet10Config(_Fields):
+class ResNet34SmallConfig(_ResNetFields):
+    """ResNet-34 with the stem for small pictures."""
+
+    kind: Literal["resnet34_small"] = "resnet34_small"
+    form = "small"
+    num_blocks = (3, 4, 6, 3)
+
+
+class ResNet50SmallConfig(_ResNetFields):
+    """ResNet-50 with the stem for small pictures."""
+
+    kind: Literal["resnet50_small"] = "resnet50_small"
+    form = "small"
+    block = Bottleneck
+    num_blocks = (3, 4, 6, 3)
+
+
+class ResNet18Config(_ResNetFields):
+    """ResNet-18 as torchvision has it; with one input channel, the sound encoder of Tamkin et al. 2022."""
+
+    kind: Literal["resnet18"] = "resnet18"
+    form = "standard"
+    num_blocks = (2, 2, 2, 2)
+
+
+class ResNet34Config(_ResNetFields):
+    """ResNet-34 as torchvision has it."""
+
+    kind: Literal["resnet34"] = "resnet34"
+    form = "standard"
+    num_blocks = (3, 4, 6, 3)
+
+
+class ResNet50Config(_ResNetFields):
+    """ResNet-50 as torchvision has it."""
+
+    kind: Literal["resnet50"] = "resnet50"
+    form = "standard"
+    block = Bottleneck
+    num_blocks = (3, 4, 6, 3)
+
+
+class ResNet10Config(_ResNetFields):
     """One basic block a stage instead of two, and narrow: at width 16, 324,048 parameters, for CPUs."""
 
     kind: Literal["resnet10"] = "resnet10"
     width: PositiveInt = 16
+    form = "small"
+    num_blocks = (1, 1, 1, 1)
 
 
-EncoderConfig = Annotated[ResNet18SmallConfig | ResNet10Config, Field(discriminator="kind")]
+class WideResNet34x5Config(_Fields):
+    """WRN-34-5 for small pictures (Zagoruyko and Komodakis 2016), the network of Wen and Li 2021."""
+
+    kind: Literal["wrn_34_5"] = "wrn_34_5"
+
+
+class TimmConfig(_Fields):
+    """Any backbone of timm (the extra "timm") by its `name` there, untrained.
+
+    `options` are further arguments of `timm.create_model`, such as {"img_size": 32, "patch_size": 4} of a vision
+    transformer, whose map are its tokens.
+    """
+
+    kind: Literal["timm"] = "timm"
+    name: str
+    options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies defaults
+    probe_reads: Literal["map", "pooled"] = "pooled"
+
+    @field_validator("name")
+    @classmethod
+    def _timm_has_it(cls, name: str) -> str:
+        check_timm_name(name)
+        return name
+
+    @field_validator("options")
+    @classmethod
+    def _options_are_free(cls, options: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+        taken = sorted(OWN_ARGUMENTS & options.keys())
+        if taken:
+            raise ValueError(f"{taken[0]} is not free: the number of channels and the head are settings of the encoder")
+        return options
+
+
+ResNetConfig: TypeAlias = (
+    ResNet18SmallConfig
+    | ResNet34SmallConfig
+    | ResNet50SmallConfig
+    | ResNet18Config
+    | ResNet34Config
+    | ResNet50Config
+    | ResNet10Config
+)
+EncoderConfig = Annotated[ResNetConfig | WideResNet34x5Config | TimmConfig, Field(discriminator="kind")]
 
 
 class Encoder(nn.Module):
-    """Pictures to embeddings. `trunk` ends with the last ReLU, before pooling; its parameters bear torchvision's names.
+    """Pictures to embeddings. `trunk` ends with the last map, before pooling; `trunk`'s parameters bear the names that
+    torchvision gives them, `trunk.model`'s those of timm.
 
     Under autocast the trunk runs in the autocast type; normalisation, pooling and head, and all outputs, are float32.
     """
@@ -64,17 +180,17 @@ class Encoder(nn.Module):
 
     def __init__(
         self,
-        trunk: nn.Module,
+        trunk: Trunk,
         head: nn.Module,
         *,
-        num_channels: int,
         mean: tuple[float, ...],
         std: tuple[float, ...],
+        probe_reads: Literal["map", "pooled"] = "map",
     ) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = head
-        self.num_channels = num_channels
+        self._probe_reads = probe_reads
         # The config holds these; in a checkpoint they would be a second truth.
         self.register_buffer("mean_C11", torch.tensor(mean).reshape(-1, 1, 1), persistent=False)
         self.register_buffer("std_C11", torch.tensor(std).reshape(-1, 1, 1), persistent=False)
@@ -87,64 +203,73 @@ class Encoder(nn.Module):
         return embeddings_BD
 
     def features(self, views_BCHW: Tensor) -> Tensor:
-        """The trunk's last map, flattened, (B, F): what the linear probe reads."""
+        """What the linear probe reads, (B, F): the trunk's last map, flattened, or `pooled`, as the config says."""
+        if self._probe_reads == "pooled":
+            return self.pooled(views_BCHW)
         return _at_least_float32(self._map(views_BCHW)).flatten(1)
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
-        """The mean of the trunk's last map over its pixels, (B, C): what kNN reads."""
-        return _at_least_float32(self._map(views_BCHW)).mean((2, 3))
+        """One vector a picture, (B, C): the mean of the trunk's last map over its pixels, or what a timm model gives
+        its classifier. What kNN reads.
+        """
+        map_BCHW = _at_least_float32(self._map(views_BCHW))
+        with torch.autocast(map_BCHW.device.type, enabled=False):
+            return self.trunk.pool(map_BCHW)
 
     def feature_size(self, height: int, width: int) -> int:
-        """F for pictures of this size: three stages halve it, rounding up."""
-        return self.num_channels * -(-height // 8) * -(-width // 8)
+        """F for pictures of this size. Raises `UserError` if the trunk cannot take them."""
+        shadow = copy.deepcopy(self).to("meta").eval()
+        try:
+            map_1CHW = shadow._map(torch.empty(1, len(self.mean_C11), height, width, device="meta"))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"the encoder cannot take inputs of {height} x {width}: {reason}") from None
+        return self.pooled_size if self._probe_reads == "pooled" else map_1CHW[0].numel()
 
     @property
     def pooled_size(self) -> int:
-        return self.num_channels
+        return self.trunk.num_channels
 
     def _map(self, views_BCHW: Tensor) -> Tensor:
+        if views_BCHW.shape[1] != len(self.mean_C11):  # it would be broadcast
+            raise ValueError(
+                f"the encoder takes {len(self.mean_C11)} channels (in_channels), got views {tuple(views_BCHW.shape)}"
+            )
         normalised_BCHW = (_at_least_float32(views_BCHW) - self.mean_C11) / self.std_C11
         map_BCHW: Tensor = self.trunk(normalised_BCHW)
         return map_BCHW
 
 
 def build_encoder(config: EncoderConfig) -> Encoder:
-    """A freshly initialised encoder; the weights come from torch's default generator."""
-    match config:
-        case ResNet18SmallConfig():
-            width, num_blocks = 64, 2
-        case ResNet10Config():
-            width, num_blocks = config.width, 1
-    trunk = _resnet_trunk(width, num_blocks)
+    """A freshly initialised encoder; the weights come from torch's default generator.
+
+    Raises `UserError` where timm does not take the options.
+    """
+    trunk = _build_trunk(config)
     if config.batch_norm == "synchronized":
-        synchronize_batch_norm(trunk)
-    num_channels = width * 2 ** (NUM_STAGES - 1)
-    head: nn.Module = nn.Linear(num_channels, config.embedding_size)
-    if config.head == "mlp":
-        head = nn.Sequential(nn.Linear(num_channels, num_channels), nn.ReLU(), head)
-    return Encoder(trunk, head, num_channels=num_channels, mean=config.mean, std=config.std)
+        if isinstance(trunk, TimmTrunk):
+            trunk.synchronize_batch_norm()
+        else:
+            synchronize_batch_norm(trunk)
+    head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=config.batch_norm)
+    return Encoder(trunk, head, mean=config.mean, std=config.std, probe_reads=config.probe_reads)
 
 
-def _resnet_trunk(width: int, num_blocks: int) -> nn.Module:
-    """3x3 stem and four stages of torchvision's basic blocks, widths w, 2w, 4w, 8w, initialised as torchvision does."""
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv1=nn.Conv2d(3, width, 3, padding=1, bias=False), bn1=nn.BatchNorm2d(width), relu=nn.ReLU(inplace=True)
-    )
-    num_in = width
-    for stage in range(NUM_STAGES):
-        num_out, stride = width * 2**stage, 1 if stage == 0 else 2
-        shortcut = (
-            nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out)) if stage else None
-        )
-        blocks = [BasicBlock(num_in, num_out, stride, shortcut)]
-        blocks += [BasicBlock(num_out, num_out) for _ in range(num_blocks - 1)]
-        layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
-        num_in = num_out
-    trunk = nn.Sequential(layers)
-    for module in trunk.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return trunk
+def _build_trunk(config: EncoderConfig) -> Trunk:
+    match config:
+        case TimmConfig():
+            return TimmTrunk(config.name, in_channels=config.in_channels, options=config.options)
+        case WideResNet34x5Config():
+            return wide_resnet_trunk(depth=34, widening=5, in_channels=config.in_channels)
+        case _:
+            return resnet_trunk(
+                config.block,
+                config.num_blocks,
+                form=config.form,
+                width=config.width if isinstance(config, ResNet10Config) else 64,
+                in_channels=config.in_channels,
+                stem_relu=config.stem_relu,
+            )
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -1,44 +1,126 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torchvision
 from pydantic import TypeAdapter, ValidationError
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from trainer.models import EncoderConfig, ResNet10Config, ResNet18SmallConfig, build_encoder
+from data_pipeline.errors import UserError
+from trainer.models import (
+    Encoder,
+    EncoderConfig,
+    HeadConfig,
+    ResNet10Config,
+    ResNet18Config,
+    ResNet18SmallConfig,
+    ResNet34Config,
+    ResNet34SmallConfig,
+    ResNet50Config,
+    ResNet50SmallConfig,
+    WideResNet34x5Config,
+    build_encoder,
+)
 from trainer.models.batch_norm import SynchronizedBatchNorm2d
+from trainer.models.resnet import resnet_trunk
+from trainer.models.wide_resnet import wide_resnet_trunk
 
 SMALL = ResNet10Config(width=4)
+SPECTROGRAM: dict[str, Any] = {"in_channels": 1, "mean": (0.0,), "std": (1.0,)}
+CONFIGS: TypeAdapter[EncoderConfig] = TypeAdapter(EncoderConfig)
 
 
 def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_numbers_of_parameters() -> None:
-    encoder = build_encoder(ResNet18SmallConfig())
-    assert (num_parameters(encoder.trunk), num_parameters(encoder)) == (11_168_832, 11_234_496)
-    assert num_parameters(build_encoder(ResNet18SmallConfig(head="mlp")).head) == 328_320
-    assert num_parameters(build_encoder(ResNet10Config())) == 324_048
-    assert num_parameters(build_encoder(ResNet10Config(embedding_size=7)).head) == 129 * 7
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_resnet18_is_torchvisions_with_another_stem(training: bool) -> None:
-    peer = torchvision.models.resnet18()
-    peer.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    peer.maxpool = nn.Identity()
+def torchvisions(config: EncoderConfig) -> Any:
+    """torchvision's network, its stem changed by hand where the config asks for the small form."""
+    name, _, form = config.kind.partition("_")
+    peer = getattr(torchvision.models, name)()
     peer.fc = nn.Identity()
-    encoder = build_encoder(ResNet18SmallConfig())
+    if form == "small":
+        peer.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        peer.maxpool = nn.Identity()
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("config", "in_trunk", "in_all"),
+    [
+        (ResNet18SmallConfig(), 11_168_832, 11_234_496),
+        (ResNet18Config(**SPECTROGRAM), 11_170_240, 11_235_904),
+        (WideResNet34x5Config(), 11_550_864, 11_550_864 + 321 * 128),
+        (ResNet10Config(), 324_048 - 129 * 128, 324_048),
+    ],
+    ids=["resnet18_small", "sound", "wrn_34_5", "resnet10"],
+)
+def test_numbers_of_parameters(config: EncoderConfig, in_trunk: int, in_all: int) -> None:
+    encoder = build_encoder(config)
+    assert (num_parameters(encoder.trunk), num_parameters(encoder)) == (in_trunk, in_all)
+
+
+@pytest.mark.parametrize(
+    ("head", "embedding_size", "number"),
+    [
+        (HeadConfig(), 128, 65_664),
+        (HeadConfig(hidden_sizes=(512,)), 128, 328_320),
+        (HeadConfig(hidden_sizes=(2048,), batch_norm=True, output_batch_norm=True), 2048, 5_255_168),
+        (HeadConfig(hidden_sizes=(2048, 2048), batch_norm=True, output_batch_norm=True), 2048, 9_455_616),
+    ],
+    ids=["linear", "simclr", "simsiam", "barlow_twins"],
+)
+def test_heads_of_the_papers(head: HeadConfig, embedding_size: int, number: int) -> None:
+    config = ResNet10Config(width=64, head=head, embedding_size=embedding_size)
+    encoder = build_encoder(config)
+    assert num_parameters(encoder.head) == number
+    assert encoder(torch.rand(2, 3, 8, 8)).shape == (2, embedding_size)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ResNet18SmallConfig(), [0.0071451664, -0.0268920921, 0.0219631698, 0.0061245105, -0.0075154836]),
+        (ResNet10Config(), [-0.0655433759, -0.0016397752, -0.0086924732, 0.0244700275, -0.0269987658]),
+    ],
+    ids=["resnet18_small", "resnet10"],
+)
+def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected: list[float]) -> None:
+    """Published numbers of ours were trained from these."""
+    torch.manual_seed(0)
+    state = build_encoder(config).state_dict()
+    weights = [state[name].flatten() for name in ("trunk.conv1.weight", "trunk.layer4.0.conv2.weight", "head.weight")]
+    drawn = torch.cat([weights[0][:2], weights[1][:2], weights[2][:1]])
+    torch.testing.assert_close(drawn, torch.tensor(expected), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("config", "training"),
+    [
+        (ResNet18SmallConfig(), True),
+        (ResNet18Config(), True),
+        (ResNet18SmallConfig(), False),
+        (ResNet18Config(), False),
+        (ResNet34SmallConfig(), False),
+        (ResNet34Config(), False),
+        (ResNet50SmallConfig(), False),
+        (ResNet50Config(), False),
+    ],
+    ids=lambda value: "training" if value is True else "" if value is False else value.kind,
+)
+def test_resnets_are_torchvisions(config: EncoderConfig, training: bool) -> None:
+    peer = torchvisions(config)
+    encoder = build_encoder(config)
     assert list(encoder.trunk.state_dict()) == list(peer.state_dict())
-    peer.load_state_dict(encoder.trunk.state_dict())
-    views_BCHW = torch.rand(2, 3, 16, 16)
+    encoder.trunk.load_state_dict(peer.state_dict())
+    views_BCHW = torch.rand(2, 3, 36, 36)
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in ((0.491, 0.482, 0.446), (0.247, 0.243, 0.261)))
     peer.train(training)
     encoder.train(training)
-    expected_BC = peer((views_BCHW - mean) / std)
-    torch.testing.assert_close(encoder.pooled(views_BCHW), expected_BC)
+    torch.testing.assert_close(encoder.pooled(views_BCHW), peer((views_BCHW - mean) / std))
     peer.load_state_dict(encoder.trunk.state_dict())
     torch.testing.assert_close(encoder(views_BCHW), encoder.head(peer((views_BCHW - mean) / std)))
 
@@ -53,18 +135,90 @@ def test_weights_are_drawn_as_torchvision_draws_them() -> None:
             assert torch.equal(value, theirs[name]), name
 
 
+@pytest.mark.parametrize("kind", ["resnet18_small", "resnet18"])
+def test_a_stem_without_its_relu(kind: str) -> None:
+    config = CONFIGS.validate_python({"kind": kind, "stem_relu": False})
+    encoder = build_encoder(config).eval()
+    peer = torchvisions(config).eval()
+    peer.load_state_dict(encoder.trunk.state_dict())
+    x_BCHW = torch.rand(2, 3, 24, 24)
+    map_BCHW = peer.maxpool(peer.bn1(peer.conv1(x_BCHW)))
+    for stage in (peer.layer1, peer.layer2, peer.layer3, peer.layer4):
+        map_BCHW = stage(map_BCHW)
+    torch.testing.assert_close(encoder.trunk(x_BCHW), map_BCHW)
+    assert not torch.allclose(peer(x_BCHW), map_BCHW.mean((2, 3)), rtol=1e-2)
+
+
+def test_the_wide_resnet_is_that_of_its_paper() -> None:
+    """The forward pass of the published code, which is written with functions of the state."""
+    trunk = wide_resnet_trunk(16, 2).eval()
+    with torch.no_grad():
+        for parameter in trunk.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in trunk.named_buffers():
+            if name.endswith(("mean", "var")):
+                buffer.add_(torch.rand_like(buffer))
+    state = trunk.state_dict()
+
+    def norm_relu(x: Tensor, name: str) -> Tensor:
+        weight, bias, mean, var = (state[f"{name}.{key}"] for key in ("weight", "bias", "running_mean", "running_var"))
+        scale = weight / (var + 1e-5).sqrt()
+        return F.relu(x * scale[:, None, None] + (bias - mean * scale)[:, None, None])
+
+    x = torch.rand(2, 3, 12, 12)
+    out = F.conv2d(x, state["conv1.weight"], padding=1)
+    for stage in (1, 2, 3):
+        for block in (0, 1):
+            base, stride = f"layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
+            first = norm_relu(out, f"{base}.bn1")
+            second = norm_relu(F.conv2d(first, state[f"{base}.conv1.weight"], None, stride, 1), f"{base}.bn2")
+            shortcut = state.get(f"{base}.shortcut.weight")
+            assert (shortcut is not None) == (block == 0)
+            out = out if shortcut is None else F.conv2d(first, shortcut, None, stride)
+            out = out + F.conv2d(second, state[f"{base}.conv2.weight"], padding=1)
+    torch.testing.assert_close(trunk(x), norm_relu(out, "bn1"), rtol=1e-4, atol=1e-4)
+    assert trunk.pool(trunk(x)).shape == (2, trunk.num_channels) == (2, 128)
+    with pytest.raises(ValueError, match="depth is 33; it must be 10, 16"):
+        wide_resnet_trunk(33, 2)
+
+
+def small_encoders() -> list[tuple[str, Encoder]]:
+    """One of each family and form, narrow."""
+
+    def with_trunk(trunk: Any) -> Encoder:
+        head = nn.Linear(trunk.num_channels, 128)
+        return Encoder(trunk, head, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4)).eval()
+
+    block = torchvision.models.resnet.Bottleneck
+    return [
+        ("resnet10", build_encoder(SMALL).eval()),
+        ("standard", with_trunk(resnet_trunk(block, (1, 1, 1, 1), form="standard", width=4))),
+        ("wrn", with_trunk(wide_resnet_trunk(10, 1))),
+    ]
+
+
+@pytest.mark.parametrize(("name", "encoder"), small_encoders(), ids=lambda value: value if type(value) is str else "")
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (28, 28), (33, 17), (8, 64)])
-def test_sizes_of_features(height: int, width: int) -> None:
-    encoder = build_encoder(SMALL).eval()
+def test_sizes_of_features(name: str, encoder: Encoder, height: int, width: int) -> None:
     views_BCHW = torch.rand(2, 3, height, width)
     assert encoder.features(views_BCHW).shape == (2, encoder.feature_size(height, width))
     assert encoder.pooled(views_BCHW).shape == (2, encoder.pooled_size)
     assert encoder(views_BCHW).shape == (2, 128)
+    assert encoder.mean_C11.device.type == "cpu"
 
 
-def test_feature_size_of_resnet18() -> None:
-    encoder = build_encoder(ResNet18SmallConfig())
-    assert (encoder.feature_size(32, 32), encoder.pooled_size) == (8192, 512)
+def test_published_sizes_of_features() -> None:
+    image, sound = build_encoder(ResNet18SmallConfig()), build_encoder(ResNet18Config(**SPECTROGRAM))
+    assert (image.feature_size(32, 32), image.pooled_size) == (8192, 512)
+    assert (sound.feature_size(64, 64), sound.pooled_size) == (2048, 512)
+    assert build_encoder(WideResNet34x5Config()).feature_size(32, 32) == 320 * 8 * 8
+
+
+def test_the_probe_may_read_the_pooled_map() -> None:
+    encoder = build_encoder(ResNet10Config(width=4, probe_reads="pooled")).eval()
+    views_BCHW = torch.rand(2, 3, 24, 24)
+    assert torch.equal(encoder.features(views_BCHW), encoder.pooled(views_BCHW))
+    assert encoder.feature_size(24, 24) == encoder.pooled_size == 32
 
 
 def test_features_are_the_map_whose_mean_is_pooled_in_either_memory_format() -> None:
@@ -101,13 +255,38 @@ def test_normalisation_is_of_the_config_and_not_of_the_checkpoint() -> None:
     torch.testing.assert_close(encoder(views_BCHW), neutral((views_BCHW - 0.5) * 4))
 
 
-def test_config_chooses_encoder_and_batch_norm() -> None:
-    adapter: TypeAdapter[ResNet18SmallConfig | ResNet10Config] = TypeAdapter(EncoderConfig)
-    for batch_norm, expected in [("synchronized", SynchronizedBatchNorm2d), ("local", nn.BatchNorm2d)]:
-        config = adapter.validate_python({"kind": "resnet10", "width": 4, "batch_norm": batch_norm})
-        norms = [module for module in build_encoder(config).modules() if isinstance(module, nn.BatchNorm2d)]
-        assert {type(norm) for norm in norms} == {expected}
-        assert len(norms) == 12
-    for wrong in ({"kind": "resnet11"}, {"kind": "resnet10", "width": 0}, {"kind": "resnet10", "std": (0.2, 0.2, 0)}):
-        with pytest.raises(ValidationError):
-            adapter.validate_python(wrong)
+def test_one_channel() -> None:
+    encoder = build_encoder(ResNet10Config(width=4, in_channels=1, mean=(-90.293,), std=(11.799,))).eval()
+    assert encoder(torch.rand(2, 1, 16, 16)).shape == (2, 128)
+    for wrong, views_BCHW in [(encoder, torch.rand(2, 3, 16, 16)), (build_encoder(SMALL), torch.rand(2, 1, 16, 16))]:
+        with pytest.raises(ValueError, match=r"the encoder takes [13] channels \(in_channels\), got views"):
+            wrong(views_BCHW)
+    with pytest.raises(UserError, match="encoder: in_channels is 1, but there are 3 numbers in mean and 3 in std;"):
+        ResNet18Config.parse({"in_channels": 1}, where="encoder")
+
+
+@pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
+def test_config_chooses_encoder_and_batch_norm(batch_norm: str) -> None:
+    config = CONFIGS.validate_python({"kind": "resnet10", "width": 4, "batch_norm": batch_norm})
+    norms = [module for module in build_encoder(config).modules() if isinstance(module, nn.BatchNorm2d)]
+    assert {type(norm) for norm in norms} == {
+        SynchronizedBatchNorm2d if batch_norm == "synchronized" else nn.BatchNorm2d
+    }
+    assert len(norms) == 12
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "resnet11"},
+        {"kind": "resnet10", "width": 0},
+        {"kind": "resnet10", "std": (0.2, 0.2, 0)},
+        {"kind": "resnet10", "in_channels": 2, "mean": (0, 0), "std": (1, 1)},
+        {"kind": "resnet10", "head": "linear"},
+        {"kind": "wrn_34_5", "stem_relu": False},
+    ],
+    ids=str,
+)
+def test_wrong_configs(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        CONFIGS.validate_python(wrong)

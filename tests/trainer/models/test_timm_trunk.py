@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.errors import UserError
+from tests.gloo import run_ranks
+from trainer.distributed.collectives import rank
+from trainer.models import Encoder, TimmConfig, build_encoder
+from trainer.models.batch_norm import SynchronizedBatchNorm2d
+from trainer.models.timm_trunk import TimmTrunk
+
+timm = pytest.importorskip("timm")
+
+VIT = TimmConfig(name="test_vit", options={"img_size": 32, "patch_size": 8})
+
+
+def test_a_vision_transformer_is_timms_and_learns_throughout() -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(VIT)
+    peer = timm.create_model("test_vit", num_classes=0, img_size=32, patch_size=8)
+    assert isinstance(encoder.trunk, TimmTrunk)
+    peer.load_state_dict(encoder.trunk.model.state_dict())
+    views_BCHW = torch.rand(2, 3, 32, 32)
+    normalised_BCHW = (views_BCHW - encoder.mean_C11) / encoder.std_C11
+    torch.testing.assert_close(encoder.pooled(views_BCHW), peer(normalised_BCHW))
+    assert torch.equal(encoder.features(views_BCHW), encoder.pooled(views_BCHW))
+    assert encoder(views_BCHW).shape == (2, 128)
+    encoder(views_BCHW).square().sum().backward()
+    assert not [name for name, parameter in encoder.named_parameters() if parameter.grad is None]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("test_vit", {"img_size": 32, "patch_size": 8}, 17 * 64),
+        ("test_resnet", {}, 96),
+        ("test_convnext", {}, 64),
+        ("test_efficientnet", {}, 256),
+        ("mobilenetv3_small_050", {}, 288),  # its pooled vector is wider than its map
+    ],
+)
+def test_maps_of_tokens_and_of_pixels(name: str, options: dict[str, Any], size: int) -> None:
+    views_BCHW = torch.rand(2, 1, 32, 32)
+    channels: dict[str, Any] = {"in_channels": 1, "mean": (0,), "std": (1,)}
+    config = TimmConfig(name=name, options=options, probe_reads="map", **channels)
+    encoder = build_encoder(config).eval()
+    assert encoder.features(views_BCHW).shape == (2, encoder.feature_size(32, 32)) == (2, size)
+    assert encoder.pooled(views_BCHW).shape == (2, encoder.pooled_size)
+    assert encoder(views_BCHW).shape == (2, 128)
+    pooled = build_encoder(config.model_copy(update={"probe_reads": "pooled"})).eval()
+    assert pooled.features(views_BCHW).shape == (2, pooled.feature_size(32, 32)) == (2, encoder.pooled_size)
+
+
+def test_under_autocast_all_that_comes_out_is_float32() -> None:
+    encoder = build_encoder(TimmConfig(name="test_efficientnet", probe_reads="map")).eval()
+    views_BCHW = torch.rand(2, 3, 32, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert encoder.trunk(views_BCHW).dtype == torch.bfloat16
+        outputs = [call(views_BCHW.bfloat16()) for call in (encoder, encoder.features, encoder.pooled)]
+    assert [output.dtype for output in outputs] == [torch.float32] * 3
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    def weights(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return torch.cat([parameter.detach().flatten() for parameter in build_encoder(VIT).parameters()])
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
+    torch.manual_seed(0)
+    local = build_encoder(TimmConfig(name="test_efficientnet", batch_norm="local"))
+    ours = build_encoder(TimmConfig(name="test_efficientnet"))
+    assert not any(isinstance(module, SynchronizedBatchNorm2d) for module in local.modules())
+    norms = [module for module in ours.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms
+    assert all(isinstance(norm, SynchronizedBatchNorm2d) for norm in norms)
+    ours.load_state_dict(local.state_dict())
+    views_BCHW = torch.rand(3, 3, 32, 32)
+    assert torch.equal(ours(views_BCHW), local(views_BCHW))
+    assert all(torch.equal(value, local.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert torch.equal(ours.eval()(views_BCHW), local.eval()(views_BCHW))
+
+
+def seeded_encoder() -> Encoder:
+    torch.manual_seed(0)
+    return build_encoder(TimmConfig(name="test_efficientnet", embedding_size=8)).double()
+
+
+def trained(views_BCHW: Tensor, weights_BD: Tensor) -> dict[str, Tensor]:
+    encoder = seeded_encoder()
+    (encoder(views_BCHW) * weights_BD).sum().backward()
+    gradients = {f"gradient of {name}": p.grad for name, p in encoder.named_parameters() if p.grad is not None}
+    return gradients | {name: buffer for name, buffer in encoder.named_buffers() if name.startswith("trunk")}
+
+
+def trained_on_a_rank(parts: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    return trained(*parts[rank()])
+
+
+def test_two_ranks_are_one_process() -> None:
+    torch.manual_seed(1)
+    views_BCHW, weights_BD = torch.rand(8, 3, 32, 32).double(), torch.randn(8, 8).double()
+    views_BCHW[4:] *= 0.3
+    expected = trained(views_BCHW, weights_BD)
+    parts = list(zip(views_BCHW.chunk(2), weights_BD.chunk(2), strict=True))
+    first, second = run_ranks(trained_on_a_rank, 2, parts)
+    for name, value in expected.items():
+        ours = first[name] + second[name] if name.startswith("gradient") else first[name]
+        torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "test_vitt"}, 'name: timm .* has no model "test_vitt"; did you mean "test_vit'),
+        ({"name": "zzzzzzzzzz"}, r"timm\.list_models\(\) names what it has"),
+        ({"name": "test_vit", "options": {"num_classes": 3}}, "num_classes is not free"),
+        ({}, "name: Field required"),
+    ],
+)
+def test_wrong_configs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TimmConfig.parse(settings, where="encoder")
+
+
+def test_options_that_timm_refuses() -> None:
+    with pytest.raises(UserError, match=r'timm cannot build "test_vit" with options \(img_sise=32\): .*img_sise'):
+        build_encoder(TimmConfig(name="test_vit", options={"img_sise": 32}))
+
+
+def test_a_size_that_the_model_refuses() -> None:
+    options: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 12}
+    encoder = build_encoder(TimmConfig(name="vit_tiny_patch16_224", options=options))
+    assert encoder.feature_size(32, 32) == 12
+    with pytest.raises(UserError, match=r"the encoder cannot take inputs of 64 x 64: Input height \(64\)"):
+        encoder.feature_size(64, 64)
+
+
+def test_batch_norms_that_cannot_be_synchronised() -> None:
+    with pytest.raises(UserError, match="batch norm of type BatchNorm1d cannot be synchronised; set encoder"):
+        build_encoder(TimmConfig(name="levit_128s"))
+    build_encoder(TimmConfig(name="levit_128s", batch_norm="local"))
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"needs the package timm; install it with pip install -e '\.\[timm\]'"):
+        TimmConfig.parse({"name": "test_vit"}, where="encoder")

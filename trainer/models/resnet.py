@@ -1,0 +1,54 @@
+"""Residual networks of torchvision's own blocks, without the classifier (He et al. 2016)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
+
+from torch import nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+from trainer.models.trunk import ConvolutionalTrunk, initialise_convolutions
+
+
+def resnet_trunk(
+    block: type[BasicBlock] | type[Bottleneck],
+    num_blocks: tuple[int, ...],
+    *,
+    form: Literal["standard", "small"],
+    width: int = 64,
+    in_channels: int = 3,
+    stem_relu: bool = True,
+) -> ConvolutionalTrunk:
+    """A stem and `len(num_blocks)` stages of widths w, 2w, 4w, ..., initialised as torchvision does.
+
+    Every stage but the first halves the map. The standard stem is a 7x7 convolution of stride 2 and a max-pooling, so
+    that weights of torchvision's networks load by name; the small one, for small pictures, is a 3x3 convolution of
+    stride 1 (Chen et al. 2020, appendix B.9). `stem_relu` False leaves out the stem's ReLU, as the published code of
+    Huang et al. 2023 does.
+    """
+    small = form == "small"
+    stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False) if small else _large_stem(in_channels, width)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=stem, bn1=nn.BatchNorm2d(width))
+    if stem_relu:
+        layers["relu"] = nn.ReLU(inplace=True)
+    if not small:
+        layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    num_in = width
+    for stage, num in enumerate(num_blocks):
+        num_inside, stride = width * 2**stage, 1 if stage == 0 else 2
+        num_out = num_inside * block.expansion
+        shortcut: nn.Module | None = None
+        if stride != 1 or num_in != num_out:
+            shortcut = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out))
+        blocks = [block(num_in, num_inside, stride, shortcut)]
+        blocks += [block(num_out, num_inside) for _ in range(num - 1)]
+        layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
+        num_in = num_out
+    trunk = ConvolutionalTrunk(layers, num_channels=num_in)
+    initialise_convolutions(trunk)
+    return trunk
+
+
+def _large_stem(in_channels: int, width: int) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=False)

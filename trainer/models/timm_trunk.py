@@ -1,0 +1,104 @@
+"""Any backbone of the package timm (Wightman 2019), which is an optional dependency.
+
+Shapes: B pictures, C channels, H by W pixels.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from data_pipeline.errors import UserError
+from trainer.models.batch_norm import SynchronizedBatchNorm2d, synchronize_batch_norm
+
+OWN_ARGUMENTS = frozenset({"features_only", "in_chans", "num_classes", "pretrained"})
+
+
+def check_timm_name(name: str) -> None:
+    """Raises `UserError` if timm is not installed or has no such model."""
+    timm = _timm()
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f'did you mean "{near[0]}"?' if near else "timm.list_models() names what it has"
+        raise UserError(f'timm {timm.__version__} has no model "{name}"; {hint}')
+
+
+class TimmTrunk(nn.Module):
+    """A timm model without its classifier: (B, `in_channels`, H, W) to what it calls features, a map or tokens.
+
+    `options` are further arguments of `timm.create_model`, such as img_size and patch_size of a vision transformer.
+    The weights come from torch's default generator; pretrained ones are never fetched.
+
+    Raises:
+        UserError: if timm is not installed, has no such model, or refuses the options.
+    """
+
+    def __init__(self, name: str, *, in_channels: int, options: Mapping[str, bool | int | float | str]) -> None:
+        super().__init__()
+        check_timm_name(name)
+        try:
+            self.model: Any = _timm().create_model(
+                name, pretrained=False, num_classes=0, in_chans=in_channels, **options
+            )
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            raise UserError(f'timm cannot build "{name}" with options ({given}): {_one_line(error)}') from None
+        self.num_channels: int = self.model.head_hidden_size
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        features: Tensor = self.model.forward_features(x_BCHW)
+        return features
+
+    def pool(self, features: Tensor) -> Tensor:
+        """What the model would give to its classifier, (B, C): a mean, a class token, and norms that follow."""
+        pooled_BC: Tensor = self.model.forward_head(features, pre_logits=True)
+        return pooled_BC
+
+    def synchronize_batch_norm(self) -> None:
+        """As the function of that name, also for timm's norms with an activation. Raises `UserError` for others."""
+        synchronize_batch_norm(self)
+        with_activation = _timm().layers.BatchNormAct2d
+        for parent in list(self.modules()):
+            for name, child in parent.named_children():
+                if type(child) is with_activation:
+                    setattr(parent, name, _SynchronizedBatchNormAct2d(child))
+        left = {type(m).__name__ for m in self.modules() if isinstance(m, _BatchNorm | nn.SyncBatchNorm)}
+        left -= {SynchronizedBatchNorm2d.__name__, _SynchronizedBatchNormAct2d.__name__}
+        if left:
+            raise UserError(
+                f"batch norm of type {', '.join(sorted(left))} cannot be synchronised; set encoder.batch_norm=local "
+                "(then results depend on the number of ranks) or choose another model"
+            )
+
+
+class _SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):
+    """timm's BatchNormAct2d over the batch of all ranks; the same parameters, buffers and names."""
+
+    def __init__(self, local: Any) -> None:
+        super().__init__(local.num_features, eps=local.eps, momentum=local.momentum)
+        self.drop: nn.Module = local.drop
+        self.act: nn.Module = local.act
+        self.load_state_dict(local.state_dict())
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the base class's name
+        activated_BCHW: Tensor = self.act(self.drop(super().forward(input)))
+        return activated_BCHW
+
+
+def _timm() -> ModuleType:
+    try:
+        return importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        if error.name != "timm":
+            raise
+        raise UserError("this encoder needs the package timm; install it with pip install -e '.[timm]'") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,29 @@
+"""What a trunk is: pictures to its last map, and the map to one vector a picture.
+
+Shapes: B pictures, C channels of the map, H by W pixels.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+
+class ConvolutionalTrunk(nn.Sequential):
+    """Named layers, one after the other: (B, `in_channels`, H, W) to a map (B, `num_channels`, H', W')."""
+
+    def __init__(self, layers: OrderedDict[str, nn.Module], *, num_channels: int) -> None:
+        super().__init__(layers)
+        self.num_channels = num_channels
+
+    def pool(self, map_BCHW: Tensor) -> Tensor:
+        """The mean of the map over its pixels, (B, C)."""
+        return map_BCHW.mean((2, 3))
+
+
+def initialise_convolutions(trunk: nn.Module) -> None:
+    """Redraw every convolution as residual networks want it (He et al. 2015, over the outputs); the rest stays."""
+    for module in trunk.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
