@@ -84,9 +84,10 @@ def test_identity_with_the_distance_to_the_identity_matrix() -> None:
     torch.testing.assert_close(barlow_twins_loss(z_a_BD, z_b_BD), loss, rtol=1e-12, atol=0)
 
 
-def test_constant_dimensions_count_as_uncorrelated() -> None:
+@pytest.mark.parametrize("constant", [0.0, 100.1])
+def test_constant_dimensions_count_as_uncorrelated(constant: float) -> None:
     z_a_BD, z_b_BD = embeddings(7, 3)
-    same = torch.full((7, 2), 100.1)
+    same = torch.full((7, 2), constant)
     wide = [torch.cat([z_BD.detach(), same], dim=1).requires_grad_() for z_BD in (z_a_BD, z_b_BD)]
     value, *gradients = loss_and_gradients(barlow_twins_loss(*wide), *wide)
     expected = loss_and_gradients(barlow_twins_loss(z_a_BD, z_b_BD), z_a_BD, z_b_BD)
@@ -94,6 +95,16 @@ def test_constant_dimensions_count_as_uncorrelated() -> None:
     for grad_BD, expected_BD in zip(gradients, expected[1:], strict=True):
         torch.testing.assert_close(grad_BD[:, :3], expected_BD)
         assert torch.equal(grad_BD[:, 3:], torch.zeros(7, 2))
+
+
+def test_a_dimension_constant_in_one_view_gets_no_gradient_there() -> None:
+    z_a_BD, z_b_BD = embeddings(7, 3)
+    with torch.no_grad():
+        z_a_BD[:, 1] = 100.1
+    grad_a_BD, grad_b_BD = torch.autograd.grad(barlow_twins_loss(z_a_BD, z_b_BD), (z_a_BD, z_b_BD))
+    assert torch.equal(grad_a_BD[:, 1], torch.zeros(7))
+    assert grad_a_BD.abs().max() < 1
+    assert grad_b_BD.abs().max() < 1
 
 
 def test_a_large_mean_costs_no_digits_of_the_loss() -> None:
