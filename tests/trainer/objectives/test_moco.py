@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from lightly.loss import NTXentLoss
+from lightly.models.utils import update_momentum
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from data_pipeline.errors import UserError
+from tests.gloo import run_ranks
+from tests.trainer.objectives.toy_moco import (
+    EMBEDDING_SIZE,
+    pair_of,
+    state_of,
+    toy_encoder,
+    toy_moco,
+    train,
+    training_views,
+)
+from trainer.objectives.moco import MoCoConfig, check, enqueue, moco_loss
+
+
+def is_unchanged(module: nn.Module, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def loss_by_loop(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, temperature: float) -> Tensor:
+    losses = []
+    for z, key in zip(z_BD.double(), keys_BD.double(), strict=True):
+        u = z / z.norm()
+        own = (u @ (key / key.norm()) / temperature).exp()
+        others = torch.stack([(u @ other / temperature).exp() for other in queue_QD.double()])
+        losses.append(-(own / (own + others.sum())).log())
+    return torch.stack(losses).mean()
+
+
+def random_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    z_BD, keys_BD, queue_QD = (torch.randn(num, 6, generator=generator) for num in (7, 7, 12))
+    return 3 * z_BD, keys_BD, nn.functional.normalize(queue_QD, dim=1)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5])
+def test_loss_and_gradient_equal_a_loop_in_float64(temperature: float) -> None:
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
+        z_BD, keys_BD, queue_QD = (tensor.to(dtype) for tensor in random_inputs())
+        ours, theirs = z_BD.clone().requires_grad_(), z_BD.clone().requires_grad_()
+        loss = moco_loss(ours, keys_BD, queue_QD, temperature=temperature)
+        expected = loss_by_loop(theirs, keys_BD, queue_QD, temperature)
+        torch.testing.assert_close(loss.double(), expected, rtol=rtol, atol=0)
+        (grad_BD,), (expected_grad_BD,) = torch.autograd.grad(loss, ours), torch.autograd.grad(expected, theirs)
+        assert (grad_BD - expected_grad_BD).norm() <= rtol * expected_grad_BD.norm()
+
+
+def test_value_worked_out_by_hand() -> None:
+    z_BD, key_BD = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]])
+    queue_QD = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+    expected = math.log(math.exp(1.2) + 1 + math.exp(-2)) - 1.2
+    assert moco_loss(z_BD, key_BD, queue_QD, temperature=0.5).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_autocast_and_low_precision_change_nothing() -> None:
+    z_BD, keys_BD, queue_QD = random_inputs()
+    expected = moco_loss(z_BD, keys_BD, queue_QD, temperature=0.1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(moco_loss(z_BD, keys_BD, queue_QD, temperature=0.1), expected)
+    low = moco_loss(z_BD.bfloat16(), keys_BD.bfloat16(), queue_QD, temperature=0.1)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(
+        low, moco_loss(z_BD.bfloat16().float(), keys_BD.bfloat16().float(), queue_QD, temperature=0.1)
+    )
+
+
+def test_no_gradient_by_keys() -> None:
+    z_BD, keys_BD, queue_QD = (tensor.requires_grad_() for tensor in random_inputs())
+    moco_loss(z_BD, keys_BD, queue_QD.detach(), temperature=0.1).backward()
+    assert z_BD.grad is not None
+    assert keys_BD.grad is None
+
+
+def test_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(4, 3\) and \(3, 3\)"):
+        moco_loss(torch.randn(4, 3), torch.randn(3, 3), torch.randn(8, 3), temperature=0.1)
+
+
+def test_the_queue_forgets_the_oldest_keys() -> None:
+    queue_QD = torch.eye(8)[:6]
+    longer = enqueue(queue_QD, 3 * torch.eye(8)[6:])
+    assert torch.equal(longer, torch.eye(8)[2:])
+    assert torch.equal(queue_QD, torch.eye(8)[:6])
+    with pytest.raises(ValueError, match="a queue of 6 keys holds no whole number of batches of 4"):
+        enqueue(queue_QD, torch.randn(4, 8))
+
+
+def test_a_queue_that_the_batch_does_not_divide_is_refused() -> None:
+    check(MoCoConfig(), 512)
+    check(MoCoConfig(queue_size=512), 512)
+    with pytest.raises(
+        UserError, match=r"queue_size 4096 is no multiple of global_batch_size 100; 4100 is the nearest"
+    ):
+        check(MoCoConfig(), 100)
+    with pytest.raises(UserError, match=r"queue_size 64 .* global_batch_size 256; 256 is the nearest"):
+        check(MoCoConfig(queue_size=64), 256)
+
+
+def test_the_defaults_are_those_of_huang_et_al() -> None:
+    config = MoCoConfig()
+    assert (config.temperature, config.queue_size, config.momentum) == (0.1, 4096, 0.99)
+    assert config.direction == "symmetric"
+    for wrong in ({"momentum": 1.0}, {"temperature": 0.0}, {"queue_size": 0}, {"direction": "both"}):
+        with pytest.raises(ValidationError):
+            MoCoConfig.model_validate(wrong)
+
+
+@pytest.mark.parametrize("direction", ["symmetric", "one_way"])
+def test_training_equals_lightly(direction: str) -> None:
+    """Loss, every gradient, queue and key encoder over four steps, in the order of the published code."""
+    config = MoCoConfig.model_validate({"queue_size": 24, "momentum": 0.9, "direction": direction})
+    ours, theirs = toy_encoder(), toy_encoder()
+    objective = toy_moco(ours, config)
+    their_keys = copy.deepcopy(theirs)
+    peer = NTXentLoss(temperature=0.1, memory_bank_size=(24, EMBEDDING_SIZE)).double()
+    peer.memory_bank.bank.copy_(objective.queue_QD)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    for views_VBCHW in training_views(4):
+        z_VBD = [ours(view_BCHW) for view_BCHW in views_VBCHW]
+        loss = objective(*z_VBD, pair_of(views_VBCHW)).loss
+        losses = []
+        their_z = [theirs(view_BCHW) for view_BCHW in views_VBCHW]
+        for query, key in [(0, 1), (1, 0)][: 1 if direction == "one_way" else 2]:
+            update_momentum(theirs, their_keys, m=0.9)
+            with torch.no_grad():
+                keys_BD = their_keys(views_VBCHW[key])
+            losses.append(peer(their_z[query], keys_BD))
+        expected = torch.stack(losses).mean()
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+        for value, module, optimizer in zip((loss, expected), (ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.autograd.backward(value)
+            assert all(parameter.grad is not None for parameter in module.parameters())
+            optimizer.step()
+        for parameter, twin in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(parameter, twin, rtol=1e-9, atol=1e-12)
+    for value, twin in zip(
+        objective.key_encoder.module.state_dict().values(), their_keys.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(value, twin, rtol=1e-9, atol=1e-12)
+    # Ours begins with the oldest key, theirs with the first place.
+    assert peer.memory_bank.bank_ptr.item() == (16 if direction == "symmetric" else 8)
+    in_order = peer.memory_bank.bank.roll(-int(peer.memory_bank.bank_ptr), 0)
+    torch.testing.assert_close(objective.queue_QD, in_order, rtol=1e-9, atol=1e-12)
+
+
+def test_the_second_key_sees_the_first_in_the_queue() -> None:
+    objective = toy_moco(toy_encoder(), MoCoConfig(queue_size=16))
+    (views_VBCHW,) = training_views(1)
+    z_a_BD, z_b_BD = torch.randn(2, 8, EMBEDDING_SIZE, dtype=torch.float64)
+    before_QD = objective.queue_QD
+    loss = objective(z_a_BD, z_b_BD, pair_of(views_VBCHW)).loss
+    # At the first step the key encoder is the encoder, however often it follows.
+    keys_a_BD, keys_b_BD = (toy_encoder()(view_BCHW).detach() for view_BCHW in views_VBCHW)
+    between_QD = enqueue(before_QD, keys_b_BD)
+    expected = (
+        moco_loss(z_a_BD, keys_b_BD, before_QD, temperature=0.1)
+        + moco_loss(z_b_BD, keys_a_BD, between_QD, temperature=0.1)
+    ) / 2
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(objective.queue_QD, enqueue(between_QD, keys_a_BD), rtol=1e-10, atol=1e-12)
+
+
+def test_a_call_that_may_not_update_leaves_every_bit() -> None:
+    encoder = toy_encoder()
+    objective = toy_moco(encoder, MoCoConfig(queue_size=16, momentum=0.5))
+    first_VBCHW, second_VBCHW = training_views(2)
+    z_VBD = torch.randn(2, 8, EMBEDDING_SIZE, dtype=torch.float64, requires_grad=True)
+    objective(*z_VBD, pair_of(first_VBCHW))
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(1)
+    before = state_of(objective)
+    assert before["key_encoder.module.1.num_batches_tracked"].item() == 2
+    losses = [objective(*z_VBD, pair_of(second_VBCHW, updates_state=False)).loss for _ in range(2)]
+    assert is_unchanged(objective, before)
+    assert torch.equal(*losses)
+    (grad_VBD,) = torch.autograd.grad(losses[0], z_VBD)
+    assert grad_VBD.norm(dim=2).min() > 0
+    objective(*z_VBD, pair_of(second_VBCHW))
+    assert not is_unchanged(objective, before)
+
+
+def test_the_encoder_is_no_part_of_it() -> None:
+    encoder = toy_encoder()
+    objective = toy_moco(encoder, MoCoConfig(queue_size=16))
+    assert encoder not in list(objective.modules())
+    assert not any(parameter.requires_grad for parameter in objective.parameters())
+    assert objective.saved_state().keys() == {"queue_QD"} | {
+        f"key_encoder.module.{key}" for key in encoder.state_dict()
+    }
+
+
+def test_one_way_trains_nothing_of_the_second_view() -> None:
+    objective = toy_moco(toy_encoder(), MoCoConfig(queue_size=16, direction="one_way"))
+    (views_VBCHW,) = training_views(1)
+    z_a_BD, z_b_BD = (torch.randn(8, EMBEDDING_SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    output = objective(z_a_BD, z_b_BD, pair_of(views_VBCHW))
+    output.loss.backward()
+    assert z_a_BD.grad is not None
+    assert z_b_BD.grad is None
+    assert output.metrics.keys() == {"alignment", "positive_probability"}
+    assert output.metrics["positive_probability"].item() == pytest.approx(0.06, abs=0.05)
+
+
+@pytest.mark.parametrize("direction", ["symmetric", "one_way"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_equal_one_process(num_ranks: int, direction: str) -> None:
+    views_TVBCHW = training_views()
+    losses, *expected = train(views_TVBCHW, direction, None)
+    by_rank = run_ranks(train, num_ranks, views_TVBCHW, direction, None)
+    for step, loss in enumerate(losses):
+        of_ranks = torch.stack([rank_losses[step] for rank_losses, *_ in by_rank])
+        assert len(set(of_ranks.tolist())) == num_ranks
+        torch.testing.assert_close(of_ranks.mean(), loss, rtol=1e-9, atol=0)
+    for _, *results in by_rank:
+        for ours, theirs in zip(results, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-11, msg=name)
+    queues = [state["queue_QD"] for *_, state in by_rank]
+    assert all(torch.equal(queue_QD, queues[0]) for queue_QD in queues)
+
+
+def test_what_two_ranks_saved_goes_on_in_one_process_and_on_four() -> None:
+    views_TVBCHW = training_views(6)
+    saved = run_ranks(train, 2, views_TVBCHW[:3], "symmetric", None)[1][3]
+    losses, _, _, expected = train(views_TVBCHW[3:], "symmetric", saved)
+    assert losses != train(views_TVBCHW[3:], "symmetric", None)[0]
+    for *_, state in run_ranks(train, 4, views_TVBCHW[3:], "symmetric", saved):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11, msg=name)

@@ -1,0 +1,126 @@
+"""MoCo: each view must find the other view's key among a queue of keys of earlier batches (He et al. 2020).
+
+Keys come from a momentum copy of the encoder and carry no gradient. The symmetric form is the one of Huang et al. 2023:
+before the keys of either view the copy takes a step towards the encoder, and keys join the queue once they were used.
+So where the second view asks, the first key of the same picture is already among its negatives, as published.
+
+Keys are not shuffled over the ranks: with synchronised batch norm, a batch's statistics know no order. With
+`batch_norm="local"` in the encoder, keys depend on the number of ranks, as its embeddings do.
+
+Shapes: B pictures of this rank, G = B W pictures of all W ranks, Q keys in the queue, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data_pipeline.errors import UserError
+from data_pipeline.schema import Schema
+from trainer.distributed.collectives import all_gather_rows
+from trainer.models.momentum import MomentumCopy
+from trainer.objectives.contrast import unit_pair
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+
+
+class MoCoConfig(Schema):
+    """`momentum` is the key encoder's at every step towards the encoder: two a training step, where symmetric.
+
+    "one_way": the first view asks, the second is the key, once a step; of the second view's embeddings nothing is
+    trained.
+    """
+
+    kind: Literal["moco"] = "moco"
+    temperature: PositiveFloat = 0.1
+    queue_size: PositiveInt = 4096
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    direction: Literal["symmetric", "one_way"] = "symmetric"
+
+
+def check(config: MoCoConfig, global_batch_size: int) -> None:
+    """Raises `UserError` unless the queue holds a whole number of global batches."""
+    if config.queue_size % global_batch_size:
+        nearest_size = max(1, round(config.queue_size / global_batch_size)) * global_batch_size
+        raise UserError(
+            f"objective.queue_size {config.queue_size} is no multiple of global_batch_size {global_batch_size}; "
+            f"{nearest_size} is the nearest"
+        )
+
+
+def moco_loss(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: float) -> Tensor:
+    """A scalar: mean over B of -log softmax of a picture's own key, among that key and those in the queue.
+
+    With a process group, `z_BD` and `keys_BD` are this rank's part of the batch, and the queue is the same on all
+    ranks; the mean of the ranks' losses is the loss of the whole batch. There is no gradient by keys and queue.
+
+    Args:
+        z_BD, keys_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+        queue_QD: (Q, D) unit vectors.
+
+    Raises:
+        ValueError: for embeddings that are not (B, D) and alike.
+
+    Examples:
+        >>> z, key = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]])
+        >>> round(moco_loss(z, key, torch.tensor([[0.0, 1.0]]), temperature=0.5).item(), 4)
+        0.2633
+    """
+    return -_log_probability_of_own_key(z_BD, keys_BD, queue_QD, temperature).mean()
+
+
+def enqueue(queue_QD: Tensor, keys_BD: Tensor) -> Tensor:
+    """A new queue, the oldest key first: without its first G, and with the keys of all ranks at its end, in rank order.
+
+    `keys_BD` may be of any length, the queue's are unit vectors. Raises `ValueError` if G does not divide Q.
+    """
+    keys_GD = F.normalize(all_gather_rows(keys_BD.detach().to(queue_QD.dtype)), dim=1)
+    if len(queue_QD) % len(keys_GD):
+        raise ValueError(f"a queue of {len(queue_QD)} keys holds no whole number of batches of {len(keys_GD)}")
+    return torch.cat([queue_QD[len(keys_GD) :], keys_GD])
+
+
+class MoCo(Objective):
+    """Its state: the key encoder and the queue, equal on all ranks and for any number of ranks.
+
+    The queue starts with random directions, drawn from torch's default generator: seed it alike on all ranks.
+    """
+
+    queue_QD: Tensor
+
+    def __init__(self, config: MoCoConfig, *, encoder: nn.Module, embedding_size: int) -> None:
+        super().__init__()
+        self._config = config
+        self.key_encoder = MomentumCopy(encoder, momentum=config.momentum)
+        self.register_buffer("queue_QD", F.normalize(torch.randn(config.queue_size, embedding_size), dim=1))
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
+        directions = [(z_a_BD, pair.views_b_BCHW), (z_b_BD, pair.views_a_BCHW)]
+        log_probability_N = torch.cat(
+            [
+                self._ask(z_BD, views_BCHW, pair.updates_state)
+                for z_BD, views_BCHW in directions[: 1 if self._config.direction == "one_way" else 2]
+            ]
+        )
+        return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD)
+
+    def _ask(self, z_BD: Tensor, views_BCHW: Tensor, updates_state: bool) -> Tensor:
+        """Log-probability of the own keys, which then join the queue."""
+        if updates_state:
+            self.key_encoder.follow()
+        keys_BD = self.key_encoder(views_BCHW, updates_buffers=updates_state)
+        log_probability_B = _log_probability_of_own_key(z_BD, keys_BD, self.queue_QD, self._config.temperature)
+        if updates_state:
+            self.queue_QD = enqueue(self.queue_QD, keys_BD)  # a new tensor: backward still needs the old one
+        return log_probability_B
+
+
+def _log_probability_of_own_key(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, temperature: float) -> Tensor:
+    with torch.autocast(z_BD.device.type, enabled=False):
+        u_BD, unit_keys_BD = unit_pair(z_BD, keys_BD.detach())
+        own_B1 = (u_BD * unit_keys_BD).sum(1, keepdim=True)
+        logits_BC = torch.cat([own_B1, u_BD @ queue_QD.to(u_BD.dtype).T], dim=1) / temperature
+        return F.log_softmax(logits_BC, dim=1)[:, 0]
