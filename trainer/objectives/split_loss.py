@@ -9,13 +9,13 @@ all ranks, N rows of a chunk of anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.schema import Schema
 from trainer.objectives.contrast import scale_of, unit_pair
@@ -113,16 +113,44 @@ def _parts(
 def _log_sums(anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int | None) -> Tensor:
     """Of each anchor, log sum exp of its inner products with all candidates but its own sample's, `own_BV`; (B,)."""
     if chunk_size is None:
-        return _log_sums_of_chunk(anchors_BD, candidates_KD, own_BV)
-    sums = [
-        checkpoint(_log_sums_of_chunk, x_ND, candidates_KD, own_NV, use_reentrant=False, preserve_rng_state=False)
-        for x_ND, own_NV in zip(torch.split(anchors_BD, chunk_size), torch.split(own_BV, chunk_size), strict=True)
-    ]
-    return torch.cat(sums)
+        return _logits(anchors_BD, candidates_KD, own_BV).logsumexp(1)
+    sums_B: Tensor = _ChunkedLogSums.apply(  # type: ignore[no-untyped-call]
+        anchors_BD, candidates_KD, own_BV, chunk_size
+    )
+    return sums_B
 
 
-def _log_sums_of_chunk(anchors_ND: Tensor, candidates_KD: Tensor, own_NV: Tensor) -> Tensor:
+def _logits(anchors_ND: Tensor, candidates_KD: Tensor, own_NV: Tensor) -> Tensor:
     logits_NK = anchors_ND @ candidates_KD.T
     with torch.no_grad():  # a term of 0 has no gradient either, so autograd need not know
-        logits_NK.scatter_(1, own_NV, -torch.inf)
-    return logits_NK.logsumexp(1)
+        return logits_NK.scatter_(1, own_NV, -torch.inf)
+
+
+class _ChunkedLogSums(torch.autograd.Function):
+    """`_log_sums`, a chunk of anchors at a time, whose logits are made once forward and once more backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int) -> Tensor:
+        sums_B = anchors_BD.new_empty(len(anchors_BD))  # one tensor: many small ones would fragment the CPU's memory
+        for rows in _chunks(len(anchors_BD), chunk_size):
+            sums_B[rows] = _logits(anchors_BD[rows], candidates_KD, own_BV[rows]).logsumexp(1)
+        ctx.save_for_backward(anchors_BD, candidates_KD, own_BV, sums_B)
+        ctx.chunk_size = chunk_size
+        return sums_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        anchors_BD, candidates_KD, own_BV, sums_B = ctx.saved_tensors
+        grad_anchors_BD, grad_candidates_KD = torch.empty_like(anchors_BD), torch.zeros_like(candidates_KD)
+        with torch.autocast(anchors_BD.device.type, enabled=False):
+            for rows in _chunks(len(anchors_BD), ctx.chunk_size):
+                weight_NK = _logits(anchors_BD[rows], candidates_KD, own_BV[rows])
+                weight_NK.sub_(sums_B[rows, None]).exp_().mul_(grad_B[rows, None])
+                torch.mm(weight_NK, candidates_KD, out=grad_anchors_BD[rows])
+                grad_candidates_KD.addmm_(weight_NK.T, anchors_BD[rows])
+        return grad_anchors_BD, grad_candidates_KD, None, None
+
+
+def _chunks(num_rows: int, size: int) -> list[slice]:
+    return [slice(first, first + size) for first in range(0, num_rows, size)]
