@@ -77,7 +77,7 @@ def test_autocast_and_low_precision_change_nothing() -> None:
 
 def test_no_gradient_by_keys() -> None:
     z_BD, keys_BD, queue_QD = (tensor.requires_grad_() for tensor in random_inputs())
-    moco_loss(z_BD, keys_BD, queue_QD.detach(), temperature=0.1).backward()
+    torch.autograd.backward(moco_loss(z_BD, keys_BD, queue_QD.detach(), temperature=0.1))
     assert z_BD.grad is not None
     assert keys_BD.grad is None
 
