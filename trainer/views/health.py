@@ -1,19 +1,56 @@
-"""Quantities of views that are cheap to log: has the viewmaker stopped changing pictures, or run into the clamp?"""
+"""Quantities of views that are cheap to log: has the viewmaker stopped changing pictures, or lost its freedom to?
+
+Shapes: B pictures of this rank, C channels, H height, W width.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from data_pipeline.sample import MASK_BOX
+
 
 @torch.no_grad()
-def view_health(views_BCHW: Tensor, images_BCHW: Tensor) -> dict[str, Tensor]:
-    """Scalars on the views' device, without waiting for it.
+def view_health(
+    views_a_BCHW: Tensor, views_b_BCHW: Tensor | None, images_BCHW: Tensor, masks_BHW: Tensor | None
+) -> dict[str, Tensor]:
+    """Scalars of this rank's part of the batch, on its device, without waiting for it.
 
-    `budget_spent`: mean |view - image|, after any clamp. `clamped_share`: share of entries at or beyond the limits 0
-    and 1; a viewmaker changes nearly every entry, so one that sits on a limit was clamped there.
+    budget_spent: mean |view - picture|, after any clamp.
+    clamped_share: share of entries that lie between the limits 0 and 1 in the picture and at or beyond them in the
+        view. There a clamp cut the change short. (On a limit in the picture, half of all changes would be cut.)
+    evenness: mean over the pictures of mean |view - picture| / max |view - picture|. It is q where a share q of the
+        entries carries the change, and 1 where all change by as much, as they do behind a saturated tanh.
+    diversity, with `views_b_BCHW`: mean difference between the two views of a picture.
+    inside_over_outside, with `masks_BHW`: mean change inside the boxes of the drawn objects over that outside, 1 where
+        there is nothing to compare. Of a viewmaker that destroys objects it is above 1 (Tamkin et al. 2022).
+
+    Args:
+        views_a_BCHW, views_b_BCHW: first and second views, the latter None where there is one view only.
+        images_BCHW: the pictures that the first views were made from.
+        masks_BHW: uint8, in the levels of `data_pipeline.sample`, of the same pictures; None without masks.
     """
-    return {
-        "budget_spent": (views_BCHW - images_BCHW).abs().mean(),
-        "clamped_share": ((views_BCHW <= 0) | (views_BCHW >= 1)).float().mean(),
+    change_BCHW = (views_a_BCHW - images_BCHW).abs()
+    change_BP = change_BCHW.flatten(1)
+    tiny = torch.finfo(change_BP.dtype).tiny
+    clamped_BCHW = (views_a_BCHW <= 0) | (views_a_BCHW >= 1)
+    health = {
+        "budget_spent": change_BP.mean(),
+        "clamped_share": (clamped_BCHW & (images_BCHW > 0) & (images_BCHW < 1)).float().mean(),
+        "evenness": (change_BP.mean(1) / change_BP.amax(1).clamp_min(tiny)).mean(),
     }
+    if views_b_BCHW is not None:
+        health["diversity"] = (views_a_BCHW - views_b_BCHW).abs().mean()
+    if masks_BHW is not None:
+        health["inside_over_outside"] = _inside_over_outside(change_BCHW.mean(1), masks_BHW >= MASK_BOX)
+    return health
+
+
+def _inside_over_outside(change_BHW: Tensor, inside_BHW: Tensor) -> Tensor:
+    """Mean change where `inside_BHW` over the mean elsewhere; 1 where either is missing or nothing changes outside."""
+    num_inside = inside_BHW.sum()
+    inside = (change_BHW * inside_BHW).sum() / num_inside
+    outside = (change_BHW * ~inside_BHW).sum() / (inside_BHW.numel() - num_inside)
+    ratio = inside / outside
+    return torch.where(ratio.isfinite(), ratio, 1.0)

@@ -2,25 +2,74 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from trainer.views.health import view_health
+
+
+def one_picture(*values: float) -> Tensor:
+    return torch.tensor(values).view(1, 1, 2, -1)
 
 
 def test_health_of_known_views() -> None:
     images = torch.full((1, 1, 2, 2), 0.5)
-    views = torch.tensor([0.5, 0.0, 1.0, 0.7]).view(1, 1, 2, 2).requires_grad_()
-    health = view_health(views, images)
+    views_a = one_picture(0.5, 0.0, 1.0, 0.7).requires_grad_()
+    views_b = one_picture(0.5, 0.4, 0.8, 0.7)
+    masks = torch.tensor([[[MASK_OUTSIDE, MASK_BOX], [MASK_OBJECT, MASK_OUTSIDE]]], dtype=torch.uint8)
+    health = view_health(views_a, views_b, images, masks)
     assert {name: float(value) for name, value in health.items()} == pytest.approx(
-        {"budget_spent": 0.3, "clamped_share": 0.5}
+        {
+            "budget_spent": 0.3,
+            "clamped_share": 0.5,
+            "evenness": 0.3 / 0.5,
+            "diversity": 0.15,
+            "inside_over_outside": 0.5 / 0.1,
+        }
     )
     assert not any(value.requires_grad for value in health.values())
 
 
-def test_a_collapsed_viewmaker_spends_nothing() -> None:
+def test_what_needs_a_second_view_or_masks_is_left_out_without_them() -> None:
     images = torch.rand(4, 3, 8, 8)
-    assert view_health(images, images)["budget_spent"] == 0
+    assert set(view_health(images, None, images, None)) == {"budget_spent", "clamped_share", "evenness"}
+
+
+def test_views_that_are_the_pictures() -> None:
+    images = torch.rand(4, 3, 8, 8)
+    masks = torch.full((4, 8, 8), MASK_OUTSIDE, dtype=torch.uint8)
+    masks[:, 2:4] = MASK_BOX
+    health = {name: float(value) for name, value in view_health(images, images, images, masks).items()}
+    unchanged = {"budget_spent": 0, "clamped_share": 0, "evenness": 0, "diversity": 0, "inside_over_outside": 1}
+    assert health == unchanged
+
+
+@pytest.mark.parametrize("level", [MASK_OUTSIDE, MASK_BOX])
+def test_without_an_inside_or_an_outside_nothing_is_compared(level: int) -> None:
+    views, images = torch.rand(4, 3, 8, 8), torch.rand(4, 3, 8, 8)
+    masks = torch.full((4, 8, 8), level, dtype=torch.uint8)
+    assert view_health(views, None, images, masks)["inside_over_outside"] == 1
 
 
 def test_views_without_a_clamp_count_what_lies_beyond() -> None:
-    views = torch.tensor([-0.1, 0.2, 1.3, 0.4]).view(1, 1, 2, 2)
-    assert view_health(views, torch.zeros(1, 1, 2, 2))["clamped_share"] == 0.5
+    assert view_health(one_picture(-0.1, 0.2, 1.3, 0.4), None, one_picture(0.1, 0.1, 0.9, 0.9), None)[
+        "clamped_share"
+    ] == pytest.approx(0.5)
+
+
+def test_what_is_black_or_white_in_the_picture_was_not_clamped() -> None:
+    assert view_health(one_picture(0.0, 0.0, 1.0, 0.4), None, one_picture(0.0, 0.1, 1.0, 1.0), None)[
+        "clamped_share"
+    ] == pytest.approx(0.25)
+
+
+def test_evenness_is_the_share_that_carries_the_change() -> None:
+    images, views = torch.full((2, 1, 4, 5), 0.5), torch.full((2, 1, 4, 5), 0.5)
+    views[0, 0, 0] += 0.1  # a quarter of the first picture
+    views[1] -= 0.2
+    assert view_health(views, None, images, None)["evenness"] == pytest.approx((0.25 + 1) / 2, rel=1e-5)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    views, masks = torch.empty(4, 3, 8, 8, device="meta"), torch.empty(4, 8, 8, dtype=torch.uint8, device="meta")
+    assert all(value.shape == () for value in view_health(views, views, views, masks).values())

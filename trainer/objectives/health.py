@@ -1,0 +1,68 @@
+"""Quantities of embeddings that are cheap to log: has the encoder collapsed, to a point or to a few directions?
+
+Shapes: B pictures of this rank, G pictures of all ranks, N rows, D dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.distributed.collectives import all_gather_rows, world_size
+from trainer.objectives.contrast import unit_pair
+
+MAX_PICTURES = 256
+
+
+@torch.no_grad()
+def embedding_health(z_a_BD: Tensor, z_b_BD: Tensor) -> dict[str, Tensor]:
+    """Scalars of the embeddings of both views, at unit length; float64 on their device.
+
+    effective_rank: of the embeddings of both views (`effective_rank`), from 1 to D or their number.
+    mean_norm: length of the mean embedding, 1 where all coincide.
+    alignment: mean cosine of the two views of a picture, 1 where they coincide: 1 - half of the squared distance that
+        Wang and Isola (2020) call alignment.
+    uniformity: of each view's embeddings (`uniformity`), the mean of the two.
+
+    Every rank calls this at the same time, with equally many pictures, and gets the same values: one collective gathers
+    the pictures of all ranks, or if those are more than `MAX_PICTURES` the first few of each rank, so that the cost
+    does not grow with the batch. Values need two pictures at least.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type.
+
+    Raises:
+        ValueError: for embeddings that are not (B, D) and alike.
+    """
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        num_rows = max(1, MAX_PICTURES // world_size())
+        u_a_BD, u_b_BD = unit_pair(z_a_BD[:num_rows], z_b_BD[:num_rows])
+        u_a_GD, u_b_GD = all_gather_rows(torch.cat([u_a_BD, u_b_BD], dim=1)).double().chunk(2, dim=1)
+        u_ND = torch.cat([u_a_GD, u_b_GD])
+        return {
+            "effective_rank": effective_rank(u_ND),
+            "mean_norm": u_ND.mean(0).norm(),
+            "alignment": (u_a_GD * u_b_GD).sum(1).mean(),
+            "uniformity": (uniformity(u_a_GD) + uniformity(u_b_GD)) / 2,
+        }
+
+
+def effective_rank(x_ND: Tensor) -> Tensor:
+    """exp(entropy of the singular values, scaled to a sum of 1), a scalar (Roy and Vetterli 2007); not centred.
+
+    It is k for k equal singular values, 1 for a matrix of zeros, NaN where an entry is not finite. Float64 in, for the
+    values come from the eigenvalues of the smaller of `x @ x.T` and `x.T @ x`, which squares them.
+    """
+    gram_KK = x_ND @ x_ND.T if len(x_ND) < x_ND.shape[1] else x_ND.T @ x_ND
+    singular_K = torch.linalg.eigvalsh(gram_KK.nan_to_num()).clamp_min(0).sqrt()
+    share_K = singular_K / singular_K.sum().clamp_min(torch.finfo(x_ND.dtype).tiny)
+    rank = torch.special.entr(share_K).sum().exp()
+    return torch.where(gram_KK.isfinite().all(), rank, torch.nan)
+
+
+def uniformity(u_ND: Tensor) -> Tensor:
+    """log of the mean over all pairs of exp(-2 |u_i - u_j|^2), a scalar (Wang and Isola 2020, with t = 2).
+
+    0 where all rows coincide; near -4 for unit vectors in random directions of many dimensions.
+    """
+    return torch.pdist(u_ND).square().mul(-2).exp().mean().log()
