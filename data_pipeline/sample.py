@@ -84,7 +84,8 @@ class Batch:
         inputs_a: what the first view is made from: pictures (B, C, H, W) uint8, or waveforms (B, T) float32.
         inputs_b: what the second view is made from: the same tensor object, except where the overlay is drawn for each
             view (`noise_per_view` in the spoken digits).
-        masks_BHW: (B, H, W) uint8, levels as above, of `inputs_a`; None for sounds, and zeros where nothing was drawn.
+        masks_BHW, masks_b_BHW: (B, H, W) uint8, levels as above, of `inputs_a` and of `inputs_b`; None for sounds, and
+            zeros where nothing was drawn.
         label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` where there is none. `label_overlay_B` is of `inputs_a`.
         bad: samples that this rank should have read for this batch and could not; others stand in their places.
     """
@@ -95,6 +96,7 @@ class Batch:
     inputs_a: torch.Tensor
     inputs_b: torch.Tensor
     masks_BHW: torch.Tensor | None
+    masks_b_BHW: torch.Tensor | None
     label_base_B: torch.Tensor
     label_overlay_B: torch.Tensor
     bad: tuple[BadSample, ...] = ()
@@ -115,13 +117,18 @@ class Batch:
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         inputs_a = move(self.inputs_a)
+        masks_BHW = None if self.masks_BHW is None else move(self.masks_BHW)
+        masks_b_BHW = masks_BHW
+        if self.masks_b_BHW is not None and self.masks_b_BHW is not self.masks_BHW:
+            masks_b_BHW = move(self.masks_b_BHW)
         return Batch(
             step=self.step,
             epoch=self.epoch,
             index_B=move(self.index_B),
             inputs_a=inputs_a,
             inputs_b=inputs_a if self.inputs_b is self.inputs_a else move(self.inputs_b),
-            masks_BHW=None if self.masks_BHW is None else move(self.masks_BHW),
+            masks_BHW=masks_BHW,
+            masks_b_BHW=masks_b_BHW,
             label_base_B=move(self.label_base_B),
             label_overlay_B=move(self.label_overlay_B),
             bad=self.bad,

@@ -278,6 +278,7 @@ class _Draws:
             inputs_a=inputs_a,
             inputs_b=inputs_b,
             masks_BHW=rows.masks_BHW,
+            masks_b_BHW=rows.masks_BHW,
             label_base_B=rows.label_base_B,
             label_overlay_B=rows.label_overlay_B,
             bad=bad,
@@ -310,10 +311,11 @@ class _Draws:
                 inputs_a=view_a.inputs,
                 inputs_b=view_b.inputs,
                 masks_BHW=view_a.masks_BHW,
+                masks_b_BHW=view_b.masks_BHW,
                 label_overlay_B=view_a.label_B,
             )
         masks_BHW = no_mask(inputs_a) if clean.masks_BHW is None and not is_sound else clean.masks_BHW
-        return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW)
+        return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW, masks_b_BHW=masks_BHW)
 
 
 class _FetchAhead:

@@ -19,7 +19,7 @@ from data_pipeline.schema import Schema
 from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
 from trainer.models.encoder import EncoderConfig
-from trainer.objectives import ObjectiveConfig
+from trainer.objectives import MoCoConfig, ObjectiveConfig, moco
 from trainer.optim import OptimizerConfig, SGDConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.tracking import TrackingConfig
@@ -88,6 +88,12 @@ class RunConfig(Schema):
                 f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} `adversary`: '
                 "the adversary trains a viewmaker"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_queue_holds_whole_batches(self) -> Self:
+        if isinstance(self.objective, MoCoConfig):
+            moco.check(self.objective, self.global_batch_size)
         return self
 
     @property

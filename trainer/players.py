@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, build_encoder
+from trainer.objectives import Objective, build_objective
 from trainer.views import ViewPolicy, build_view_policy
 from trainer.views.viewmaker import Viewmaker
 
@@ -33,10 +34,24 @@ class Players:
         return encoder | ({"viewmaker": self.viewmaker} if self.viewmaker is not None else {})
 
 
+def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int, device: torch.device) -> Objective:
+    """The run's objective on `device`, beside an encoder that is there already; weights are drawn from its seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        objective = build_objective(
+            config.objective,
+            encoder=encoder,
+            embedding_size=config.encoder.embedding_size,
+            num_samples=num_samples,
+            seed=config.seed,
+        )
+    return objective.to(device, config.parameter_dtype)
+
+
 def build_players(config: RunConfig) -> Players:
     """Untrained players: a function of the config alone, because the initial weights are drawn from its seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder = build_encoder(config.encoder)
-        view_policy = build_view_policy(config.views, image_channels=3)
+        view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels)
     return Players(config=config, step=0, encoder=encoder, view_policy=view_policy)

@@ -20,6 +20,7 @@ from trainer.config import DataConfig, RunConfig, difference, read_config
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
 from trainer.players import Players
 from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
+from trainer.views.viewmaker import check_image_size
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,22 @@ def check_data(config: RunConfig) -> None:
             )
     if train.medium == "sound":
         raise UserError(f'{train_dir} holds sounds, but views of kind "{config.views.kind}" are of pictures')
+    num_channels, height, width = train.input_shape
+    if num_channels != config.encoder.in_channels:
+        raise UserError(
+            f"{train_dir} holds pictures of {num_channels} channels but encoder.in_channels is "
+            f"{config.encoder.in_channels}; set encoder.in_channels={num_channels}"
+        )
+    if config.views.kind == "viewmaker":
+        try:
+            check_image_size(config.views, height=height, width=width)
+        except ValueError as error:
+            raise UserError(f"{train_dir}: {error}") from None
+        if config.views.mask != "none" and train.overlay is None:
+            raise UserError(
+                f"views.mask={config.views.mask} protects what is drawn on a picture, and nothing is drawn on those of "
+                f"{train_dir}; set views.mask=none, or build a dataset with an overlay"
+            )
     asked = "baked" if config.data.overlay == "baked" else "online"
     if train.overlay is not None and train.overlay.drawn != asked:
         raise UserError(

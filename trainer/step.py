@@ -35,15 +35,19 @@ class ImagePair:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves for the log, all detached: metric tensors, and the pictures and first views of this rank."""
+    """What a step leaves for the log, all detached: metric tensors, and this rank's views with what they were made
+    from. `views_b_BCHW` and `masks_BHW` are None where they are of other pictures than the first views, or absent.
+    """
 
     metrics: dict[str, Tensor]
     images_BCHW: Tensor
-    views_BCHW: Tensor
+    views_a_BCHW: Tensor
+    views_b_BCHW: Tensor | None
+    masks_BHW: Tensor | None
 
     def read(self) -> dict[str, Tensor]:
         """The metrics, those of the views included; costs a little, so only logged steps ask for it."""
-        health = view_health(self.views_BCHW, self.images_BCHW)
+        health = view_health(self.views_a_BCHW, self.views_b_BCHW, self.images_BCHW, self.masks_BHW)
         return self.metrics | {f"views/{name}": value for name, value in health.items()}
 
 
@@ -95,7 +99,7 @@ class TrainingStep:
         loss, metrics = self._compare(batch, views_a, views_b)
         self._encoder.backward(loss)
         self._step_learner(learning_rates["encoder"])
-        return StepOutput(metrics, images.a_BCHW, views_a.detach())
+        return self._output(batch, images, metrics, views_a, views_b)
 
     def _simultaneous_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
@@ -107,7 +111,7 @@ class TrainingStep:
         self._encoder.backward(loss)
         self._step_learner(learning_rates["encoder"])
         self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        return StepOutput(metrics, images.a_BCHW, views_a.detach())
+        return self._output(batch, images, metrics, views_a, views_b)
 
     def _alternating_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
@@ -125,7 +129,16 @@ class TrainingStep:
                 viewmaker_loss = -self._config.adversary.weight * loss_after
                 self._viewmaker.backward(viewmaker_loss)
                 self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        return StepOutput(metrics | {"train/viewmaker_loss": viewmaker_loss.detach()}, images.a_BCHW, views_a.detach())
+        metrics |= {"train/viewmaker_loss": viewmaker_loss.detach()}
+        return self._output(batch, images, metrics, views_a, views_b)
+
+    def _output(
+        self, batch: Batch, images: ImagePair, metrics: dict[str, Tensor], views_a: Tensor, views_b: Tensor
+    ) -> StepOutput:
+        shared = images.a_BCHW is images.b_BCHW
+        return StepOutput(
+            metrics, images.a_BCHW, views_a.detach(), views_b.detach() if shared else None, batch.masks_BHW
+        )
 
     def _two_views(self, batch: Batch, images: ImagePair, *, first: int) -> tuple[Tensor, Tensor]:
         """Views number `first` and `first + 1` of every picture."""
@@ -135,7 +148,7 @@ class TrainingStep:
         )
         # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
         with self._autocast(images.a_BCHW.device) if self._viewmaker is not None else contextlib.nullcontext():
-            return self._views(images.a_BCHW, a), self._views(images.b_BCHW, b)
+            return self._views(images.a_BCHW, a, batch.masks_BHW), self._views(images.b_BCHW, b, batch.masks_b_BHW)
 
     def _compare(
         self, batch: Batch, views_a: Tensor, views_b: Tensor, *, updates_state: bool = True

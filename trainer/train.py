@@ -22,9 +22,8 @@ from trainer.checkpoint import restore, save_checkpoint
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, barrier, rank, world_size
 from trainer.distributed.ddp_engine import DDPEngine
-from trainer.objectives import build_objective
 from trainer.optim import learning_rate_at
-from trainer.players import build_players
+from trainer.players import build_players, build_run_objective
 from trainer.preflight import claim, log_start, node_share, on_first_rank, read_manifests
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.rundir import RunDir
@@ -55,7 +54,7 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
         name: DDPEngine(module, optimizer=config.player_optimizers[name])
         for name, module in players.trained_modules.items()
     }
-    objective = build_objective(config.objective).to(device, config.parameter_dtype)
+    objective = build_run_objective(config, players.encoder, num_samples=manifests.train.num_samples, device=device)
     if any(parameter.requires_grad for parameter in objective.parameters()):
         engines["objective"] = DDPEngine(objective, optimizer=config.optimizer)
     training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
