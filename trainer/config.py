@@ -18,6 +18,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
+from trainer.alarms import AlarmConfig
 from trainer.models.encoder import EncoderConfig
 from trainer.objectives import MoCoConfig, ObjectiveConfig, moco
 from trainer.optim import OptimizerConfig, SGDConfig
@@ -78,6 +79,7 @@ class RunConfig(Schema):
     checkpoint_every_steps: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     log_every_steps: PositiveInt = 10
+    alarms: AlarmConfig = AlarmConfig()
     probe: ProbeConfig = ProbeConfig()
     tracking: TrackingConfig = TrackingConfig()
 

@@ -21,6 +21,7 @@ from trainer.adversary import reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.engine import Engine
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
+from trainer.objectives.health import embedding_health
 from trainer.views import ViewPolicy
 from trainer.views.health import view_health
 
@@ -34,6 +35,16 @@ class ImagePair:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """The objective's answer to two views: its loss with gradient, metrics, and the embeddings (B, D) it was given."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    z_a_BD: Tensor
+    z_b_BD: Tensor
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """What a step leaves for the log, all detached: metric tensors, and this rank's views with what they were made
     from. `views_b_BCHW` and `masks_BHW` are None where they are of other pictures than the first views, or absent.
@@ -44,11 +55,21 @@ class StepOutput:
     views_a_BCHW: Tensor
     views_b_BCHW: Tensor | None
     masks_BHW: Tensor | None
+    z_a_BD: Tensor
+    z_b_BD: Tensor
 
     def read(self) -> dict[str, Tensor]:
-        """The metrics, those of the views included; costs a little, so only logged steps ask for it."""
+        """The metrics, those of views and embeddings included; every rank asks for them at the same steps.
+
+        Costs a little, so only logged steps ask.
+        """
         health = view_health(self.views_a_BCHW, self.views_b_BCHW, self.images_BCHW, self.masks_BHW)
-        return self.metrics | {f"views/{name}": value for name, value in health.items()}
+        embeddings = embedding_health(self.z_a_BD, self.z_b_BD)
+        return (
+            self.metrics
+            | {f"views/{name}": value for name, value in health.items()}
+            | {f"embeddings/{name}": value for name, value in embeddings.items()}
+        )
 
 
 class TrainingStep:
@@ -96,10 +117,10 @@ class TrainingStep:
 
     def _expert_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         views_a, views_b = self._two_views(batch, images, first=0)
-        loss, metrics = self._compare(batch, views_a, views_b)
-        self._encoder.backward(loss)
+        compared = self._compare(batch, views_a, views_b)
+        self._encoder.backward(compared.loss)
         self._step_learner(learning_rates["encoder"])
-        return self._output(batch, images, metrics, views_a, views_b)
+        return self._output(batch, images, compared, views_a, views_b)
 
     def _simultaneous_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
@@ -107,11 +128,12 @@ class TrainingStep:
         assert self._config.adversary is not None
         weight = self._config.adversary.weight
         views_a, views_b = self._two_views(batch, images, first=0)
-        loss, metrics = self._compare(batch, reverse_gradient(views_a, weight), reverse_gradient(views_b, weight))
-        self._encoder.backward(loss)
+        compared = self._compare(batch, reverse_gradient(views_a, weight), reverse_gradient(views_b, weight))
+        self._encoder.backward(compared.loss)
         self._step_learner(learning_rates["encoder"])
         self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        return self._output(batch, images, metrics, views_a, views_b)
+        compared.metrics["train/viewmaker_loss"] = -weight * compared.loss.detach()
+        return self._output(batch, images, compared, views_a, views_b)
 
     def _alternating_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
         """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
@@ -119,25 +141,30 @@ class TrainingStep:
         assert self._config.adversary is not None
         with self._viewmaker.frozen():
             views_a, views_b = self._two_views(batch, images, first=0)
-            loss, metrics = self._compare(batch, views_a, views_b)
-            self._encoder.backward(loss)
+            compared = self._compare(batch, views_a, views_b)
+            self._encoder.backward(compared.loss)
             self._step_learner(learning_rates["encoder"])
         with self._learner_frozen():
             for number in range(1, self._config.adversary.viewmaker_steps + 1):
                 views_a, views_b = self._two_views(batch, images, first=2 * number)
-                loss_after, _ = self._compare(batch, views_a, views_b, updates_state=False)
-                viewmaker_loss = -self._config.adversary.weight * loss_after
+                after = self._compare(batch, views_a, views_b, updates_state=False)
+                viewmaker_loss = -self._config.adversary.weight * after.loss
                 self._viewmaker.backward(viewmaker_loss)
                 self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        metrics |= {"train/viewmaker_loss": viewmaker_loss.detach()}
-        return self._output(batch, images, metrics, views_a, views_b)
+        compared.metrics["train/viewmaker_loss"] = viewmaker_loss.detach()
+        return self._output(batch, images, compared, views_a, views_b)
 
     def _output(
-        self, batch: Batch, images: ImagePair, metrics: dict[str, Tensor], views_a: Tensor, views_b: Tensor
+        self, batch: Batch, images: ImagePair, compared: Compared, views_a: Tensor, views_b: Tensor
     ) -> StepOutput:
-        shared = images.a_BCHW is images.b_BCHW
         return StepOutput(
-            metrics, images.a_BCHW, views_a.detach(), views_b.detach() if shared else None, batch.masks_BHW
+            metrics=compared.metrics,
+            images_BCHW=images.a_BCHW,
+            views_a_BCHW=views_a.detach(),
+            views_b_BCHW=views_b.detach() if images.a_BCHW is images.b_BCHW else None,
+            masks_BHW=batch.masks_BHW,
+            z_a_BD=compared.z_a_BD.detach(),
+            z_b_BD=compared.z_b_BD.detach(),
         )
 
     def _two_views(self, batch: Batch, images: ImagePair, *, first: int) -> tuple[Tensor, Tensor]:
@@ -150,20 +177,17 @@ class TrainingStep:
         with self._autocast(images.a_BCHW.device) if self._viewmaker is not None else contextlib.nullcontext():
             return self._views(images.a_BCHW, a, batch.masks_BHW), self._views(images.b_BCHW, b, batch.masks_b_BHW)
 
-    def _compare(
-        self, batch: Batch, views_a: Tensor, views_b: Tensor, *, updates_state: bool = True
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compare(self, batch: Batch, views_a: Tensor, views_b: Tensor, *, updates_state: bool = True) -> Compared:
         with self._autocast(views_a.device):
             if self._config.view_forwards == "two":
                 z_a, z_b = self._encoder(views_a), self._encoder(views_b)
             else:
                 z_a, z_b = self._encoder(torch.cat([views_a, views_b])).chunk(2)
-        pair = ViewPair(views_a.detach(), views_b.detach(), batch.index_B, batch.step, updates_state)
-        output: ObjectiveOutput = self._objective(z_a, z_b, pair)
+            pair = ViewPair(views_a.detach(), views_b.detach(), batch.index_B, batch.step, updates_state)
+            output: ObjectiveOutput = self._objective(z_a, z_b, pair)  # losses leave autocast, a key encoder does not
         metrics = {"train/loss": output.loss.detach()}
-        if self._config.adversary is not None:
-            metrics["train/viewmaker_loss"] = -self._config.adversary.weight * metrics["train/loss"]
-        return output.loss, metrics | {f"train/{name}": value for name, value in output.metrics.items()}
+        metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
+        return Compared(output.loss, metrics, z_a, z_b)
 
     def _step_learner(self, learning_rate: float) -> None:
         for engine in self._learner:

@@ -10,6 +10,7 @@ run directory, or a result that depends on the number of ranks.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from data_pipeline.progress import Progress
 from data_pipeline.stream import Stream, num_steps_per_epoch
+from trainer.alarms import Alarms
 from trainer.bad_samples import BadSamples
 from trainer.checkpoint import restore, save_checkpoint
 from trainer.config import RunConfig
@@ -30,6 +32,8 @@ from trainer.rundir import RunDir
 from trainer.step import TrainingStep
 from trainer.timing import Clock
 from trainer.tracking import Tracker
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
@@ -85,6 +89,7 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
     if first:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
+    alarms = Alarms(config.alarms)
     clock = Clock()
     with Progress(f"train {config.name}", total=num_steps, start=start_step, enabled=first) as progress:
         for batch in clock.timed(stream):
@@ -97,6 +102,8 @@ def _train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command:
             completed, note = batch.step + 1, ""
             if completed % config.log_every_steps == 0 or completed in {1, num_steps}:
                 metrics = _mean_over_ranks(output.read(), step=completed)
+                for alarm in alarms.check(metrics, completed) if first else ():
+                    logger.warning("%s", alarm)
                 metrics["data/bad_samples"] = bad_samples.settle()
                 metrics |= clock.read(num_samples=config.global_batch_size)
                 metrics |= {f"optim/{name}_learning_rate": rate for name, rate in rates.items()}

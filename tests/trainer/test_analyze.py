@@ -112,7 +112,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
 
 def test_a_policy_is_used_in_eval_mode_and_left_in_its_own() -> None:
     class Watched(torch.nn.Module):
-        def forward(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
+        def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor) -> Tensor:
             assert not self.training
             assert not torch.is_grad_enabled()
             return images_BCHW

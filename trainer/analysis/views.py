@@ -96,7 +96,7 @@ def draw_views(
             images_BCHW = to_float(pictures.images_NCHW[rows_B], torch.device("cpu"))
             keys = DrawKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B], view=view)
             image_parts.append(images_BCHW)
-            view_parts.append(policy(images_BCHW, keys).float())
+            view_parts.append(policy(images_BCHW, keys, pictures.masks_NHW[rows_B]).float())
     return torch.cat(image_parts), torch.cat(view_parts)
 
 

@@ -36,16 +36,19 @@ class FeatureEncoder(Protocol):
 
 
 class ViewFunction(Protocol):
-    """What is asked of a view policy: pictures (B, C, H, W) float32 in [0, 1] to views of the same shape."""
+    """What is asked of a view policy: pictures (B, C, H, W) float32 in [0, 1], with their masks, to views of the same
+    shape.
+    """
 
-    def __call__(self, images_BCHW: Tensor, keys: DrawKeys, /) -> Tensor: ...
+    def __call__(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """Pictures (B, C, H, W) uint8 and their labels (B,) int64, on the host."""
+    """Pictures (B, C, H, W) and masks (B, H, W) uint8, and their labels (B,) int64, on the host."""
 
     images_BCHW: Tensor
+    masks_BHW: Tensor
     labels: Mapping[LabelSpace, Tensor]
 
 
@@ -86,9 +89,10 @@ class Pictures:
         """Some rows, with a new overlay where it is online: drawn from `keys(index_B)`."""
         labels: dict[LabelSpace, Tensor] = {space: self.labels(space)[row_B] for space in LABEL_SPACES}
         if self.online is None:
-            return PictureBatch(self.images_NCHW[row_B], labels)
+            return PictureBatch(self.images_NCHW[row_B], self.masks_NHW[row_B], labels)
         drawn = self.online.overlay(self.online.clean_NCHW[row_B], keys(self.index_N[row_B]))
-        return PictureBatch(drawn.inputs, labels | {"overlay": drawn.label_B})
+        assert drawn.masks_BHW is not None
+        return PictureBatch(drawn.inputs, drawn.masks_BHW, labels | {"overlay": drawn.label_B})
 
     def labels(self, space: LabelSpace) -> Tensor:
         return self.label_base_N if space == "base" else self.label_overlay_N

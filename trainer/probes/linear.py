@@ -149,7 +149,9 @@ def probe_linear(
                 batch = train.redraw(row_B, keys)
                 pictures_BCHW = to_float(batch.images_BCHW, device)
                 if config.views == "policy":
-                    pictures_BCHW = view_policy(pictures_BCHW, keys(train.index_N[row_B].to(device)))
+                    pictures_BCHW = view_policy(
+                        pictures_BCHW, keys(train.index_N[row_B].to(device)), batch.masks_BHW.to(device)
+                    )
                 live.train(config.batch_norm == "train")
                 features_BF = live.features(pictures_BCHW)
                 live.eval()

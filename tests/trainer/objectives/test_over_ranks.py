@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank, world_size
 from trainer.models import Encoder, ResNet10Config, build_encoder
+from trainer.models.heads import HeadConfig
 from trainer.objectives import nt_xent_loss, published_nt_xent_loss
 
 # Batch of all ranks B, of one rank L; views are V.
@@ -55,7 +56,7 @@ def test_loss_and_gradients(num_ranks: int, temperature: float) -> None:
 
 def encoder() -> Encoder:
     torch.manual_seed(0)
-    return build_encoder(ResNet10Config(width=4, head="mlp"))
+    return build_encoder(ResNet10Config(width=4, head=HeadConfig(hidden_sizes=(32,))))
 
 
 def parameter_gradients(views_VBCHW: Tensor) -> dict[str, Tensor]:
