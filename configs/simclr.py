@@ -13,10 +13,11 @@ Build the shards first, for example
 
 from __future__ import annotations
 
-from configs.base import PUBLISHED_SGD, data
+from configs.base import PUBLISHED_SGD, data, huang
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNet10Config, ResNet18SmallConfig
-from trainer.objectives import PublishedNTXentConfig
+from trainer.models.heads import HeadConfig
+from trainer.objectives import NTXentConfig, PublishedNTXentConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import ExpertImageConfig
 
@@ -62,6 +63,27 @@ def digits_small() -> RunConfig:
         num_epochs=10,
         channels_last=True,
         probe=ProbeConfig(num_epochs=10),
+    )
+
+
+def huang_cifar10() -> RunConfig:
+    """SimCLR as Huang et al. (2023) train it, on CIFAR-10. Published: 89.76 % by kNN."""
+    return _huang("cifar10")
+
+
+def huang_cifar100() -> RunConfig:
+    """SimCLR as Huang et al. (2023) train it, on CIFAR-100. Published: 57.74 % by kNN."""
+    return _huang("cifar100")
+
+
+def _huang(dataset: str) -> RunConfig:
+    return huang(
+        "simclr-huang",
+        dataset,
+        objective=NTXentConfig(temperature=0.5),
+        learning_rate=0.06,
+        head=HeadConfig(hidden_sizes=(512,)),
+        embedding_size=128,
     )
 
 

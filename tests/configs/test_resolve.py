@@ -10,6 +10,7 @@ import pytest
 from configs.resolve import explain, recipes, resolve_recipe
 from data_pipeline.errors import UserError
 from trainer.config import difference, read_config
+from trainer.models.heads import build_head
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -30,6 +31,31 @@ def test_the_papers_recipes_have_the_published_numbers() -> None:
     assert viewmaker.views.budget == 0.1
     assert viewmaker.adversary is not None
     assert viewmaker.adversary.optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "learning_rate", "num_head_parameters"),
+    [
+        ("simclr:huang_cifar10", 0.06, 328_320),
+        ("moco:cifar10", 0.08, 328_320),
+        ("simsiam:cifar10", 0.05, 5_255_168),
+        ("barlow_twins:cifar10", 0.11, 9_455_616),
+    ],
+)
+def test_the_recipes_of_huang_have_the_published_numbers(
+    name: str, learning_rate: float, num_head_parameters: int
+) -> None:
+    config = resolve_recipe(name)
+    assert (config.global_batch_size, config.num_epochs, config.optimizer.weight_decay) == (512, 800, 5e-4)
+    assert config.optimizer.learning_rate == learning_rate
+    assert config.optimizer.schedule.kind == "cosine"
+    head = build_head(config.encoder.head, 512, config.encoder.embedding_size, batch_norm="local")
+    assert sum(parameter.numel() for parameter in head.parameters()) == num_head_parameters
+
+
+def test_a_queue_that_the_batch_does_not_divide_is_refused() -> None:
+    with pytest.raises(UserError, match=r"objective.queue_size 4096 is no multiple of global_batch_size 500"):
+        resolve_recipe("moco:cifar10", ["global_batch_size=500"])
 
 
 def test_set_overrides_one_setting_and_nothing_else() -> None:
