@@ -4,9 +4,11 @@
 
 Expert views: pairs a second, against torchvision's transforms on PIL pictures (what the original code did) and on
 tensors, one picture after the other. torchvision can also take a whole batch, but then draws once for all of it, which
-is no substitute; it is timed to show what the drawing for each picture costs. Viewmaker: pictures a second, forward and
-backward, against the same network from torch's own layers in the order of the paper. The peers take turns, round by
-round, so that a machine that slows down does so for all; printed are medians. One thread, and its processor time.
+is no substitute; it is timed to show what the drawing for each picture costs. The transforms of Huang et al. (2023),
+each alone and all together: against the same on PIL pictures, where the blur is PIL's, as in their published code.
+Viewmaker: pictures a second, forward and backward, against the same network from torch's own layers in the order of the
+paper. The peers take turns, round by round, so that a machine that slows down does so for all; printed are medians. One
+thread, and its processor time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from PIL import Image, ImageFilter
 from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
@@ -24,7 +27,7 @@ from torchvision.transforms.v2 import functional as tv
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import run_command
 from tests.trainer.views.viewmaker_as_written import AsWritten
-from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, ExpertImageConfig, huang_views
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 
@@ -54,6 +57,29 @@ def expert_peers(images_BCHW: Tensor) -> Mapping[str, Callable[[], object]]:
     }
 
 
+def huang_peers(images_BCHW: Tensor, letters: str) -> Mapping[str, Callable[[], object]]:
+    """Each makes two views of every picture."""
+    policy = ExpertImage(huang_views(letters))
+    transforms = {
+        "a": v2.RandomResizedCrop(images_BCHW.shape[-1], scale=(0.08, 1.0)),
+        "e": v2.RandomHorizontalFlip(),
+        "d": v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+        "c": v2.RandomGrayscale(0.2),
+        "b": v2.RandomApply([v2.Lambda(blur_on_pil, Image.Image)], p=0.5),
+    }
+    chosen = [transform for letter, transform in transforms.items() if letter in letters]
+    on_pil = v2.Compose([*chosen, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
+    pictures = [tv.to_pil_image(image) for image in images_BCHW]
+    return {
+        "torchvision on PIL": lambda: torch.stack([on_pil(picture) for picture in pictures * 2]),
+        "ours": lambda: [policy(images_BCHW, keys(len(images_BCHW), view=view)) for view in range(2)],
+    }
+
+
+def blur_on_pil(picture: Image.Image) -> Image.Image:
+    return picture.filter(ImageFilter.GaussianBlur(radius=1))
+
+
 def viewmaker_peers(images_BCHW: Tensor, config: ViewmakerConfig) -> Mapping[str, Callable[[], object]]:
     viewmaker = Viewmaker(config, image_channels=images_BCHW.shape[1])
     as_written = AsWritten(viewmaker)
@@ -80,8 +106,10 @@ def main() -> None:
     # Until a large block was freed once, as in any training, glibc returns freed memory to the system, at a cost.
     large = torch.ones(30 << 18)
     del large
+    huang = [*HUANG_LETTERS, HUANG_LETTERS]
     groups = {
         "expert views (two of each picture)": expert_peers(images_BCHW),
+        **{f'expert views "{letters}" of Huang et al.': huang_peers(images_BCHW, letters) for letters in huang},
         "viewmaker, forward and backward": viewmaker_peers(images_BCHW, ViewmakerConfig()),
         "viewmaker of half the width": viewmaker_peers(images_BCHW, ViewmakerConfig(base_width=16)),
     }

@@ -1,12 +1,14 @@
-"""Expert views of pictures: crop, colour jitter, grayscale, blur and flip of a whole batch at once.
+"""Expert views of pictures: crop, flip, colour jitter, grayscale and blur of a whole batch at once, or any of them.
 
-The policy and its order are those of contrastive learning (Chen et al. 2020) in the strength that "Feature Dropout"
-(Tamkin et al. 2022) used. Every operation has the meaning of torchvision's transform of the same name, in floating
-point: nothing is rounded to 256 levels between operations, as a chain of PIL pictures is.
+The default policy is that of contrastive learning (Chen et al. 2020) in the strength that "Feature Dropout" (Tamkin et
+al. 2022) used; `huang_views` has those of Huang et al. (2023), who compare the transforms alone and composed. Every
+operation has the meaning of torchvision's transform of the same name, in floating point: nothing is rounded to 256
+levels between operations, as a chain of PIL pictures is.
 
 What makes it fast: crop, blur and flip are linear along rows and columns, so each is a (size, size) matrix for every
 sample, and the batch needs four batched matrix products instead of gathers. Brightness, contrast and saturation are one
-formula with other coefficients, so a random order costs six cheap passes and a single change of hue.
+formula with other coefficients, so a random order costs six cheap passes and a single change of hue. An operation that
+the config switches off is neither drawn nor computed, and changes no draw of the others.
 
 Legend: B samples, C = 3 channels, H rows, W columns, P pixels of an axis before an operation, Q after it.
 """
@@ -27,6 +29,7 @@ from data_pipeline.schema import Schema
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
 
+HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
 CROP_ATTEMPTS = 10
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as PIL; torchvision's tensors use 0.2989
@@ -47,12 +50,16 @@ _PURPOSE = 0
 
 
 class ExpertImageConfig(Schema):
-    """The published policy: the crop's share of the area and its aspect (width / height, log-uniform), the strengths of
-    torchvision's ColorJitter, the blur's sigma in pixels (uniform), and the probability of each operation.
+    """The crop's share of the area (None: no crop) and its aspect (width / height, log-uniform), the strengths of
+    torchvision's ColorJitter, the blur, and the probability of each operation, of which 0 switches it off.
+
+    A "gaussian" blur has a sigma in pixels, uniform in `blur_sigma`. The "constant" one is what PIL's GaussianBlur of
+    radius 1 computes, without its rounding: the published code of Huang et al. (2023) draws a radius of 1.28 to 1.92
+    for pictures of 32 pixels, but rounds it down.
     """
 
     kind: Literal["expert_image"] = "expert_image"
-    area: tuple[float, float] = (0.2, 1.0)
+    area: tuple[float, float] | None = (0.2, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     jitter_probability: Probability = 0.8
     brightness: Strength = 0.4
@@ -61,53 +68,108 @@ class ExpertImageConfig(Schema):
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     grayscale_probability: Probability = 0.2
     blur_probability: Probability = 0.5
+    blur: Literal["gaussian", "constant"] = "gaussian"
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     flip_probability: Probability = 0.5
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> Self:
-        for name, (low, high) in {"area": self.area, "aspect": self.aspect, "blur_sigma": self.blur_sigma}.items():
+        area = (1.0, 1.0) if self.area is None else self.area
+        for name, (low, high) in {"area": area, "aspect": self.aspect, "blur_sigma": self.blur_sigma}.items():
             if not 0 < low <= high:
                 raise ValueError(f"{name} must be two ascending positive numbers, got {low} and {high}")
-        if self.area[1] > 1:
-            raise ValueError(f"area is a share of the picture, at most 1, got {self.area[1]}")
+        if area[1] > 1:
+            raise ValueError(f"area is a share of the picture, at most 1, got {area[1]}")
         return self
+
+    @property
+    def jitters(self) -> bool:
+        return self.jitter_probability > 0 and any((self.brightness, self.contrast, self.saturation, self.hue))
+
+
+def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: float = 0.8) -> ExpertImageConfig:
+    """The policy of some of the transforms that Huang et al. (2023) compare, named by their letters, in any order.
+
+    a: crop of 0.08 to 1 of the area; b: blur with probability 0.5, constant as in the published code; c: grayscale with
+    probability 0.2; d: colour jitter, of which `strength` multiplies the strengths 0.8, 0.8, 0.8 and 0.2; e: flip with
+    probability 0.5. They happen in the order a, e, d, c, b. The paper's table of colour strengths has the letters "ad",
+    the jitter probability 1, and the strengths 1, 1/2, 1/4 and 1/8.
+
+    Raises:
+        ValueError: other letters, a letter twice or none at all; a strength that is not above 0 and at most 1.25.
+    """
+    if not letters or len(set(letters)) < len(letters) or not set(letters) <= set(HUANG_LETTERS):
+        raise ValueError(f'the views must be one or more letters of "{HUANG_LETTERS}", each once, got "{letters}"')
+    if not 0 < strength <= 1.25:
+        raise ValueError(f"the strength of the colour jitter must be above 0 and at most 1.25, got {strength}")
+    return ExpertImageConfig(
+        area=(0.08, 1.0) if "a" in letters else None,
+        jitter_probability=jitter_probability if "d" in letters else 0.0,
+        brightness=0.8 * strength,
+        contrast=0.8 * strength,
+        saturation=0.8 * strength,
+        hue=0.2 * strength,
+        grayscale_probability=0.2 if "c" in letters else 0.0,
+        blur_probability=0.5 if "b" in letters else 0.0,
+        blur="constant",
+        flip_probability=0.5 if "e" in letters else 0.0,
+    )
 
 
 @dataclass(frozen=True)
-class ExpertDraws:
-    """All that is random in one view of each sample.
-
-    Attributes:
-        top_B, left_B, height_B, width_B: the crop box in whole pixels, float32.
-        factor_B4: factor of brightness, contrast and saturation (1: unchanged), shift of hue in turns (0: unchanged).
-        order_B4: int64, which of the four happens first, second, third, fourth.
-        gray_B: bool.
-        sigma_B: of the blur, in pixels; 0 where there is none.
-        flip_B: bool.
-    """
+class CropDraws:
+    """The crop boxes, (B,) each, in whole pixels, float32."""
 
     top_B: Tensor
     left_B: Tensor
     height_B: Tensor
     width_B: Tensor
+
+
+@dataclass(frozen=True)
+class JitterDraws:
+    """What happens to the colours.
+
+    Attributes:
+        factor_B4: factor of brightness, contrast and saturation (1: unchanged), shift of hue in turns (0: unchanged).
+        order_B4: int64, which of the four happens first, second, third, fourth.
+    """
+
     factor_B4: Tensor
     order_B4: Tensor
-    gray_B: Tensor
-    sigma_B: Tensor
-    flip_B: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertDraws:
+    """All that is random in one view of each sample; None for an operation that is switched off.
+
+    Attributes:
+        crop, jitter: see there.
+        flip_B, gray_B: bool.
+        sigma_B: of the Gaussian blur, in pixels; 0 where there is none.
+        constant_blur_B: bool; None where the blur is Gaussian.
+    """
+
+    crop: CropDraws | None
+    flip_B: Tensor | None
+    jitter: JitterDraws | None
+    gray_B: Tensor | None
+    sigma_B: Tensor | None
+    constant_blur_B: Tensor | None
 
 
 class ExpertImage(nn.Module):
-    """`policy(images_BCHW, keys) -> views_BCHW`; it has no parameters and its draws depend on `keys` alone."""
+    """`policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, and draws that depend on `keys` alone."""
 
     def __init__(self, config: ExpertImageConfig) -> None:
         super().__init__()
         self.config = config
 
     @torch.no_grad()
-    def forward(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
+    def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """One view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised. Not for autocast.
+
+        The masks are those of any view policy; an expert ignores them.
 
         Raises:
             ValueError: the pictures are not square RGB.
@@ -123,42 +185,54 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
 
-    height_B, width_B = _draw_crop_size(config, u["area"], u["aspect"], size=size)
-    top_B = torch.floor(u["place"][:, 0] * (size - height_B + 1))
-    left_B = torch.floor(u["place"][:, 1] * (size - width_B + 1))
-
-    change_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
-    brightness_B, contrast_B, saturation_B, hue_B = change_B4.unbind(dim=1)
-    factors = [1 + config.brightness * brightness_B, 1 + config.contrast * contrast_B]
-    factors += [1 + config.saturation * saturation_B, config.hue * hue_B]
-
-    sigma_B1 = _between(config.blur_sigma, u["sigma"]) * (u["blur"] < config.blur_probability)
+    crop = flip_B = jitter = gray_B = sigma_B = constant_blur_B = None
+    if config.area is not None:
+        height_B, width_B = _draw_crop_size(config.area, config.aspect, u["area"], u["aspect"], size=size)
+        top_B = torch.floor(u["place"][:, 0] * (size - height_B + 1))
+        left_B = torch.floor(u["place"][:, 1] * (size - width_B + 1))
+        crop = CropDraws(top_B=top_B, left_B=left_B, height_B=height_B, width_B=width_B)
+    if config.flip_probability:
+        flip_B = u["flip"][:, 0] < config.flip_probability
+    if config.jitters:
+        change_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
+        brightness_B, contrast_B, saturation_B, hue_B = change_B4.unbind(dim=1)
+        factors = [1 + config.brightness * brightness_B, 1 + config.contrast * contrast_B]
+        factors += [1 + config.saturation * saturation_B, config.hue * hue_B]
+        order_B4 = u["jitter_order"].argsort(dim=1, stable=True)
+        jitter = JitterDraws(factor_B4=torch.stack(factors, dim=1), order_B4=order_B4)
+    if config.grayscale_probability:
+        gray_B = u["grayscale"][:, 0] < config.grayscale_probability
+    if config.blur_probability:
+        blurred_B = u["blur"][:, 0] < config.blur_probability
+        if config.blur == "constant":
+            constant_blur_B = blurred_B
+        else:
+            sigma_B = _between(config.blur_sigma, u["sigma"])[:, 0] * blurred_B
     return ExpertDraws(
-        top_B=top_B,
-        left_B=left_B,
-        height_B=height_B,
-        width_B=width_B,
-        factor_B4=torch.stack(factors, dim=1),
-        order_B4=u["jitter_order"].argsort(dim=1, stable=True),
-        gray_B=u["grayscale"][:, 0] < config.grayscale_probability,
-        sigma_B=sigma_B1[:, 0],
-        flip_B=u["flip"][:, 0] < config.flip_probability,
+        crop=crop, flip_B=flip_B, jitter=jitter, gray_B=gray_B, sigma_B=sigma_B, constant_blur_B=constant_blur_B
     )
 
 
 def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
-    """The views that `draws` describe. The flip, last in the policy, commutes with all but the crop and is part of it.
+    """The views that `draws` describe: crop, flip, jitter, grayscale, blur.
 
-    (B, 3, S, S) float32 in [0, 1] to the same.
+    A flip last of all, as in the default policy's source, is the same: it commutes with all but the crop.
+
+    (B, 3, S, S) float32 in [0, 1] to the same, in memory of its own.
     """
     size = images_BCHW.shape[-1]
-    rows_BQP = crop_matrix(draws.top_B, draws.height_B, size=size)
-    columns_BQP = crop_matrix(draws.left_B, draws.width_B, size=size, mirror_B=draws.flip_B)
-    x_BCHW = apply_matrices(images_BCHW, rows_BQP, columns_BQP)
-    jitter_colour_(x_BCHW, draws.factor_B4, draws.order_B4)
-    x_BCHW.lerp_(luma(x_BCHW), _per_picture(draws.gray_B.to(x_BCHW.dtype)))
-    blur_BQP = blur_matrix(draws.sigma_B, size=size)
-    return apply_matrices(x_BCHW, blur_BQP, blur_BQP)
+    x_BCHW = _crop_and_flip(images_BCHW, draws.crop, draws.flip_B)
+    if draws.jitter is not None:
+        jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
+    if draws.gray_B is not None:
+        x_BCHW.lerp_(luma(x_BCHW), _per_picture(draws.gray_B.to(x_BCHW.dtype)))
+    if draws.sigma_B is not None:
+        blur_BQP = blur_matrix(draws.sigma_B, size=size)
+        x_BCHW = apply_matrices(x_BCHW, blur_BQP, blur_BQP)
+    if draws.constant_blur_B is not None:
+        blur_BQP = constant_blur_matrix(draws.constant_blur_B, size=size)
+        x_BCHW = apply_matrices(x_BCHW, blur_BQP, blur_BQP)
+    return x_BCHW
 
 
 def crop_matrix(start_B: Tensor, length_B: Tensor, *, size: int, mirror_B: Tensor | None = None) -> Tensor:
@@ -191,6 +265,19 @@ def blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     matrix_BQP[:, :, 0] = beyond_BQ.flip(1)
     matrix_BQP[:, :, -1] = beyond_BQ
     return matrix_BQP
+
+
+def constant_blur_matrix(blurred_B: Tensor, *, size: int) -> Tensor:
+    """(B, size, size) weights of PIL's `GaussianBlur(radius=1)` along one axis; the identity where there is no blur.
+
+    PIL takes three box filters whose variances add up to that of the Gaussian. For radius 1 the box is 3/2 pixels wide
+    and has the weights 1/6, 2/3, 1/6; edge pixels are repeated, anew for each of the three.
+    """
+    identity_QP = torch.eye(size, device=blurred_B.device)
+    pixel_Q = torch.arange(size, device=blurred_B.device)
+    above_QP, below_QP = identity_QP[(pixel_Q - 1).clamp_min(0)], identity_QP[(pixel_Q + 1).clamp_max(size - 1)]
+    box_QP = (4 * identity_QP + above_QP + below_QP) / 6
+    return torch.where(blurred_B[:, None, None], box_QP @ box_QP @ box_QP, identity_QP)
 
 
 def apply_matrices(x_BCHW: Tensor, rows_BQP: Tensor, columns_BQP: Tensor) -> Tensor:
@@ -260,12 +347,23 @@ def shift_hue_(x_BCHW: Tensor, turns_B: Tensor) -> Tensor:
     return x_BCHW.clamp_(0, 1).mul_(span_BHW[:, None]).add_(least_BHW[:, None])
 
 
+def _crop_and_flip(images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor | None) -> Tensor:
+    """A contiguous copy, even where there is nothing to do."""
+    if crop is not None:
+        size = images_BCHW.shape[-1]
+        rows_BQP = crop_matrix(crop.top_B, crop.height_B, size=size)
+        columns_BQP = crop_matrix(crop.left_B, crop.width_B, size=size, mirror_B=flip_B)
+        return apply_matrices(images_BCHW, rows_BQP, columns_BQP)
+    x_BCHW = images_BCHW.clone(memory_format=torch.contiguous_format)
+    return x_BCHW if flip_B is None else x_BCHW.lerp_(x_BCHW.flip(3), _per_picture(flip_B.to(x_BCHW.dtype)))
+
+
 def _draw_crop_size(
-    config: ExpertImageConfig, area_BT: Tensor, aspect_BT: Tensor, *, size: int
+    area: tuple[float, float], aspect: tuple[float, float], area_BT: Tensor, aspect_BT: Tensor, *, size: int
 ) -> tuple[Tensor, Tensor]:
     """(height_B, width_B): of T attempts the first whose box fits in the picture; the whole picture if none does."""
-    area_BT = size**2 * _between(config.area, area_BT)
-    aspect_BT = torch.exp(_between((math.log(config.aspect[0]), math.log(config.aspect[1])), aspect_BT))
+    area_BT = size**2 * _between(area, area_BT)
+    aspect_BT = torch.exp(_between((math.log(aspect[0]), math.log(aspect[1])), aspect_BT))
     width_BT = torch.round(torch.sqrt(area_BT * aspect_BT))
     height_BT = torch.round(torch.sqrt(area_BT / aspect_BT))
     fits_BT = (width_BT.minimum(height_BT) > 0) & (width_BT.maximum(height_BT) <= size)

@@ -21,8 +21,10 @@ from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_image import (
     BRIGHTNESS,
     CONTRAST,
+    HUANG_LETTERS,
     HUE,
     SATURATION,
+    CropDraws,
     ExpertDraws,
     ExpertImage,
     ExpertImageConfig,
@@ -30,13 +32,24 @@ from trainer.views.expert_image import (
     apply_matrices,
     blend_,
     blur_matrix,
+    constant_blur_matrix,
     crop_matrix,
     draw,
+    huang_views,
+    jitter_colour_,
     luma,
     shift_hue_,
 )
 
 LUMA_TOLERANCE = 2e-4  # torchvision's tensors weigh red by 0.2989, PIL and we by 0.299
+# Draws for seed 3, epoch 0, view 0 and the samples 0, 1, ...
+GOLDEN_BOXES = [[0, 5, 21, 17], [3, 1, 29, 27]]
+GOLDEN_FACTORS = [
+    [0.7444413900, 1.1300711632, 1.1126406193, 0.0682309046],
+    [1.0770692825, 0.7123368979, 1.0972925425, 0.0276626237],
+]
+GOLDEN_SIGMAS = [0.6579807401, 0.3608081937, 0.6144099236, 0]
+COMPOSED = ["ab", "abc", "abcd", "abcde", "ad", "bcde", "ce"]
 
 
 def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
@@ -55,20 +68,27 @@ def pictures(num: int, *, size: int = 32) -> Tensor:
     return x
 
 
+def box(crop: CropDraws, i: int) -> list[int]:
+    """Sample i's top, left, height and width, as torchvision takes them."""
+    return [int(side[i]) for side in (crop.top_B, crop.left_B, crop.height_B, crop.width_B)]
+
+
 @pytest.mark.parametrize("antialias", [False, True])
 def test_crop_and_flip_equal_torchvision(antialias: bool) -> None:
     """Antialiasing changes nothing, because a crop is never larger than the picture that it is resized to."""
     draws = draw(ExpertImageConfig(area=(0.01, 1.0)), keys(200), size=32)
+    crop, flip_B = draws.crop, draws.flip_B
+    assert crop is not None
+    assert flip_B is not None
     x = pictures(200)
-    rows = crop_matrix(draws.top_B, draws.height_B, size=32)
-    columns = crop_matrix(draws.left_B, draws.width_B, size=32, mirror_B=draws.flip_B)
+    rows = crop_matrix(crop.top_B, crop.height_B, size=32)
+    columns = crop_matrix(crop.left_B, crop.width_B, size=32, mirror_B=flip_B)
     ours = apply_matrices(x, rows, columns)
     for i in range(len(x)):
-        box = [int(side[i]) for side in (draws.top_B, draws.left_B, draws.height_B, draws.width_B)]
         expected = tv.resized_crop(
-            x[i], *box, size=[32, 32], interpolation=InterpolationMode.BILINEAR, antialias=antialias
+            x[i], *box(crop, i), size=[32, 32], interpolation=InterpolationMode.BILINEAR, antialias=antialias
         )
-        expected = tv.horizontal_flip(expected) if draws.flip_B[i] else expected
+        expected = tv.horizontal_flip(expected) if flip_B[i] else expected
         torch.testing.assert_close(ours[i], expected, atol=2e-6, rtol=0)
 
 
@@ -118,24 +138,74 @@ def test_no_blur_is_exactly_nothing() -> None:
     assert torch.equal(blur_matrix(torch.zeros(2), size=32), torch.eye(32).expand(2, 32, 32))
 
 
-def one_by_one(x: Tensor, draws: ExpertDraws, i: int) -> Tensor:
-    """Sample i's view by torchvision's functions in the policy's own order: crop, jitter, grayscale, blur, flip."""
-    box = [int(side[i]) for side in (draws.top_B, draws.left_B, draws.height_B, draws.width_B)]
-    x = tv.resized_crop(x, *box, size=list(x.shape[1:]), antialias=True)
+def on_pil(x: Tensor, change: Callable[[Image.Image], Image.Image]) -> Tensor:
+    """A (3, H, W) picture in [0, 1] changed as a PIL picture of 256 levels."""
+    changed: Tensor = tv.pil_to_tensor(change(tv.to_pil_image((x * 255).round().byte())))
+    return changed / 255
+
+
+def boxes_of_radius_1(x: Tensor, *, rounded: bool = False) -> Tensor:
+    """The three box filters by which PIL blurs with radius 1, along rows, then columns, on repeated edges.
+
+    `rounded`: to 256 levels after each filter, halves to the lower, as PIL does.
+    """
+    for axis in (2, 2, 2, 1, 1, 1):
+        size = x.shape[axis]
+        before, after = (torch.arange(size) - 1).clamp_min(0), (torch.arange(size) + 1).clamp_max(size - 1)
+        x = (x.index_select(axis, before) + 4 * x + x.index_select(axis, after)) / 6
+        if rounded:
+            x = torch.ceil(x * 255 - 0.5 - 1e-4) / 255
+    return x
+
+
+@pytest.mark.parametrize("size", [32, 7, 2])
+def test_constant_blur_is_that_of_pil(size: int) -> None:
+    """Ours are PIL's filters without the rounding, and with it they are PIL's: one level aside, in one pixel of 100."""
+    x = (pictures(40)[..., :size, :size] * 255).round() / 255
+    matrix = constant_blur_matrix(torch.ones(40, dtype=torch.bool), size=size)
+    ours = apply_matrices(x, matrix, matrix)
+    for picture, view in zip(x, ours, strict=True):
+        torch.testing.assert_close(view, boxes_of_radius_1(picture.double()).float(), atol=1e-6, rtol=0)
+    pil = torch.stack(
+        [on_pil(picture, lambda image: image.filter(ImageFilter.GaussianBlur(radius=1))) for picture in x]
+    )
+    with_rounding = torch.stack([boxes_of_radius_1(picture.double(), rounded=True) for picture in x])
+    levels = ((pil - with_rounding) * 255).abs().round()
+    assert levels.max() <= 1
+    assert levels.mean() < 0.01
+    assert (ours - pil).abs().mean() < 1 / 255
+
+
+def test_no_constant_blur_is_exactly_nothing() -> None:
+    assert torch.equal(constant_blur_matrix(torch.zeros(2, dtype=torch.bool), size=32), torch.eye(32).expand(2, 32, 32))
+
+
+def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, flip_last: bool) -> Tensor:
+    """Sample i's view by torchvision's functions in the source's own order: crop, jitter, grayscale, blur, flip, or
+    crop, flip, jitter, grayscale, blur.
+    """
+    flips = draws.flip_B is not None and bool(draws.flip_B[i])
+    if draws.crop is not None:
+        x = tv.resized_crop(x, *box(draws.crop, i), size=list(x.shape[1:]), antialias=True)
+    if flips and not flip_last:
+        x = tv.horizontal_flip(x)
     adjust = {
         BRIGHTNESS: tv.adjust_brightness,
         CONTRAST: tv.adjust_contrast,
         SATURATION: tv.adjust_saturation,
         HUE: tv.adjust_hue,
     }
-    for operation in draws.order_B4[i].tolist():
-        x = adjust[operation](x, float(draws.factor_B4[i, operation]))
-    if draws.gray_B[i]:
+    if draws.jitter is not None:
+        for operation in draws.jitter.order_B4[i].tolist():
+            x = adjust[operation](x, float(draws.jitter.factor_B4[i, operation]))
+    if draws.gray_B is not None and draws.gray_B[i]:
         x = tv.rgb_to_grayscale(x, num_output_channels=3)
-    if draws.sigma_B[i] > 0:
+    if draws.sigma_B is not None and draws.sigma_B[i] > 0:
         wide = tv.pad(x, [30], padding_mode="edge")
         x = tv.gaussian_blur(wide, kernel_size=[31, 31], sigma=[float(draws.sigma_B[i])] * 2)[..., 30:-30, 30:-30]
-    return tv.horizontal_flip(x) if draws.flip_B[i] else x
+    if draws.constant_blur_B is not None and draws.constant_blur_B[i]:
+        x = boxes_of_radius_1(x)
+    return tv.horizontal_flip(x) if flips and flip_last else x
 
 
 @pytest.mark.parametrize("size", [32, 48])
@@ -144,12 +214,57 @@ def test_whole_views_equal_torchvision_one_by_one(size: int) -> None:
     views = ExpertImage(ExpertImageConfig())(x, keys(150))
     assert torch.equal(views, apply_draws(x, draws))
     for i in range(150):
-        torch.testing.assert_close(views[i], one_by_one(x[i], draws, i), atol=5e-4, rtol=0)
+        torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=True), atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("letters", [*HUANG_LETTERS, *COMPOSED])
+def test_views_of_huang_equal_torchvision_one_by_one(letters: str) -> None:
+    config, x = huang_views(letters, strength=1.0), pictures(60)
+    views, draws = ExpertImage(config)(x, keys(60)), draw(config, keys(60), size=32)
+    for i in range(60):
+        torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=False), atol=1e-3, rtol=0)
+    assert (views != x).flatten(1).any(dim=1).double().mean() > 0.1
+
+
+def test_the_default_policy_is_bit_for_bit_what_it_was() -> None:
+    """Runs that were recorded before an operation could be switched off stay what they are."""
+    x, draws = pictures(64), draw(ExpertImageConfig(), keys(64, seed=3), size=32)
+    crop, jitter, sigma_B, gray_B = draws.crop, draws.jitter, draws.sigma_B, draws.gray_B
+    assert crop is not None
+    assert jitter is not None
+    assert sigma_B is not None
+    assert gray_B is not None
+    rows = crop_matrix(crop.top_B, crop.height_B, size=32)
+    columns = crop_matrix(crop.left_B, crop.width_B, size=32, mirror_B=draws.flip_B)
+    expected = jitter_colour_(apply_matrices(x, rows, columns), jitter.factor_B4, jitter.order_B4)
+    expected.lerp_(luma(expected), gray_B.float()[:, None, None, None])
+    blur = blur_matrix(sigma_B, size=32)
+    assert torch.equal(ExpertImage(ExpertImageConfig())(x, keys(64, seed=3)), apply_matrices(expected, blur, blur))
+
+    assert torch.stack(dataclasses.astuple(crop), dim=1)[:2].tolist() == GOLDEN_BOXES
+    torch.testing.assert_close(jitter.factor_B4[:2], torch.tensor(GOLDEN_FACTORS))
+    torch.testing.assert_close(sigma_B[:4], torch.tensor(GOLDEN_SIGMAS))
+
+
+@pytest.mark.parametrize("letters", [*HUANG_LETTERS, "abcd"])
+def test_a_switched_off_operation_changes_no_draw_of_the_others(letters: str) -> None:
+    whole, part = (draw(huang_views(which), keys(50), size=32) for which in (HUANG_LETTERS, letters))
+    fields = {"a": "crop", "b": "constant_blur_B", "c": "gray_B", "d": "jitter", "e": "flip_B"}
+    for letter, field in fields.items():
+        ours, expected = getattr(part, field), getattr(whole, field)
+        if letter not in letters:
+            assert ours is None
+        elif isinstance(ours, Tensor):
+            assert torch.equal(ours, expected)
+        else:
+            for a, b in zip(dataclasses.astuple(ours), dataclasses.astuple(expected), strict=True):
+                assert torch.equal(a, b)
 
 
 def test_every_order_of_the_jitter_is_drawn_equally_often() -> None:
-    order = draw(ExpertImageConfig(), keys(24_000), size=32).order_B4
-    counts = Counter(map(tuple, order.tolist()))
+    jitter = draw(ExpertImageConfig(), keys(24_000), size=32).jitter
+    assert jitter is not None
+    counts = Counter(map(tuple, jitter.order_B4.tolist()))
     assert len(counts) == 24
     chi_square = sum((count - 1000) ** 2 / 1000 for count in counts.values())
     assert chi_square < 49.7  # 23 degrees of freedom, p = 0.001
@@ -161,60 +276,91 @@ def test_crop_boxes_have_torchvisions_law(area: tuple[float, float]) -> None:
     torch.manual_seed(0)
     transform = v2.RandomResizedCrop(32, scale=area)
     theirs = [transform.make_params([torch.empty(3, 32, 32)]) for _ in range(5000)]
-    draws = draw(ExpertImageConfig(area=area), keys(5000), size=32)
+    crop = draw(ExpertImageConfig(area=area), keys(5000), size=32).crop
+    assert crop is not None
     for name, ours in {
-        "height": draws.height_B,
-        "width": draws.width_B,
-        "top": draws.top_B,
-        "left": draws.left_B,
+        "height": crop.height_B,
+        "width": crop.width_B,
+        "top": crop.top_B,
+        "left": crop.left_B,
     }.items():
         assert ks_p_value(ours.numpy(), [box[name] for box in theirs]) > 1e-3, name
     slack = torch.tensor([32 - box["height"] - box["top"] for box in theirs])
-    assert ks_p_value((32 - draws.height_B - draws.top_B).numpy(), slack.numpy()) > 1e-3
+    assert ks_p_value((32 - crop.height_B - crop.top_B).numpy(), slack.numpy()) > 1e-3
     ratio = np.array([box["width"] / box["height"] for box in theirs])
-    assert ks_p_value((draws.width_B.double() / draws.height_B).numpy(), ratio) > 1e-3
+    assert ks_p_value((crop.width_B.double() / crop.height_B).numpy(), ratio) > 1e-3
 
 
-def test_jitter_factors_have_torchvisions_law() -> None:
+@pytest.mark.parametrize(
+    ("config", "theirs"),
+    [
+        (ExpertImageConfig(jitter_probability=1.0), v2.ColorJitter(0.4, 0.4, 0.4, 0.1)),
+        *(
+            (huang_views("ad", strength=s, jitter_probability=1.0), v2.ColorJitter(0.8 * s, 0.8 * s, 0.8 * s, 0.2 * s))
+            for s in (1.25, 1, 1 / 2, 1 / 4, 1 / 8)
+        ),
+    ],
+)
+def test_jitter_factors_have_torchvisions_law(config: ExpertImageConfig, theirs: v2.ColorJitter) -> None:
     torch.manual_seed(0)
-    transform = v2.ColorJitter(0.4, 0.4, 0.4, 0.1)
-    theirs = [transform.make_params([]) for _ in range(5000)]
-    ours = draw(ExpertImageConfig(jitter_probability=1.0), keys(5000), size=32).factor_B4
+    params = [theirs.make_params([]) for _ in range(5000)]
+    jitter = draw(config, keys(5000), size=32).jitter
+    assert jitter is not None
     for operation, name in enumerate(["brightness", "contrast", "saturation", "hue"]):
-        factor = [params[f"{name}_factor"] for params in theirs]
-        assert ks_p_value(ours[:, operation].numpy(), factor) > 1e-3, name
-    correlation = np.corrcoef(ours.numpy().T) - np.eye(4)
+        factor = [drawn[f"{name}_factor"] for drawn in params]
+        assert ks_p_value(jitter.factor_B4[:, operation].numpy(), factor) > 1e-3, name
+    correlation = np.corrcoef(jitter.factor_B4.numpy().T) - np.eye(4)
     assert np.abs(correlation).max() < 4 / 5000**0.5
 
 
-def test_operations_happen_as_often_as_configured() -> None:
+@pytest.mark.parametrize("config", [ExpertImageConfig(), huang_views("abcde")])
+def test_operations_happen_as_often_as_configured(config: ExpertImageConfig) -> None:
     num = 20_000
-    draws = draw(ExpertImageConfig(), keys(num), size=32)
-    happened = torch.stack(
-        [draws.factor_B4[:, HUE] != 0, draws.gray_B, draws.sigma_B > 0, draws.flip_B], dim=1
-    ).double()
+    draws = draw(config, keys(num), size=32)
+    blurred_B = draws.constant_blur_B if draws.sigma_B is None else draws.sigma_B > 0
+    assert draws.jitter is not None
+    assert draws.gray_B is not None
+    assert draws.flip_B is not None
+    assert blurred_B is not None
+    happened = torch.stack([draws.jitter.factor_B4[:, HUE] != 0, draws.gray_B, blurred_B, draws.flip_B], dim=1).double()
     for share, expected in zip(happened.mean(dim=0).tolist(), [0.8, 0.2, 0.5, 0.5], strict=True):
         assert abs(share - expected) < 4 * (expected * (1 - expected) / num) ** 0.5
     assert np.abs(np.corrcoef(happened.numpy().T) - np.eye(4)).max() < 4 / num**0.5
-    sigma = draws.sigma_B[draws.sigma_B > 0]
-    assert ks_p_value(((sigma - 0.1) / 1.9).numpy()) > 1e-3
 
 
-def test_the_whole_policy_has_torchvisions_law() -> None:
+def test_the_blurs_sigma_is_uniform() -> None:
+    sigma_B = draw(ExpertImageConfig(), keys(20_000), size=32).sigma_B
+    assert sigma_B is not None
+    assert ks_p_value(((sigma_B[sigma_B > 0] - 0.1) / 1.9).numpy()) > 1e-3
+
+
+TAMKIN = v2.Compose(
+    [
+        v2.RandomResizedCrop(32, scale=(0.2, 1.0)),
+        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+        v2.RandomGrayscale(0.2),
+        v2.RandomApply([v2.GaussianBlur(kernel_size=17, sigma=(0.1, 2.0))], p=0.5),
+        v2.RandomHorizontalFlip(),
+    ]
+)
+HUANG = v2.Compose(
+    [
+        v2.RandomResizedCrop(32, scale=(0.08, 1.0)),
+        v2.RandomHorizontalFlip(),
+        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+        v2.RandomGrayscale(0.2),
+        v2.RandomApply([v2.Lambda(boxes_of_radius_1)], p=0.5),
+    ]
+)
+
+
+@pytest.mark.parametrize(("config", "pipeline"), [(ExpertImageConfig(), TAMKIN), (huang_views("abcde"), HUANG)])
+def test_the_whole_policy_has_torchvisions_law(config: ExpertImageConfig, pipeline: v2.Compose) -> None:
     """Views of one picture: mean, contrast and colourfulness are distributed as under torchvision's own pipeline."""
     torch.manual_seed(0)
     num, picture = 1000, pictures(2)[1]
-    pipeline = v2.Compose(
-        [
-            v2.RandomResizedCrop(32, scale=(0.2, 1.0)),
-            v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
-            v2.RandomGrayscale(0.2),
-            v2.RandomApply([v2.GaussianBlur(kernel_size=17, sigma=(0.1, 2.0))], p=0.5),
-            v2.RandomHorizontalFlip(),
-        ]
-    )
     theirs = torch.stack([pipeline(picture) for _ in range(num)])
-    ours = ExpertImage(ExpertImageConfig())(picture.expand(num, -1, -1, -1), keys(num))
+    ours = ExpertImage(config)(picture.expand(num, -1, -1, -1), keys(num))
     statistics: dict[str, Callable[[Tensor], Tensor]] = {
         "mean": lambda x: x.mean(dim=(1, 2, 3)),
         "contrast": lambda x: luma(x).std(dim=(1, 2, 3)),
@@ -224,6 +370,15 @@ def test_the_whole_policy_has_torchvisions_law() -> None:
     }
     for name, statistic in statistics.items():
         assert ks_p_value(statistic(ours).numpy(), statistic(theirs).numpy()) > 1e-3, name
+
+
+@pytest.mark.parametrize("config", [ExpertImageConfig(), *(huang_views(letter) for letter in HUANG_LETTERS)])
+def test_masks_and_memory_layout_change_nothing(config: ExpertImageConfig) -> None:
+    policy, x = ExpertImage(config), pictures(16)
+    views = policy(x, keys(16))
+    assert torch.equal(policy(x, keys(16), torch.ones(16, 32, 32, dtype=torch.bool)), views)
+    assert torch.equal(policy(x.to(memory_format=torch.channels_last), keys(16)), views)
+    assert views.is_contiguous()
 
 
 def test_a_view_does_not_depend_on_its_batch() -> None:
@@ -245,11 +400,13 @@ def test_views_repeat_exactly_and_differ_between_keys() -> None:
 def test_views_stay_in_range_and_the_pictures_as_they_were() -> None:
     x = pictures(64)
     before = x.clone()
-    views = ExpertImage(ExpertImageConfig(brightness=1, contrast=1, saturation=1, hue=0.5))(x, keys(64))
-    assert torch.equal(x, before)
-    assert views.dtype == torch.float32
-    assert views.min() >= 0
-    assert views.max() <= 1 + 1e-6
+    strongest = ExpertImageConfig(brightness=1, contrast=1, saturation=1, hue=0.5)
+    for config in (strongest, *(huang_views(letters) for letters in [*HUANG_LETTERS, *COMPOSED])):
+        views = ExpertImage(config)(x, keys(64))
+        assert torch.equal(x, before)
+        assert views.dtype == torch.float32
+        assert views.min() >= 0
+        assert views.max() <= 1 + 1e-6
 
 
 def test_the_whole_area_without_anything_else_is_the_picture() -> None:
@@ -261,10 +418,23 @@ def test_the_whole_area_without_anything_else_is_the_picture() -> None:
     torch.testing.assert_close(ExpertImage(config)(x, keys(500)), x, atol=1e-6, rtol=0)
 
 
-def test_views_are_made_without_waiting_for_the_device() -> None:
+def test_everything_switched_off_is_a_copy_of_the_picture() -> None:
+    config = huang_views("d", jitter_probability=0)
+    x = pictures(8)
+    views = ExpertImage(config)(x, keys(8))
+    assert torch.equal(views, x)
+    assert views.data_ptr() != x.data_ptr()
+    without_strength = config.model_copy(
+        update={"jitter_probability": 1.0, "brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
+    )
+    assert torch.equal(ExpertImage(without_strength)(x, keys(8)), x)
+
+
+@pytest.mark.parametrize("config", [ExpertImageConfig(), *(huang_views(letter) for letter in HUANG_LETTERS)])
+def test_views_are_made_without_waiting_for_the_device(config: ExpertImageConfig) -> None:
     """On the meta device there are shapes and no values: whatever would need a value on the host raises."""
     index = torch.arange(8, device="meta")
-    views = ExpertImage(ExpertImageConfig())(
+    views = ExpertImage(config)(
         torch.empty(8, 3, 32, 32, device="meta"), DrawKeys(seed=0, epoch=0, index_B=index, view=0)
     )
     assert views.shape == (8, 3, 32, 32)
@@ -277,12 +447,34 @@ def test_other_pictures_are_refused() -> None:
         ExpertImage(ExpertImageConfig())(torch.rand(2, 3, 32, 64), keys(2))
 
 
-@pytest.mark.parametrize("wrong", [{"area": (0.5, 0.2)}, {"area": (0.5, 1.5)}, {"blur_sigma": (0, 1)}, {"hue": 0.6}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"area": (0.5, 0.2)},
+        {"area": (0.5, 1.5)},
+        {"area": None, "aspect": (2, 1)},
+        {"blur_sigma": (0, 1)},
+        {"blur": "box"},
+        {"hue": 0.6},
+    ],
+)
 def test_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ExpertImageConfig.model_validate(wrong)
 
 
-def test_config_survives_json() -> None:
-    config = ExpertImageConfig(area=(0.08, 1.0), hue=0.2)
+@pytest.mark.parametrize("letters", ["", "abz", "aab", "default"])
+def test_other_letters_are_refused(letters: str) -> None:
+    with pytest.raises(ValueError, match=f'letters of "abcde", each once, got "{letters}"'):
+        huang_views(letters)
+
+
+@pytest.mark.parametrize("strength", [0.0, -1.0, 1.3, float("nan")])
+def test_other_strengths_are_refused(strength: float) -> None:
+    with pytest.raises(ValueError, match="colour jitter must be above 0 and at most"):
+        huang_views("d", strength=strength)
+
+
+@pytest.mark.parametrize("config", [ExpertImageConfig(area=(0.08, 1.0), hue=0.2), huang_views("de", strength=1)])
+def test_config_survives_json(config: ExpertImageConfig) -> None:
     assert ExpertImageConfig.model_validate_json(config.model_dump_json()) == config
