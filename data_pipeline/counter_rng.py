@@ -9,6 +9,7 @@ finaliser of Steele et al. 2014), so a sample gets the same draws in any batch, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,19 @@ def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tens
     """(B, num) int64 numbers in [0, high), uniform to within high / 2**32; `high` is below 2**31."""
     assert 0 < high < 1 << 31
     return _shift_right(_shift_right(_hash(keys, num, purpose), 32) * high, 32)
+
+
+def normal(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
+    """(B, num) float32 numbers of the standard normal law, at most 5.77 in magnitude.
+
+    By Box and Muller (1958) from one hash for each two of them: its upper 24 bits are the radius, its lower 24 the
+    angle. Devices agree to the rounding of their logarithm and cosine.
+    """
+    bits = _hash(keys, (num + 1) // 2, purpose)
+    share = 1 - _shift_right(bits, 40).to(torch.float32) * 2.0**-24  # above 0, so that it has a logarithm
+    radius = share.log_().mul_(-2).sqrt_()
+    angle = (bits & ((1 << 24) - 1)).to(torch.float32).mul_(2 * math.pi * 2.0**-24)
+    return torch.stack([angle.cos().mul_(radius), angle.sin().mul_(radius)], dim=2).flatten(1)[:, :num]
 
 
 def _hash(keys: DrawKeys, num: int, purpose: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.counter_rng import DrawKeys, integers, uniform
+from data_pipeline.counter_rng import DrawKeys, integers, normal, uniform
 from tests.trainer.views.kolmogorov import ks_p_value
 
 KEYS = DrawKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
@@ -102,6 +102,47 @@ def test_integers_do_not_depend_on_the_batch_or_on_how_many_are_drawn() -> None:
     whole = integers(KEYS, 64, 26, purpose=101)
     some = integers(dataclasses.replace(KEYS, index_B=torch.tensor([399, 17])), 10, 26, purpose=101)
     assert torch.equal(some, whole[[399, 17], :10])
+
+
+def test_normals_have_the_normal_law_with_its_tails() -> None:
+    numbers = normal(KEYS, 501, purpose=0)
+    assert numbers.dtype == torch.float32
+    assert numbers.shape == (400, 501)
+    flat = numbers.flatten().double()
+    assert ks_p_value(torch.special.ndtr(flat).numpy()) > 1e-3
+    for threshold in (2.0, 3.0, 4.0):
+        expected = flat.numel() * 2 * float(torch.special.ndtr(torch.tensor(-threshold, dtype=torch.float64)))
+        assert abs(float((flat.abs() > threshold).sum()) - expected) < 4 * expected**0.5
+    assert flat.abs().max() < 5.77
+    over_index = normal(dataclasses.replace(KEYS, index_B=torch.arange(20_000)), 1, purpose=0)
+    assert ks_p_value(torch.special.ndtr(over_index.flatten().double()).numpy()) > 1e-3
+
+
+@pytest.mark.parametrize("part", ["pair", "index_B", "epoch", "seed", "view", "purpose"])
+def test_neighbouring_normals_are_independent(part: str) -> None:
+    """The two of a pair share a radius: neither they nor their squares may be correlated."""
+    whole = normal(KEYS, 250, purpose=0).double()
+    match part:
+        case "pair":
+            a, b = whole[:, 0::2], whole[:, 1::2]
+        case "index_B":
+            a, b = whole[:-1], whole[1:]
+        case "purpose":
+            a, b = whole, normal(KEYS, 250, purpose=1).double()
+        case _:
+            other = dataclasses.replace(KEYS, **{part: getattr(KEYS, part) + 1})
+            a, b = whole, normal(other, 250, purpose=0).double()
+    for power in (1, 2):
+        correlation = np.corrcoef(a.pow(power).flatten(), b.pow(power).flatten())[0, 1]
+        assert abs(correlation) < 4 / a.numel() ** 0.5, power
+
+
+def test_a_normal_does_not_depend_on_the_batch_or_on_how_many_are_drawn() -> None:
+    whole = normal(KEYS, 64, purpose=2)
+    for num in (1, 9, 10):
+        some = normal(dataclasses.replace(KEYS, index_B=torch.tensor([399, 17])), num, purpose=2)
+        assert some.shape == (2, num)
+        torch.testing.assert_close(some, whole[[399, 17], :num], rtol=1e-6, atol=1e-6)
 
 
 def test_ambient_random_state_is_neither_read_nor_changed() -> None:

@@ -1,0 +1,226 @@
+"""Expert views of sounds after Tamkin et al. (2022): on the spectrogram, or on the waveform before it.
+
+Comes in: waveforms and the keys of their draws. Goes out: normalised log-mel spectrograms, one channel each, which is
+what the encoder sees. `Spectral` silences a range of mel bands and a range of frames, and adds noise to the
+normalised decibels. `Waveform` silences what is outside a crop, and adds white noise to the points, in random order.
+
+Legend: B samples, T points of a waveform, K frequencies of its Fourier transform, M mel bands, N frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
+from torch import Tensor, nn
+
+from data_pipeline.audio.log_mel import MelConfig, log_mel, power_mel
+from data_pipeline.counter_rng import DrawKeys, normal, uniform
+from data_pipeline.schema import Schema
+
+# Of `data_pipeline.counter_rng`: above those of a viewmaker, which may come after `augment` with the same keys.
+_MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE = range(90, 94)
+
+
+class SpectralConfig(Schema):
+    """The widest mask along either axis, and the standard deviation of the noise on the normalised spectrogram.
+
+    A mask's width is uniform from 0 to its maximum, so 0 switches it off; so does a `noise_std` of 0.
+    """
+
+    kind: Literal["spectral"] = "spectral"
+    max_masked_bands: NonNegativeInt = 39
+    max_masked_frames: NonNegativeInt = 39
+    noise_std: NonNegativeFloat = 0.25
+
+
+class WaveformConfig(Schema):
+    """The share of the points that a crop keeps, uniform (None: no crop), and the standard deviation of the noise.
+
+    The published noise is the inverse Fourier transform of normal numbers, whose deviation over 50,000 points is the
+    default here. It does not change with the number of points, because the background sounds do not either.
+    """
+
+    kind: Literal["waveform"] = "waveform"
+    kept: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = (0.08, 1.0)
+    noise_std: NonNegativeFloat = 50_000**-0.5
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> Self:
+        if self.kept is not None and self.kept[0] > self.kept[1]:
+            raise ValueError(f"kept must be two ascending shares, got {self.kept[0]} and {self.kept[1]}")
+        return self
+
+
+@dataclass(frozen=True)
+class MaskDraws:
+    """The silenced ranges, (B,) each, in whole bands and frames, int64."""
+
+    first_band_B: Tensor
+    num_bands_B: Tensor
+    first_frame_B: Tensor
+    num_frames_B: Tensor
+
+
+@dataclass(frozen=True)
+class WaveformDraws:
+    """What happens to a waveform.
+
+    Attributes:
+        first_B, length_B: int64, the points that the crop keeps.
+        crops_last_B: bool, whether the noise is cropped as well.
+    """
+
+    first_B: Tensor
+    length_B: Tensor
+    crops_last_B: Tensor
+
+
+class Spectral(nn.Module):
+    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, and draws that depend on `keys` alone.
+
+    Raises:
+        ValueError: a mask may cover all bands or all frames.
+    """
+
+    def __init__(self, config: SpectralConfig, mel: MelConfig) -> None:
+        super().__init__()
+        for name, widest, size in (
+            ("max_masked_bands", config.max_masked_bands, mel.num_mels),
+            ("max_masked_frames", config.max_masked_frames, mel.num_frames),
+        ):
+            if widest >= size:
+                raise ValueError(f"{name} is {widest}, but it must be below {size}, the size of the spectrogram")
+        self.config, self.mel = config, mel
+
+    @torch.no_grad()
+    def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        """One view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
+
+        Sounds have no masks of objects; an expert ignores them.
+
+        Raises:
+            ValueError: the waveforms do not have the points of the spectrogram.
+        """
+        check_waveforms(waveforms_BT, self.mel)
+        power_BMN = mask_power(power_mel(waveforms_BT, self.mel), draw_masks(self.config, keys, self.mel))
+        views_BMN = log_mel(power_BMN, self.mel)
+        if self.config.noise_std:
+            noise_BX = normal(keys, power_BMN[0].numel(), purpose=_SPECTRAL_NOISE)
+            views_BMN.add_(noise_BX.view_as(views_BMN), alpha=self.config.noise_std)
+        return views_BMN[:, None]
+
+
+class Waveform(nn.Module):
+    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, and draws that depend on `keys` alone."""
+
+    def __init__(self, config: WaveformConfig, mel: MelConfig) -> None:
+        super().__init__()
+        self.config, self.mel = config, mel
+
+    @torch.no_grad()
+    def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        """One view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
+
+        Sounds have no masks of objects; an expert ignores them.
+
+        Raises:
+            ValueError: the waveforms do not have the points of the spectrogram.
+        """
+        return clean_spectrogram(self.augment(waveforms_BT, keys), self.mel)
+
+    @torch.no_grad()
+    def augment(self, waveforms_BT: Tensor, keys: DrawKeys) -> Tensor:
+        """The waveforms of the views, same shape and dtype: what another policy takes that works on top of this one.
+
+        Raises:
+            ValueError: the waveforms do not have the points of the spectrogram.
+        """
+        check_waveforms(waveforms_BT, self.mel)
+        num_points = waveforms_BT.shape[1]
+        noise_BT = None
+        if self.config.noise_std:
+            spectrum_BK = normal(keys, num_points // 2 + 1, purpose=_WHITE_NOISE).to(waveforms_BT.dtype)
+            noise_BT = white_noise(spectrum_BK, num_points, std=self.config.noise_std)
+        return apply_draws(waveforms_BT, noise_BT, draw_waveform(self.config, keys, num_points=num_points))
+
+
+def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
+    """The picture of each sound as it is: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
+
+    Raises:
+        ValueError: the waveforms do not have the points of the spectrogram.
+    """
+    check_waveforms(waveforms_BT, mel)
+    return log_mel(power_mel(waveforms_BT, mel), mel)[:, None]
+
+
+def check_waveforms(waveforms_BT: Tensor, mel: MelConfig) -> None:
+    """Raises `ValueError` unless the waveforms are (B, T) with the T of the spectrogram."""
+    if waveforms_BT.dim() != 2 or waveforms_BT.shape[1] != mel.num_points:
+        raise ValueError(f"views of sounds need waveforms (B, {mel.num_points}), got {tuple(waveforms_BT.shape)}")
+
+
+def draw_masks(config: SpectralConfig, keys: DrawKeys, mel: MelConfig) -> MaskDraws:
+    """Draw one view's masks for each key: widths uniform from 0 to the maximum, first cells uniform from 0 to
+    size - width - 1.
+    """
+    band_width_B, band_B, frame_width_B, frame_B = uniform(keys, 4, purpose=_MASKS).double().unbind(dim=1)
+    num_bands_B = _pick(band_width_B, config.max_masked_bands + 1)
+    num_frames_B = _pick(frame_width_B, config.max_masked_frames + 1)
+    return MaskDraws(
+        first_band_B=_pick(band_B, mel.num_mels - num_bands_B),
+        num_bands_B=num_bands_B,
+        first_frame_B=_pick(frame_B, mel.num_frames - num_frames_B),
+        num_frames_B=num_frames_B,
+    )
+
+
+def mask_power(power_BMN: Tensor, draws: MaskDraws) -> Tensor:
+    """The power with 0 in the drawn bands and in the drawn frames, in memory of its own; (B, M, N) as it comes."""
+    _, M, N = power_BMN.shape
+    masked_BM = _inside(draws.first_band_B, draws.num_bands_B, M)
+    masked_BN = _inside(draws.first_frame_B, draws.num_frames_B, N)
+    return power_BMN.masked_fill(masked_BM[:, :, None] | masked_BN[:, None, :], 0)
+
+
+def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) -> WaveformDraws:
+    """Draw one view's parameters for each key, for waveforms of `num_points`."""
+    share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
+    low, high = (1.0, 1.0) if config.kept is None else config.kept
+    length_B = torch.floor(num_points * (low + (high - low) * share_B)).long()
+    return WaveformDraws(
+        first_B=_pick(place_B, num_points - length_B + 1), length_B=length_B, crops_last_B=order_B < 0.5
+    )
+
+
+def white_noise(spectrum_BK: Tensor, num_points: int, *, std: float) -> Tensor:
+    """The real inverse Fourier transform of real numbers (B, K = T // 2 + 1): (B, T = num_points), the same backwards.
+
+    For numbers of the standard normal law its points are normal with deviation `std` (the first, and that half-way, are
+    their own mirror images: sqrt(2) of it).
+    """
+    noise_BT: Tensor = torch.fft.irfft(spectrum_BK, n=num_points)
+    return noise_BT.mul_(std * num_points**0.5)
+
+
+def apply_draws(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
+    """The waveforms with 0 outside the crop, every point in its place, plus the noise, cropped if the crop is last."""
+    kept_BT = _inside(draws.first_B, draws.length_B, waveforms_BT.shape[1])
+    cropped_BT = waveforms_BT * kept_BT
+    if noise_BT is None:
+        return cropped_BT
+    return cropped_BT.addcmul_(noise_BT, kept_BT.logical_or_(~draws.crops_last_B[:, None]).to(noise_BT.dtype))
+
+
+def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
+    """(B, size) bool: whether a cell is one of `length` from `first` on."""
+    cell_X = torch.arange(size, device=first_B.device)
+    return (cell_X >= first_B[:, None]) & (cell_X < (first_B + length_B)[:, None])
+
+
+def _pick(share_B: Tensor, num: int | Tensor) -> Tensor:
+    """(B,) int64 from 0 to num - 1, all alike for shares uniform in [0, 1)."""
+    return torch.floor(share_B * num).long()
