@@ -227,11 +227,10 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
     if draws.gray_B is not None:
         x_BCHW.lerp_(luma(x_BCHW), _per_picture(draws.gray_B.to(x_BCHW.dtype)))
     if draws.sigma_B is not None:
-        blur_BQP = blur_matrix(draws.sigma_B, size=size)
-        x_BCHW = apply_matrices(x_BCHW, blur_BQP, blur_BQP)
+        x_BCHW = _apply_to_some(x_BCHW, draws.sigma_B > 0, blur_matrix(draws.sigma_B, size=size))
     if draws.constant_blur_B is not None:
         blur_BQP = constant_blur_matrix(draws.constant_blur_B, size=size)
-        x_BCHW = apply_matrices(x_BCHW, blur_BQP, blur_BQP)
+        x_BCHW = _apply_to_some(x_BCHW, draws.constant_blur_B, blur_BQP)
     return x_BCHW
 
 
@@ -285,6 +284,19 @@ def apply_matrices(x_BCHW: Tensor, rows_BQP: Tensor, columns_BQP: Tensor) -> Ten
     B, C, H, W = x_BCHW.shape
     across_BCHW = torch.bmm(x_BCHW.reshape(B, C * H, W), columns_BQP.mT).view(B, C, H, W)
     return torch.matmul(rows_BQP[:, None], across_BCHW)
+
+
+def _apply_to_some(x_BCHW: Tensor, some_B: Tensor, matrix_BQP: Tensor) -> Tensor:
+    """`matrix @ channel @ matrix.T` of the samples that `some_B` names; the matrices of the others are the identity.
+
+    A CPU leaves the others out and writes into `x`, with the same bits as a result. Elsewhere all are multiplied: to
+    know which ones need not be would mean to wait for the device.
+    """
+    if x_BCHW.device.type != "cpu":
+        return apply_matrices(x_BCHW, matrix_BQP, matrix_BQP)
+    some_S = some_B.nonzero()[:, 0]
+    matrix_SQP = matrix_BQP[some_S]
+    return x_BCHW.index_copy_(0, some_S, apply_matrices(x_BCHW[some_S], matrix_SQP, matrix_SQP))
 
 
 def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tensor:

@@ -388,6 +388,21 @@ def test_a_view_does_not_depend_on_its_batch() -> None:
         assert torch.equal(whole[part], policy(x[part], dataclasses.replace(all_keys, index_B=all_keys.index_B[part])))
 
 
+@pytest.mark.parametrize("policy", [ExpertImageConfig(), huang_views("b")])
+@pytest.mark.parametrize("probability", [0.01, 0.5, 1.0])
+def test_pictures_without_blur_are_left_out(policy: ExpertImageConfig, probability: float) -> None:
+    """The same bits as with the identity for a blur, down to a batch of which no picture is blurred."""
+    config = policy.model_copy(update={"blur_probability": probability})
+    x, draws = pictures(16), draw(config, keys(16), size=32)
+    if draws.sigma_B is not None:
+        matrix = blur_matrix(draws.sigma_B, size=32)
+    else:
+        assert draws.constant_blur_B is not None
+        matrix = constant_blur_matrix(draws.constant_blur_B, size=32)
+    before = apply_draws(x, dataclasses.replace(draws, sigma_B=None, constant_blur_B=None))
+    assert torch.equal(apply_draws(x, draws), apply_matrices(before, matrix, matrix))
+
+
 def test_views_repeat_exactly_and_differ_between_keys() -> None:
     policy, x = ExpertImage(ExpertImageConfig()), pictures(16)
     views = policy(x, keys(16))
