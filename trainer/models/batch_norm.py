@@ -47,6 +47,14 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
         return out_BCHW
 
 
+class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
+    """`nn.BatchNorm1d` of rows (B, C) whose batch, in training mode, is that of all ranks."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  the base class's name
+        if input.dim() != 2:
+            raise ValueError(f"batch norm of a head expects rows (B, C), got {tuple(input.shape)}")
+
+
 def synchronize_batch_norm(module: nn.Module) -> nn.Module:
     """Replace every `nn.BatchNorm2d` inside `module`, in place; a state_dict fits before and after."""
     for name, child in module.named_children():

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
-from torch import Tensor, nn
+from torch import nn
 
 from data_pipeline.schema import Schema
-from trainer.models.batch_norm import SynchronizedBatchNorm2d
+from trainer.models.batch_norm import SynchronizedBatchNorm1d
 
 
 class HeadConfig(Schema):
@@ -33,14 +33,6 @@ class HeadConfig(Schema):
         if self.batch_norm and not self.hidden_sizes:
             raise ValueError("batch_norm follows hidden layers, of which there are none; set hidden_sizes as well")
         return self
-
-
-class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
-    """`nn.BatchNorm1d` of rows (B, C) whose batch, in training mode, is that of all ranks."""
-
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  the base class's name
-        if input.dim() != 2:
-            raise ValueError(f"batch norm of a head expects rows (B, C), got {tuple(input.shape)}")
 
 
 def build_head(

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank, world_size
-from trainer.models.batch_norm import SynchronizedBatchNorm2d
-from trainer.models.heads import HeadConfig, SynchronizedBatchNorm1d, build_head
+from trainer.models.batch_norm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
+from trainer.models.heads import HeadConfig, build_head
 
 WITH_NORMS = HeadConfig(hidden_sizes=(6, 7), batch_norm=True, output_batch_norm=True)
 
