@@ -2,7 +2,8 @@
 
 Comes in: waveforms and the keys of their draws. Goes out: normalised log-mel spectrograms, one channel each, which is
 what the encoder sees. `Spectral` silences a range of mel bands and a range of frames, and adds noise to the
-normalised decibels. `Waveform` silences what is outside a crop, and adds white noise to the points, in random order.
+normalised decibels. `Waveform` silences what is outside a crop, and adds white noise to the points, in random order;
+before that it can change speed and pitch, which the paper names and its published code leaves out.
 
 Legend: B samples, T points of a waveform, K frequencies of its Fourier transform, M mel bands, N frames.
 """
@@ -19,9 +20,14 @@ from torch import Tensor, nn
 from data_pipeline.audio.log_mel import MelConfig, log_mel, power_mel
 from data_pipeline.counter_rng import DrawKeys, normal, uniform
 from data_pipeline.schema import Schema
+from trainer.views.speed_and_pitch import change_pitch, change_speed
 
 # Of `data_pipeline.counter_rng`: above those of a viewmaker, which may come after `augment` with the same keys.
-_MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE = range(90, 94)
+_MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE, _SPEED_AND_PITCH = range(90, 95)
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Speed = Annotated[float, Field(ge=0.5, le=2)]
+Semitones = Annotated[float, Field(ge=-12, le=12)]
 
 
 class SpectralConfig(Schema):
@@ -41,16 +47,23 @@ class WaveformConfig(Schema):
 
     The published noise is the inverse Fourier transform of normal numbers, whose deviation over 50,000 points is the
     default here. It does not change with the number of points, because the background sounds do not either.
+
+    speed: how many times as fast a sound is played, and so as much higher, uniform (None: as it is). One that becomes
+        longer loses its end.
+    semitones: how much higher a sound is made at the same speed, uniform (None: as it is).
     """
 
     kind: Literal["waveform"] = "waveform"
-    kept: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = (0.08, 1.0)
+    kept: tuple[Share, Share] | None = (0.08, 1.0)
     noise_std: NonNegativeFloat = 50_000**-0.5
+    speed: tuple[Speed, Speed] | None = None
+    semitones: tuple[Semitones, Semitones] | None = None
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> Self:
-        if self.kept is not None and self.kept[0] > self.kept[1]:
-            raise ValueError(f"kept must be two ascending shares, got {self.kept[0]} and {self.kept[1]}")
+        for name, limits in {"kept": self.kept, "speed": self.speed, "semitones": self.semitones}.items():
+            if limits is not None and limits[0] > limits[1]:
+                raise ValueError(f"{name} must be two ascending numbers, got {limits[0]} and {limits[1]}")
         return self
 
 
@@ -69,10 +82,13 @@ class WaveformDraws:
     """What happens to a waveform.
 
     Attributes:
+        speed_B, semitones_B: float64; None where switched off.
         first_B, length_B: int64, the points that the crop keeps.
         crops_last_B: bool, whether the noise is cropped as well.
     """
 
+    speed_B: Tensor | None
+    semitones_B: Tensor | None
     first_B: Tensor
     length_B: Tensor
     crops_last_B: Tensor
@@ -114,11 +130,16 @@ class Spectral(nn.Module):
 
 
 class Waveform(nn.Module):
-    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, and draws that depend on `keys` alone."""
+    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, and draws that depend on `keys` alone.
+
+    A sound is made faster or slower, then higher or lower; then it is cropped and the noise is added, in random order.
+    """
 
     def __init__(self, config: WaveformConfig, mel: MelConfig) -> None:
         super().__init__()
         self.config, self.mel = config, mel
+        self.max_speed = 1.0 if config.speed is None else config.speed[1]
+        self.max_semitones = 0.0 if config.semitones is None else max(map(abs, config.semitones))
 
     @torch.no_grad()
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
@@ -140,11 +161,18 @@ class Waveform(nn.Module):
         """
         check_waveforms(waveforms_BT, self.mel)
         num_points = waveforms_BT.shape[1]
+        draws = draw_waveform(self.config, keys, num_points=num_points)
+        if draws.speed_B is not None:
+            waveforms_BT = change_speed(waveforms_BT, draws.speed_B, max_factor=self.max_speed)
+        if draws.semitones_B is not None:
+            waveforms_BT = change_pitch(
+                waveforms_BT, draws.semitones_B, sample_rate=self.mel.sample_rate, max_semitones=self.max_semitones
+            )
         noise_BT = None
         if self.config.noise_std:
             spectrum_BK = normal(keys, num_points // 2 + 1, purpose=_WHITE_NOISE).to(waveforms_BT.dtype)
             noise_BT = white_noise(spectrum_BK, num_points, std=self.config.noise_std)
-        return apply_draws(waveforms_BT, noise_BT, draw_waveform(self.config, keys, num_points=num_points))
+        return crop_and_add(waveforms_BT, noise_BT, draws)
 
 
 def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
@@ -165,7 +193,7 @@ def check_waveforms(waveforms_BT: Tensor, mel: MelConfig) -> None:
 
 def draw_masks(config: SpectralConfig, keys: DrawKeys, mel: MelConfig) -> MaskDraws:
     """Draw one view's masks for each key: widths uniform from 0 to the maximum, first cells uniform from 0 to
-    size - width - 1.
+    size - width - 1, so that, as published, the last band and the last frame are never masked.
     """
     band_width_B, band_B, frame_width_B, frame_B = uniform(keys, 4, purpose=_MASKS).double().unbind(dim=1)
     num_bands_B = _pick(band_width_B, config.max_masked_bands + 1)
@@ -189,10 +217,14 @@ def mask_power(power_BMN: Tensor, draws: MaskDraws) -> Tensor:
 def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) -> WaveformDraws:
     """Draw one view's parameters for each key, for waveforms of `num_points`."""
     share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
-    low, high = (1.0, 1.0) if config.kept is None else config.kept
-    length_B = torch.floor(num_points * (low + (high - low) * share_B)).long()
+    speed_B, semitones_B = uniform(keys, 2, purpose=_SPEED_AND_PITCH).double().unbind(dim=1)
+    length_B = torch.floor(num_points * _between(config.kept or (1.0, 1.0), share_B)).long()
     return WaveformDraws(
-        first_B=_pick(place_B, num_points - length_B + 1), length_B=length_B, crops_last_B=order_B < 0.5
+        speed_B=None if config.speed is None else _between(config.speed, speed_B),
+        semitones_B=None if config.semitones is None else _between(config.semitones, semitones_B),
+        first_B=_pick(place_B, num_points - length_B + 1),
+        length_B=length_B,
+        crops_last_B=order_B < 0.5,
     )
 
 
@@ -206,7 +238,7 @@ def white_noise(spectrum_BK: Tensor, num_points: int, *, std: float) -> Tensor:
     return noise_BT.mul_(std * num_points**0.5)
 
 
-def apply_draws(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
+def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
     """The waveforms with 0 outside the crop, every point in its place, plus the noise, cropped if the crop is last."""
     kept_BT = _inside(draws.first_B, draws.length_B, waveforms_BT.shape[1])
     cropped_BT = waveforms_BT * kept_BT
@@ -219,6 +251,11 @@ def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
     """(B, size) bool: whether a cell is one of `length` from `first` on."""
     cell_X = torch.arange(size, device=first_B.device)
     return (cell_X >= first_B[:, None]) & (cell_X < (first_B + length_B)[:, None])
+
+
+def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:
+    low, high = limits
+    return low + (high - low) * share_B
 
 
 def _pick(share_B: Tensor, num: int | Tensor) -> Tensor:

@@ -1,0 +1,350 @@
+"""Expert views of sounds against librosa, NumPy and torchaudio one by one, and the laws of what is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import librosa
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from torch import Tensor
+from torchaudio import functional as audio
+
+from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig
+from data_pipeline.counter_rng import DrawKeys, normal
+from tests.trainer.views.kolmogorov import ks_p_value
+from trainer.views.expert_audio import (
+    MaskDraws,
+    Spectral,
+    SpectralConfig,
+    Waveform,
+    WaveformConfig,
+    clean_spectrogram,
+    draw_masks,
+    draw_waveform,
+    mask_power,
+    white_noise,
+)
+from trainer.views.speed_and_pitch import change_pitch, change_speed
+
+MELS = pytest.mark.parametrize("mel", [AUDIOMNIST, FSDD], ids=["audiomnist", "fsdd"])
+POLICIES = pytest.mark.parametrize(
+    "policy",
+    [
+        Spectral(SpectralConfig(), FSDD),
+        Waveform(WaveformConfig(), FSDD),
+        Waveform(WaveformConfig(speed=(0.9, 1.1), semitones=(-2, 2)), FSDD),
+    ],
+    ids=["spectral", "waveform", "speed and pitch"],
+)
+# Draws for seed 3, epoch 0, view 0 and the samples 0 and 1: masks as first band, bands, first frame, frames.
+GOLDEN_MASKS = [[18, 8, 16, 17], [23, 17, 6, 22]]
+GOLDEN_CROPS = [[8808, 40223, 1], [614, 48241, 1]]  # first point, points, whether the crop is last
+Sound = NDArray[np.floating[Any]]
+
+
+def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
+    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
+
+
+def sounds(num: int, mel: MelConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(num, T): noise of all loudnesses, chirps, and chirps that end half-way."""
+    generator = torch.Generator().manual_seed(0)
+    time_T = torch.arange(mel.num_points, dtype=torch.float64) / mel.num_points
+    noise_BT = torch.randn(num, mel.num_points, generator=generator, dtype=torch.float64)
+    noise_BT *= torch.logspace(-4, -1, num, dtype=torch.float64)[:, None]
+    chirp_T = 0.3 * torch.sin(mel.num_points * time_T**2)
+    noise_BT[1::3] = chirp_T
+    noise_BT[2::3] = chirp_T * (time_T < 0.5)
+    return noise_BT.to(dtype)
+
+
+def librosa_log_mel(waveform: Sound, mel: MelConfig, masks: tuple[slice, slice] | None = None) -> Sound:
+    """The published spectrogram of one waveform; bands and frames of `masks` are silenced before the logarithm."""
+    power = librosa.feature.melspectrogram(
+        y=waveform, sr=mel.sample_rate, n_fft=mel.n_fft, hop_length=mel.hop, n_mels=mel.num_mels, pad_mode="constant"
+    )
+    if masks is not None:
+        bands, frames = masks
+        power[bands] = 0
+        power[:, frames] = 0
+    spectrogram: Sound = (librosa.power_to_db(power**2, amin=1e-10, top_db=80.0) - mel.mean) / mel.std
+    return spectrogram
+
+
+@MELS
+def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
+    x = sounds(24, mel, torch.float64)
+    views, draws = Spectral(SpectralConfig(), mel)(x, keys(24)), draw_masks(SpectralConfig(), keys(24), mel)
+    assert views.shape == (24, 1, 64, 64)
+    noise = views[:, 0] - Spectral(SpectralConfig(noise_std=0), mel)(x, keys(24))[:, 0]
+    assert noise.std() == pytest.approx(0.25, rel=0.02)
+    for i in range(24):
+        first_band, num_bands, first_frame, num_frames = (int(part[i]) for part in dataclasses.astuple(draws))
+        bands, frames = slice(first_band, first_band + num_bands), slice(first_frame, first_frame + num_frames)
+        expected = librosa_log_mel(x[i].numpy(), mel, (bands, frames))
+        np.testing.assert_allclose((views[i, 0] - noise[i]).numpy(), expected, rtol=0, atol=1e-3)
+
+
+@MELS
+def test_waveform_views_equal_numpy_and_librosa_one_by_one(mel: MelConfig) -> None:
+    x, num_points = sounds(24, mel, torch.float64), mel.num_points
+    draws = draw_waveform(WaveformConfig(), keys(24), num_points=num_points)
+    noise = Waveform(WaveformConfig(kept=None), mel).augment(torch.zeros_like(x), keys(24))
+    views = Waveform(WaveformConfig(), mel)(x, keys(24))
+    assert views.shape == (24, 1, 64, 64)
+    for i in range(24):
+        first, length = int(draws.first_B[i]), int(draws.length_B[i])
+        outside = np.ones(num_points, dtype=bool)
+        outside[first : first + length] = False
+        waveform = x[i].numpy().copy()
+        if draws.crops_last_B[i]:
+            waveform += noise[i].numpy()
+            waveform[outside] = 0
+        else:
+            waveform[outside] = 0
+            waveform += noise[i].numpy()
+        np.testing.assert_allclose(views[i, 0].numpy(), librosa_log_mel(waveform, mel), rtol=0, atol=1e-3)
+
+
+def test_masks_equal_torchaudio() -> None:
+    """torchaudio draws by itself, so what it drew is read from its result and given to ours."""
+    torch.manual_seed(0)
+    power_BMN = torch.rand(100, 64, 64) + 0.1
+    theirs = torch.stack(
+        [audio.mask_along_axis(audio.mask_along_axis(power[None], 40, 0.0, 1), 40, 0.0, 2)[0] for power in power_BMN]
+    )
+    is_masked = theirs == 0
+    ranges = []
+    for across in (2, 1):
+        of_axis = is_masked.all(dim=across)
+        ranges += [of_axis.to(torch.uint8).argmax(dim=1), of_axis.sum(dim=1)]
+    assert torch.equal(mask_power(power_BMN, MaskDraws(*ranges)), theirs)
+    assert ranges[1].max() > 30
+
+
+@pytest.mark.parametrize("num_points", [50_000, 8_333, 8])
+def test_white_noise_equals_numpys_inverse_transform(num_points: int) -> None:
+    spectrum = torch.randn(3, num_points // 2 + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = np.fft.irfft(spectrum.numpy(), n=num_points)
+    np.testing.assert_allclose(white_noise(spectrum, num_points, std=num_points**-0.5), expected, rtol=0, atol=1e-12)
+
+
+@MELS
+def test_the_noise_has_the_published_deviation_and_level_and_is_the_same_backwards(mel: MelConfig) -> None:
+    silence = torch.zeros(32, mel.num_points, dtype=torch.float64)
+    policy = Waveform(WaveformConfig(kept=None), mel)
+    noise = policy.augment(silence, keys(32))
+    assert noise.std() == pytest.approx(0.00447, rel=0.01)
+    half = noise[:, 1 : mel.num_points // 2]
+    torch.testing.assert_close(half, noise.flip(1)[:, : mel.num_points // 2 - 1], rtol=0, atol=1e-12)
+    assert ks_p_value(torch.special.ndtr(half.flatten()[:20_000] / WaveformConfig().noise_std).numpy()) > 1e-3
+    if mel is AUDIOMNIST:
+        assert policy(silence, keys(32)).mean() == pytest.approx(2.18, abs=0.02)
+
+
+def test_at_48_khz_the_noise_is_the_inverse_transform_of_normals_without_a_factor() -> None:
+    policy = Waveform(WaveformConfig(kept=None), AUDIOMNIST)
+    noise = policy.augment(torch.zeros(2, 50_000, dtype=torch.float64), keys(2))
+    spectrum = np.fft.rfft(noise.numpy())
+    np.testing.assert_allclose(spectrum.imag, 0, atol=1e-9)
+    assert ks_p_value(torch.special.ndtr(torch.from_numpy(spectrum.real.flatten())).numpy()) > 1e-3
+
+
+def test_noise_on_the_spectrogram_is_normal_and_independent_from_cell_to_cell() -> None:
+    x, config = sounds(50, FSDD, torch.float64), SpectralConfig(max_masked_bands=0, max_masked_frames=0)
+    noise = (Spectral(config, FSDD)(x, keys(50)) - clean_spectrogram(x, FSDD))[:, 0] / 0.25
+    assert ks_p_value(torch.special.ndtr(noise.flatten()).numpy()) > 1e-3
+    for a, b in ((noise[:, 1:], noise[:, :-1]), (noise[..., 1:], noise[..., :-1]), (noise[1:], noise[:-1])):
+        assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 4 / a.numel() ** 0.5
+
+
+def test_masks_have_the_published_law() -> None:
+    num, rng = 20_000, np.random.default_rng(0)
+    draws = draw_masks(SpectralConfig(), keys(num), FSDD)
+    widths = rng.integers(0, 40, num)
+    starts = rng.integers(0, 64 - widths)
+    for name, ours in (("bands", draws.num_bands_B), ("frames", draws.num_frames_B)):
+        counts = np.bincount(ours.numpy(), minlength=40)
+        assert len(counts) == 40, name
+        chi_square = float(((counts - num / 40) ** 2 / (num / 40)).sum())
+        assert chi_square < 72.1, name  # 39 degrees of freedom, p = 0.001
+    for first_B, width_B in ((draws.first_band_B, draws.num_bands_B), (draws.first_frame_B, draws.num_frames_B)):
+        assert ks_p_value(first_B.numpy(), starts) > 1e-3
+        assert ks_p_value((first_B + width_B).numpy(), starts + widths) > 1e-3
+        assert int((first_B + width_B).max()) == 63  # as published: a mask never reaches the last cell
+        assert int(first_B.min()) == 0
+    table = torch.stack(dataclasses.astuple(draws)).numpy()
+    correlation = np.corrcoef(table)
+    for a, b in ((0, 2), (0, 3), (1, 2), (1, 3)):
+        assert abs(correlation[a, b]) < 4 / num**0.5
+
+
+def test_crops_have_the_published_law() -> None:
+    num, rng = 20_000, np.random.default_rng(0)
+    draws = draw_waveform(WaveformConfig(), keys(num), num_points=50_000)
+    lengths = np.floor(50_000 * rng.uniform(0.08, 1, num)).astype(int)
+    starts = rng.integers(0, 50_000 - lengths + 1)
+    assert ks_p_value(draws.length_B.numpy(), lengths) > 1e-3
+    assert ks_p_value(draws.first_B.numpy(), starts) > 1e-3
+    assert ks_p_value((draws.first_B + draws.length_B).numpy(), starts + lengths) > 1e-3
+    assert 4_000 <= int(draws.length_B.min()) < 4_020
+    assert int((draws.first_B + draws.length_B).max()) <= 50_000
+    assert abs(float(draws.crops_last_B.double().mean()) - 0.5) < 4 * 0.5 / num**0.5
+    table = np.stack([draws.length_B.numpy(), draws.crops_last_B.numpy()])
+    assert abs(np.corrcoef(table)[0, 1]) < 4 / num**0.5
+
+
+def test_speed_and_pitch_are_uniform_and_change_no_other_draw() -> None:
+    config = WaveformConfig(speed=(0.9, 1.2), semitones=(-2, 3))
+    draws = draw_waveform(config, keys(20_000), num_points=8_333)
+    without = draw_waveform(WaveformConfig(), keys(20_000), num_points=8_333)
+    assert without.speed_B is None
+    assert without.semitones_B is None
+    assert draws.speed_B is not None
+    assert draws.semitones_B is not None
+    assert ks_p_value(((draws.speed_B - 0.9) / 0.3).numpy()) > 1e-3
+    assert ks_p_value(((draws.semitones_B + 2) / 5).numpy()) > 1e-3
+    for name in ("first_B", "length_B", "crops_last_B"):
+        assert torch.equal(getattr(draws, name), getattr(without, name))
+
+
+def test_speed_then_pitch_come_before_crop_and_noise() -> None:
+    config = WaveformConfig(speed=(0.9, 1.2), semitones=(-2, 3))
+    x, draws = sounds(6, FSDD), draw_waveform(config, keys(6), num_points=8_333)
+    assert draws.speed_B is not None
+    assert draws.semitones_B is not None
+    changed = change_speed(x, draws.speed_B, max_factor=1.2)
+    changed = change_pitch(changed, draws.semitones_B, sample_rate=8_000, max_semitones=3)
+    expected = Waveform(WaveformConfig(), FSDD).augment(changed, keys(6))
+    assert torch.equal(Waveform(config, FSDD).augment(x, keys(6)), expected)
+
+
+def test_what_is_switched_off_leaves_the_sound_as_it_is() -> None:
+    x = sounds(8, FSDD)
+    off = Waveform(WaveformConfig(kept=None, noise_std=0), FSDD)
+    assert torch.equal(off.augment(x, keys(8)), x)
+    clean = clean_spectrogram(x, FSDD)
+    assert torch.equal(off(x, keys(8)), clean)
+    config = SpectralConfig(max_masked_bands=0, max_masked_frames=0, noise_std=0)
+    assert torch.equal(Spectral(config, FSDD)(x, keys(8)), clean)
+    assert clean.shape == (8, 1, 64, 64)
+    for i in range(8):
+        np.testing.assert_allclose(clean[i, 0].numpy(), librosa_log_mel(x[i].numpy(), FSDD), rtol=0, atol=1e-3)
+
+
+def test_draws_are_what_they_were() -> None:
+    """Runs that were recorded stay what they are."""
+    masks = draw_masks(SpectralConfig(), keys(2, seed=3), FSDD)
+    assert torch.stack(dataclasses.astuple(masks), dim=1).tolist() == GOLDEN_MASKS
+    draws = draw_waveform(WaveformConfig(), keys(2, seed=3), num_points=50_000)
+    assert torch.stack([draws.first_B, draws.length_B, draws.crops_last_B], dim=1).tolist() == GOLDEN_CROPS
+
+
+@POLICIES
+def test_a_view_does_not_depend_on_its_batch(policy: Spectral | Waveform) -> None:
+    """Up to the order of sums in a Fourier transform, which is 1e-12 of the loudest point in float64."""
+    x, all_keys = sounds(9, FSDD, torch.float64), keys(9)
+    whole = policy(x, all_keys)
+    for part in (slice(0, 5), slice(5, 9), slice(3, 4)):
+        alone = policy(x[part], dataclasses.replace(all_keys, index_B=all_keys.index_B[part]))
+        torch.testing.assert_close(whole[part], alone, rtol=0, atol=1e-9)
+
+
+def test_noise_does_not_depend_on_the_batch_to_the_last_bit() -> None:
+    whole = normal(keys(9), 4_167, purpose=0)
+    for i in range(9):
+        assert torch.equal(
+            whole[i : i + 1], normal(dataclasses.replace(keys(9), index_B=torch.tensor([i])), 4_167, purpose=0)
+        )
+
+
+@POLICIES
+def test_views_repeat_exactly_and_differ_between_keys(policy: Spectral | Waveform) -> None:
+    x = sounds(6, FSDD)
+    before, state = x.clone(), torch.get_rng_state()
+    views = policy(x, keys(6))
+    torch.manual_seed(1)
+    assert torch.equal(views, policy(x, keys(6), torch.ones(6, 64, 64, dtype=torch.uint8)))
+    assert torch.equal(x, before)
+    for other in (keys(6, view=1), keys(6, epoch=1), keys(6, seed=1)):
+        assert ((policy(x, other) - views).abs().amax(dim=(1, 2, 3)) > 0.01).all()
+    torch.set_rng_state(state)
+
+
+@POLICIES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_views_have_the_dtype_of_the_waveforms_even_under_autocast(
+    policy: Spectral | Waveform, dtype: torch.dtype
+) -> None:
+    x = sounds(4, FSDD, dtype)
+    views = policy(x, keys(4))
+    assert views.dtype == dtype
+    assert views.isfinite().all()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(policy(x, keys(4)), views)
+
+
+@POLICIES
+def test_silence_has_finite_views(policy: Spectral | Waveform) -> None:
+    assert policy(torch.zeros(4, FSDD.num_points), keys(4)).isfinite().all()
+
+
+def test_views_are_made_without_waiting_for_the_device() -> None:
+    """On the meta device there are shapes and no values: whatever would need a value on the host raises."""
+    on_meta = DrawKeys(seed=0, epoch=0, index_B=torch.arange(8, device="meta"), view=0)
+    x = torch.empty(8, FSDD.num_points, device="meta")
+    policy = Waveform(WaveformConfig(speed=(0.9, 1.1), semitones=(-1, 1)), FSDD)
+    assert policy.augment(x, on_meta).shape == x.shape
+    masks = draw_masks(SpectralConfig(), on_meta, FSDD)
+    assert mask_power(torch.empty(8, 64, 64, device="meta"), masks).shape == (8, 64, 64)
+
+
+@POLICIES
+@pytest.mark.parametrize("shape", [(2, 8_000), (2, 1, 8_333), (2, 3, 32, 32)])
+def test_other_inputs_are_refused(policy: Spectral | Waveform, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"need waveforms \(B, 8333\), got \(2, "):
+        policy(torch.zeros(shape), keys(2))
+
+
+def test_a_mask_of_everything_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_masked_frames is 64, but it must be below 64"):
+        Spectral(SpectralConfig(max_masked_frames=64), FSDD)
+    small = FSDD.model_copy(update={"num_mels": 32})
+    with pytest.raises(ValueError, match="max_masked_bands is 39, but it must be below 32"):
+        Spectral(SpectralConfig(), small)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kept": (0.5, 0.2)},
+        {"kept": (0, 1)},
+        {"kept": (0.5, 1.5)},
+        {"noise_std": -1},
+        {"noise_std": float("nan")},
+        {"speed": (0.1, 1)},
+        {"speed": (1.2, 0.9)},
+        {"semitones": (-20, 0)},
+        {"semitones": (2, 1)},
+        {"crop": None},
+    ],
+)
+def test_waveform_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        WaveformConfig.model_validate(wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"max_masked_bands": -1}, {"noise_std": -0.1}, {"max_masked_frames": 1.5}])
+def test_spectral_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        SpectralConfig.model_validate(wrong)
+
+
+@pytest.mark.parametrize("config", [WaveformConfig(), WaveformConfig(kept=None, speed=(0.9, 1.1), semitones=(-2, 2))])
+def test_config_survives_json(config: WaveformConfig) -> None:
+    assert WaveformConfig.model_validate_json(config.model_dump_json()) == config

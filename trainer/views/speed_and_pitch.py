@@ -1,0 +1,126 @@
+"""Sounds played faster or slower, or higher or lower, each of a batch by an amount of its own.
+
+Both are what torchaudio computes for one amount at a time, for the whole batch at once and on any device.
+
+Legend: B samples, T points of a waveform, L points of a stretched one, R points of a reconstructed one, K frequencies,
+N frames before stretching, Q after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ZERO_CROSSINGS: Final = 6  # of the sinc on either side, and the share of the band that it keeps: torchaudio's defaults
+_ROLLOFF: Final = 0.99
+_WINDOW: Final = 512  # points of the phase vocoder's frames, and from one to the next: torchaudio's defaults
+_HOP: Final = 128
+_ROWS_ON_CPU: Final = 4  # at once, so that what lies between the operations stays in the cache
+
+
+def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -> Tensor:
+    """Play each waveform `factor` times as fast, and so as much higher: (B, T) of any float dtype to the same.
+
+    Zeros follow a sound that became shorter; one that became longer loses its end. `factor_B` is (B,) float64, positive
+    and at most `max_factor`. Equals `torchaudio.functional.speed`, which takes a factor whose new rate is a whole
+    number, and memory that grows with the square of that number where it has no large divisor in common with the old.
+    """
+    num_points = waveforms_BT.shape[1]
+    changed = []
+    for rows in _slices(waveforms_BT):
+        length_B = torch.full_like(factor_B[rows], num_points)
+        changed.append(_resample(waveforms_BT[rows], factor_B[rows], length_B, num_points, max_factor=max_factor))
+    return torch.cat(changed)
+
+
+def change_pitch(waveforms_BT: Tensor, semitones_B: Tensor, *, sample_rate: int, max_semitones: float) -> Tensor:
+    """Play each waveform so many semitones higher and as fast as before: (B, T) of any float dtype to the same.
+
+    `semitones_B` is (B,) float64, at most `max_semitones` in magnitude; T is above 256. Stretched by a phase vocoder,
+    then played faster or slower: equals `torchaudio.functional.pitch_shift`, whose resampling has the same limits.
+    """
+    num_points = waveforms_BT.shape[1]
+    slowest = 2 ** (-max_semitones / 12)
+    changed = []
+    for rows in _slices(waveforms_BT):
+        rate_B = torch.exp2(-semitones_B[rows] / 12)
+        length_B = torch.round(num_points / rate_B)
+        stretched_BL = _stretch(waveforms_BT[rows], rate_B, length_B, slowest=slowest)
+        factor_B = torch.floor(sample_rate / rate_B) / sample_rate
+        changed.append(_resample(stretched_BL, factor_B, length_B, num_points, max_factor=1 / slowest))
+    return torch.cat(changed)
+
+
+def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int, *, max_factor: float) -> Tensor:
+    """Points 0, factor, 2 factor, ... of each sound: (B, num_points), 0 where they lie beyond its `length`.
+
+    A sinc under a Hann window, wider for a factor above 1, of which the band that would fold back is cut away.
+    """
+    reach = math.ceil(_ZERO_CROSSINGS * max(1.0, max_factor) / _ROLLOFF)
+    padded_BL = F.pad(x_BL, (reach, reach + 1))
+    band_B1 = _ROLLOFF * factor_B.clamp(min=1)[:, None].reciprocal()
+    at_BT = torch.arange(num_points, device=x_BL.device, dtype=torch.float64) * factor_B[:, None]
+    before_BT = at_BT.floor()
+    is_heard_BT = at_BT < length_B[:, None]
+    past_BT = ((at_BT - before_BT) * band_B1).to(x_BL.dtype)
+    index_BT = before_BT.long().clamp_(max=x_BL.shape[1] - 1)
+    step_B1 = band_B1.to(x_BL.dtype)
+    sum_BT = torch.zeros_like(past_BT)
+    for tap in range(1 - reach, reach + 1):
+        place_BT = (tap * step_B1 - past_BT).clamp_(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)
+        weight_BT = torch.cos(place_BT * (math.pi / 2 / _ZERO_CROSSINGS)).square_().mul_(torch.sinc(place_BT))
+        sum_BT.addcmul_(weight_BT, padded_BL.gather(1, index_BT + (tap + reach)))
+    sum_BT.mul_(step_B1).mul_(is_heard_BT)
+    # torchaudio, too, leaves a sound at its own speed alone, where the filter would take the top of its band.
+    as_it_was_BT = F.pad(x_BL, (0, max(0, num_points - x_BL.shape[1])))[:, :num_points]
+    return torch.where(factor_B[:, None] == 1, as_it_was_BT, sum_BT)
+
+
+def _stretch(waveforms_BT: Tensor, rate_B: Tensor, length_B: Tensor, *, slowest: float) -> Tensor:
+    """Each sound in 1 / rate of its time at its own pitch: (B, L), 0 from its `length` on; rates are >= `slowest`.
+
+    The phase vocoder (Flanagan and Golden 1966): frames are taken every `rate` frames, between two by magnitude, and
+    their phases advance as they did from one frame of the sound to the next.
+    """
+    window = torch.hann_window(_WINDOW, device=waveforms_BT.device, dtype=waveforms_BT.dtype)
+    spectrum_BKN = torch.stft(
+        waveforms_BT, _WINDOW, _HOP, window=window, center=True, pad_mode="reflect", return_complex=True
+    )
+    num_frames = spectrum_BKN.shape[2]
+    max_frames = math.ceil(num_frames / slowest) + 1
+    time_BQ = torch.arange(max_frames, device=waveforms_BT.device) * rate_B[:, None]
+    is_heard_BQ = time_BQ < num_frames
+    before_BQ = time_BQ.long().clamp_(max=num_frames)
+    share_B1Q = (time_BQ - before_BQ).to(waveforms_BT.dtype)[:, None]
+
+    # Two frames of silence follow the last one.
+    magnitude_BKN, phase_BKN = (F.pad(part, (0, 2)) for part in (spectrum_BKN.abs(), spectrum_BKN.angle()))
+    before_BKQ = before_BQ[:, None].expand(-1, spectrum_BKN.shape[1], -1)
+    size_BKQ = magnitude_BKN.gather(2, before_BKQ).lerp_(magnitude_BKN.gather(2, before_BKQ + 1), share_B1Q)
+    advance_BKQ = phase_BKN.diff(dim=2).gather(2, before_BKQ)
+    turned_BKQ = torch.cat([phase_BKN[..., :1], advance_BKQ[..., :-1]], dim=2).cumsum(dim=2)
+    size_BKQ *= is_heard_BQ[:, None]
+
+    frames_BRQ = torch.fft.irfft(torch.polar(size_BKQ, turned_BKQ), n=_WINDOW, dim=1) * window[:, None]
+    weights_BRQ = window.square()[:, None] * is_heard_BQ[:, None].to(window.dtype)
+    sum_BL, weight_BL = (_overlap_add(part)[:, _WINDOW // 2 :] for part in (frames_BRQ, weights_BRQ))
+    point_L = torch.arange(sum_BL.shape[1], device=waveforms_BT.device)
+    is_sound_BL = (weight_BL > 1e-11) & (point_L < length_B[:, None])
+    return torch.where(is_sound_BL, sum_BL / weight_BL, 0)
+
+
+def _overlap_add(frames_BRQ: Tensor) -> Tensor:
+    num_points = (frames_BRQ.shape[2] - 1) * _HOP + _WINDOW
+    added_B11L: Tensor = F.fold(frames_BRQ, (1, num_points), (1, _WINDOW), stride=(1, _HOP))
+    return added_B11L[:, 0, 0]
+
+
+def _slices(waveforms_BT: Tensor) -> Iterator[slice]:
+    num_rows = max(1, len(waveforms_BT))
+    at_once = _ROWS_ON_CPU if waveforms_BT.device.type == "cpu" else num_rows
+    return (slice(first, first + at_once) for first in range(0, num_rows, at_once))
