@@ -17,11 +17,19 @@ PUBLISHED_ADAM = AdamConfig(learning_rate=1e-3)
 
 
 def data(
-    dataset: str, *, num_workers: int = 2, overlay: Literal["baked", "online", "online_per_view"] = "baked"
+    dataset: str,
+    *,
+    num_workers: int = 2,
+    overlay: Literal["baked", "online", "online_per_view"] = "baked",
+    sample_rate: int | None = None,
 ) -> DataConfig:
     """Shards where the README's build commands put them: data/DATASET/train and data/DATASET/test."""
     return DataConfig(
-        train_dir=f"data/{dataset}/train", test_dir=f"data/{dataset}/test", num_workers=num_workers, overlay=overlay
+        train_dir=f"data/{dataset}/train",
+        test_dir=f"data/{dataset}/test",
+        num_workers=num_workers,
+        overlay=overlay,
+        sample_rate=sample_rate,
     )
 
 

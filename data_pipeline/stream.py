@@ -256,7 +256,7 @@ def check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Draws:
+class Draws:
     """Stored samples to finished inputs. `keys` gives the keys of (index_B, epoch, view)."""
 
     manifest: Manifest
@@ -357,7 +357,7 @@ class _FetchAhead:
 class _StreamedBatches(Dataset[Batch | UserError]):
     """One rank's clean batches by step. Holds the store as it was opened, so that worker processes share its index."""
 
-    def __init__(self, store: SampleStore, plan: Plan, draws: _Draws) -> None:
+    def __init__(self, store: SampleStore, plan: Plan, draws: Draws) -> None:
         self._store, self._plan, self._draws = store, plan, draws
         # Grows in each process as it meets bad samples. No batch depends on what was met before.
         self._bad = {sample.index: sample for sample in store.known_bad}
@@ -424,7 +424,7 @@ class Stream:
             )
         self._store, self._read, self._device = store, read, device
         self._plan = Plan(len(store), seed, global_batch_size, rank, world_size, store.shard_ends, read.shuffle_shards)
-        self._draws = _Draws(
+        self._draws = Draws(
             store.manifest,
             None if store.overlay is None else store.overlay.to(device),
             overlay_draw == "per_view",
@@ -531,7 +531,7 @@ def read_all(
     Raises `UserError` where the dataset is not whole, or more than `max_bad_share` of its samples cannot be read.
     """
     store = SampleStore(location, remote=remote)
-    draws = _Draws(
+    draws = Draws(
         store.manifest,
         None if store.overlay is None or draw is None else store.overlay.to(device),
         False,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
 from data_pipeline.manifest import (
     FORMAT_VERSION,
@@ -19,6 +20,7 @@ from data_pipeline.manifest import (
     OverlayEntry,
 )
 from data_pipeline.overlays import Overlay
+from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sample import NO_LABEL, Sample
@@ -134,6 +136,22 @@ def write_tiny_sounds(
         split=split,
         num_samples_per_shard=num_samples_per_shard,
     )
+
+
+def tiny_noise() -> Noise:
+    """Three background sounds of 3 s, each one of them in a band of its own."""
+    time_X = np.arange(3 * SAMPLE_RATE)
+    rng = np.random.default_rng(5)
+    sounds = [np.sin(time_X * pitch + rng.uniform(0, 0.3, time_X.size)) for pitch in (0.3, 0.8, 2.0)]
+    tensors = [torch.from_numpy(sound.astype(np.float32)) for sound in sounds]
+    return Noise.of(tensors, num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
+
+
+def write_tiny_sound_pair(directory: Path, *, num_train: int, num_test: int) -> Path:
+    """`directory/train` and `directory/test` of sounds, `tiny_noise` drawn as they are read; returns `directory`."""
+    write_tiny_sounds(directory / "train", num_samples=num_train, overlay=tiny_noise())
+    write_tiny_sounds(directory / "test", num_samples=num_test, seed=1, overlay=tiny_noise(), split="test")
+    return directory
 
 
 def _write(

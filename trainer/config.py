@@ -14,6 +14,7 @@ import torch
 import yaml
 from pydantic import Field, PositiveInt, model_validator
 
+from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 from data_pipeline.stream import ReadConfig
@@ -24,7 +25,7 @@ from trainer.objectives import MoCoConfig, ObjectiveConfig, moco
 from trainer.optim import OptimizerConfig, SGDConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.tracking import TrackingConfig
-from trainer.views import ViewsConfig
+from trainer.views import ViewsConfig, check_views_fit
 
 
 class DataConfig(ReadConfig):
@@ -34,15 +35,23 @@ class DataConfig(ReadConfig):
     at each reading; `online`, drawn from (seed, epoch, sample index), so that both views of a sample share a draw that
     is new in every epoch; or `online_per_view`, where the views of a sample do not share it (the published code mixes
     its background sounds so). Where nothing is drawn it has no effect.
+    `sample_rate` is that of sounds, points a second, and decides how their spectrograms are made; None says that the
+    samples are pictures.
     """
 
     train_dir: str
     test_dir: str
     overlay: Literal["baked", "online", "online_per_view"] = "baked"
+    sample_rate: PositiveInt | None = None
 
     @property
     def overlay_draw(self) -> Literal["per_item", "per_view"]:
         return "per_view" if self.overlay == "online_per_view" else "per_item"
+
+    @property
+    def mel(self) -> MelConfig | None:
+        """The spectrogram of the sounds; None for pictures. Raises `UserError` where there is none for their rate."""
+        return None if self.sample_rate is None else mel_config(self.sample_rate)
 
 
 class EngineConfig(Schema):
@@ -89,6 +98,16 @@ class RunConfig(Schema):
             raise ValueError(
                 f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} `adversary`: '
                 "the adversary trains a viewmaker"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _views_and_encoder_take_the_data(self) -> Self:
+        check_views_fit(self.views, self.data.mel)
+        if self.data.mel is not None and self.encoder.in_channels != 1:
+            raise ValueError(
+                f"spectrograms have one channel but encoder.in_channels is {self.encoder.in_channels}; set "
+                "encoder.in_channels=1, encoder.mean=[0] and encoder.std=[1], because they come normalised"
             )
         return self
 

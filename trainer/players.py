@@ -53,5 +53,5 @@ def build_players(config: RunConfig) -> Players:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder = build_encoder(config.encoder)
-        view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels)
+        view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=config.data.mel)
     return Players(config=config, step=0, encoder=encoder, view_policy=view_policy)

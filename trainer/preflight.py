@@ -60,14 +60,7 @@ def check_data(config: RunConfig) -> None:
                 f"{train_dir} and {test_dir} differ in {name.replace('_', ' ')} ({in_train} and {in_test}); "
                 "build both from the same source and dataset"
             )
-    if train.medium == "sound":
-        raise UserError(f'{train_dir} holds sounds, but views of kind "{config.views.kind}" are of pictures')
-    num_channels, height, width = train.input_shape
-    if num_channels != config.encoder.in_channels:
-        raise UserError(
-            f"{train_dir} holds pictures of {num_channels} channels but encoder.in_channels is "
-            f"{config.encoder.in_channels}; set encoder.in_channels={num_channels}"
-        )
+    height, width = _check_medium(config, train)
     if config.views.kind == "viewmaker":
         try:
             check_image_size(config.views, height=height, width=width)
@@ -85,6 +78,37 @@ def check_data(config: RunConfig) -> None:
             f"build it with `--overlay {asked}`, or set data.overlay={train.overlay.drawn}"
         )
     check_batch_size(train.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
+
+
+def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
+    """The height and width of what the encoder sees; raises `UserError` where the samples are not what config says."""
+    where, mel, rate = config.data.train_dir, config.data.mel, config.data.sample_rate
+    if train.sample_rate != rate:
+        if train.sample_rate is None:
+            raise UserError(f"{where} holds pictures, but data.sample_rate={rate} says sounds; set it to null")
+        if rate is None:
+            raise UserError(
+                f"{where} holds sounds, but this config is of pictures; take a recipe of sounds, with "
+                f"data.sample_rate={train.sample_rate}"
+            )
+        raise UserError(
+            f"{where} holds sounds of {train.sample_rate} points a second but data.sample_rate is {rate}; "
+            f"set data.sample_rate={train.sample_rate}"
+        )
+    if mel is not None:
+        if train.input_shape != (mel.num_points,):
+            raise UserError(
+                f"{where} holds sounds of {train.input_shape[0]} points but the spectrogram takes {mel.num_points}; "
+                "build them again"
+            )
+        return mel.num_mels, mel.num_frames
+    num_channels, height, width = train.input_shape
+    if num_channels != config.encoder.in_channels:
+        raise UserError(
+            f"{where} holds pictures of {num_channels} channels but encoder.in_channels is "
+            f"{config.encoder.in_channels}; set encoder.in_channels={num_channels}"
+        )
+    return height, width
 
 
 def node_share() -> NodeShare | None:

@@ -1,7 +1,8 @@
 """`python -m trainer.probe RUN_DIR`: one linear probe and one kNN vote for each label, from the frozen encoder.
 
 Comes in: a run directory and the shards its config names. Goes out: RUN_DIR/probes/step_00010000/base.json, and
-overlay.json where something was drawn on the pictures. What may never happen: a changed encoder or checkpoint.
+overlay.json where something was drawn on the pictures, or mixed into the sounds. What may never happen: a changed
+encoder or checkpoint.
 """
 
 from __future__ import annotations

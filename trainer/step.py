@@ -1,8 +1,10 @@
-"""One training step: two views of each picture, their embeddings, the objective, one step of each player.
+"""One training step: two views of each sample, their embeddings, the objective, one step of each player.
+
+A sample is a picture, or a waveform whose views are spectrograms: pictures of one channel.
 
 The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself; or in one,
 where the config says so: faster, and batch norm sees both.
-Shape suffixes: B pictures of this rank, C channels, H height, W width, D embedding size.
+Shape suffixes: B samples of this rank, C channels, H height, W width, D embedding size.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.sample import Batch
 from trainer.adversary import reverse_gradient
@@ -23,15 +26,18 @@ from trainer.distributed.engine import Engine
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.views import ViewPolicy
+from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
 
 
 @dataclass(frozen=True)
-class ImagePair:
-    """What the two views are made from, in [0, 1]: one tensor, unless the overlay is drawn for each view."""
+class InputPair:
+    """What the two views are made from: pictures (B, C, H, W) in [0, 1], or waveforms (B, T). One tensor, unless the
+    overlay is drawn for each view.
+    """
 
-    a_BCHW: Tensor
-    b_BCHW: Tensor
+    a: Tensor
+    b: Tensor
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves for the log, all detached: metric tensors, and this rank's views with what they were made
-    from. `views_b_BCHW` and `masks_BHW` are None where they are of other pictures than the first views, or absent.
+    """What a step leaves for the log, all detached: metric tensors, and this rank's views with the inputs that the
+    first were made from; `mel` says how inputs that are waveforms are seen. `views_b_BCHW` and `masks_BHW` are None
+    where they are of other inputs than the first views, or absent.
     """
 
     metrics: dict[str, Tensor]
-    images_BCHW: Tensor
+    inputs: Tensor
+    mel: MelConfig | None
     views_a_BCHW: Tensor
     views_b_BCHW: Tensor | None
     masks_BHW: Tensor | None
@@ -63,7 +71,10 @@ class StepOutput:
 
         Costs a little, so only logged steps ask.
         """
-        health = view_health(self.views_a_BCHW, self.views_b_BCHW, self.images_BCHW, self.masks_BHW)
+        images_BCHW = self.inputs if self.mel is None else clean_spectrogram(self.inputs, self.mel)
+        health = view_health(
+            self.views_a_BCHW, self.views_b_BCHW, images_BCHW, self.masks_BHW, bounded=self.mel is None
+        )
         embeddings = embedding_health(self.z_a_BD, self.z_b_BD)
         return (
             self.metrics
@@ -82,6 +93,7 @@ class TrainingStep:
         self, config: RunConfig, *, engines: Mapping[str, Engine], view_policy: ViewPolicy, objective: Objective
     ) -> None:
         self._config = config
+        self._mel = config.data.mel
         self._encoder = engines["encoder"]
         self._learner = [engines[name] for name in ("encoder", "objective") if name in engines]
         self._objective: Engine | Objective = engines.get("objective", objective)
@@ -94,88 +106,92 @@ class TrainingStep:
 
         `learning_rates` is by player. The loss in the metrics is this rank's; its mean over ranks is the global loss.
         """
-        images = self._to_images(batch)
+        inputs = self._to_inputs(batch)
         adversary = self._config.adversary
         if adversary is None:
-            return self._expert_step(batch, images, learning_rates)
+            return self._expert_step(batch, inputs, learning_rates)
         if adversary.freeze_step is not None and batch.step >= adversary.freeze_step:
             assert self._viewmaker is not None
             with self._viewmaker.frozen():
-                return self._expert_step(batch, images, learning_rates)
+                return self._expert_step(batch, inputs, learning_rates)
         if adversary.update == "simultaneous":
-            return self._simultaneous_step(batch, images, learning_rates)
-        return self._alternating_step(batch, images, learning_rates)
+            return self._simultaneous_step(batch, inputs, learning_rates)
+        return self._alternating_step(batch, inputs, learning_rates)
 
-    def _to_images(self, batch: Batch) -> ImagePair:
-        dtype = torch.float32 if self._viewmaker is None else self._config.parameter_dtype  # expert views are float32
+    def _to_inputs(self, batch: Batch) -> InputPair:
+        is_expert_image = self._viewmaker is None and self._mel is None  # whose views are float32
+        dtype = torch.float32 if is_expert_image else self._config.parameter_dtype
 
-        def to_image(inputs_BCHW: Tensor) -> Tensor:
-            return (inputs_BCHW.to(dtype) / 255).to(memory_format=self._memory_format)
+        def to_input(stored: Tensor) -> Tensor:
+            if self._mel is not None:
+                return stored.to(dtype)
+            return (stored.to(dtype) / 255).to(memory_format=self._memory_format)
 
-        a_BCHW = to_image(batch.inputs_a)
-        return ImagePair(a_BCHW, a_BCHW if batch.inputs_b is batch.inputs_a else to_image(batch.inputs_b))
+        a = to_input(batch.inputs_a)
+        return InputPair(a, a if batch.inputs_b is batch.inputs_a else to_input(batch.inputs_b))
 
-    def _expert_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
-        views_a, views_b = self._two_views(batch, images, first=0)
+    def _expert_step(self, batch: Batch, inputs: InputPair, learning_rates: Mapping[str, float]) -> StepOutput:
+        views_a, views_b = self._two_views(batch, inputs, first=0)
         compared = self._compare(batch, views_a, views_b)
         self._encoder.backward(compared.loss)
         self._step_learner(learning_rates["encoder"])
-        return self._output(batch, images, compared, views_a, views_b)
+        return self._output(batch, inputs, compared, views_a, views_b)
 
-    def _simultaneous_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
+    def _simultaneous_step(self, batch: Batch, inputs: InputPair, learning_rates: Mapping[str, float]) -> StepOutput:
         """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
         assert self._viewmaker is not None
         assert self._config.adversary is not None
         weight = self._config.adversary.weight
-        views_a, views_b = self._two_views(batch, images, first=0)
+        views_a, views_b = self._two_views(batch, inputs, first=0)
         compared = self._compare(batch, reverse_gradient(views_a, weight), reverse_gradient(views_b, weight))
         self._encoder.backward(compared.loss)
         self._step_learner(learning_rates["encoder"])
         self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
         compared.metrics["train/viewmaker_loss"] = -weight * compared.loss.detach()
-        return self._output(batch, images, compared, views_a, views_b)
+        return self._output(batch, inputs, compared, views_a, views_b)
 
-    def _alternating_step(self, batch: Batch, images: ImagePair, learning_rates: Mapping[str, float]) -> StepOutput:
+    def _alternating_step(self, batch: Batch, inputs: InputPair, learning_rates: Mapping[str, float]) -> StepOutput:
         """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
         assert self._viewmaker is not None
         assert self._config.adversary is not None
         with self._viewmaker.frozen():
-            views_a, views_b = self._two_views(batch, images, first=0)
+            views_a, views_b = self._two_views(batch, inputs, first=0)
             compared = self._compare(batch, views_a, views_b)
             self._encoder.backward(compared.loss)
             self._step_learner(learning_rates["encoder"])
         with self._learner_frozen():
             for number in range(1, self._config.adversary.viewmaker_steps + 1):
-                views_a, views_b = self._two_views(batch, images, first=2 * number)
+                views_a, views_b = self._two_views(batch, inputs, first=2 * number)
                 after = self._compare(batch, views_a, views_b, updates_state=False)
                 viewmaker_loss = -self._config.adversary.weight * after.loss
                 self._viewmaker.backward(viewmaker_loss)
                 self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
         compared.metrics["train/viewmaker_loss"] = viewmaker_loss.detach()
-        return self._output(batch, images, compared, views_a, views_b)
+        return self._output(batch, inputs, compared, views_a, views_b)
 
     def _output(
-        self, batch: Batch, images: ImagePair, compared: Compared, views_a: Tensor, views_b: Tensor
+        self, batch: Batch, inputs: InputPair, compared: Compared, views_a: Tensor, views_b: Tensor
     ) -> StepOutput:
         return StepOutput(
             metrics=compared.metrics,
-            images_BCHW=images.a_BCHW,
+            inputs=inputs.a,
+            mel=self._mel,
             views_a_BCHW=views_a.detach(),
-            views_b_BCHW=views_b.detach() if images.a_BCHW is images.b_BCHW else None,
+            views_b_BCHW=views_b.detach() if inputs.a is inputs.b else None,
             masks_BHW=batch.masks_BHW,
             z_a_BD=compared.z_a_BD.detach(),
             z_b_BD=compared.z_b_BD.detach(),
         )
 
-    def _two_views(self, batch: Batch, images: ImagePair, *, first: int) -> tuple[Tensor, Tensor]:
-        """Views number `first` and `first + 1` of every picture."""
+    def _two_views(self, batch: Batch, inputs: InputPair, *, first: int) -> tuple[Tensor, Tensor]:
+        """Views number `first` and `first + 1` of every sample."""
         a, b = (
             DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
             for view in (first, first + 1)
         )
         # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
-        with self._autocast(images.a_BCHW.device) if self._viewmaker is not None else contextlib.nullcontext():
-            return self._views(images.a_BCHW, a, batch.masks_BHW), self._views(images.b_BCHW, b, batch.masks_b_BHW)
+        with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
+            return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
 
     def _compare(self, batch: Batch, views_a: Tensor, views_b: Tensor, *, updates_state: bool = True) -> Compared:
         with self._autocast(views_a.device):

@@ -10,7 +10,10 @@ import pytest
 from configs.resolve import explain, recipes, resolve_recipe
 from data_pipeline.errors import UserError
 from trainer.config import difference, read_config
+from trainer.models.encoder import build_encoder
 from trainer.models.heads import build_head
+from trainer.views.expert_audio import WaveformConfig
+from trainer.views.viewmaker import ViewmakerConfig
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -51,6 +54,23 @@ def test_the_recipes_of_huang_have_the_published_numbers(
     assert config.optimizer.schedule.kind == "cosine"
     head = build_head(config.encoder.head, 512, config.encoder.embedding_size, batch_norm="local")
     assert sum(parameter.numel() for parameter in head.parameters()) == num_head_parameters
+
+
+def test_the_recipes_of_sounds_have_the_published_numbers() -> None:
+    for name in ("audio:spectral", "audio:waveform", "audio:viewmaker"):
+        config, shared = resolve_recipe(name), resolve_recipe(f"{name}_per_item")
+        assert (config.global_batch_size, config.num_epochs, config.optimizer.learning_rate) == (128, 200, 0.03)
+        assert (config.objective.kind, config.seed) == ("nt_xent_published", 1337)
+        assert (config.probe.batch_size, config.probe.learning_rate, config.probe.milestones) == (256, 0.01, ())
+        assert (config.data.sample_rate, config.data.overlay_draw) == (48_000, "per_view")
+        assert difference(config, shared) == ["name", "data.overlay"]
+        encoder = build_encoder(config.encoder)
+        assert sum(parameter.numel() for parameter in encoder.parameters()) == 11_235_904
+        assert encoder.feature_size(64, 64) == 2_048
+    views, behind = config.views, resolve_recipe("audio:viewmaker_after_waveform").views
+    assert isinstance(views, ViewmakerConfig)
+    assert (views.budget, views.clamp, views.waveform) == (0.125, False, None)
+    assert behind == views.model_copy(update={"waveform": WaveformConfig()})
 
 
 def test_a_queue_that_the_batch_does_not_divide_is_refused() -> None:

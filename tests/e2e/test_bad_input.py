@@ -98,10 +98,55 @@ def test_two_datasets_of_different_shapes(train: Run, data: Path, tmp_path: Path
     assert f"{data / 'train'} and {larger} differ in input shape ((3, 16, 16) and (3, 32, 32))" in error
 
 
-def test_sounds_where_pictures_are_trained_on(train: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (
+            "debug:image",
+            [],
+            "{} holds sounds, but this config is of pictures; take a recipe of sounds, with data.sample_rate=8000",
+        ),
+        (
+            "debug:audio",
+            ["data.sample_rate=48000"],
+            "{} holds sounds of 8000 points a second but data.sample_rate is 48000",
+        ),
+        ("debug:audio", ["data.sample_rate=44100"], "no spectrogram is defined for sounds of 44100 points a second"),
+        ("debug:audio", ["views.kind=expert_image"], 'views of kind "expert_image" are of pictures, not of sounds'),
+        (
+            "debug:audio",
+            ["encoder.in_channels=3", "encoder.mean=[0,0,0]", "encoder.std=[1,1,1]"],
+            "encoder.in_channels is 3",
+        ),
+        ("debug:audio", ["views.max_masked_bands=64"], "max_masked_bands is 64, but it must be below 64"),
+        ("debug:audio_viewmaker", ["views.clamp=true"], "set views.clamp=false"),
+        ("debug:audio_viewmaker", ["views.mask=box"], "set views.mask=none"),
+        ("debug:audio_viewmaker", ["views.downsample_to=24"], "downsample_to=24 needs a height and width"),
+    ],
+)
+def test_sounds_that_do_not_fit_the_config(
+    train: Run, tmp_path: Path, recipe: str, overrides: list[str], message: str
+) -> None:
     sounds = write_tiny_sounds(tmp_path / "sounds", num_samples=40)
-    sets = ["--set", f"data.train_dir={sounds}", "--set", f"data.test_dir={sounds}"]
-    assert f'{sounds} holds sounds, but views of kind "expert_image"' in train("--config", "debug:image", *sets)
+    sets = [f"data.train_dir={sounds}", f"data.test_dir={sounds}", *overrides]
+    error = train("--config", recipe, *(word for value in sets for word in ("--set", value)))
+    assert message.format(sounds) in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("debug:audio", [], "{}/train holds pictures, but data.sample_rate=8000 says sounds; set it to null"),
+        ("debug:image", ["views.kind=spectral"], 'views of kind "spectral" are of sounds, not of pictures'),
+        ("debug:viewmaker", ["views.waveform={}"], "set views.waveform=null"),
+    ],
+)
+def test_pictures_where_sounds_are_trained_on(
+    train: Run, data: Path, recipe: str, overrides: list[str], message: str
+) -> None:
+    error = train("--config", recipe, *(word for value in overrides for word in ("--set", value)))
+    assert message.format(data) in error
 
 
 def test_a_server_that_is_not_there(train: Run, tmp_path: Path) -> None:

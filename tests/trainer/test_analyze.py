@@ -99,6 +99,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
         views = players.view_policy.eval()(images, DrawKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
     change = (views - images).abs().mean(1).numpy()
     assert result["change"] == pytest.approx(float(change.mean()), rel=1e-4)
+    assert test.masks_NHW is not None
     expected = change[test.masks_NHW.numpy() == 255].mean() / change.mean()
     assert result["selectivity_object"] == pytest.approx(float(expected), rel=1e-4)
     assert result["checkpoint_step"] == 0

@@ -15,7 +15,7 @@ from configs import resolve_recipe
 from data_pipeline.sample import Batch
 from data_pipeline.stream import Stream
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from trainer.config import RunConfig
 from trainer.distributed.ddp_engine import DDPEngine
 from trainer.players import build_players, build_run_objective
@@ -40,6 +40,9 @@ STEPS = {
     "instance_discrimination": ("debug:viewmaker", [*BANK, *ALTERNATING]),
     "online": ("debug:viewmaker", ["data.overlay=online"]),
     "online_per_view": ("debug:image", ["data.overlay=online_per_view", "data.placement=stream"]),
+    "sounds_spectral": ("debug:audio", []),
+    "sounds_waveform": ("debug:audio", ["views.kind=waveform", "data.overlay=online", "data.placement=stream"]),
+    "sounds_viewmaker": ("debug:audio_viewmaker", ["views.waveform={}", "views.downsample_to=16"]),
 }
 
 
@@ -51,6 +54,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def online_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_pair(tmp_path_factory.mktemp("online"), num_train=83, num_test=20, overlay="online")
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=83, num_test=20)
 
 
 def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
@@ -83,14 +91,16 @@ def has_no_effect(player: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [(kind, 2) for kind in STEPS] + [("simultaneous", 4)])
-def test_ranks_follow_one_process(kind: str, world_size: int, data: Path, online_data: Path, tmp_path: Path) -> None:
+def test_ranks_follow_one_process(
+    kind: str, world_size: int, data: Path, online_data: Path, sounds: Path, tmp_path: Path
+) -> None:
     """20 steps with the recipe's learning rates, each rank on its part of the batch, in float64.
 
     In float32 the same trajectories part after some ten steps, when rounding pushes the first ReLU over zero; so do two
     runs of one process whose weights differ by 1e-7. In float64 what is left is the equality that the system promises.
     """
     recipe, overrides = STEPS[kind]
-    where = online_data if kind.startswith("online") else data
+    where = {"online": online_data, "sounds": sounds}.get(kind.partition("_")[0], data)
     config = configure(where, recipe, ["precision=float64", *overrides])
     for num_ranks in (1, world_size):
         run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))

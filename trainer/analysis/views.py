@@ -1,5 +1,7 @@
 """What a view policy does to pictures: a grid to look at, and how much it changes where the object was drawn.
 
+The pictures of sounds are their spectrograms, and a change of those is measured in units of the normalised spectrogram.
+
 A viewmaker that has learned to destroy the object spends its budget there: its *selectivity*, the mean absolute change
 inside the object's box over that of the whole picture, exceeds 1 (cf. the difference images of Tamkin et al. 2022).
 
@@ -29,9 +31,10 @@ NUM_MEASURED = 1024
 
 
 class ViewsResult(Schema):
-    """RUN_DIR/analysis/views.json. Changes are mean |view - picture| in [0, 1] units over the first `num_pictures`
-    test pictures, one view each. `object` is the drawn pixels, `box` the tight box around them; None where nothing was
-    drawn. `shown` are the dataset indices of the grid.
+    """RUN_DIR/analysis/views.json. Changes are mean |view - picture| in [0, 1] units (of sounds: in those of the
+    normalised spectrogram) over the first `num_pictures` test pictures, one view each. `object` is the drawn pixels,
+    `box` the tight box around them; None where nothing was drawn, and for sounds. `shown` are the dataset indices of
+    the grid.
     """
 
     checkpoint_step: int
@@ -63,7 +66,8 @@ def analyze_views(run_dir: RunDir, *, step: int | None = None) -> list[Path]:
     seed, policy = players.config.seed, players.view_policy
     measured = slice(0, NUM_MEASURED)
     picture_NCHW, view_NCHW = draw_views(policy, test, torch.arange(len(test))[measured], seed=seed, view=0)
-    change = mean_change(view_NCHW - picture_NCHW, test.masks_NHW[measured])
+    masks_NHW = None if test.masks_NHW is None else test.masks_NHW[measured]
+    change = mean_change(view_NCHW - picture_NCHW, masks_NHW)
     shown = choose_pictures(test, NUM_SHOWN)
     grid, gain = view_grid(policy, test, shown, seed=seed)
     result = ViewsResult(
@@ -93,18 +97,21 @@ def draw_views(
     image_parts, view_parts = [], []
     with frozen(policy):
         for rows_B in torch.split(rows_N, 256):
-            images_BCHW = to_float(pictures.images_NCHW[rows_B], torch.device("cpu"))
+            batch = pictures.inputs(rows_B)
+            inputs = to_float(batch.inputs, torch.device("cpu"))
             keys = DrawKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B], view=view)
-            image_parts.append(images_BCHW)
-            view_parts.append(policy(images_BCHW, keys, pictures.masks_NHW[rows_B]).float())
+            image_parts.append(pictures.seen(inputs))
+            view_parts.append(policy(inputs, keys, batch.masks_BHW).float())
     return torch.cat(image_parts), torch.cat(view_parts)
 
 
-def mean_change(difference_NCHW: Tensor, masks_NHW: Tensor) -> Change:
+def mean_change(difference_NCHW: Tensor, masks_NHW: Tensor | None) -> Change:
     """Mean |difference| over all pixels, over those with mask >= `MASK_BOX` and over those with `MASK_OBJECT`."""
     change_NHW = difference_NCHW.abs().mean(1)
 
     def inside(level: int) -> float | None:
+        if masks_NHW is None:
+            return None
         chosen = change_NHW[masks_NHW >= level]
         return chosen.mean().item() if len(chosen) else None
 
@@ -122,10 +129,18 @@ def choose_pictures(pictures: Pictures, num: int) -> Tensor:
 
 
 def view_grid(policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int) -> tuple[bytes, int]:
-    """The grid as PNG and the gain of its difference rows: picture, view 1, difference, view 2, difference."""
+    """The grid as PNG and the gain of its difference rows: picture, view 1, difference, view 2, difference.
+
+    Spectrograms are shown in grey from their lowest value in black to their highest in white, low bands below; the gain
+    is then of that range.
+    """
     picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0)
     _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1)
-    picture, first, second = (_to_nhwc(part) for part in (picture_NCHW, first_NCHW, second_NCHW))
+    parts = [picture_NCHW, first_NCHW, second_NCHW]
+    if pictures.sounds is not None:
+        low, high = picture_NCHW.min(), picture_NCHW.max()
+        parts = [((part - low) / (high - low)).flip(2) for part in parts]
+    picture, first, second = (_to_nhwc(part) for part in parts)
     gain = difference_gain(first - picture, second - picture)
     rows = [GridRow("picture", picture)]
     for number, view in ((1, first), (2, second)):
@@ -142,7 +157,8 @@ def _title(pictures: Pictures, row: int) -> str:
 
 
 def _to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = pictures_NCHW.permute(0, 2, 3, 1).numpy()
+    """(N, H, W, 3); one channel is shown in grey."""
+    array: NDArray[np.float32] = pictures_NCHW.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
     return array
 
 

@@ -1,10 +1,14 @@
-"""What probes and analyses read from: every picture of a dataset in memory, and the features of a frozen encoder.
+"""What probes and analyses read from: every sample of a dataset in memory, and the features of a frozen encoder.
 
-Shapes: N pictures, B batch, C channels, H height, W width, F features.
+The picture of a sound is its log-mel spectrogram: what the encoder sees of it without a view. A view is made from the
+waveform, so that is kept as well.
+
+Shapes: N samples, B batch, C channels, H height, W width, T points of a waveform, F features.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,15 +18,20 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
 from data_pipeline.overlays import Overlay, evaluation_keys
+from data_pipeline.resident import Rows, place
+from data_pipeline.sample import Batch
 from data_pipeline.store import SampleStore
-from data_pipeline.stream import ReadConfig, read_all
+from data_pipeline.stream import Draws, ReadConfig, check_bad_share, read_all
+from trainer.views.expert_audio import clean_spectrogram
 
 LabelSpace = Literal["base", "overlay"]
 LABEL_SPACES: tuple[LabelSpace, ...] = ("base", "overlay")
+_CHUNK = 1024  # samples that are drawn on at a time
 _DEFAULT_READ = ReadConfig()
 
 
@@ -37,18 +46,20 @@ class FeatureEncoder(Protocol):
 
 class ViewFunction(Protocol):
     """What is asked of a view policy: pictures (B, C, H, W) float32 in [0, 1], with their masks, to views of the same
-    shape.
+    shape; or waveforms (B, T) float32, without masks, to spectrograms (B, 1, H, W).
     """
 
-    def __call__(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor, /) -> Tensor: ...
+    def __call__(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class PictureBatch:
-    """Pictures (B, C, H, W) and masks (B, H, W) uint8, and their labels (B,) int64, on the host."""
+class InputBatch:
+    """Pictures (B, C, H, W) and masks (B, H, W) uint8, or waveforms (B, T) float32 and no masks; and their labels (B,)
+    int64; all on the host.
+    """
 
-    images_BCHW: Tensor
-    masks_BHW: Tensor
+    inputs: Tensor
+    masks_BHW: Tensor | None
     labels: Mapping[LabelSpace, Tensor]
 
 
@@ -61,6 +72,29 @@ class OnlinePictures:
 
 
 @dataclass(frozen=True)
+class Sounds:
+    """Sounds as they are stored, each in its own length, and the background that is mixed into them when they are read.
+
+    `mel` makes their pictures, and `draw` numbers the draw that the pictures of the dataset are of.
+    """
+
+    manifest: Manifest
+    rows: Rows
+    overlay: Overlay | None
+    mel: MelConfig
+    draw: int
+
+    def drawn(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> Batch:
+        """Waveforms (B, T) of some rows as training would see them under `keys(index_B)`: crop, background, label."""
+        draws = Draws(self.manifest, self.overlay, False, lambda index_B, epoch, view: keys(index_B))
+        return draws.drawn(draws.cropped(self.rows.take(row_B), step=0, epoch=0, bad=()))
+
+    def evaluated(self, row_B: Tensor) -> Batch:
+        """The same under the draw that is alike in every run."""
+        return self.drawn(row_B, lambda index_B: evaluation_keys(index_B, draw=self.draw))
+
+
+@dataclass(frozen=True)
 class Pictures:
     """Every sample of a dataset once, in stored order, on the host.
 
@@ -69,30 +103,46 @@ class Pictures:
 
     Attributes:
         manifest: of the dataset.
-        images_NCHW, masks_NHW: uint8.
+        images_NCHW: uint8; of sounds, their normalised spectrograms, (N, 1, H, W) float32.
+        masks_NHW: uint8; None for sounds.
         index_N, label_base_N, label_overlay_N: int64.
-        online: the overlay, and the pictures (N, C, H, W) without it; None where it is baked in or there is none.
+        online: the overlay, and the pictures (N, C, H, W) without it; None where it is baked in or there is none, and
+            for sounds.
+        sounds: what the spectrograms were made from; None for pictures.
     """
 
     manifest: Manifest
     images_NCHW: Tensor
-    masks_NHW: Tensor
+    masks_NHW: Tensor | None
     index_N: Tensor
     label_base_N: Tensor
     label_overlay_N: Tensor
     online: OnlinePictures | None = None
+    sounds: Sounds | None = None
 
     def __len__(self) -> int:
         return self.index_N.numel()
 
-    def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> PictureBatch:
+    def inputs(self, row_B: Tensor) -> InputBatch:
+        """What a view policy is given of some rows, of the same draw as `images_NCHW`."""
+        masks_BHW = None if self.masks_NHW is None else self.masks_NHW[row_B]
+        inputs = self.images_NCHW[row_B] if self.sounds is None else self.sounds.evaluated(row_B).inputs_a
+        return InputBatch(inputs, masks_BHW, {space: self.labels(space)[row_B] for space in LABEL_SPACES})
+
+    def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> InputBatch:
         """Some rows, with a new overlay where it is online: drawn from `keys(index_B)`."""
-        labels: dict[LabelSpace, Tensor] = {space: self.labels(space)[row_B] for space in LABEL_SPACES}
+        if self.sounds is not None:
+            batch = self.sounds.drawn(row_B, keys)
+            return InputBatch(batch.inputs_a, None, {"base": batch.label_base_B, "overlay": batch.label_overlay_B})
         if self.online is None:
-            return PictureBatch(self.images_NCHW[row_B], self.masks_NHW[row_B], labels)
+            return self.inputs(row_B)
+        labels: dict[LabelSpace, Tensor] = {space: self.labels(space)[row_B] for space in LABEL_SPACES}
         drawn = self.online.overlay(self.online.clean_NCHW[row_B], keys(self.index_N[row_B]))
-        assert drawn.masks_BHW is not None
-        return PictureBatch(drawn.inputs, drawn.masks_BHW, labels | {"overlay": drawn.label_B})
+        return InputBatch(drawn.inputs, drawn.masks_BHW, labels | {"overlay": drawn.label_B})
+
+    def seen(self, inputs: Tensor) -> Tensor:
+        """What the encoder sees without a view, of pictures in [0, 1] or of waveforms as `redraw` gives them."""
+        return inputs if self.sounds is None else clean_spectrogram(inputs, self.sounds.mel)
 
     def labels(self, space: LabelSpace) -> Tensor:
         return self.label_base_N if space == "base" else self.label_overlay_N
@@ -103,15 +153,18 @@ class Pictures:
 
 
 def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
-    """Read a whole dataset; 50,000 pictures of 32x32 are 205 MB, twice that where the overlay is online.
+    """Read a whole dataset; 50,000 pictures of 32x32 are 205 MB, twice that where the overlay is online. 24,000 sounds
+    at 48 kHz are about 2 GB.
 
     `draw` numbers the draws of an online overlay, all of them the same in every run. Raises `UserError` where there is
-    no dataset, or one of sounds.
+    no dataset, or one of sounds that do not fit in memory or whose rate has no spectrogram.
     """
     store = SampleStore(location, remote=read.remote)
     if store.manifest.medium == "sound":
-        raise UserError(f"{location} holds sounds; this reads pictures")
-    batches = list(read_all(location, batch_size=1024, draw=None, remote=read.remote, max_bad_share=read.max_bad_share))
+        return _read_sounds(store, location, max_bad_share=read.max_bad_share, draw=draw)
+    batches = list(
+        read_all(location, batch_size=_CHUNK, draw=None, remote=read.remote, max_bad_share=read.max_bad_share)
+    )
     clean_NCHW, index_N = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs_a", "index_B"))
     label_base_N, label_overlay_N, masks_NHW = (
         torch.cat([getattr(batch, name) for batch in batches])
@@ -121,7 +174,7 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     if store.overlay is not None:
         drawn = [
             store.overlay(clean_BCHW, evaluation_keys(index_B, draw=draw))
-            for clean_BCHW, index_B in zip(torch.split(clean_NCHW, 1024), torch.split(index_N, 1024), strict=True)
+            for clean_BCHW, index_B in zip(torch.split(clean_NCHW, _CHUNK), torch.split(index_N, _CHUNK), strict=True)
         ]
         images_NCHW = torch.cat([part.inputs for part in drawn])
         label_overlay_N, masks_NHW = (
@@ -136,6 +189,35 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
         label_base_N=label_base_N,
         label_overlay_N=label_overlay_N,
         online=None if store.overlay is None else OnlinePictures(clean_NCHW, store.overlay),
+    )
+
+
+def _read_sounds(store: SampleStore, location: Path | str, *, max_bad_share: float, draw: int) -> Pictures:
+    """Sounds that cannot be read are left out."""
+    assert store.manifest.sample_rate is not None
+    mel = mel_config(store.manifest.sample_rate)
+    host = torch.device("cpu")
+    placed = place(store, wanted="auto", resident_gigabytes=math.inf, device=host, share=None, show_progress=False)
+    if placed.resident is None:
+        raise UserError(f"{location} cannot be read into memory ({placed.reason}); free some memory")
+    bad = placed.resident.bad
+    check_bad_share(tuple(bad.values()), num_samples=len(store), max_share=max_bad_share, where=location)
+    good = [row for row in range(len(store)) if row not in bad]
+    rows = placed.resident.rows.take(torch.tensor(good, dtype=torch.int64))
+    sounds = Sounds(store.manifest, rows, store.overlay, mel, draw)
+    labels, images = [], []
+    for row_B in torch.split(torch.arange(len(good)), _CHUNK):
+        batch = sounds.evaluated(row_B)
+        images.append(clean_spectrogram(batch.inputs_a, mel))
+        labels.append(batch.label_overlay_B)
+    return Pictures(
+        manifest=store.manifest,
+        images_NCHW=torch.cat(images),
+        masks_NHW=None,
+        index_N=rows.index_B,
+        label_base_N=rows.label_base_B,
+        label_overlay_N=torch.cat(labels),
+        sounds=sounds,
     )
 
 
@@ -157,13 +239,16 @@ def frozen(*modules: object) -> Iterator[None]:
 def extract(
     function: Callable[[Tensor], Tensor], images_NCHW: Tensor, *, device: torch.device, batch_size: int = 128
 ) -> Tensor:
-    """(N, F) features of uint8 pictures (N, C, H, W), without views: row i is of picture i, and of it alone if
-    `function` treats pictures apart, as an encoder in eval mode does.
+    """(N, F) features of pictures (N, C, H, W), uint8 or normalised, without views: row i is of picture i, and of it
+    alone if `function` treats pictures apart, as an encoder in eval mode does.
     """
     with torch.no_grad():
         return torch.cat([function(to_float(part, device)) for part in torch.split(images_NCHW, batch_size)])
 
 
-def to_float(images_BCHW: Tensor, device: torch.device) -> Tensor:
-    """uint8 pictures as float32 in [0, 1] on the device; they travel as bytes, a quarter of the size."""
-    return images_BCHW.to(device).float() / 255
+def to_float(inputs: Tensor, device: torch.device) -> Tensor:
+    """uint8 pictures as float32 in [0, 1] on the device; they travel as bytes, a quarter of the size. What is of a
+    floating type, spectrograms and waveforms, stays as it is.
+    """
+    inputs = inputs.to(device)
+    return inputs if inputs.is_floating_point() else inputs.float() / 255

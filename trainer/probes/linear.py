@@ -2,7 +2,8 @@
 
 The head is trained on views of the pretraining policy, one fresh view of each picture an epoch, and tested on pictures
 without views. As the encoder is frozen, the heads of several labels are trained in one pass over the same features:
-they share nothing but the input, so each is bit for bit the head that would have been trained alone.
+they share nothing but the input, so each is bit for bit the head that would have been trained alone. What is a picture
+here may be a sound, of which the encoder sees the spectrogram.
 
 Shapes: N pictures, B batch, C channels, F features, K classes of a label.
 """
@@ -147,13 +148,14 @@ def probe_linear(
                     return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
 
                 batch = train.redraw(row_B, keys)
-                pictures_BCHW = to_float(batch.images_BCHW, device)
+                inputs = to_float(batch.inputs, device)
                 if config.views == "policy":
-                    pictures_BCHW = view_policy(
-                        pictures_BCHW, keys(train.index_N[row_B].to(device)), batch.masks_BHW.to(device)
-                    )
+                    masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
+                    views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)
+                else:
+                    views_BCHW = train.seen(inputs)
                 live.train(config.batch_norm == "train")
-                features_BF = live.features(pictures_BCHW)
+                features_BF = live.features(views_BCHW)
                 live.eval()
                 yield FeatureBatch(features_BF, batch.labels)
 

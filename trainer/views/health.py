@@ -13,13 +13,19 @@ from data_pipeline.sample import MASK_BOX
 
 @torch.no_grad()
 def view_health(
-    views_a_BCHW: Tensor, views_b_BCHW: Tensor | None, images_BCHW: Tensor, masks_BHW: Tensor | None
+    views_a_BCHW: Tensor,
+    views_b_BCHW: Tensor | None,
+    images_BCHW: Tensor,
+    masks_BHW: Tensor | None,
+    *,
+    bounded: bool = True,
 ) -> dict[str, Tensor]:
     """Scalars of this rank's part of the batch, on its device, without waiting for it.
 
     budget_spent: mean |view - picture|, after any clamp.
-    clamped_share: share of entries that lie between the limits 0 and 1 in the picture and at or beyond them in the
-        view. There a clamp cut the change short. (On a limit in the picture, half of all changes would be cut.)
+    clamped_share, where `bounded`: share of entries that lie between the limits 0 and 1 in the picture and at or
+        beyond them in the view. There a clamp cut the change short. (On a limit in the picture, half of all changes
+        would be cut.)
     evenness: mean over the pictures of mean |view - picture| / max |view - picture|. It is q where a share q of the
         entries carries the change, and 1 where all change by as much, as they do behind a saturated tanh.
     diversity, with `views_b_BCHW`: mean difference between the two views of a picture.
@@ -30,16 +36,18 @@ def view_health(
         views_a_BCHW, views_b_BCHW: first and second views, the latter None where there is one view only.
         images_BCHW: the pictures that the first views were made from.
         masks_BHW: uint8, in the levels of `data_pipeline.sample`, of the same pictures; None without masks.
+        bounded: whether the pictures lie in [0, 1]; normalised spectrograms do not.
     """
     change_BCHW = (views_a_BCHW - images_BCHW).abs()
     change_BP = change_BCHW.flatten(1)
     tiny = torch.finfo(change_BP.dtype).tiny
-    clamped_BCHW = (views_a_BCHW <= 0) | (views_a_BCHW >= 1)
     health = {
         "budget_spent": change_BP.mean(),
-        "clamped_share": (clamped_BCHW & (images_BCHW > 0) & (images_BCHW < 1)).float().mean(),
         "evenness": (change_BP.mean(1) / change_BP.amax(1).clamp_min(tiny)).mean(),
     }
+    if bounded:
+        clamped_BCHW = (views_a_BCHW <= 0) | (views_a_BCHW >= 1)
+        health["clamped_share"] = (clamped_BCHW & (images_BCHW > 0) & (images_BCHW < 1)).float().mean()
     if views_b_BCHW is not None:
         health["diversity"] = (views_a_BCHW - views_b_BCHW).abs().mean()
     if masks_BHW is not None:

@@ -6,23 +6,64 @@ from typing import Annotated
 
 from pydantic import Field
 
+from data_pipeline.audio.log_mel import MelConfig
+from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.sound_viewmaker import SoundViewmaker, check_for_sounds
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
-ViewsConfig = Annotated[ExpertImageConfig | ViewmakerConfig, Field(discriminator="kind")]
-ViewPolicy = ExpertImage | Viewmaker
+ViewsConfig = Annotated[
+    ExpertImageConfig | ViewmakerConfig | SpectralConfig | WaveformConfig, Field(discriminator="kind")
+]
+ViewPolicy = ExpertImage | Viewmaker | Spectral | Waveform
 
-__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy"]
+__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy", "check_views_fit"]
 
 
-def build_view_policy(config: ViewsConfig, *, image_channels: int) -> ViewPolicy:
+def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfig | None = None) -> ViewPolicy:
     """The policy a config names: an `nn.Module` called as `policy(images_BCHW, keys, masks_BHW=None) -> views_BCHW`.
+
+    With `mel` it is one of sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`, where the views are
+    normalised log-mel spectrograms, in the dtype of the waveforms.
 
     `masks_BHW` (uint8, the levels of `data_pipeline.sample`) are of the objects on these very pictures. Every policy
     takes them; only a masked viewmaker reads them, and raises `ValueError` where it gets none.
+
+    Raises `ValueError` as `check_views_fit` does.
     """
-    match config:
-        case ExpertImageConfig():
-            return ExpertImage(config)
-        case ViewmakerConfig():
-            return Viewmaker(config, image_channels=image_channels)
+    check_views_fit(config, mel)
+    if mel is None:
+        match config:
+            case ExpertImageConfig():
+                return ExpertImage(config)
+            case ViewmakerConfig():
+                return Viewmaker(config, image_channels=image_channels)
+    else:
+        match config:
+            case SpectralConfig():
+                return Spectral(config, mel)
+            case WaveformConfig():
+                return Waveform(config, mel)
+            case ViewmakerConfig():
+                return SoundViewmaker(config, mel)
+    raise AssertionError(config.kind)
+
+
+def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
+    """Raises `ValueError`, in one sentence, where views do not fit sounds of this spectrogram, or pictures (None)."""
+    if isinstance(config, ExpertImageConfig) and mel is not None:
+        raise ValueError(
+            f'views of kind "{config.kind}" are of pictures, not of sounds; use spectral, waveform or viewmaker'
+        )
+    if isinstance(config, SpectralConfig | WaveformConfig) and mel is None:
+        raise ValueError(
+            f'views of kind "{config.kind}" are of sounds, not of pictures; use expert_image or viewmaker, or say with '
+            "data.sample_rate that the data are sounds"
+        )
+    if isinstance(config, SpectralConfig) and mel is not None:
+        Spectral(config, mel)  # refuses masks as wide as the spectrogram
+    if isinstance(config, ViewmakerConfig):
+        if mel is not None:
+            check_for_sounds(config)
+        elif config.waveform is not None:
+            raise ValueError("views.waveform changes sounds, and these are pictures; set views.waveform=null")

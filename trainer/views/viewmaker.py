@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from data_pipeline.counter_rng import DrawKeys, uniform
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.schema import Schema
+from trainer.views.expert_audio import WaveformConfig
 
 _FIRST_NOISE_PURPOSE = 1
 _STRIDE = 4  # of the stem
@@ -50,6 +51,8 @@ class ViewmakerConfig(Schema):
         (Tamkin et al. 2022, the masked viewmaker). The perturbation is masked after it was made, so that outside it is
         what it would be without, and the budget on the masked part is lost; with `reproject` it is masked before it is
         scaled, and the whole budget goes to the outside.
+    waveform: of sounds only, what is done to the waveform before the viewmaker sees its spectrogram. None is what the
+        paper says; the published code had the default settings here without saying so, while it trained.
     """
 
     kind: Literal["viewmaker"] = "viewmaker"
@@ -61,6 +64,7 @@ class ViewmakerConfig(Schema):
     downsample_to: PositiveInt | None = None
     mask: Literal["none", "box", "object"] = "none"
     reproject: bool = False
+    waveform: WaveformConfig | None = None
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> Self:

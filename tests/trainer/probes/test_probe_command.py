@@ -51,6 +51,7 @@ def test_every_sample_is_read_once(data: Path) -> None:
     pictures = read_pictures(data / "train")
     assert pictures.index_N.tolist() == list(range(103))
     assert pictures.images_NCHW.shape == (103, 3, 16, 16)
+    assert pictures.masks_NHW is not None
     assert pictures.masks_NHW.shape == (103, 16, 16)
     assert torch.bincount(pictures.labels("overlay")).tolist() == list(pictures.manifest.counts_overlay)
 

@@ -76,7 +76,8 @@ class Spy:
     def __init__(self) -> None:
         self.keys: list[DrawKeys] = []
 
-    def __call__(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor) -> Tensor:
+    def __call__(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
+        assert masks_BHW is not None
         assert masks_BHW.shape == (len(images_BCHW), *images_BCHW.shape[2:])
         assert images_BCHW.dtype == torch.float32
         assert float(images_BCHW.max()) <= 1.0

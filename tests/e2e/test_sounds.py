@@ -1,0 +1,53 @@
+"""Sounds from end to end: made, trained on by two processes, probed, looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline import __main__ as data_pipeline
+from tests.real_data import REPOSITORY
+from trainer import analyze, probe, report
+from trainer.rundir import RunDir
+
+
+def test_sounds_from_nothing_to_probes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(module: Any, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        module.main()
+        return capsys.readouterr().out
+
+    for split, limit in (("train", 64), ("test", 32)):
+        made = ["--source", "procedural", "--overlay", "online", "--split", split, "--limit", limit]
+        call(data_pipeline, "build", "spoken_noise", *made, "--out", tmp_path / split)
+    sets = [f"data.train_dir={tmp_path / 'train'}", f"data.test_dir={tmp_path / 'test'}", "tracking.wandb=disabled"]
+    sets += ["global_batch_size=16", "probe.num_epochs=2"]
+    run_dir = RunDir(tmp_path / "run")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = [word for value in sets for word in ("--set", value)]
+    subprocess.run(
+        [*torchrun, "launch/train.py", "--config", "debug:audio_viewmaker", "--run-dir", str(run_dir.path), *settings],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=180,
+        check=True,
+    )
+    metrics = run_dir.read_metrics()
+    assert len(metrics) == 8
+    assert all(abs(entry["views/budget_spent"] - 0.125) < 1e-3 for entry in metrics)
+    assert "views/clamped_share" not in metrics[0]
+    table = call(probe, run_dir.path)
+    assert "label_base" in table
+    assert "label_overlay" in table
+    call(analyze, "views", run_dir.path)
+    assert json.loads((run_dir.analysis / "views.json").read_text())["num_pictures"] == 32
+    call(report, run_dir.path)
+    assert run_dir.report.is_file()

@@ -1,0 +1,155 @@
+"""Probes and analyses of sounds: what they read is what training sees, and what can be heard is read out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from configs import debug
+from data_pipeline.audio.log_mel import FSDD
+from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.errors import UserError
+from data_pipeline.stream import ReadConfig, Stream, read_all
+from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
+from trainer.analysis.views import analyze_views
+from trainer.players import build_players
+from trainer.probe import label_targets, main, probe
+from trainer.probes.features import read_pictures
+from trainer.probes.knn import probe_knn
+from trainer.probes.linear import ProbeConfig, probe_linear
+from trainer.rundir import RunDir
+from trainer.views.expert_audio import Spectral, SpectralConfig, clean_spectrogram
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=97, num_test=41)
+
+
+class Bands(nn.Module):
+    """The loudest value of each mel band: what tells tones and background sounds apart."""
+
+    def features(self, views_BCHW: Tensor) -> Tensor:
+        assert views_BCHW.shape[1:] == (1, 64, 64)
+        return views_BCHW.amax((1, 3))
+
+    pooled = features
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("draw", [0, 3])
+def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path, split: str, draw: int) -> None:
+    pictures = read_pictures(data / split, draw=draw)
+    batches = list(read_all(data / split, batch_size=16, draw=draw))
+    waveforms_NT, index_N, base_N, overlay_N = (
+        torch.cat([getattr(batch, name) for batch in batches])
+        for name in ("inputs_a", "index_B", "label_base_B", "label_overlay_B")
+    )
+    torch.testing.assert_close(pictures.images_NCHW, clean_spectrogram(waveforms_NT, FSDD), rtol=1e-5, atol=1e-5)
+    assert pictures.images_NCHW.dtype == torch.float32
+    assert pictures.masks_NHW is None
+    assert torch.equal(pictures.index_N, index_N)
+    assert torch.equal(pictures.labels("base"), base_N)
+    assert torch.equal(pictures.labels("overlay"), overlay_N)
+    rows = torch.tensor([5, 2, 30])
+    assert torch.equal(pictures.inputs(rows).inputs, waveforms_NT[rows])
+
+
+def test_a_redraw_has_the_crop_and_the_background_that_training_would_draw(data: Path) -> None:
+    pictures = read_pictures(data / "train")
+    [batch] = Stream(
+        data / "train", read=ReadConfig(num_workers=0), global_batch_size=97, seed=5, rank=0, world_size=1, end_step=1
+    )
+    order = batch.index_B
+    redrawn = pictures.redraw(order, lambda index_B: DrawKeys(seed=5, epoch=0, index_B=index_B, view=0))
+    assert torch.equal(redrawn.inputs, batch.inputs_a)
+    assert torch.equal(redrawn.labels["overlay"], batch.label_overlay_B)
+    assert torch.equal(redrawn.labels["base"], batch.label_base_B)
+    assert not torch.equal(redrawn.labels["overlay"], pictures.labels("overlay")[order])
+
+
+def test_sounds_with_the_background_baked_in_and_without_one(tmp_path: Path) -> None:
+    for overlay, num_classes in (("baked", 3), ("none", 0)):
+        directory = write_tiny_sounds(tmp_path / overlay, num_samples=20, overlay=overlay)  # type: ignore[arg-type]
+        pictures = read_pictures(directory)
+        assert len(pictures.class_names("overlay")) == num_classes
+        rows = torch.arange(20)
+        redrawn = pictures.redraw(rows, lambda index_B: DrawKeys(seed=0, epoch=9, index_B=index_B, view=4))
+        assert torch.equal(redrawn.labels["overlay"], pictures.labels("overlay"))
+
+
+def test_what_can_be_heard_is_read_out(data: Path) -> None:
+    """Deep or high tone from views, and which background from sounds without views: both in bands of their own."""
+    train, test = read_pictures(data / "train"), read_pictures(data / "test")
+    targets = label_targets(train, test)
+    for views in ("policy", "none"):
+        results = probe_linear(
+            Bands(),
+            view_policy=Spectral(SpectralConfig(max_masked_bands=0), FSDD),
+            train=train,
+            test=test,
+            targets=targets,
+            config=ProbeConfig(num_epochs=30, batch_size=32, views=views),
+            device=CPU,
+        )
+        assert results["base"].accuracy > 0.9
+        assert results["overlay"].accuracy > 0.9
+    assert probe_knn(Bands(), train=train, test=test, targets=targets, device=CPU)["base"].accuracy > 0.9
+
+
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+def test_probes_of_a_run_are_the_same_again_and_leave_the_players_alone(data: Path, batch_norm: str) -> None:
+    recipe = debug.audio_viewmaker()
+    config = recipe.model_copy(
+        update={"probe": recipe.probe.model_copy(update={"num_epochs": 2, "batch_norm": batch_norm})}
+    )
+    players = build_players(config)
+    before = {key: value.clone() for key, value in players.encoder.state_dict().items()}
+    train, test = read_pictures(data / "train"), read_pictures(data / "test")
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        results.append(probe(players, train=train, test=test, device=CPU))
+    for space in ("base", "overlay"):
+        first, second = (result[space].model_dump(exclude={"seconds"}) for result in results)
+        assert first == second
+    assert all(torch.equal(value, before[key]) for key, value in players.encoder.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", [debug.audio, debug.audio_viewmaker])
+def test_the_commands_work_on_an_untrained_run(
+    recipe: object, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe().model_dump()  # type: ignore[operator]
+    config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
+    config["probe"]["num_epochs"] = 1
+    run_dir = RunDir(tmp_path)
+    run_dir.config.write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path), "--step", "0"])
+    main()
+    assert {path.name for path in run_dir.probes(0).iterdir()} == {"base.json", "overlay.json"}
+    png, result = analyze_views(run_dir, step=0)
+    numbers = json.loads(result.read_text())
+    assert (numbers["num_pictures"], numbers["selectivity_box"]) == (41, None)
+    if config["views"]["kind"] == "viewmaker":
+        assert numbers["change"] == pytest.approx(0.125, rel=2e-3)
+    assert Image.open(png).size[0] > 1000
+
+
+def test_a_rate_without_a_spectrogram_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
+    manifest = json.loads((data / "test" / "manifest.json").read_text()) | {"sample_rate": 44_100}
+    directory = tmp_path / "other"
+    directory.mkdir()
+    for path in (data / "test").iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="no spectrogram is defined for sounds of 44100"):
+        read_pictures(directory)
