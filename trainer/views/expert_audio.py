@@ -10,8 +10,9 @@ Legend: B samples, T points of a waveform, K frequencies of its Fourier transfor
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
@@ -24,6 +25,7 @@ from trainer.views.speed_and_pitch import change_pitch, change_speed
 
 # Of `data_pipeline.counter_rng`: above those of a viewmaker, which may come after `augment` with the same keys.
 _MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE, _SPEED_AND_PITCH = range(90, 95)
+_ROWS_ON_CPU: Final = 8
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Speed = Annotated[float, Field(ge=0.5, le=2)]
@@ -160,19 +162,25 @@ class Waveform(nn.Module):
             ValueError: the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
-        num_points = waveforms_BT.shape[1]
+        # On a CPU a few at a time, whose numbers stay in the cache: twice as fast.
+        at_once = _ROWS_ON_CPU if waveforms_BT.device.type == "cpu" else max(1, len(waveforms_BT))
+        parts = zip(torch.split(waveforms_BT, at_once), torch.split(keys.index_B, at_once), strict=True)
+        return torch.cat([self._augment(x_BT, dataclasses.replace(keys, index_B=index_B)) for x_BT, index_B in parts])
+
+    def _augment(self, x_BT: Tensor, keys: DrawKeys) -> Tensor:
+        num_points = x_BT.shape[1]
         draws = draw_waveform(self.config, keys, num_points=num_points)
         if draws.speed_B is not None:
-            waveforms_BT = change_speed(waveforms_BT, draws.speed_B, max_factor=self.max_speed)
+            x_BT = change_speed(x_BT, draws.speed_B, max_factor=self.max_speed)
         if draws.semitones_B is not None:
-            waveforms_BT = change_pitch(
-                waveforms_BT, draws.semitones_B, sample_rate=self.mel.sample_rate, max_semitones=self.max_semitones
+            x_BT = change_pitch(
+                x_BT, draws.semitones_B, sample_rate=self.mel.sample_rate, max_semitones=self.max_semitones
             )
         noise_BT = None
         if self.config.noise_std:
-            spectrum_BK = normal(keys, num_points // 2 + 1, purpose=_WHITE_NOISE).to(waveforms_BT.dtype)
+            spectrum_BK = normal(keys, num_points // 2 + 1, purpose=_WHITE_NOISE).to(x_BT.dtype)
             noise_BT = white_noise(spectrum_BK, num_points, std=self.config.noise_std)
-        return crop_and_add(waveforms_BT, noise_BT, draws)
+        return crop_and_add(x_BT, noise_BT, draws)
 
 
 def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
@@ -240,17 +248,18 @@ def white_noise(spectrum_BK: Tensor, num_points: int, *, std: float) -> Tensor:
 
 def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
     """The waveforms with 0 outside the crop, every point in its place, plus the noise, cropped if the crop is last."""
-    kept_BT = _inside(draws.first_B, draws.length_B, waveforms_BT.shape[1])
+    kept_BT = _inside(draws.first_B, draws.length_B, waveforms_BT.shape[1]).to(waveforms_BT.dtype)
     cropped_BT = waveforms_BT * kept_BT
     if noise_BT is None:
         return cropped_BT
-    return cropped_BT.addcmul_(noise_BT, kept_BT.logical_or_(~draws.crops_last_B[:, None]).to(noise_BT.dtype))
+    is_whole_B1 = (~draws.crops_last_B)[:, None].to(waveforms_BT.dtype)
+    return cropped_BT.addcmul_(noise_BT, kept_BT.clamp_(min=is_whole_B1))
 
 
 def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
     """(B, size) bool: whether a cell is one of `length` from `first` on."""
-    cell_X = torch.arange(size, device=first_B.device)
-    return (cell_X >= first_B[:, None]) & (cell_X < (first_B + length_B)[:, None])
+    cell_X = torch.arange(size, device=first_B.device, dtype=torch.int32)  # half the memory of int64, and faster
+    return (cell_X >= first_B[:, None].int()) & (cell_X < (first_B + length_B)[:, None].int())
 
 
 def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ N frames before stretching, Q after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor
 
 _ZERO_CROSSINGS: Final = 6  # of the sinc on either side, and the share of the band that it keeps: torchaudio's defaults
 _ROLLOFF: Final = 0.99
+_SMALLEST: Final = 1e-12  # angle, of which the sine is the angle itself in float32 and float64
 _WINDOW: Final = 512  # points of the phase vocoder's frames, and from one to the next: torchaudio's defaults
 _HOP: Final = 128
-_ROWS_ON_CPU: Final = 4  # at once, so that what lies between the operations stays in the cache
 
 
 def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -> Tensor:
@@ -31,11 +30,8 @@ def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -
     number, and memory that grows with the square of that number where it has no large divisor in common with the old.
     """
     num_points = waveforms_BT.shape[1]
-    changed = []
-    for rows in _slices(waveforms_BT):
-        length_B = torch.full_like(factor_B[rows], num_points)
-        changed.append(_resample(waveforms_BT[rows], factor_B[rows], length_B, num_points, max_factor=max_factor))
-    return torch.cat(changed)
+    length_B = torch.full_like(factor_B, num_points)
+    return _resample(waveforms_BT, factor_B, length_B, num_points, max_factor=max_factor)
 
 
 def change_pitch(waveforms_BT: Tensor, semitones_B: Tensor, *, sample_rate: int, max_semitones: float) -> Tensor:
@@ -46,14 +42,11 @@ def change_pitch(waveforms_BT: Tensor, semitones_B: Tensor, *, sample_rate: int,
     """
     num_points = waveforms_BT.shape[1]
     slowest = 2 ** (-max_semitones / 12)
-    changed = []
-    for rows in _slices(waveforms_BT):
-        rate_B = torch.exp2(-semitones_B[rows] / 12)
-        length_B = torch.round(num_points / rate_B)
-        stretched_BL = _stretch(waveforms_BT[rows], rate_B, length_B, slowest=slowest)
-        factor_B = torch.floor(sample_rate / rate_B) / sample_rate
-        changed.append(_resample(stretched_BL, factor_B, length_B, num_points, max_factor=1 / slowest))
-    return torch.cat(changed)
+    rate_B = torch.exp2(-semitones_B / 12)
+    length_B = torch.round(num_points / rate_B)
+    stretched_BL = _stretch(waveforms_BT, rate_B, length_B, slowest=slowest)
+    factor_B = torch.floor(sample_rate / rate_B) / sample_rate
+    return _resample(stretched_BL, factor_B, length_B, num_points, max_factor=1 / slowest)
 
 
 def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int, *, max_factor: float) -> Tensor:
@@ -67,15 +60,15 @@ def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int,
     at_BT = torch.arange(num_points, device=x_BL.device, dtype=torch.float64) * factor_B[:, None]
     before_BT = at_BT.floor()
     is_heard_BT = at_BT < length_B[:, None]
-    past_BT = ((at_BT - before_BT) * band_B1).to(x_BL.dtype)
+    past_BT = (at_BT - before_BT).mul_(math.pi * band_B1).to(x_BL.dtype)
+    step_B1 = (math.pi * band_B1).to(x_BL.dtype)
     index_BT = before_BT.long().clamp_(max=x_BL.shape[1] - 1)
-    step_B1 = band_B1.to(x_BL.dtype)
     sum_BT = torch.zeros_like(past_BT)
     for tap in range(1 - reach, reach + 1):
-        place_BT = (tap * step_B1 - past_BT).clamp_(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)
-        weight_BT = torch.cos(place_BT * (math.pi / 2 / _ZERO_CROSSINGS)).square_().mul_(torch.sinc(place_BT))
-        sum_BT.addcmul_(weight_BT, padded_BL.gather(1, index_BT + (tap + reach)))
-    sum_BT.mul_(step_B1).mul_(is_heard_BT)
+        angle_BT = (past_BT - tap * step_B1).abs_().clamp_(_SMALLEST, _ZERO_CROSSINGS * math.pi)
+        weight_BT = (angle_BT / (2 * _ZERO_CROSSINGS)).cos_().square_().mul_(angle_BT.sin()).div_(angle_BT)
+        sum_BT.addcmul_(weight_BT, padded_BL[:, tap + reach :].gather(1, index_BT))
+    sum_BT.mul_(band_B1.to(x_BL.dtype)).mul_(is_heard_BT)
     # torchaudio, too, leaves a sound at its own speed alone, where the filter would take the top of its band.
     as_it_was_BT = F.pad(x_BL, (0, max(0, num_points - x_BL.shape[1])))[:, :num_points]
     return torch.where(factor_B[:, None] == 1, as_it_was_BT, sum_BT)
@@ -118,9 +111,3 @@ def _overlap_add(frames_BRQ: Tensor) -> Tensor:
     num_points = (frames_BRQ.shape[2] - 1) * _HOP + _WINDOW
     added_B11L: Tensor = F.fold(frames_BRQ, (1, num_points), (1, _WINDOW), stride=(1, _HOP))
     return added_B11L[:, 0, 0]
-
-
-def _slices(waveforms_BT: Tensor) -> Iterator[slice]:
-    num_rows = max(1, len(waveforms_BT))
-    at_once = _ROWS_ON_CPU if waveforms_BT.device.type == "cpu" else num_rows
-    return (slice(first, first + at_once) for first in range(0, num_rows, at_once))

@@ -1,0 +1,139 @@
+"""Expert views of sounds, a batch at a time, against NumPy and librosa one sound after the other.
+
+    python -m benchmarks.sound_views [--batch-size B] [--rounds R]
+
+The peers make one view of each waveform of 50,000 points at 48 kHz, in float32: masks and noise on the spectrogram;
+crop and white noise on the waveform, then the spectrogram. They take turns, round by round, so that a machine that
+slows down does so for all; printed are medians. One thread, and its processor time. Changes of pitch and of speed, off
+by default, are timed against librosa, which resamples by soxr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import librosa
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.sounds import NUM_POINTS, Sound, librosa_log_mel
+from data_pipeline.audio.log_mel import AUDIOMNIST
+from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.errors import run_command
+from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
+
+
+def spectral_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[], object]]:
+    rng = np.random.default_rng(0)
+    policy = Spectral(SpectralConfig(), AUDIOMNIST)
+
+    def one(waveform: Sound) -> Sound:
+        power = librosa.feature.melspectrogram(
+            y=waveform, sr=AUDIOMNIST.sample_rate, n_fft=AUDIOMNIST.n_fft, hop_length=AUDIOMNIST.hop, n_mels=64
+        )
+        for axis_of_power in (power, power.T):
+            width = rng.integers(40)
+            first = rng.integers(64 - width)
+            axis_of_power[first : first + width] = 0
+        decibels = librosa.power_to_db(power**2) + rng.normal(0, 0.25 * AUDIOMNIST.std, (64, 64))
+        view: Sound = (decibels - AUDIOMNIST.mean) / AUDIOMNIST.std
+        return view
+
+    return {
+        "librosa one by one": lambda: np.stack([one(waveform) for waveform in waveforms_BT.numpy()]),
+        "ours": lambda: policy(waveforms_BT, keys),
+    }
+
+
+def waveform_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[], object]]:
+    rng = np.random.default_rng(0)
+    policy = Waveform(WaveformConfig(), AUDIOMNIST)
+
+    def crop(waveform: Sound) -> Sound:
+        length = int(NUM_POINTS * rng.uniform(0.08, 1))
+        first = rng.integers(NUM_POINTS - length + 1)
+        kept = np.zeros_like(waveform)
+        kept[first : first + length] = waveform[first : first + length]
+        return kept
+
+    def add_noise(waveform: Sound) -> Sound:
+        noisy: Sound = waveform + np.fft.irfft(rng.standard_normal(NUM_POINTS // 2 + 1), n=NUM_POINTS)
+        return noisy
+
+    def one(waveform: Sound) -> Sound:
+        for operation in rng.permutation(np.array([crop, add_noise])):
+            waveform = operation(waveform)
+        return librosa_log_mel(waveform)
+
+    return {
+        "NumPy and librosa one by one": lambda: np.stack([one(waveform) for waveform in waveforms_BT.numpy()]),
+        "ours": lambda: policy(waveforms_BT, keys),
+        "ours, without crop and noise": lambda: clean_spectrogram(waveforms_BT, AUDIOMNIST),
+    }
+
+
+def pitch_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[], object]]:
+    rng, rate = np.random.default_rng(0), AUDIOMNIST.sample_rate
+    policy = Waveform(WaveformConfig(kept=None, noise_std=0, semitones=(-2, 2)), AUDIOMNIST)
+    return {
+        "librosa one by one": lambda: [
+            librosa.effects.pitch_shift(sound, sr=rate, n_steps=rng.uniform(-2, 2), n_fft=512)
+            for sound in waveforms_BT.numpy()
+        ],
+        "ours": lambda: policy.augment(waveforms_BT, keys),
+    }
+
+
+def speed_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[], object]]:
+    rng, rate = np.random.default_rng(0), AUDIOMNIST.sample_rate
+    policy = Waveform(WaveformConfig(kept=None, noise_std=0, speed=(0.9, 1.1)), AUDIOMNIST)
+    return {
+        "librosa one by one": lambda: [
+            librosa.resample(sound, orig_sr=rng.uniform(0.9, 1.1) * rate, target_sr=rate)
+            for sound in waveforms_BT.numpy()
+        ],
+        "ours": lambda: policy.augment(waveforms_BT, keys),
+    }
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="expert views of sounds against NumPy and librosa one by one")
+    parser.add_argument("--batch-size", type=int, default=128, metavar="B")
+    parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    waveforms_BT = 0.1 * torch.randn(args.batch_size, NUM_POINTS, generator=torch.Generator().manual_seed(0))
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(args.batch_size), view=0)
+    # Until a large block was freed once, as in any training, glibc returns freed memory to the system, at a cost.
+    large = torch.ones(30 << 18)
+    del large
+    groups = {
+        "spectral views": spectral_peers(waveforms_BT, keys),
+        "waveform views": waveform_peers(waveforms_BT, keys),
+        "change of pitch": pitch_peers(waveforms_BT, keys),
+        "change of speed": speed_peers(waveforms_BT, keys),
+    }
+    for title, peers in groups.items():
+        for call in peers.values():
+            call()
+        rounds = [{name: seconds(call) for name, call in peers.items()} for _ in range(args.rounds)]
+        print(f"{title:<40}{'sounds/s':>12}{'ratio':>8}")
+        first = next(iter(peers))
+        for name in peers:
+            rate = args.batch_size / statistics.median(measured[name] for measured in rounds)
+            ratio = statistics.median(measured[first] / measured[name] for measured in rounds)
+            print(f"  {name:<38}{rate:>12,.0f}{ratio:>8.2f}")
+
+
+if __name__ == "__main__":
+    run_command(main)
