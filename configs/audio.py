@@ -3,9 +3,9 @@
 ResNet-18 as torchvision has it on spectrograms of 64 bands and 64 frames; batches of 128, where the paper says 256 and
 the published code has 128; 200 epochs at a constant learning rate; the probe's learning rate is constant, too. The
 published code mixes another background sound into each view (`noise_per_view`: data.overlay=online_per_view), although
-the second feature is then not shared by the views; the recipes `..._per_item` have one for both. Either alone:
-`--dataset spoken` or `noise` in place of `spoken_noise`, with the same recipes on `--set data.train_dir=...`.
-Build the shards first, for example
+the second feature is then not shared by the views; the recipes `..._per_item` have one for both. These are also for the
+datasets `spoken` and `noise`, speech and background alone: `--set data.train_dir=... --set data.test_dir=...`. Build
+the shards first, for example
 
     for split in train test; do
       python -m data_pipeline build spoken_noise --root DIR --noise-root DIR --overlay online --split $split \
