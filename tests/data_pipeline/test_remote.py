@@ -416,7 +416,7 @@ def test_max_shards_counts_the_largest(dataset: Path, tmp_path: Path) -> None:
         assert RemoteShards(location, config=exact).max_shards == (None if count == NUM_SHARDS else count)
     assert RemoteShards(location, config=RemoteConfig(cache_dir=str(tmp_path))).max_shards is None
     assert RemoteShards(location, config=RemoteConfig()).max_shards is None
-    with pytest.raises(UserError, match=r"largest shard of .* raise remote.cache_gigabytes"):
+    with pytest.raises(UserError, match=r"largest shard of .* raise data.remote.cache_gigabytes"):
         RemoteShards(location, config=RemoteConfig(cache_dir=str(tmp_path), cache_gigabytes=(sizes[0] - 1) / 1e9))
 
 
@@ -522,7 +522,7 @@ def test_a_cache_that_cannot_hold_what_it_is_to_hold_is_told_before_training(
     shards = RemoteShards(location, config=cached(tmp_path))
     free_bytes = needed - 1
     with pytest.raises(
-        UserError, match=r"has .* GB free; free some, set remote.cache_dir .* lower remote.cache_gigabytes"
+        UserError, match=r"has .* GB free; free some, set data.remote.cache_dir .* lower data.remote.cache_gigabytes"
     ):
         RemoteShards(location, config=cached(tmp_path))
     RemoteShards(location, config=cached(tmp_path, num_shards=2, dataset=dataset))
@@ -538,7 +538,9 @@ def test_a_disk_that_fills_is_told(dataset: Path, tmp_path: Path) -> None:
     def fetch_with_little_room() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
-        with pytest.raises(UserError, match=f"the disk of the cache {tmp_path}/cache is full .* set remote.cache_dir"):
+        with pytest.raises(
+            UserError, match=f"the disk of the cache {tmp_path}/cache is full .* set data.remote.cache_dir"
+        ):
             shards.path(SHARDS[1])
 
     process = in_process(fetch_with_little_room)
@@ -576,7 +578,7 @@ def test_a_real_disk_that_fills_is_told_and_used_again(dataset: Path, small_disk
 
 def test_a_cache_that_cannot_be_made_is_told(dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be the cache of .*; set remote.cache_dir"):
+    with pytest.raises(UserError, match=r"cannot be the cache of .*; set data.remote.cache_dir"):
         RemoteShards(f"pipe:cat {dataset}/{{name}}", config=cached(tmp_path / "file" / "cache"))
 
 
@@ -613,7 +615,7 @@ def test_a_spool_that_somebody_else_laid_out_is_refused(dataset: Path, spools: P
     content = load_manifest(dataset).sha256[:16]
     (tmp_path / "trap").mkdir()
     (spools / f"feature-dropout-{os.getuid()}-{content}").symlink_to(tmp_path / "trap")
-    with pytest.raises(UserError, match=r"is somebody else's; set remote.cache_dir"):
+    with pytest.raises(UserError, match=r"is somebody else's; set data.remote.cache_dir"):
         RemoteShards(f"pipe:cat {dataset}/{{name}}", config=RemoteConfig())
     assert not list((tmp_path / "trap").iterdir())
 
