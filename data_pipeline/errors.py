@@ -28,10 +28,14 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command line's `main`; a `UserError` becomes one line on stderr and exit status 2.
 
-    An interrupted or full disk is the user's to mend as well, so `ENOSPC` is reported the same way.
+    A full disk is the user's to mend as well, so `ENOSPC` is reported the same way. Ctrl-C ends without a traceback,
+    with the exit status 130 that shells give it.
     """
     try:
         main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -213,3 +216,21 @@ def test_the_module_runs_as_a_command() -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("error: /nowhere does not exist")
     assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "data_pipeline", "build", "procedural", "--out", str(tmp_path / "data")]
+    command += ["--limit", "600", "--samples-per-shard", "50"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("data.partial/.*.finished.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(build.pid, signal.SIGINT)  # as a terminal sends it: to all processes of the build
+        assert build.stderr is not None
+        said = build.stderr.read()
+    assert build.returncode == 130
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "interrupted"
+    assert list(tmp_path.glob("data.partial/*.tar"))
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    assert len(list((tmp_path / "data").glob("*.tar"))) == 12
