@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from trainer.memory import keep_freed_memory
 from trainer.provenance import command_line, cpu_name
 
 Measured = Mapping[str, float]  # of one round, by peer
@@ -71,6 +73,33 @@ def measure(line: Line, *, num_rounds: int) -> dict[str, Any]:
         "spread": [rounded(min(figures)), rounded(max(figures))],
         "rounds": [{name: rounded(value) for name, value in measured.items()} for measured in rounds],
     }
+
+
+def print_rates(
+    groups: Mapping[str, Mapping[str, Callable[[], object]]], *, num_samples: int, num_rounds: int, unit: str
+) -> None:
+    """For each group a table of its peers: median rate by the processor time of one thread, ratio to the first peer.
+
+    A call of a peer handles `num_samples` samples.
+    """
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a training process does
+    for title, peers in groups.items():
+        for call in peers.values():
+            call()
+        rounds = [{name: _seconds(call) for name, call in peers.items()} for _ in range(num_rounds)]
+        print(f"{title:<40}{unit:>12}{'ratio':>8}")
+        first = next(iter(peers))
+        for name in peers:
+            rate = num_samples / statistics.median(measured[name] for measured in rounds)
+            ratio = statistics.median(measured[first] / measured[name] for measured in rounds)
+            print(f"  {name:<38}{rate:>12,.0f}{ratio:>8.2f}")
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
 
 
 def rounded(value: float) -> float:

@@ -11,8 +11,6 @@ by default, are timed against librosa, which resamples by soxr.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import librosa
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.record import print_rates
 from benchmarks.sounds import NUM_POINTS, Sound, librosa_log_mel
 from data_pipeline.audio.log_mel import AUDIOMNIST
 from data_pipeline.counter_rng import DrawKeys
@@ -100,39 +99,20 @@ def speed_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="expert views of sounds against NumPy and librosa one by one")
     parser.add_argument("--batch-size", type=int, default=128, metavar="B")
     parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     waveforms_BT = 0.1 * torch.randn(args.batch_size, NUM_POINTS, generator=torch.Generator().manual_seed(0))
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(args.batch_size), view=0)
-    # Until a large block was freed once, as in any training, glibc returns freed memory to the system, at a cost.
-    large = torch.ones(30 << 18)
-    del large
     groups = {
         "spectral views": spectral_peers(waveforms_BT, keys),
         "waveform views": waveform_peers(waveforms_BT, keys),
         "change of pitch": pitch_peers(waveforms_BT, keys),
         "change of speed": speed_peers(waveforms_BT, keys),
     }
-    for title, peers in groups.items():
-        for call in peers.values():
-            call()
-        rounds = [{name: seconds(call) for name, call in peers.items()} for _ in range(args.rounds)]
-        print(f"{title:<40}{'sounds/s':>12}{'ratio':>8}")
-        first = next(iter(peers))
-        for name in peers:
-            rate = args.batch_size / statistics.median(measured[name] for measured in rounds)
-            ratio = statistics.median(measured[first] / measured[name] for measured in rounds)
-            print(f"  {name:<38}{rate:>12,.0f}{ratio:>8.2f}")
+    print_rates(groups, num_samples=args.batch_size, num_rounds=args.rounds, unit="sounds/s")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ thread, and its processor time.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
+from benchmarks.record import print_rates
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import run_command
 from tests.trainer.views.viewmaker_as_written import AsWritten
@@ -90,22 +89,12 @@ def viewmaker_peers(images_BCHW: Tensor, config: ViewmakerConfig) -> Mapping[str
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="our views against torchvision's, and the viewmaker as written")
     parser.add_argument("--batch-size", type=int, default=256, metavar="B")
     parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     images_BCHW = torch.rand(args.batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    # Until a large block was freed once, as in any training, glibc returns freed memory to the system, at a cost.
-    large = torch.ones(30 << 18)
-    del large
     huang = [*HUANG_LETTERS, HUANG_LETTERS]
     groups = {
         "expert views (two of each picture)": expert_peers(images_BCHW),
@@ -113,16 +102,7 @@ def main() -> None:
         "viewmaker, forward and backward": viewmaker_peers(images_BCHW, ViewmakerConfig()),
         "viewmaker of half the width": viewmaker_peers(images_BCHW, ViewmakerConfig(base_width=16)),
     }
-    for title, peers in groups.items():
-        for call in peers.values():
-            call()
-        rounds = [{name: seconds(call) for name, call in peers.items()} for _ in range(args.rounds)]
-        print(f"{title:<40}{'pictures/s':>12}{'ratio':>8}")
-        first = next(iter(peers))
-        for name in peers:
-            rate = args.batch_size / statistics.median(measured[name] for measured in rounds)
-            ratio = statistics.median(measured[first] / measured[name] for measured in rounds)
-            print(f"  {name:<38}{rate:>12,.0f}{ratio:>8.2f}")
+    print_rates(groups, num_samples=args.batch_size, num_rounds=args.rounds, unit="pictures/s")
 
 
 if __name__ == "__main__":
