@@ -14,11 +14,10 @@ from typing import Literal
 import torch
 from pydantic import PositiveFloat
 from torch import Tensor
-from torch.nn import functional as F
 
 from data_pipeline.schema import Schema
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, mean_cosine
 
 
 class BarlowTwinsConfig(Schema):
@@ -66,7 +65,7 @@ class BarlowTwins(Objective):
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD)
         metrics = {
-            "alignment": F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean(),
+            "alignment": mean_cosine(z_a_BD, z_b_BD),
             "invariance": invariance.detach(),
             "redundancy": redundancy.detach(),
         }

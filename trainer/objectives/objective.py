@@ -59,14 +59,22 @@ class Objective(nn.Module, ABC):
         self.load_state_dict(state)
 
 
+def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """The mean cosine of the two views' embeddings, a scalar without gradient: what every objective logs as alignment.
+
+    1 where the views coincide (Wang and Isola 2020, up to an offset).
+    """
+    return F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean()
+
+
 def contrastive_output(loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
     """Adds what any contrastive objective logs.
 
-    alignment: mean cosine of the two views of a picture, 1 where they coincide (Wang and Isola 2020, up to an offset).
+    alignment: `mean_cosine` of the two views.
     positive_probability: mean softmax probability that an anchor gives its positive; 1 / candidates is chance.
     """
     metrics = {
-        "alignment": F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean(),
+        "alignment": mean_cosine(z_a_BD, z_b_BD),
         "positive_probability": log_probability_N.detach().exp().mean(),
     }
     return ObjectiveOutput(loss, metrics)

@@ -10,12 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from data_pipeline.schema import Schema
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives.contrast import unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair
+from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, mean_cosine
 
 
 class SimSiamConfig(Schema):
@@ -62,8 +61,7 @@ class SimSiam(Objective):
         with torch.autocast(z_a_BD.device.type, enabled=False):
             p_a_BD, p_b_BD = (self._predict(z_BD.to(dtype), pair.updates_state) for z_BD in (z_a_BD, z_b_BD))
         loss = simsiam_loss(p_a_BD, p_b_BD, z_a_BD, z_b_BD)
-        alignment = F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean()
-        return ObjectiveOutput(loss, {"alignment": alignment})
+        return ObjectiveOutput(loss, {"alignment": mean_cosine(z_a_BD, z_b_BD)})
 
     def _predict(self, z_BD: Tensor, updates_state: bool) -> Tensor:
         statistics = {} if updates_state else {name: value.clone() for name, value in self.predictor.named_buffers()}
