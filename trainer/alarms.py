@@ -24,6 +24,8 @@ class AlarmConfig(Schema):
     min_view_change: for "budget_spent" and "diversity", in units of pictures in [0, 1]; half a grey level of 255.
     Healthy runs stay far inside: SimCLR on small pictures had a uniformity of at most -0.4 from the first step on, an
     effective rank of 18 and more, and views of an evenness of at most 0.33. A random encoder may start outside.
+    Metrics of views are means over all views, and are judged per view that is changed at all: divided by
+    "changed_share". With a `dropout_rate` below 1 the two views of a picture differ whatever the viewmaker has lost.
     """
 
     after_steps: PositiveInt = 50
@@ -88,6 +90,12 @@ def _rules(config: AlarmConfig) -> tuple[_Rule, ...]:
     )
 
 
+def _per_changed_view(metric: str, metrics: Mapping[str, float]) -> float:
+    """The metric; one of views, which is a mean over them all, as the mean over those that are not their picture."""
+    changed_share = metrics.get("views/changed_share", 1.0) if metric.startswith("views/") else 1.0
+    return metrics[metric] / changed_share if changed_share > 0 else metrics[metric]
+
+
 @dataclass
 class _Watch:
     """A rule, since which step it is broken (None: it is not), and whether that was reported."""
@@ -117,7 +125,7 @@ class Alarms:
             rule = watch.rule
             if rule.metric not in metrics:
                 continue
-            value = metrics[rule.metric]
+            value = _per_changed_view(rule.metric, metrics)
             if not rule.is_broken_by(value):
                 watch.since, watch.reported = None, False
                 continue

@@ -82,6 +82,11 @@ def identity(viewmaker: Viewmaker) -> None:
     nn.init.zeros_(viewmaker.out.bias)
 
 
+def nearly_identity(viewmaker: Viewmaker) -> None:
+    identity(viewmaker)
+    viewmaker.out.weight.add_(1e-8)
+
+
 def saturated(viewmaker: Viewmaker) -> None:
     viewmaker.out.weight.mul_(1e4)
 
@@ -101,25 +106,32 @@ def untouched(viewmaker: Viewmaker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("force", "budget", "meanings"),
+    ("force", "budget", "dropout_rate", "meanings"),
     [
-        (identity, 0.05, ["become the identity", "lost their randomness"]),
-        (deaf, 0.05, ["lost their randomness"]),
-        (saturated, 0.05, ["viewmaker is saturated"]),
-        (untouched, 3.0, ["clamp cuts short"]),
-        (untouched, 0.05, []),
+        (identity, 0.05, None, ["become the identity", "lost their randomness"]),
+        (deaf, 0.05, None, ["lost their randomness"]),
+        (saturated, 0.05, None, ["viewmaker is saturated"]),
+        (untouched, 3.0, None, ["clamp cuts short"]),
+        (untouched, 0.05, None, []),
+        (identity, 0.05, 0.2, ["become the identity", "lost their randomness"]),
+        (nearly_identity, 0.05, 0.2, ["become the identity"]),
+        (saturated, 0.05, 0.2, ["viewmaker is saturated"]),
+        (untouched, 3.0, 0.2, ["clamp cuts short"]),
+        (untouched, 0.006, 0.2, []),  # a fifth of this budget is below the limit
     ],
 )
 def test_a_viewmaker_that_has_collapsed_is_told(
-    force: Callable[[Viewmaker], None], budget: float, meanings: list[str]
+    force: Callable[[Viewmaker], None], budget: float, dropout_rate: float | None, meanings: list[str]
 ) -> None:
     torch.manual_seed(0)
-    viewmaker = Viewmaker(ViewmakerConfig(base_width=8, num_res_blocks=1, budget=budget), image_channels=3)
-    images = torch.rand(8, 3, 32, 32)
+    config = ViewmakerConfig(base_width=8, num_res_blocks=1, budget=budget, dropout_rate=dropout_rate)
+    viewmaker = Viewmaker(config, image_channels=3)
+    num = 8 if dropout_rate is None else 32
+    images = torch.rand(num, 3, 32, 32)
 
     @torch.no_grad()
     def measure(step: int) -> dict[str, float]:
-        keys = [DrawKeys(seed=0, epoch=step, index_B=torch.arange(8), view=view) for view in (0, 1)]
+        keys = [DrawKeys(seed=0, epoch=step, index_B=torch.arange(num), view=view) for view in (0, 1)]
         views_a, views_b = (viewmaker(images, key) for key in keys)
         return {f"views/{name}": float(value) for name, value in view_health(views_a, views_b, images, None).items()}
 

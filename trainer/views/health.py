@@ -22,6 +22,9 @@ def view_health(
 ) -> dict[str, Tensor]:
     """Scalars of this rank's part of the batch, on its device, without waiting for it.
 
+    changed_share: share of the first views that are not their picture, to the last bit. Of a viewmaker that is working
+        it is its `dropout_rate`, 1 without one; of one that does nothing at all, 0. The means below count the unchanged
+        views as well, so over `changed_share` they are means of the changed ones.
     budget_spent: mean |view - picture|, after any clamp.
     clamped_share, where `bounded`: share of entries that lie between the limits 0 and 1 in the picture and at or
         beyond them in the view. There a clamp cut the change short. (On a limit in the picture, half of all changes
@@ -30,7 +33,8 @@ def view_health(
         entries carries the change, and 1 where all change by as much, as they do behind a saturated tanh.
     diversity, with `views_b_BCHW`: mean difference between the two views of a picture.
     inside_over_outside, with `masks_BHW`: mean change inside the boxes of the drawn objects over that outside, 1 where
-        there is nothing to compare. Of a viewmaker that destroys objects it is above 1 (Tamkin et al. 2022).
+        there is nothing to compare; of the changed views alone. Of a viewmaker that destroys objects it is above 1
+        (Tamkin et al. 2022).
 
     Args:
         views_a_BCHW, views_b_BCHW: first and second views, the latter None where there is one view only.
@@ -40,8 +44,10 @@ def view_health(
     """
     change_BCHW = (views_a_BCHW - images_BCHW).abs()
     change_BP = change_BCHW.flatten(1)
+    changed_B = change_BP.amax(1) > 0
     tiny = torch.finfo(change_BP.dtype).tiny
     health = {
+        "changed_share": changed_B.to(change_BP.dtype).mean(),
         "budget_spent": change_BP.mean(),
         "evenness": (change_BP.mean(1) / change_BP.amax(1).clamp_min(tiny)).mean(),
     }
@@ -51,14 +57,15 @@ def view_health(
     if views_b_BCHW is not None:
         health["diversity"] = (views_a_BCHW - views_b_BCHW).abs().mean()
     if masks_BHW is not None:
-        health["inside_over_outside"] = _inside_over_outside(change_BCHW.mean(1), masks_BHW >= MASK_BOX)
+        health["inside_over_outside"] = _inside_over_outside(change_BCHW.mean(1), masks_BHW >= MASK_BOX, changed_B)
     return health
 
 
-def _inside_over_outside(change_BHW: Tensor, inside_BHW: Tensor) -> Tensor:
-    """Mean change where `inside_BHW` over the mean elsewhere; 1 where either is missing or nothing changes outside."""
-    num_inside = inside_BHW.sum()
-    inside = (change_BHW * inside_BHW).sum() / num_inside
-    outside = (change_BHW * ~inside_BHW).sum() / (inside_BHW.numel() - num_inside)
+def _inside_over_outside(change_BHW: Tensor, inside_BHW: Tensor, changed_B: Tensor) -> Tensor:
+    """Mean change where `inside_BHW` over the mean elsewhere, both of the pictures in `changed_B`, which are those that
+    change at all; 1 where either is missing or nothing changes outside."""
+    changed_B11 = changed_B[:, None, None]
+    inside = (change_BHW * inside_BHW).sum() / (inside_BHW & changed_B11).sum()
+    outside = (change_BHW * ~inside_BHW).sum() / (~inside_BHW & changed_B11).sum()
     ratio = inside / outside
     return torch.where(ratio.isfinite(), ratio, 1.0)

@@ -6,8 +6,8 @@ Dropout" (2022): a stem, residual blocks on a map a quarter as wide, two upsampl
 residual block a channel of uniform noise is appended. What may never happen: noise from ambient random state, or a
 perturbation over budget.
 
-Options: the network may see a smaller picture (`downsample_to`) or its cosine transform (`domain`), and may be kept
-away from the object that was drawn on the picture (`mask`).
+Options: the network may see a smaller picture (`downsample_to`) or its cosine transform (`domain`), may be kept away
+from the object that was drawn on the picture (`mask`), and may be given some of the views only (`dropout_rate`).
 
 Two convolutions are computed in another order than they are written in the paper, with equal results: see
 `upsample_convolve` and `convolve_to_few_channels`.
@@ -17,12 +17,13 @@ Legend: B samples, C channels, H rows, W columns, I and O input and output chann
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.counter_rng import DrawKeys, uniform
@@ -30,10 +31,13 @@ from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.schema import Schema
 from trainer.views.expert_audio import WaveformConfig
 
+_ATTACK_PURPOSE = 0  # of `data_pipeline.counter_rng`
 _FIRST_NOISE_PURPOSE = 1
 _STRIDE = 4  # of the stem
 _MIN_SIZE = 8  # the stem pads by 4 reflected pixels, a residual block by 1
 _FIRST_MASKED_LEVEL = {"box": MASK_BOX, "object": MASK_OBJECT}
+
+Pairing = Literal["independent", "exclusive"]
 
 
 class ViewmakerConfig(Schema):
@@ -51,6 +55,12 @@ class ViewmakerConfig(Schema):
         (Tamkin et al. 2022, the masked viewmaker). The perturbation is masked after it was made, so that outside it is
         what it would be without, and the budget on the masked part is lost; with `reproject` it is masked before it is
         scaled, and the whole budget goes to the outside.
+    dropout_rate: the share of the views that the viewmaker is given, drawn for each view (`attacked_views`); the others
+        are the pictures as they are. So no feature is destroyed in more than that share of the views, whatever the
+        viewmaker learns. None: it is given every view, and how often a feature is destroyed is left to the budget.
+    dropout_pairing: of the two views of a picture, whether one is attacked says nothing of the other, and a share
+        `dropout_rate ** 2` of the pairs is attacked in both; or it is one of them at most ("exclusive", for rates up to
+        1/2), and a share `2 * dropout_rate` of the pairs is attacked.
     waveform: of sounds only, what is done to the waveform before the viewmaker sees its spectrogram. None is what the
         paper says; the published code had the default settings here without saying so, while it trained.
     """
@@ -64,6 +74,8 @@ class ViewmakerConfig(Schema):
     downsample_to: PositiveInt | None = None
     mask: Literal["none", "box", "object"] = "none"
     reproject: bool = False
+    dropout_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    dropout_pairing: Pairing = "independent"
     waveform: WaveformConfig | None = None
 
     @model_validator(mode="after")
@@ -77,6 +89,11 @@ class ViewmakerConfig(Schema):
         if self.reproject and (self.domain != "pixel" or self.downsample_to is not None):
             raise ValueError(
                 "reproject needs a budget that is spent on the picture's own pixels: domain=pixel, no downsample_to"
+            )
+        if self.dropout_pairing == "exclusive" and (self.dropout_rate is None or self.dropout_rate > 0.5):
+            raise ValueError(
+                "dropout_pairing=exclusive attacks one view of a pair at most, so half of all views at most; it needs "
+                f"a dropout_rate up to 0.5, got {self.dropout_rate}"
             )
         return self
 
@@ -106,6 +123,20 @@ def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
     """
     u_BCHW = torch.tanh(r_BCHW.to(torch.promote_types(r_BCHW.dtype, torch.float32)))
     return budget * u_BCHW / (u_BCHW.abs().mean(dim=(1, 2, 3), keepdim=True) + 1e-4)
+
+
+def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independent") -> Tensor:
+    """(B,) bool on the device of the keys: which of these views a viewmaker is given, each with probability `rate`.
+
+    A function of the keys alone. Views 2 n and 2 n + 1 of a sample are a pair: drawn by themselves, or from one number
+    whose lower end is the first view's and whose upper end is the second's, so that never both are given (`rate` at
+    most 1/2).
+    """
+    if pairing == "independent":
+        return uniform(keys, 1, purpose=_ATTACK_PURPOSE)[:, 0] < rate
+    is_second = keys.view % 2
+    shared_B = uniform(dataclasses.replace(keys, view=keys.view - is_second), 1, purpose=_ATTACK_PURPOSE)[:, 0]
+    return shared_B >= 1 - rate if is_second else shared_B < rate
 
 
 def cosine_transform(x_BCHW: Tensor) -> Tensor:
@@ -252,7 +283,9 @@ class Viewmaker(nn.Module):
         """The perturbations as they are added, before any clamp.
 
         The mean absolute value, for each sample, is the budget; less where the config has a mask without `reproject` or
-        a `downsample_to`; and in the frequency domain it is that of the cosine transform.
+        a `downsample_to`; and in the frequency domain it is that of the cosine transform. With a `dropout_rate` it is
+        exactly 0 for the views that are not attacked, and none of them adds to a gradient. The network runs on them all
+        the same: to leave them out, the host would have to wait for the device to say how many there are.
         """
         config = self.config
         H, W = images_BCHW.shape[2:]
@@ -276,6 +309,9 @@ class Viewmaker(nn.Module):
             delta_BCHW = F.interpolate(delta_BCHW, size=(H, W), mode="bilinear")
         if outside_B1HW is not None and not config.reproject:
             delta_BCHW = delta_BCHW * outside_B1HW
+        if config.dropout_rate is not None:
+            attacked_B = attacked_views(keys, rate=config.dropout_rate, pairing=config.dropout_pairing)
+            delta_BCHW = delta_BCHW * attacked_B[:, None, None, None].to(delta_BCHW.dtype)
         return delta_BCHW
 
     def _network(self, x_BCHW: Tensor, keys: DrawKeys) -> Tensor:

@@ -20,6 +20,7 @@ def test_health_of_known_views() -> None:
     health = view_health(views_a, views_b, images, masks)
     assert {name: float(value) for name, value in health.items()} == pytest.approx(
         {
+            "changed_share": 1,
             "budget_spent": 0.3,
             "clamped_share": 0.5,
             "evenness": 0.3 / 0.5,
@@ -32,7 +33,12 @@ def test_health_of_known_views() -> None:
 
 def test_what_needs_a_second_view_or_masks_is_left_out_without_them() -> None:
     images = torch.rand(4, 3, 8, 8)
-    assert set(view_health(images, None, images, None)) == {"budget_spent", "clamped_share", "evenness"}
+    assert set(view_health(images, None, images, None)) == {
+        "changed_share",
+        "budget_spent",
+        "clamped_share",
+        "evenness",
+    }
 
 
 def test_views_that_are_the_pictures() -> None:
@@ -40,8 +46,25 @@ def test_views_that_are_the_pictures() -> None:
     masks = torch.full((4, 8, 8), MASK_OUTSIDE, dtype=torch.uint8)
     masks[:, 2:4] = MASK_BOX
     health = {name: float(value) for name, value in view_health(images, images, images, masks).items()}
-    unchanged = {"budget_spent": 0, "clamped_share": 0, "evenness": 0, "diversity": 0, "inside_over_outside": 1}
-    assert health == unchanged
+    unchanged = dict.fromkeys(("changed_share", "budget_spent", "clamped_share", "evenness", "diversity"), 0)
+    assert health == unchanged | {"inside_over_outside": 1}
+
+
+def test_over_the_changed_share_means_are_those_of_the_changed_views() -> None:
+    """One view in four is changed; the boxes of the four pictures are of different sizes."""
+    draw = torch.Generator().manual_seed(0)
+    images = torch.rand(4, 3, 8, 8, generator=draw)
+    views = images.clone()
+    views[2] = (views[2] + torch.randn(3, 8, 8, generator=draw)).clamp(0, 1)
+    masks = torch.full((4, 8, 8), MASK_OUTSIDE, dtype=torch.uint8)
+    for number in range(4):
+        masks[number, 1 : 3 + number, 2:6] = MASK_BOX
+    health = view_health(views, None, images, masks)
+    alone = view_health(views[2:3], None, images[2:3], masks[2:3])
+    assert health["changed_share"] == 0.25
+    for name in ("budget_spent", "clamped_share", "evenness"):
+        torch.testing.assert_close(health[name] / 0.25, alone[name])
+    torch.testing.assert_close(health["inside_over_outside"], alone["inside_over_outside"])
 
 
 @pytest.mark.parametrize("level", [MASK_OUTSIDE, MASK_BOX])

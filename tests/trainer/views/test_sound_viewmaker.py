@@ -10,7 +10,7 @@ from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, Wavef
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.policy import ViewsConfig, build_view_policy
 from trainer.views.sound_viewmaker import SoundViewmaker
-from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig, attacked_views
 
 CONFIG = ViewmakerConfig(base_width=4, num_res_blocks=1, budget=0.125, clamp=False)
 KEYS = DrawKeys(seed=1, epoch=2, index_B=torch.tensor([7, 3, 11]), view=0)
@@ -50,6 +50,19 @@ def test_the_waveform_is_changed_first_where_the_config_says_so() -> None:
     assert torch.equal(behind(waveforms(), KEYS), viewmaker()(changed_BT, KEYS))
     assert not torch.equal(behind(waveforms(), KEYS), viewmaker()(waveforms(), KEYS))
     assert behind.state_dict().keys() == viewmaker().state_dict().keys()
+
+
+@pytest.mark.parametrize("waveform", [None, WaveformConfig()])
+def test_sounds_that_are_not_attacked_keep_their_spectrogram(waveform: WaveformConfig | None) -> None:
+    """What is done to the waveform is done to every view."""
+    keys = DrawKeys(seed=1, epoch=2, index_B=torch.tensor([7, 3, 11]), view=1)
+    attacked = attacked_views(keys, rate=0.5)
+    assert attacked.sum() == 2
+    config = CONFIG.model_copy(update={"waveform": waveform})
+    views = viewmaker(config.model_copy(update={"dropout_rate": 0.5}))(waveforms(), keys)
+    changed = waveforms() if waveform is None else Waveform(waveform, FSDD).augment(waveforms(), keys)
+    assert torch.equal(views[~attacked], clean_spectrogram(changed, FSDD)[~attacked])
+    assert torch.equal(views[attacked], viewmaker(config)(waveforms(), keys)[attacked])
 
 
 def test_both_players_get_their_gradients() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,8 +19,11 @@ from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.views.policy import build_view_policy
 from trainer.views.viewmaker import (
     ConvNorm,
+    Pairing,
     Viewmaker,
     ViewmakerConfig,
+    append_noise,
+    attacked_views,
     check_image_size,
     cosine_transform,
     inverse_cosine_transform,
@@ -180,9 +185,10 @@ def test_channels_last_changes_nothing(channels: int, size: int) -> None:
 
 def test_views_are_made_without_waiting_for_the_device() -> None:
     index = torch.arange(8, device="meta")
-    viewmaker = make().to("meta")
-    views = viewmaker(torch.empty(8, 3, 32, 32, device="meta"), DrawKeys(seed=0, epoch=0, index_B=index, view=0))
-    assert views.shape == (8, 3, 32, 32)
+    for dropout_rate in (None, 0.5):
+        viewmaker = make(dropout_rate=dropout_rate).to("meta")
+        views = viewmaker(torch.empty(8, 3, 32, 32, device="meta"), DrawKeys(seed=0, epoch=0, index_B=index, view=0))
+        assert views.shape == (8, 3, 32, 32)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 32), (5, 8)])
@@ -294,6 +300,102 @@ def test_every_policy_takes_masks() -> None:
     assert views.shape == (3, 1, 32, 32)
 
 
+RATES = (0.02, 0.1, 0.25, 0.5, 0.9)
+
+
+@pytest.mark.parametrize("pairing", ["independent", "exclusive"])
+@pytest.mark.parametrize("view", [0, 1, 3, 4])
+def test_a_view_is_attacked_with_the_probability_of_the_rate(view: int, pairing: Pairing) -> None:
+    """Over samples of one epoch, and over epochs of one sample; four standard deviations of the binomial law."""
+    num = 20_000
+    of_samples = keys(num, view=view)
+    for rate in RATES[:-1]:
+        bound = 4 * math.sqrt(rate * (1 - rate) / num)
+        assert attacked_views(of_samples, rate=rate, pairing=pairing).double().mean() == pytest.approx(rate, abs=bound)
+    of_epochs = [attacked_views(keys(1, epoch=epoch, view=view), rate=0.3, pairing=pairing) for epoch in range(2_000)]
+    assert torch.cat(of_epochs).double().mean() == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / 2_000))
+
+
+def test_a_higher_rate_attacks_the_same_views_and_more() -> None:
+    attacked = [attacked_views(keys(1_000), rate=rate) for rate in RATES]
+    assert all((low <= high).all() and not torch.equal(low, high) for low, high in pairwise(attacked))
+    assert attacked_views(keys(1_000), rate=1.0).all()
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+@pytest.mark.parametrize("rate", RATES[:-1])
+def test_of_a_pair_both_views_are_attacked_by_chance_or_never(rate: float, first: int) -> None:
+    num = 20_000
+    both: dict[Pairing, float] = {"independent": rate**2, "exclusive": 0.0}
+    for pairing, expected in both.items():
+        a, b = (attacked_views(keys(num, view=view), rate=rate, pairing=pairing) for view in (first, first + 1))
+        bound = 4 * math.sqrt(expected * (1 - expected) / num)
+        assert (a & b).double().mean() == pytest.approx(expected, abs=bound)
+        either = 2 * rate - expected
+        assert (a | b).double().mean() == pytest.approx(either, abs=4 * math.sqrt(either * (1 - either) / num) + 1e-9)
+
+
+def test_what_is_attacked_is_drawn_apart_from_the_noise() -> None:
+    """No number of any layer's noise is the number that decides."""
+    noise = append_noise(torch.zeros(1_000, 1, 8, 8), keys(1_000), layer=0)[:, 1].flatten(1)
+    attacked = attacked_views(keys(1_000), rate=0.5)
+    agreement = ((noise < 0.5) == attacked[:, None]).double().mean(0)
+    assert ((agreement > 0.4) & (agreement < 0.6)).all()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [*OPTIONS.values(), {"mask": "box"}, {"mask": "box", "reproject": True}, {"dropout_pairing": "exclusive"}],
+)
+def test_views_that_are_not_attacked_are_the_pictures_and_the_others_what_they_would_be(option: dict[str, Any]) -> None:
+    num, config = 24, {"base_width": 4, "num_res_blocks": 1} | option
+    x = pictures(num)
+    boxes = torch.full((num, 32, 32), MASK_OUTSIDE, dtype=torch.uint8)
+    boxes[:, 6:12, 8:16] = MASK_BOX
+    with torch.no_grad():
+        every = make(**config | {"dropout_pairing": "independent"})(x, keys(num), boxes)
+        views = make(**config, dropout_rate=0.4)(x, keys(num), boxes)
+        assert torch.equal(
+            make(**config | {"dropout_pairing": "independent"}, dropout_rate=1)(x, keys(num), boxes), every
+        )
+    attacked = attacked_views(keys(num), rate=0.4, pairing=option.get("dropout_pairing", "independent"))
+    assert 4 < attacked.sum() < num - 4
+    assert torch.equal(views[~attacked], x[~attacked])
+    assert torch.equal(views[attacked], every[attacked])
+    assert (every != x).flatten(1).any(dim=1).all()
+
+
+def test_what_is_attacked_does_not_depend_on_the_batch() -> None:
+    """As on four ranks: each asks for its own samples."""
+    all_keys = keys(64)
+    whole = attacked_views(all_keys, rate=0.3)
+    for rank in range(4):
+        own = dataclasses.replace(all_keys, index_B=all_keys.index_B[rank::4])
+        assert torch.equal(attacked_views(own, rate=0.3), whole[rank::4])
+
+
+def test_the_gradient_comes_from_attacked_views_alone() -> None:
+    """That of the whole batch is that of its attacked rows; and 0, not missing, where no row is attacked."""
+    num = 12
+    x, target = pictures(num).double(), torch.rand(num, 3, 32, 32).double()
+    attacked = attacked_views(keys(num), rate=0.4)
+    assert 2 < attacked.sum() < num - 2
+
+    def gradients(rows: Tensor, **config: Any) -> dict[str, Tensor | None]:
+        viewmaker = make(base_width=4, num_res_blocks=1, **config).double()
+        some = dataclasses.replace(keys(num), index_B=keys(num).index_B[rows])
+        (viewmaker(x[rows], some) - target[rows]).square().sum().backward()
+        return {name: parameter.grad for name, parameter in viewmaker.named_parameters()}
+
+    everywhere, nowhere = torch.ones(num, dtype=torch.bool), ~attacked
+    expected = gradients(attacked)
+    for name, gradient in gradients(everywhere, dropout_rate=0.4).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-8, msg=name)
+    assert all(
+        gradient is not None and (gradient == 0).all() for gradient in gradients(nowhere, dropout_rate=0.4).values()
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "height", "width", "message"),
     [
@@ -329,6 +431,10 @@ def test_pictures_that_divide_are_taken(height: int, width: int) -> None:
         ({"mask": "circle"}, "'none', 'box' or 'object'"),
         ({"downsample_to": 18}, "downsample_to is 18; it must be a multiple of 4, at least 8"),
         ({"downsample_to": 4}, "downsample_to is 4; it must be a multiple of 4, at least 8"),
+        ({"dropout_rate": 0}, "greater than 0"),
+        ({"dropout_rate": 1.1}, "less than or equal to 1"),
+        ({"dropout_pairing": "exclusive"}, "needs a dropout_rate up to 0.5, got None"),
+        ({"dropout_pairing": "exclusive", "dropout_rate": 0.6}, "needs a dropout_rate up to 0.5, got 0.6"),
         ({"reproject": True}, "needs mask=box or mask=object"),
         ({"reproject": True, "mask": "box", "domain": "frequency"}, "domain=pixel, no downsample_to"),
         ({"reproject": True, "mask": "box", "downsample_to": 16}, "domain=pixel, no downsample_to"),
