@@ -1,34 +1,54 @@
-"""NT-Xent against lightly's, forward and backward: time and peak memory at one batch size after another.
+"""NT-Xent against lightly's, and against the contrastive loss of open_clip: time and memory, forward and backward.
 
-    python benchmarks/objectives.py                            batches 1,024 and 4,096, a minute on 2 cores
-    python benchmarks/objectives.py --batch-sizes 8192
+    python -m benchmarks.objectives [--batch-sizes B ...] [--rounds R] [--out JSON]
 
-Each loss runs in a fresh process, so that its peak of resident memory is its own; the time is the best of the repeats.
-Memory is read from /proc, so this runs on Linux.
+At batch B, NT-Xent compares 2 B embeddings with each other: (2 B)^2 logits. open_clip's loss compares P pictures with P
+texts and makes that matrix twice, 2 P^2 logits, so it is given P = 1.41 B pairs: as many logits. It comes last, where
+the package open_clip_torch is installed.
+
+Each measurement is one forward and one backward in a fresh process that has done a pass of batch 1,024 before: then
+libraries are loaded, and matrix products hold their work space, which is no loss's own. What that pass left unused is
+given back to the system, and the peak starts anew. So memory is the peak of resident memory above what the process
+holds with the embeddings there, and the gradients by the embeddings are part of it. The peers take turns, round by
+round. Memory is read from /proc, so this runs on Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import math
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightly.loss import NTXentLoss
 from torch import Tensor
+from torch.nn import functional as F
 
+from benchmarks import record
+from benchmarks.record import Line
+from data_pipeline.errors import run_command
 from trainer.objectives import nt_xent_loss
 
 TEMPERATURE = 0.5
 EMBEDDING_SIZE = 128
+WARM_UP_SIZE = 1024
+OURS, OURS_WHOLE, LIGHTLY, OPEN_CLIP = "ours, in tiles", "ours, whole matrix", "lightly", "open_clip, as many logits"
 
 
 @dataclass(frozen=True)
-class Result:
-    """`seconds` of one forward and backward pass; `peak_bytes` above what the process held before; the loss itself."""
+class Passed:
+    """One forward and backward: its seconds, its `peak_bytes` above what the process held before, the loss."""
 
     seconds: float
     peak_bytes: int
@@ -40,30 +60,57 @@ def lightly(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
     return loss
 
 
-def full(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
+def open_clip(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
+    """Which expects unit vectors."""
+    clip_loss: Any = importlib.import_module("open_clip.loss").ClipLoss()
+    loss: Tensor = clip_loss(F.normalize(z_a_BD, dim=1), F.normalize(z_b_BD, dim=1), 1 / TEMPERATURE)
+    return loss
+
+
+def whole(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
     return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE)
 
 
-def chunked(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
+def tiled(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
     return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE, chunk_size=chunk_size)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {"lightly": lightly, "full": full, "chunked": chunked}
+LOSSES: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    OURS: tiled,
+    OURS_WHOLE: whole,
+    LIGHTLY: lightly,
+    OPEN_CLIP: open_clip,
+}
 
 
-def measure(name: str, batch_size: int, chunk_size: int, repeats: int) -> Result:
-    forward_and_backward(name, 32, chunk_size)  # loads libraries, starts threads
+def one_pass(name: str, batch_size: int, chunk_size: int) -> Passed:
+    """In a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_one_pass, (name, batch_size, chunk_size))
+
+
+def _one_pass(name: str, batch_size: int, chunk_size: int) -> Passed:
+    _forward_and_backward(name, _embeddings(WARM_UP_SIZE), chunk_size)
+    num = round(math.sqrt(2) * batch_size) if name == OPEN_CLIP else batch_size
+    embeddings = _embeddings(num)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
     held_before = _status_bytes("VmRSS")
-    passes = [forward_and_backward(name, batch_size, chunk_size) for _ in range(repeats)]
-    seconds, loss = min(passes)
-    return Result(seconds, _status_bytes("VmHWM") - held_before, loss)
+    seconds, loss = _forward_and_backward(name, embeddings, chunk_size)
+    return Passed(seconds, _status_bytes("VmHWM") - held_before, loss)
 
 
-def forward_and_backward(name: str, batch_size: int, chunk_size: int) -> tuple[float, float]:
+def _embeddings(batch_size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    z_a_BD, z_b_BD = (torch.randn(batch_size, EMBEDDING_SIZE, generator=generator) for _ in range(2))
+    return z_a_BD.requires_grad_(), z_b_BD.requires_grad_()
+
+
+def _forward_and_backward(name: str, embeddings: tuple[Tensor, Tensor], chunk_size: int) -> tuple[float, float]:
     """Seconds, and the loss."""
-    z_VBD = torch.randn(2, batch_size, EMBEDDING_SIZE, generator=torch.Generator().manual_seed(0), requires_grad=True)
     start = time.perf_counter()
-    loss = LOSSES[name](z_VBD[0], z_VBD[1], chunk_size)
+    loss = LOSSES[name](*embeddings, chunk_size)
     torch.autograd.backward(loss)
     return time.perf_counter() - start, loss.item()
 
@@ -73,31 +120,59 @@ def _status_bytes(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
+def replayed(values: Sequence[float]) -> Callable[[], float]:
+    """A measurement that gives what was measured before, one after the other."""
+    return partial(next, iter(values))
+
+
+def lines_of(batch_size: int, passes: Mapping[str, Sequence[Passed]]) -> list[Line]:
+    """Time and memory of all peers, judged against lightly's, and time against open_clip's."""
+
+    def line(what: str, unit: str, read: Callable[[Passed], float], against: str, target: float) -> Line:
+        return Line(
+            f"{what} of NT-Xent, batch {batch_size:,}, dimension {EMBEDDING_SIZE}: ours over {against}",
+            unit,
+            {name: replayed([read(passed) for passed in of_peer]) for name, of_peer in passes.items()},
+            lambda measured: measured[OURS] / measured[against],
+            "ratio",
+            target,
+            at_most=True,
+        )
+
+    lines = [
+        line("time", "s", lambda passed: passed.seconds, LIGHTLY, 0.15),
+        line("memory", "MB", lambda passed: passed.peak_bytes / 1e6, LIGHTLY, 0.01),
+    ]
+    if OPEN_CLIP in passes:
+        lines.append(line("time", "s", lambda passed: passed.seconds, OPEN_CLIP, 1.0))
+    return lines
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time and peak memory of NT-Xent against lightly's, in one run.")
-    parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1024, 4096], metavar="B", help="pictures a batch"
-    )
-    parser.add_argument("--chunk-size", type=int, default=512, help="rows of a tile of the chunked loss")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    print(f"dimension {EMBEDDING_SIZE}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"{'batch':>6} {'loss':<8} {'seconds':>8} {'peak MB':>8} {'faster':>7} {'smaller':>8}   value")
-    for batch_size in arguments.batch_sizes:
-        results = {}
-        for name in LOSSES:
-            with spawn.Pool(1) as pool:
-                task = (name, batch_size, arguments.chunk_size, arguments.repeats)
-                results[name] = pool.apply(measure, task)
-        peer = results["lightly"]
-        for name, result in results.items():
-            faster, smaller = peer.seconds / result.seconds, peer.peak_bytes / result.peak_bytes
-            print(
-                f"{batch_size:>6} {name:<8} {result.seconds:>8.3f} {result.peak_bytes / 1e6:>8.0f} "
-                f"{faster:>6.1f}x {smaller:>7.1f}x   {result.loss:.6f}"
-            )
+    parser = argparse.ArgumentParser(description="time and memory of NT-Xent against lightly's, of open_clip's loss")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4096], metavar="B", help="pictures a batch")
+    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="rows of a tile")
+    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="measurements of each")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    args = parser.parse_args()
+    has_open_clip = importlib.util.find_spec("open_clip") is not None
+    before = record.circumstances(packages=["torch", "lightly", *(["open_clip_torch"] if has_open_clip else [])])
+    results = []
+    for batch_size in args.batch_sizes:
+        passes: dict[str, list[Passed]] = {name: [] for name in LOSSES if name != OPEN_CLIP or has_open_clip}
+        for _ in range(args.rounds):
+            for name, of_peer in passes.items():
+                of_peer.append(one_pass(name, batch_size, args.chunk_size))
+        values = ", ".join(f"{name} {of_peer[0].loss:.6f}" for name, of_peer in passes.items())
+        print(f"batch {batch_size:,}, {torch.get_num_threads()} threads; values: {values}")
+        for line in lines_of(batch_size, passes):
+            results.append(record.measure(line, num_rounds=args.rounds))
+            print(record.table(results[-1]), flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"rounds": args.rounds, "chunk_size": args.chunk_size, "warm_up_batch": WARM_UP_SIZE}
+        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -23,6 +23,8 @@ from trainer.distributed.collectives import all_gather_rows, rank
 # exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
 MIN_TILED_TEMPERATURE = 0.02
 
+_SHORTEST = 1e-12  # below this length a vector keeps its shortness, as with F.normalize
+
 
 class ContrastiveConfig(Schema):
     """`chunk_size`: rows of a tile of the similarity matrix, for memory linear in the batch; None: the whole matrix."""
@@ -38,11 +40,20 @@ class ContrastiveConfig(Schema):
 
 def unit_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
     """Both views' embeddings at unit length, in float32 (float64 stays); raises `ValueError` if their shapes differ."""
-    if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
-        shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
-        raise ValueError(f"the two views' embeddings must be (B, D) and alike, got {shapes}")
+    _check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
     return F.normalize(z_a_BD.to(dtype), dim=1), F.normalize(z_b_BD.to(dtype), dim=1)
+
+
+def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tensor:
+    """The rows of `unit_pair`, (2 B, D), the first view's first, each times `scale`; differentiable once, with little
+    memory: what is kept for the way back is the result.
+    """
+    _check_pair(z_a_BD, z_b_BD)
+    dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
+    scale = torch.as_tensor(scale, dtype=dtype, device=z_a_BD.device)
+    u_ND: Tensor = _UnitRows.apply(z_a_BD.to(dtype), z_b_BD.to(dtype), scale)  # type: ignore[no-untyped-call]
+    return u_ND
 
 
 def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | Tensor:
@@ -59,6 +70,8 @@ def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | 
 
 def own_rows_first(x_ND: Tensor) -> Tensor:
     """The rows of all ranks, (G, D), those of this rank first; differentiable."""
+    if rank() == 0:  # already first: a roll would be a copy
+        return all_gather_rows(x_ND)
     return torch.roll(all_gather_rows(x_ND), -rank() * len(x_ND), 0)
 
 
@@ -67,18 +80,55 @@ def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_
 
     The first N of the candidates `u_GD` are the anchors, and `positive_N` numbers their positives among the candidates;
     `with_self` keeps an anchor in its own denominator. Without `chunk_size` the N by G matrix is in memory. With it,
-    only square tiles of that many rows are, made once forward and once more backward, and where anchors meet anchors a
-    tile serves its mirror image too; then no inner product may exceed 1 / MIN_TILED_TEMPERATURE.
+    only one square tile of that many rows is, made once forward and once more backward, and where anchors meet anchors
+    a tile serves its mirror image too; then no inner product may exceed 1 / MIN_TILED_TEMPERATURE. Backward adds a
+    tensor of the size of `u_GD`, its gradient.
     """
-    num_anchors = len(positive_N)
     if chunk_size is not None:
-        sums_N: Tensor = _TiledSumExp.apply(u_GD, num_anchors, with_self, chunk_size)  # type: ignore[no-untyped-call]
-        return (u_GD[:num_anchors] * u_GD[positive_N]).sum(1) - sums_N.log()
-    logits_NG = u_GD[:num_anchors] @ u_GD.T
+        log_probability_N: Tensor = _TiledLogProbability.apply(  # type: ignore[no-untyped-call]
+            u_GD, positive_N, with_self, chunk_size
+        )
+        return log_probability_N
+    logits_NG = u_GD[: len(positive_N)] @ u_GD.T
     if not with_self:
         with torch.no_grad():  # a probability of 0 has no gradient either, so autograd need not know
             logits_NG.fill_diagonal_(-torch.inf)
     return -F.cross_entropy(logits_NG, positive_N, reduction="none")
+
+
+def _check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:
+    if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
+        shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
+        raise ValueError(f"the two views' embeddings must be (B, D) and alike, got {shapes}")
+
+
+class _UnitRows(torch.autograd.Function):
+    """As `F.normalize` and `torch.cat` would, whose ways back keep and make copies that are not needed."""
+
+    @staticmethod
+    def forward(ctx: Any, z_a_BD: Tensor, z_b_BD: Tensor, scale: Tensor) -> Tensor:
+        u_ND = torch.cat([z_a_BD, z_b_BD])
+        norm_N1 = torch.linalg.vector_norm(u_ND, dim=1, keepdim=True)
+        factor_N1 = scale / norm_N1.clamp_min(_SHORTEST)
+        u_ND *= factor_N1
+        ctx.save_for_backward(u_ND, factor_N1, norm_N1 > _SHORTEST, scale)
+        return u_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        u_ND, factor_N1, has_direction_N1, scale = ctx.saved_tensors
+        with torch.autocast(u_ND.device.type, enabled=False):
+            along_N1 = torch.linalg.vecdot(grad_ND, u_ND)[:, None]
+            grad_scale = along_N1.sum() / scale if ctx.needs_input_grad[2] else None
+            along_N1 *= -factor_N1 / scale.square() * has_direction_N1
+            grad_a_BD, grad_b_BD = (
+                (factor_B1 * grad_BD).addcmul_(along_B1, u_BD)
+                for factor_B1, grad_BD, along_B1, u_BD in zip(
+                    *(rows.chunk(2) for rows in (factor_N1, grad_ND, along_N1, u_ND)), strict=True
+                )
+            )
+        return grad_a_BD, grad_b_BD, grad_scale
 
 
 @dataclass(frozen=True)
@@ -91,41 +141,52 @@ class _Tile:
     exp_IJ: Tensor
 
 
-class _TiledSumExp(torch.autograd.Function):
-    """Of each anchor, the sum of exp(inner product) over the candidates."""
+class _TiledLogProbability(torch.autograd.Function):
+    """`log_probability`: the inner product with the positive, less the log of the sum of exp over the candidates."""
 
     @staticmethod
-    def forward(ctx: Any, u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Tensor:
-        ctx.save_for_backward(u_GD)
-        ctx.how = num_anchors, with_self, chunk_size
-        sums_N = u_GD.new_zeros(num_anchors)
+    def forward(ctx: Any, u_GD: Tensor, positive_N: Tensor, with_self: bool, chunk_size: int) -> Tensor:
+        ctx.how = len(positive_N), with_self, chunk_size
+        sums_N = u_GD.new_zeros(len(positive_N))
         for tile in _tiles(u_GD, *ctx.how):
             sums_N[tile.rows] += tile.exp_IJ.sum(1)
             if tile.mirrored:
                 sums_N[tile.columns] += tile.exp_IJ.sum(0)
-        return sums_N
+        ctx.save_for_backward(u_GD, positive_N, sums_N)
+        own_N = [(u_GD[rows] * u_GD[positive_N[rows]]).sum(1) for rows in _slices(0, len(positive_N), chunk_size)]
+        return torch.cat(own_N) - sums_N.log()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
-        (u_GD,) = ctx.saved_tensors
+        u_GD, positive_N, sums_N = ctx.saved_tensors
         grad_GD = torch.zeros_like(u_GD)
+        weight_N = -grad_N / sums_N
         with torch.autocast(u_GD.device.type, enabled=False):
             for tile in _tiles(u_GD, *ctx.how):
-                weight_I1 = grad_N[tile.rows, None]
-                tile.exp_IJ.mul_(weight_I1 + grad_N[tile.columns] if tile.mirrored else weight_I1)
+                weight_I1 = weight_N[tile.rows, None]
+                tile.exp_IJ.mul_(weight_I1 + weight_N[tile.columns] if tile.mirrored else weight_I1)
                 grad_GD[tile.rows].addmm_(tile.exp_IJ, u_GD[tile.columns])
                 grad_GD[tile.columns].addmm_(tile.exp_IJ.T, u_GD[tile.rows])
+            for rows in _slices(0, len(positive_N), ctx.how[-1]):
+                grad_GD[rows].addcmul_(grad_N[rows, None], u_GD[positive_N[rows]])
+                grad_GD.index_add_(0, positive_N[rows], grad_N[rows, None] * u_GD[rows])
         return grad_GD, None, None, None
 
 
 def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Iterator[_Tile]:
-    """Anchors with themselves and with later anchors, then with the candidates that are no anchors."""
+    """Anchors with themselves and with later anchors, then with the candidates that are no anchors.
+
+    All tiles share one memory: a tile is gone when the next one is asked for.
+    """
     anchors = _slices(0, num_anchors, chunk_size)
     others = _slices(num_anchors, len(u_GD), chunk_size)
+    buffer = u_GD.new_empty(min(chunk_size, num_anchors) * min(chunk_size, len(u_GD)))
     for i, rows in enumerate(anchors):
         for j, columns in enumerate(anchors[i:] + others, start=i):
-            exp_IJ = (u_GD[rows] @ u_GD[columns].T).exp_()
+            num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
+            exp_IJ = buffer[: num_rows * num_columns].view(num_rows, num_columns)
+            torch.mm(u_GD[rows], u_GD[columns].T, out=exp_IJ).exp_()
             if i == j and not with_self:
                 exp_IJ.fill_diagonal_(0)
             yield _Tile(rows, columns, mirrored=i < j < len(anchors), exp_IJ=exp_IJ)

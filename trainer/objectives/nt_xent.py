@@ -12,7 +12,7 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_pair
+from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
 from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 
@@ -64,6 +64,6 @@ def _log_probability_of_positives(
     z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
 ) -> Tensor:
     with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_ND = torch.cat(unit_pair(z_a_BD, z_b_BD)) * scale_of(temperature, chunk_size=chunk_size)
+        u_ND = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         positive_N = torch.arange(len(u_ND), device=u_ND.device).roll(len(z_a_BD))
         return log_probability(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)

@@ -16,7 +16,7 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_pair
+from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
 from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 
@@ -55,7 +55,7 @@ def _log_probability_of_positives(
 ) -> tuple[Tensor, int]:
     """Of each anchor, and the number G of candidates."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_2BD = torch.cat(unit_pair(z_a_BD, z_b_BD)) * scale_of(temperature, chunk_size=chunk_size)
+        u_2BD = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         u_GD = own_rows_first(u_2BD)
         positive_B = torch.arange(len(z_a_BD), len(u_2BD), device=u_2BD.device)
         return log_probability(u_GD, positive_B, with_self=True, chunk_size=chunk_size), len(u_GD)

@@ -20,6 +20,7 @@ from trainer.objectives import (
     nt_xent_loss,
     published_nt_xent_loss,
 )
+from trainer.objectives.contrast import unit_rows
 
 Loss = Callable[..., Tensor]
 CHUNK_SIZES = [None, 1, 4, 7, 1000]
@@ -107,7 +108,7 @@ def test_tiles_equal_the_full_matrix(loss: Loss, by_loop: Loss, batch_size: int)
     full = loss_and_gradients(loss, z_a_BD, z_b_BD, temperature=0.1)
     tiled = loss_and_gradients(loss, z_a_BD, z_b_BD, temperature=0.1, chunk_size=48)
     for ours, theirs in zip(tiled, full, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item() + 1e-7)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item() + 1e-6)
 
 
 @both_forms
@@ -183,6 +184,29 @@ def test_low_temperatures_need_the_full_matrix() -> None:
         nt_xent_loss(z_a_BD, z_b_BD, temperature=0.001, chunk_size=8)
     with pytest.raises(UserError, match=r"recipe: temperature is 0\.001; with a chunk_size"):
         NTXentConfig.parse({"temperature": 0.001, "chunk_size": 8}, where="recipe")
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_unit_rows_and_their_gradients_equal_those_of_torch(dtype: torch.dtype, rtol: float) -> None:
+    z_a_BD, z_b_BD = embeddings(9, 7, dtype=dtype)
+    with torch.no_grad():
+        z_a_BD[0] = 0  # which have no direction
+        z_b_BD[0] = 1e-13
+    scale = torch.tensor(3.0, dtype=dtype, requires_grad=True)
+    weight_ND = torch.randn(18, 7, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+    def ours(z_a: Tensor, z_b: Tensor, scale: Tensor) -> Tensor:
+        return (weight_ND * unit_rows(z_a, z_b, scale=scale)).sum()
+
+    def theirs(z_a: Tensor, z_b: Tensor, scale: Tensor) -> Tensor:
+        return (weight_ND * (torch.nn.functional.normalize(torch.cat([z_a, z_b]), dim=1) * scale)).sum()
+
+    inputs = z_a_BD, z_b_BD, scale
+    for value, expected in zip(loss_and_gradients(ours, *inputs), loss_and_gradients(theirs, *inputs), strict=True):
+        rows = (value, expected) if value.dim() < 2 else (value[:1], expected[:1], value[1:], expected[1:])
+        for few, peer in zip(rows[::2], rows[1::2], strict=True):  # gradients by rows without direction are huge
+            assert peer.norm() > 0
+            assert_near([few], [peer], rtol=rtol)
 
 
 @pytest.mark.parametrize("loss", [nt_xent_loss, published_nt_xent_loss])
