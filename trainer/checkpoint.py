@@ -1,8 +1,8 @@
 """Checkpoints: the whole state of a run at a step, complete or not there at all.
 
-    checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.pt
-                                viewmaker.safetensors  viewmaker_optimizer.pt  (where the views are learned)
-                                objective.safetensors  objective_optimizer.pt  (where the objective has state, learns)
+    checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.safetensors
+                                viewmaker.safetensors  viewmaker_optimizer.safetensors  (where the views are learned)
+                                objective.safetensors  objective_optimizer.safetensors  (where it has state, learns)
     LATEST                      step_00000500
 
 A checkpoint is written beside its place, flushed to the disk and moved there by one rename; `LATEST` is replaced after
@@ -47,8 +47,10 @@ def save_checkpoint(
     try:
         for name, engine in engines.items():
             if name != _OBJECTIVE:  # whose state is filed as a whole, below
-                safetensors.torch.save_file(_contiguous(engine.module.state_dict()), partial / f"{name}.safetensors")
-            torch.save(engine.optimizer_state(), partial / f"{name}_optimizer.pt")
+                safetensors.torch.save_file(_contiguous(engine.module_state()), partial / f"{name}.safetensors")
+            safetensors.torch.save_file(
+                _contiguous(engine.optimizer_state()), partial / f"{name}_optimizer.safetensors"
+            )
         if objective_state:
             safetensors.torch.save_file(_contiguous(objective_state), partial / f"{_OBJECTIVE}.safetensors")
         for path in [*partial.iterdir(), partial]:
@@ -77,15 +79,16 @@ def restore(run_dir: RunDir, engines: Mapping[str, Engine], objective: Objective
     step = run_dir.latest_step()
     if step is None:
         return 0
-    for name, engine in engines.items():
-        if name != _OBJECTIVE:
-            _load_module(run_dir, step, name, engine.module)
-        path = run_dir.checkpoint(step) / f"{name}_optimizer.pt"
-        engine.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
     path = run_dir.checkpoint(step) / f"{_OBJECTIVE}.safetensors"
     if path.is_file():
         with _explained(path):
             objective.load_saved(safetensors.torch.load_file(path))
+    for name, engine in engines.items():
+        path = run_dir.checkpoint(step) / f"{name}.safetensors"
+        optimizer_path = run_dir.checkpoint(step) / f"{name}_optimizer.safetensors"
+        with _explained(path):
+            module_state = engine.module_state() if name == _OBJECTIVE else safetensors.torch.load_file(path)
+            engine.load(module_state, safetensors.torch.load_file(optimizer_path))
     return step
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from torch import nn
+from torch import Tensor, nn
 
 from data_pipeline.schema import Schema
 
@@ -55,20 +54,47 @@ class AdamConfig(Schema):
 OptimizerConfig = Annotated[SGDConfig | AdamConfig, Field(discriminator="kind")]
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a module's trained parameters, its state there from the start: a first step that is skipped, or
+    a checkpoint before it, need no case of their own. On a GPU the kernels are fused.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    fused = parameters[0].device.type == "cuda"
     match config:
         case SGDConfig():
-            return torch.optim.SGD(
-                parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                parameters,
+                lr=config.learning_rate,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                fused=fused,
             )
         case AdamConfig():
-            return torch.optim.Adam(
+            optimizer = torch.optim.Adam(
                 parameters,
                 lr=config.learning_rate,
                 betas=config.betas,
                 eps=config.epsilon,
                 weight_decay=config.weight_decay,
+                fused=fused,
             )
+    for parameter in parameters:
+        optimizer.state[parameter] = _first_state(config, parameter, fused=fused)
+    return optimizer
+
+
+def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
+    """What a step that changes nothing would leave."""
+
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
+
+    match config:
+        case SGDConfig():
+            return {"momentum_buffer": zeros()} if config.momentum else {}
+        case AdamConfig():
+            step = torch.zeros((), device=parameter.device if fused else None)
+            return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
 
 def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int) -> float:

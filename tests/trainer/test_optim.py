@@ -36,8 +36,8 @@ def test_warm_up_rises_to_the_rate_and_the_cosine_ends_near_zero() -> None:
 
 
 def test_the_published_settings_reach_the_optimizer() -> None:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    sgd = build_optimizer(SGDConfig(), [parameter]).defaults
+    module = torch.nn.Linear(1, 1)
+    sgd = build_optimizer(SGDConfig(), module).defaults
     assert (sgd["lr"], sgd["momentum"], sgd["weight_decay"]) == (0.03, 0.9, 1e-4)
-    adam = build_optimizer(AdamConfig(), [parameter]).defaults
+    adam = build_optimizer(AdamConfig(), module).defaults
     assert (adam["lr"], adam["betas"], adam["weight_decay"]) == (1e-3, (0.9, 0.999), 0.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ class DDPEngine:
 
     def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
         self.module = module
-        self._optimizer = build_optimizer(optimizer, (p for p in module.parameters() if p.requires_grad))
-        self._parallel: nn.Module = module
+        self._optimizer = build_optimizer(optimizer, module)
+        self._parallel: DistributedDataParallel | None = None
         if world_size() > 1:
             # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank, and a
             # broadcast between the two forwards of a step would change a tensor that backward still needs.
@@ -34,15 +34,34 @@ class DDPEngine:
         self._frozen = False
 
     def __call__(self, *inputs: Any) -> Any:
-        return (self.module if self._frozen else self._parallel)(*inputs)
+        return (self.module if self._frozen or self._parallel is None else self._parallel)(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss)
 
-    def step(self, *, learning_rate: float) -> None:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with nullcontext() if self._parallel is None else self._parallel.no_sync():
+            yield
+
+    def gradient_norm(self) -> Tensor:
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).float()
+
+    def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.step()
+        if self._optimizer.defaults.get("fused"):
+            # The kernel itself reads both: on a GPU nothing waits for them.
+            self._optimizer.grad_scale = gradient_scale  # type: ignore[attr-defined]
+            self._optimizer.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
+            self._optimizer.step()
+        elif skip is None or not skip:
+            if gradient_scale is not None:
+                for parameter in self.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(gradient_scale)
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
@@ -58,11 +77,24 @@ class DDPEngine:
                 parameter.requires_grad_(True)
             self._frozen = False
 
-    def optimizer_state(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+    def module_state(self) -> dict[str, Tensor]:
+        return self.module.state_dict()
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state)
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return {
+            f"{key}/{name}": value
+            for name, parameter in self.module.named_parameters()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def load(self, module_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
+        self.module.load_state_dict(module_state)
+        state = self.optimizer_state()
+        if state.keys() != optimizer_state.keys():
+            odd = sorted(state.keys() ^ optimizer_state.keys())
+            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is on one side only")
+        for name, value in state.items():
+            value.copy_(optimizer_state[name])
 
 
 def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:
