@@ -1,21 +1,29 @@
-"""Batch normalisation over the batch of all ranks, on CPU and GPU.
+"""Batch normalisation over the batch of all ranks, or over equal groups of it, on CPU and GPU.
 
-`torch.nn.SyncBatchNorm` refuses CPU tensors. This one is built on the collectives, costs one of them forward and one
-backward, and equals `torch.nn.BatchNorm2d` in one process on the whole batch: outputs, gradients, running statistics.
+`torch.nn.SyncBatchNorm` refuses CPU tensors. The synchronised one here is built on the collectives, costs one of them
+forward and one backward, and equals `torch.nn.BatchNorm2d` in one process on the whole batch: outputs, gradients,
+running statistics.
 
-Shapes: B rows of this rank, C channels, H by W pixels, R ranks.
+Split batch norm acts as several devices would that each normalise their own part of a batch: it was made to train MoCo
+on one device (He et al. 2020, whose demonstration on CIFAR has 8 splits, as have Huang et al. 2023). Its groups are
+cut from the batch of all ranks, so that it gives the same on any number of ranks that divides the number of groups.
+
+Shapes: B rows of this rank, C channels, H by W pixels, R ranks, S groups of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed
+from data_pipeline.errors import UserError
+from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
 
 
 def synchronized_batch_norm(
@@ -55,16 +63,108 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
             raise ValueError(f"batch norm of a head expects rows (B, C), got {tuple(input.shape)}")
 
 
+class SplitBatchNorm2d(nn.BatchNorm2d):
+    """`nn.BatchNorm2d` that, in training mode, normalises each of `num_splits` groups of the global batch by itself.
+
+    The groups are equal runs of neighbours of the global batch: with R ranks, each rank has `num_splits` / R of them,
+    and needs no other rank. Running statistics are the mean over the groups of what each group would have given. With
+    ranks, a rank's are those of its own groups until `settle_running_statistics` is called on all of them.
+
+    Forward raises `ValueError` unless the ranks divide `num_splits` and the groups of a rank divide its rows.
+    """
+
+    def __init__(self, num_features: int, *, num_splits: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum)
+        self.num_splits = num_splits
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the base class's name
+        if not self.training:
+            return super().forward(input)
+        assert self.momentum is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        num_groups, left = divmod(self.num_splits, world_size())
+        if left or len(input) % num_groups:
+            raise ValueError(
+                f"split batch norm cannot cut {world_size()} x {len(input)} rows into {self.num_splits} equal groups"
+            )
+        means_SC, vars_SC = (stat.repeat(num_groups, 1) for stat in (self.running_mean, self.running_var))
+        parts = [
+            F.batch_norm(
+                part, mean_C, var_C, self.weight, self.bias, training=True, momentum=self.momentum, eps=self.eps
+            )
+            for part, mean_C, var_C in zip(input.chunk(num_groups), means_SC, vars_SC, strict=True)
+        ]
+        self.running_mean.copy_(means_SC.mean(0))
+        self.running_var.copy_(vars_SC.mean(0))
+        self.num_batches_tracked.add_(1)
+        return torch.cat(parts)
+
+
+def check_splits(num_splits: int, *, global_batch_size: int, num_ranks: int, forwards: int = 2) -> None:
+    """Raises `UserError` unless split batch norm gives on that many ranks what it gives in one process.
+
+    `forwards`: the two views go through the encoder in two, or in one; then a rank's rows are those of both views.
+    """
+    if global_batch_size % num_splits:
+        raise UserError(
+            f"encoder.batch_norm=split cuts a batch into {num_splits} equal groups, and global_batch_size "
+            f"{global_batch_size} is no multiple of that; change it, or encoder.batch_norm_splits"
+        )
+    most_ranks = num_splits if forwards == 2 else num_splits // 2
+    if most_ranks % num_ranks:
+        raise UserError(
+            f"encoder.batch_norm=split needs a number of ranks that divides {most_ranks} groups, and there are "
+            f"{num_ranks}; change it, or encoder.batch_norm_splits"
+        )
+
+
 def synchronize_batch_norm(module: nn.Module) -> nn.Module:
     """Replace every `nn.BatchNorm2d` inside `module`, in place; a state_dict fits before and after."""
+    return _replaced(
+        module, lambda norm: SynchronizedBatchNorm2d(norm.num_features, eps=norm.eps, momentum=norm.momentum)
+    )
+
+
+def split_batch_norm(module: nn.Module, *, num_splits: int) -> nn.Module:
+    """As `synchronize_batch_norm`, with `SplitBatchNorm2d`."""
+    return _replaced(
+        module,
+        lambda norm: SplitBatchNorm2d(norm.num_features, num_splits=num_splits, eps=norm.eps, momentum=norm.momentum),
+    )
+
+
+def _replaced(module: nn.Module, twin_of: Callable[[nn.BatchNorm2d], nn.BatchNorm2d]) -> nn.Module:
     for name, child in module.named_children():
         if type(child) is nn.BatchNorm2d:
-            twin = SynchronizedBatchNorm2d(child.num_features, eps=child.eps, momentum=child.momentum)
+            twin = twin_of(child)
             twin.load_state_dict(child.state_dict())
             setattr(module, name, twin)
         else:
-            synchronize_batch_norm(child)
+            _replaced(child, twin_of)
     return module
+
+
+def knows_order(module: nn.Module) -> bool:
+    """Whether a row's output in training mode depends on which rows are its neighbours, or on its own rank."""
+    return any(isinstance(m, _BatchNorm) and not isinstance(m, SynchronizedBatchNorm2d) for m in module.modules())
+
+
+@torch.no_grad()
+def settle_running_statistics(module: nn.Module) -> None:
+    """Make the running statistics of split batch norms those of one process: the mean over the ranks.
+
+    Every rank calls this before the module is saved or evaluated; it takes one collective for the whole module, and
+    calling it again, or going on training after it, changes nothing but rounding. Other batch norms stay as they are.
+    """
+    norms = [norm for norm in module.modules() if isinstance(norm, SplitBatchNorm2d)]
+    if not (norms and is_distributed()):
+        return
+    stats = [stat for norm in norms for stat in (norm.running_mean, norm.running_var) if stat is not None]
+    mean = all_reduce_sum(torch.cat(stats)) / world_size()
+    for stat, settled in zip(stats, torch.split(mean, [len(stat) for stat in stats]), strict=True):
+        stat.copy_(settled)
 
 
 class _SynchronizedBatchNorm(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
-from trainer.models.batch_norm import synchronize_batch_norm
+from trainer.models.batch_norm import split_batch_norm, synchronize_batch_norm
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
@@ -31,15 +31,17 @@ Trunk: TypeAlias = ConvolutionalTrunk | TimmTrunk
 class _Fields(Schema):
     """What every encoder takes.
 
-    `batch_norm`: statistics over the global batch, or over each rank's part (then results depend on the number of
-    ranks). `mean` and `std` are per input channel; the defaults are CIFAR-10's, in [0, 1] units, as Tamkin et al. 2022
-    use them. `probe_reads`: the linear probe reads every value of the trunk's last map, or the pooled map.
+    `batch_norm`: statistics over the global batch, over each rank's part (then results depend on the number of ranks),
+    or "split", over `batch_norm_splits` equal groups of the global batch; a head's stay synchronised then. `mean` and
+    `std` are per input channel; the defaults are CIFAR-10's, in [0, 1] units, as Tamkin et al. 2022 use them.
+    `probe_reads`: the linear probe reads every value of the trunk's last map, or the pooled map.
     """
 
     in_channels: Literal[1, 3] = 3
     embedding_size: PositiveInt = 128
     head: HeadConfig = HeadConfig()
-    batch_norm: Literal["synchronized", "local"] = "synchronized"
+    batch_norm: Literal["synchronized", "local", "split"] = "synchronized"
+    batch_norm_splits: PositiveInt = 8
     mean: tuple[float, ...] = (0.491, 0.482, 0.446)
     std: tuple[PositiveFloat, ...] = (0.247, 0.243, 0.261)
     probe_reads: Literal["map", "pooled"] = "map"
@@ -243,15 +245,20 @@ class Encoder(nn.Module):
 def build_encoder(config: EncoderConfig) -> Encoder:
     """A freshly initialised encoder; the weights come from torch's default generator.
 
-    Raises `UserError` where timm does not take the options.
+    Raises `UserError` where timm does not take the options, or batch norm cannot be had as the config wants it.
     """
     trunk = _build_trunk(config)
-    if config.batch_norm == "synchronized":
+    if config.batch_norm == "split":
+        if isinstance(trunk, TimmTrunk):
+            raise UserError("encoder.batch_norm=split is not for encoders of timm; take synchronized or local")
+        split_batch_norm(trunk, num_splits=config.batch_norm_splits)
+    elif config.batch_norm == "synchronized":
         if isinstance(trunk, TimmTrunk):
             trunk.synchronize_batch_norm()
         else:
             synchronize_batch_norm(trunk)
-    head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=config.batch_norm)
+    head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
+    head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=head_norm)
     return Encoder(trunk, head, mean=config.mean, std=config.std, probe_reads=config.probe_reads)
 
 

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from data_pipeline.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
-from trainer.models.batch_norm import SynchronizedBatchNorm2d, synchronize_batch_norm, synchronized_batch_norm
+from trainer.models.batch_norm import (
+    SplitBatchNorm2d,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    check_splits,
+    knows_order,
+    settle_running_statistics,
+    split_batch_norm,
+    synchronize_batch_norm,
+    synchronized_batch_norm,
+)
 
 
 def trained(norm: nn.BatchNorm2d, parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
@@ -21,12 +35,42 @@ def trained(norm: nn.BatchNorm2d, parts: list[Tensor], grads: list[Tensor]) -> d
     assert x.grad is not None
     assert norm.weight.grad is not None
     assert norm.bias.grad is not None
+    settle_running_statistics(norm)
     gradients = {"grad_x": x.grad, "grad_weight": norm.weight.grad, "grad_bias": norm.bias.grad}
     return {"out": out.detach(), **gradients, **norm.state_dict(), "eval": norm.eval()(x).detach()}
 
 
 def synchronized(parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
     return trained(affine(SynchronizedBatchNorm2d(3)), parts, grads)
+
+
+def split(num_splits: int, parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
+    return trained(affine(SplitBatchNorm2d(3, num_splits=num_splits)), parts, grads)
+
+
+class SplitByChannels(nn.BatchNorm2d):
+    """As in the demonstration of MoCo on CIFAR: groups become channels of one batch norm, running buffers averaged.
+
+    The groups there are of every S-th row, and here of neighbours.
+    """
+
+    num_splits = 1
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the base class's name
+        if not self.training:
+            return super().forward(input)
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        num, (rows, *shape) = self.num_splits, input.shape
+        folded = input.view(num, rows // num, *shape).transpose(0, 1).reshape(rows // num, num * shape[0], *shape[1:])
+        mean, var = self.running_mean.repeat(num), self.running_var.repeat(num)
+        weight, bias = self.weight.repeat(num), self.bias.repeat(num)
+        out = F.batch_norm(folded, mean, var, weight, bias, training=True, momentum=0.1, eps=self.eps)
+        self.running_mean.copy_(mean.view(num, -1).mean(0))
+        self.running_var.copy_(var.view(num, -1).mean(0))
+        self.num_batches_tracked.add_(1)
+        return out.view(rows // num, num, *shape).transpose(0, 1).reshape(rows, *shape)
 
 
 def affine(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
@@ -45,7 +89,56 @@ def test_equals_batch_norm_of_the_whole_batch(sizes: list[int], dtype: torch.dty
     grads = [torch.randn_like(part) for part in parts]
     whole = [torch.cat(tensors).double() for tensors in (parts, grads)]
     expected = trained(affine(nn.BatchNorm2d(3)), whole[:1], whole[1:])
-    by_rank = run_ranks(synchronized, len(sizes), parts, grads)
+    assert_ranks_give(expected, run_ranks(synchronized, len(sizes), parts, grads), rtol=rtol)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_splits", [4, 8])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
+def test_split_batch_norm_equals_that_of_moco_on_any_number_of_ranks(
+    num_ranks: int, num_splits: int, dtype: torch.dtype, rtol: float
+) -> None:
+    torch.manual_seed(0)
+    x = (20 + torch.randn(16, 3, 5, 4, dtype=torch.float64) * torch.arange(1, 17)[:, None, None, None]).to(dtype)
+    grad = torch.randn_like(x)
+    reference = affine(SplitByChannels(3))
+    reference.num_splits = num_splits  # type: ignore[assignment]
+    expected = trained(reference, [x.double()], [grad.double()])
+    parts, grads = (list(tensor.chunk(num_ranks)) for tensor in (x, grad))
+    assert_ranks_give(expected, run_ranks(split, num_ranks, num_splits, parts, grads), rtol=rtol)
+
+
+def test_split_batch_norm_keeps_type_and_layout() -> None:
+    x = torch.randn(8, 3, 6, 6).bfloat16().contiguous(memory_format=torch.channels_last)
+    out = SplitBatchNorm2d(3, num_splits=4)(x)
+    assert out.dtype == torch.bfloat16
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_batches_that_cannot_be_split_are_refused() -> None:
+    norm = SplitBatchNorm2d(3, num_splits=4)
+    with pytest.raises(ValueError, match="cannot cut 1 x 6 rows into 4 equal groups"):
+        norm(torch.randn(6, 3, 2, 2))
+    norm.eval()(torch.randn(6, 3, 2, 2))
+    check_splits(8, global_batch_size=512, num_ranks=8)
+    check_splits(8, global_batch_size=512, num_ranks=4, forwards=1)
+    with pytest.raises(UserError, match="into 8 equal groups, and global_batch_size 100 is no multiple"):
+        check_splits(8, global_batch_size=100, num_ranks=1)
+    for num_ranks, forwards, groups in ((3, 2, 8), (16, 2, 8), (8, 1, 4)):
+        with pytest.raises(UserError, match=f"divides {groups} groups, and there are {num_ranks}"):
+            check_splits(8, global_batch_size=768, num_ranks=num_ranks, forwards=forwards)
+
+
+def test_which_batch_norms_know_order() -> None:
+    assert not knows_order(nn.Linear(2, 2))
+    for norm in (SynchronizedBatchNorm2d(2), SynchronizedBatchNorm1d(2)):
+        assert not knows_order(nn.Sequential(norm))
+    for other in (nn.BatchNorm2d(2), nn.BatchNorm1d(2), SplitBatchNorm2d(2, num_splits=2)):
+        assert knows_order(nn.Sequential(SynchronizedBatchNorm2d(2), other))
+
+
+def assert_ranks_give(expected: dict[str, Tensor], by_rank: list[dict[str, Tensor]], *, rtol: float) -> None:
+    """Rows together, gradients of parameters summed, state alike on all."""
     assert expected["num_batches_tracked"] == 2
     for name, value in expected.items():
         results = [result[name].double() for result in by_rank]
@@ -85,17 +178,23 @@ def test_in_one_process_it_is_batch_norm_itself() -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_every_batch_norm_is_replaced_and_the_state_fits_before_and_after() -> None:
+@pytest.mark.parametrize(
+    ("replace", "kind"),
+    [(synchronize_batch_norm, SynchronizedBatchNorm2d), (partial(split_batch_norm, num_splits=2), SplitBatchNorm2d)],
+)
+def test_every_batch_norm_is_replaced_and_the_state_fits_before_and_after(
+    replace: Callable[[nn.Module], nn.Module], kind: type[nn.BatchNorm2d]
+) -> None:
     def network() -> nn.Module:
         inner = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 1), bn=nn.BatchNorm2d(4, eps=1e-3, momentum=0.3)))
         return nn.Sequential(OrderedDict(bn=nn.BatchNorm2d(3), inner=inner))
 
     plain = network()
     plain(torch.randn(2, 3, 4, 4))
-    twin = synchronize_batch_norm(network())
+    twin = replace(network())
     twin.load_state_dict(plain.state_dict())
     norms = [module for module in twin.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert [type(norm) for norm in norms] == [SynchronizedBatchNorm2d] * 2
+    assert [type(norm) for norm in norms] == [kind] * 2
     assert (norms[1].eps, norms[1].momentum) == (1e-3, 0.3)
     network().load_state_dict(twin.state_dict())
     x = torch.randn(2, 3, 4, 4)
