@@ -4,7 +4,9 @@ Keys come from a momentum copy of the encoder and carry no gradient. The symmetr
 before the keys of either view the copy takes a step towards the encoder, and keys join the queue once they were used.
 So where the second view asks, the first key of the same picture is already among its negatives, as published.
 
-Keys are not shuffled over the ranks: with synchronised batch norm, a batch's statistics know no order. With
+Where batch norm is not synchronised, the views are shuffled over the batch of all ranks before the key encoder and
+their keys put back in order, so that a picture and its key do not share the statistics of one group, which would give
+the key away (He et al. 2020, section 3.3; Huang et al. 2023). Synchronised statistics know no order. With
 `batch_norm="local"` in the encoder, keys depend on the number of ranks, as its embeddings do.
 
 Shapes: B pictures of this rank, G = B W pictures of all W ranks, Q keys in the queue, D dimensions.
@@ -19,12 +21,16 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from data_pipeline.counter_rng import DrawKeys, integers
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
-from trainer.distributed.collectives import all_gather_rows
+from trainer.distributed.collectives import all_gather_rows, rank
+from trainer.models.batch_norm import knows_order, settle_running_statistics
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+
+_ORDER_PURPOSE = 200  # of `data_pipeline.counter_rng`
 
 
 class MoCoConfig(Schema):
@@ -83,6 +89,15 @@ def enqueue(queue_QD: Tensor, keys_BD: Tensor) -> Tensor:
     return torch.cat([queue_QD[len(keys_GD) :], keys_GD])
 
 
+def shuffled_order(index_G: Tensor, *, step: int, view: int) -> Tensor:
+    """A permutation of a global batch, (G,) int64, which goes by the samples' dataset indices, the step and the view.
+
+    Every rank draws the same, and so does one process.
+    """
+    keys = DrawKeys(seed=0, epoch=step, index_B=index_G, view=view)
+    return integers(keys, 1, (1 << 31) - 1, purpose=_ORDER_PURPOSE)[:, 0].argsort(stable=True)
+
+
 class MoCo(Objective):
     """Its state: the key encoder and the queue, equal on all ranks and for any number of ranks.
 
@@ -95,27 +110,38 @@ class MoCo(Objective):
         super().__init__()
         self._config = config
         self.key_encoder = MomentumCopy(encoder, momentum=config.momentum)
+        self._shuffles = knows_order(encoder)
         self.register_buffer("queue_QD", F.normalize(torch.randn(config.queue_size, embedding_size), dim=1))
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
-        directions = [(z_a_BD, pair.views_b_BCHW), (z_b_BD, pair.views_a_BCHW)]
-        log_probability_N = torch.cat(
-            [
-                self._ask(z_BD, views_BCHW, pair.updates_state)
-                for z_BD, views_BCHW in directions[: 1 if self._config.direction == "one_way" else 2]
-            ]
-        )
+        questions = (z_a_BD,) if self._config.direction == "one_way" else (z_a_BD, z_b_BD)
+        log_probability_N = torch.cat([self._ask(z_BD, pair, key_view=1 - view) for view, z_BD in enumerate(questions)])
         return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD)
 
-    def _ask(self, z_BD: Tensor, views_BCHW: Tensor, updates_state: bool) -> Tensor:
+    def saved_state(self) -> dict[str, Tensor]:
+        settle_running_statistics(self.key_encoder)
+        return super().saved_state()
+
+    def _ask(self, z_BD: Tensor, pair: ViewPair, *, key_view: int) -> Tensor:
         """Log-probability of the own keys, which then join the queue."""
-        if updates_state:
+        if pair.updates_state:
             self.key_encoder.follow()
-        keys_BD = self.key_encoder(views_BCHW, updates_buffers=updates_state)
+        keys_BD = self._keys(pair, key_view)
         log_probability_B = _log_probability_of_own_key(z_BD, keys_BD, self.queue_QD, self._config.temperature)
-        if updates_state:
+        if pair.updates_state:
             self.queue_QD = enqueue(self.queue_QD, keys_BD)  # a new tensor: backward still needs the old one
         return log_probability_B
+
+    def _keys(self, pair: ViewPair, view: int) -> Tensor:
+        views_BCHW = (pair.views_a_BCHW, pair.views_b_BCHW)[view]
+        if not self._shuffles:
+            keys_BD: Tensor = self.key_encoder(views_BCHW, updates_buffers=pair.updates_state)
+            return keys_BD
+        order_G = shuffled_order(all_gather_rows(pair.index_B), step=pair.step, view=view)
+        own = slice(rank() * len(views_BCHW), (rank() + 1) * len(views_BCHW))
+        shuffled_BCHW = all_gather_rows(views_BCHW)[order_G[own]]
+        keys_GD = all_gather_rows(self.key_encoder(shuffled_BCHW, updates_buffers=pair.updates_state))
+        return keys_GD[order_G.argsort()[own]]
 
 
 def _log_probability_of_own_key(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, temperature: float) -> Tensor:

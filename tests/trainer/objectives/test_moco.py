@@ -14,6 +14,7 @@ from data_pipeline.errors import UserError
 from tests.gloo import run_ranks
 from tests.trainer.objectives.toy_moco import (
     EMBEDDING_SIZE,
+    NUM_SPLITS,
     pair_of,
     state_of,
     toy_encoder,
@@ -21,7 +22,7 @@ from tests.trainer.objectives.toy_moco import (
     train,
     training_views,
 )
-from trainer.objectives.moco import MoCoConfig, check, enqueue, moco_loss
+from trainer.objectives.moco import MoCoConfig, check, enqueue, moco_loss, shuffled_order
 
 
 def is_unchanged(module: nn.Module, before: dict[str, Tensor]) -> bool:
@@ -214,12 +215,54 @@ def test_one_way_trains_nothing_of_the_second_view() -> None:
     assert output.metrics["positive_probability"].item() == pytest.approx(0.06, abs=0.05)
 
 
-@pytest.mark.parametrize("direction", ["symmetric", "one_way"])
+def test_order_of_keys() -> None:
+    index_G = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:64]
+    orders = [shuffled_order(index_G, step=step, view=view) for step in range(3) for view in range(2)]
+    assert len({tuple(order_G.tolist()) for order_G in orders}) == 6
+    for order_G in orders:
+        assert torch.equal(order_G.sort().values, torch.arange(64))
+        # By chance a place keeps its group of 8 with probability 1/8.
+        assert (order_G // 8 == torch.arange(64) // 8).float().mean() < 0.4
+    assert torch.equal(shuffled_order(index_G, step=1, view=0), shuffled_order(index_G.clone(), step=1, view=0))
+    # It goes by the samples, not by their places.
+    first, second = (index[shuffled_order(index, step=0, view=0)] for index in (index_G, index_G.flip(0)))
+    assert torch.equal(first, second)
+
+
+def test_keys_of_split_batch_norm_are_shuffled_and_put_back() -> None:
+    """One step against torch's own layers, group by group, in float64."""
+    (views_VBCHW,) = training_views(1)
+    encoder = toy_encoder("split")
+    objective = toy_moco(encoder, MoCoConfig(queue_size=16))
+    before_QD = objective.queue_QD
+    conv, _, *rest = toy_encoder("split")
+    reference = nn.BatchNorm2d(4).double()
+
+    def keys_of(view: int) -> Tensor:
+        order_G = shuffled_order(torch.arange(8), step=5, view=view)
+        assert {frozenset(group) for group in order_G.view(NUM_SPLITS, -1).tolist()} != {
+            frozenset(group) for group in torch.arange(8).view(NUM_SPLITS, -1).tolist()
+        }
+        keys_BD = torch.empty(8, EMBEDDING_SIZE, dtype=torch.float64)
+        for group in order_G.view(NUM_SPLITS, -1):
+            keys_BD[group] = nn.Sequential(conv, reference, *rest)(views_VBCHW[view][group]).detach()
+        return keys_BD
+
+    z_VBD = torch.randn(2, 8, EMBEDDING_SIZE, dtype=torch.float64)
+    objective(*z_VBD, pair_of(views_VBCHW, step=5))
+    torch.testing.assert_close(
+        objective.queue_QD, enqueue(enqueue(before_QD, keys_of(1)), keys_of(0)), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("direction", "batch_norm"), [("symmetric", "synchronized"), ("one_way", "synchronized"), ("symmetric", "split")]
+)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_equal_one_process(num_ranks: int, direction: str) -> None:
+def test_ranks_equal_one_process(num_ranks: int, direction: str, batch_norm: str) -> None:
     views_TVBCHW = training_views()
-    losses, *expected = train(views_TVBCHW, direction, None)
-    by_rank = run_ranks(train, num_ranks, views_TVBCHW, direction, None)
+    losses, *expected = train(views_TVBCHW, direction, None, batch_norm)
+    by_rank = run_ranks(train, num_ranks, views_TVBCHW, direction, None, batch_norm)
     for step, loss in enumerate(losses):
         of_ranks = torch.stack([rank_losses[step] for rank_losses, *_ in by_rank])
         assert len(set(of_ranks.tolist())) == num_ranks
@@ -233,11 +276,12 @@ def test_ranks_equal_one_process(num_ranks: int, direction: str) -> None:
     assert all(torch.equal(queue_QD, queues[0]) for queue_QD in queues)
 
 
-def test_what_two_ranks_saved_goes_on_in_one_process_and_on_four() -> None:
+@pytest.mark.parametrize("batch_norm", ["synchronized", "split"])
+def test_what_two_ranks_saved_goes_on_in_one_process_and_on_four(batch_norm: str) -> None:
     views_TVBCHW = training_views(6)
-    saved = run_ranks(train, 2, views_TVBCHW[:3], "symmetric", None)[1][3]
-    losses, _, _, expected = train(views_TVBCHW[3:], "symmetric", saved)
-    assert losses != train(views_TVBCHW[3:], "symmetric", None)[0]
-    for *_, state in run_ranks(train, 4, views_TVBCHW[3:], "symmetric", saved):
+    saved = run_ranks(train, 2, views_TVBCHW[:3], "symmetric", None, batch_norm)[1][3]
+    losses, _, _, expected = train(views_TVBCHW[3:], "symmetric", saved, batch_norm)
+    assert losses != train(views_TVBCHW[3:], "symmetric", None, batch_norm)[0]
+    for *_, state in run_ranks(train, 4, views_TVBCHW[3:], "symmetric", saved, batch_norm):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11, msg=name)

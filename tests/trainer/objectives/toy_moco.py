@@ -8,17 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
-from trainer.models.batch_norm import SynchronizedBatchNorm2d
+from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, settle_running_statistics
 from trainer.objectives.moco import MoCo, MoCoConfig
 from trainer.objectives.objective import ViewPair
 
 # Batch of all ranks B, of one rank L; T steps, views V, queue Q.
 EMBEDDING_SIZE = 5
+NUM_SPLITS = 4
 
 
-def toy_encoder() -> nn.Module:
+def toy_encoder(batch_norm: str = "synchronized") -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 4, 3), SynchronizedBatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()]
+    norm = SynchronizedBatchNorm2d(4) if batch_norm == "synchronized" else SplitBatchNorm2d(4, num_splits=NUM_SPLITS)
+    layers = [nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(4 * 9, EMBEDDING_SIZE)).double()
 
 
@@ -34,7 +36,9 @@ def training_views(num_steps: int = 3, batch_size: int = 8) -> Tensor:
 
 
 def pair_of(views_VBCHW: Tensor, *, step: int = 0, updates_state: bool = True) -> ViewPair:
-    return ViewPair(views_VBCHW[0], views_VBCHW[1], torch.arange(views_VBCHW.shape[1]), step, updates_state)
+    """Of this rank's rows; the samples' indices are their places in the global batch."""
+    num_rows = views_VBCHW.shape[1]
+    return ViewPair(views_VBCHW[0], views_VBCHW[1], rank() * num_rows + torch.arange(num_rows), step, updates_state)
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -42,10 +46,10 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def train(
-    views_TVBCHW: Tensor, direction: str, saved: dict[str, Tensor] | None
+    views_TVBCHW: Tensor, direction: str, saved: dict[str, Tensor] | None, batch_norm: str = "synchronized"
 ) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Each step's loss over all ranks, the encoder's last gradients and end, and the objective's saved state."""
-    encoder = toy_encoder()
+    encoder = toy_encoder(batch_norm)
     config = MoCoConfig.model_validate({"queue_size": 24, "momentum": 0.8, "direction": direction})
     objective = toy_moco(encoder, config)
     if saved is not None:
@@ -62,5 +66,6 @@ def train(
                 assert parameter.grad is not None
                 parameter.grad = all_reduce_sum(parameter.grad) / world_size()
                 parameter.sub_(0.5 * parameter.grad)
+    settle_running_statistics(encoder)
     gradients = {name: parameter.grad for name, parameter in encoder.named_parameters() if parameter.grad is not None}
     return losses, gradients, state_of(encoder), objective.saved_state()
