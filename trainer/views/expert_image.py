@@ -6,11 +6,13 @@ operation has the meaning of torchvision's transform of the same name, in floati
 levels between operations, as a chain of PIL pictures is.
 
 What makes it fast: crop, blur and flip are linear along rows and columns, so each is a (size, size) matrix for every
-sample, and the batch needs four batched matrix products instead of gathers. Brightness, contrast and saturation are one
-formula with other coefficients, so a random order costs six cheap passes and a single change of hue. An operation that
-the config switches off is neither drawn nor computed, and changes no draw of the others.
+sample, and the batch needs four batched matrix products instead of gathers. On a CPU, rows that are made of few others
+are summed from those alone, and pictures without blur are left out. Brightness, contrast and
+saturation are one formula with other coefficients, so a random order costs six cheap passes and a single change of hue.
+An operation that the config switches off is neither drawn nor computed, and changes no draw of the others.
 
-Legend: B samples, C = 3 channels, H rows, W columns, P pixels of an axis before an operation, Q after it.
+Legend: B samples, C = 3 channels, H rows, W columns, P pixels of an axis before an operation, Q after it, T rows that
+one row is made of, S samples of a batch that something happens to.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -31,6 +34,7 @@ Strength = Annotated[float, Field(ge=0, le=1)]
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
 CROP_ATTEMPTS = 10
+CONSTANT_BLUR_REACH = 3  # pixels to either side
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as PIL; torchvision's tensors use 0.2989
 
@@ -220,17 +224,15 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
 
     (B, 3, S, S) float32 in [0, 1] to the same, in memory of its own.
     """
-    size = images_BCHW.shape[-1]
     x_BCHW = _crop_and_flip(images_BCHW, draws.crop, draws.flip_B)
     if draws.jitter is not None:
         jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
     if draws.gray_B is not None:
         x_BCHW.lerp_(luma(x_BCHW), _per_picture(draws.gray_B.to(x_BCHW.dtype)))
     if draws.sigma_B is not None:
-        x_BCHW = _apply_to_some(x_BCHW, draws.sigma_B > 0, blur_matrix(draws.sigma_B, size=size))
+        x_BCHW = gaussian_blur_(x_BCHW, draws.sigma_B)
     if draws.constant_blur_B is not None:
-        blur_BQP = constant_blur_matrix(draws.constant_blur_B, size=size)
-        x_BCHW = _apply_to_some(x_BCHW, draws.constant_blur_B, blur_BQP)
+        x_BCHW = constant_blur_(x_BCHW, draws.constant_blur_B)
     return x_BCHW
 
 
@@ -240,12 +242,29 @@ def crop_matrix(start_B: Tensor, length_B: Tensor, *, size: int, mirror_B: Tenso
     Bilinear with half-pixel centres and the edge pixels repeated. A crop is never larger than its picture, so the axis
     is only ever stretched, where torchvision's and PIL's antialiasing changes nothing. `mirror_B` (bool) reverses it.
     """
-    pixel_P = torch.arange(size, device=start_B.device, dtype=start_B.dtype)
-    centre_BQ = (pixel_P + 0.5) * (length_B / size)[:, None] - 0.5
-    source_BQ = centre_BQ.clamp_min(0).minimum((length_B - 1)[:, None]) + start_B[:, None]
+    source_BQ = _crop_source(start_B, length_B, size=size)
     if mirror_B is not None:
         source_BQ = torch.where(mirror_B[:, None], source_BQ.flip(1), source_BQ)
+    pixel_P = torch.arange(size, device=start_B.device, dtype=start_B.dtype)
     return (source_BQ[:, :, None] - pixel_P).abs_().neg_().add_(1).clamp_min_(0)
+
+
+def crop_taps(start_B: Tensor, length_B: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
+    """The two pixels that each row of `crop_matrix` weighs, (B, size, 2) int64, and their weights.
+
+    At the last pixel of the axis, which has no next one, the second weight is 0.
+    """
+    source_BQ = _crop_source(start_B, length_B, size=size)
+    tap_BQT = torch.stack([source_BQ.floor(), source_BQ.floor() + 1], dim=2)
+    weight_BQT = (source_BQ[:, :, None] - tap_BQT).abs_().neg_().add_(1)
+    return tap_BQT.clamp_max_(size - 1).long(), weight_BQT
+
+
+def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
+    """(B, size) places on the axis, in pixels, that a crop's pixels are read from."""
+    pixel_Q = torch.arange(size, device=start_B.device, dtype=start_B.dtype)
+    centre_BQ = (pixel_Q + 0.5) * (length_B / size)[:, None] - 0.5
+    return centre_BQ.clamp_min(0).minimum((length_B - 1)[:, None]) + start_B[:, None]
 
 
 def blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
@@ -266,37 +285,84 @@ def blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     return matrix_BQP
 
 
-def constant_blur_matrix(blurred_B: Tensor, *, size: int) -> Tensor:
-    """(B, size, size) weights of PIL's `GaussianBlur(radius=1)` along one axis; the identity where there is no blur.
+def constant_blur_matrix(*, size: int, device: torch.device | None = None) -> Tensor:
+    """(size, size) weights of PIL's `GaussianBlur(radius=1)` along one axis.
 
     PIL takes three box filters whose variances add up to that of the Gaussian. For radius 1 the box is 3/2 pixels wide
     and has the weights 1/6, 2/3, 1/6; edge pixels are repeated, anew for each of the three.
     """
-    identity_QP = torch.eye(size, device=blurred_B.device)
-    pixel_Q = torch.arange(size, device=blurred_B.device)
+    identity_QP = torch.eye(size, device=device)
+    pixel_Q = torch.arange(size, device=device)
     above_QP, below_QP = identity_QP[(pixel_Q - 1).clamp_min(0)], identity_QP[(pixel_Q + 1).clamp_max(size - 1)]
     box_QP = (4 * identity_QP + above_QP + below_QP) / 6
-    return torch.where(blurred_B[:, None, None], box_QP @ box_QP @ box_QP, identity_QP)
+    return box_QP @ box_QP @ box_QP
+
+
+def band_taps(matrix_QP: Tensor, *, reach: int) -> tuple[Tensor, Tensor]:
+    """The pixels within `reach` of each row's own, (Q, T) int64, and their weights in a square matrix.
+
+    A tap beyond the edge is the edge pixel with the weight 0.
+    """
+    size, device = len(matrix_QP), matrix_QP.device
+    tap_QT = torch.arange(size, device=device)[:, None] + torch.arange(-reach, reach + 1, device=device)
+    is_pixel_QT = (tap_QT >= 0) & (tap_QT < size)
+    tap_QT.clamp_(0, size - 1)
+    return tap_QT, matrix_QP.gather(1, tap_QT) * is_pixel_QT
 
 
 def apply_matrices(x_BCHW: Tensor, rows_BQP: Tensor, columns_BQP: Tensor) -> Tensor:
     """Each sample's `rows @ channel @ columns.T`."""
+    return torch.matmul(rows_BQP[:, None], apply_to_columns(x_BCHW, columns_BQP))
+
+
+def apply_to_columns(x_BCHW: Tensor, columns_BQP: Tensor) -> Tensor:
+    """Each sample's `channel @ columns.T`."""
     B, C, H, W = x_BCHW.shape
-    across_BCHW = torch.bmm(x_BCHW.reshape(B, C * H, W), columns_BQP.mT).view(B, C, H, W)
-    return torch.matmul(rows_BQP[:, None], across_BCHW)
+    return torch.bmm(x_BCHW.reshape(B, C * H, W), columns_BQP.mT).view(B, C, H, W)
 
 
-def _apply_to_some(x_BCHW: Tensor, some_B: Tensor, matrix_BQP: Tensor) -> Tensor:
-    """`matrix @ channel @ matrix.T` of the samples that `some_B` names; the matrices of the others are the identity.
+def sum_rows(x_BCHW: Tensor, tap_BQT: Tensor, weight_BQT: Tensor) -> Tensor:
+    """Row q of the result is the sum over t of `weight[q, t]` times row `tap[q, t]`: `rows @ channel` for few weights.
 
-    A CPU leaves the others out and writes into `x`, with the same bits as a result. Elsewhere all are multiplied: to
-    know which ones need not be would mean to wait for the device.
+    Equal to that product to the last bits of float32. A processor does not multiply the zeros of the matrix.
     """
+    B, C, H, W = x_BCHW.shape
+    _, Q, T = tap_BQT.shape  # of one sample, where all have the same
+    first_BC11 = torch.arange(0, B * C * H, H, device=x_BCHW.device).view(B, C, 1, 1)
+    row_XT = (tap_BQT[:, None] + first_BC11).view(-1, T)
+    weight_XT = weight_BQT[:, None].expand(B, C, Q, T).reshape(-1, T)
+    y_XW = F.embedding_bag(row_XT, x_BCHW.reshape(-1, W), per_sample_weights=weight_XT, mode="sum")
+    return y_XW.view(B, C, Q, W)
+
+
+def gaussian_blur_(x_BCHW: Tensor, sigma_B: Tensor) -> Tensor:
+    """Blur each picture by a Gaussian of its own, 0: not at all; on a CPU in place.
+
+    A CPU leaves the others out, with the same bits as a result. Elsewhere all are multiplied: to know which ones need
+    not be would mean to wait for the device.
+    """
+    size = x_BCHW.shape[-1]
     if x_BCHW.device.type != "cpu":
+        matrix_BQP = blur_matrix(sigma_B, size=size)
         return apply_matrices(x_BCHW, matrix_BQP, matrix_BQP)
-    some_S = some_B.nonzero()[:, 0]
-    matrix_SQP = matrix_BQP[some_S]
-    return x_BCHW.index_copy_(0, some_S, apply_matrices(x_BCHW[some_S], matrix_SQP, matrix_SQP))
+    some_S = sigma_B.nonzero()[:, 0]
+    matrix_SQP = blur_matrix(sigma_B[some_S], size=size)
+    return x_BCHW.index_copy_(0, some_S, apply_matrices(x_BCHW.index_select(0, some_S), matrix_SQP, matrix_SQP))
+
+
+def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
+    """Blur some of the pictures as PIL's `GaussianBlur(radius=1)` does; on a CPU in place.
+
+    A CPU leaves the others out, and elsewhere all are multiplied, as in `gaussian_blur_`.
+    """
+    matrix_QP = constant_blur_matrix(size=x_BCHW.shape[-1], device=x_BCHW.device)
+    if x_BCHW.device.type != "cpu":
+        matrix_BQP = matrix_QP.expand(len(x_BCHW), -1, -1)
+        return torch.where(_per_picture(blurred_B), apply_matrices(x_BCHW, matrix_BQP, matrix_BQP), x_BCHW)
+    some_S = blurred_B.nonzero()[:, 0]
+    across_SCHW = apply_to_columns(x_BCHW.index_select(0, some_S), matrix_QP.expand(len(some_S), -1, -1))
+    tap_QT, weight_QT = band_taps(matrix_QP, reach=CONSTANT_BLUR_REACH)
+    return x_BCHW.index_copy_(0, some_S, sum_rows(across_SCHW, tap_QT[None], weight_QT[None]))
 
 
 def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tensor:
@@ -363,9 +429,11 @@ def _crop_and_flip(images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor |
     """A contiguous copy, even where there is nothing to do."""
     if crop is not None:
         size = images_BCHW.shape[-1]
-        rows_BQP = crop_matrix(crop.top_B, crop.height_B, size=size)
         columns_BQP = crop_matrix(crop.left_B, crop.width_B, size=size, mirror_B=flip_B)
-        return apply_matrices(images_BCHW, rows_BQP, columns_BQP)
+        if images_BCHW.device.type != "cpu":
+            return apply_matrices(images_BCHW, crop_matrix(crop.top_B, crop.height_B, size=size), columns_BQP)
+        taps = crop_taps(crop.top_B, crop.height_B, size=size)
+        return sum_rows(apply_to_columns(images_BCHW, columns_BQP), *taps)
     x_BCHW = images_BCHW.clone(memory_format=torch.contiguous_format)
     return x_BCHW if flip_B is None else x_BCHW.lerp_(x_BCHW.flip(3), _per_picture(flip_B.to(x_BCHW.dtype)))
 

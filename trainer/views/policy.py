@@ -7,17 +7,20 @@ from typing import Annotated
 from pydantic import Field
 
 from data_pipeline.audio.log_mel import MelConfig
+from trainer.views import random_mask, viewmaker
 from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.random_mask import RandomMask, RandomMaskConfig
 from trainer.views.sound_viewmaker import SoundViewmaker, check_for_sounds
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 ViewsConfig = Annotated[
-    ExpertImageConfig | ViewmakerConfig | SpectralConfig | WaveformConfig, Field(discriminator="kind")
+    ExpertImageConfig | RandomMaskConfig | ViewmakerConfig | SpectralConfig | WaveformConfig,
+    Field(discriminator="kind"),
 ]
-ViewPolicy = ExpertImage | Viewmaker | Spectral | Waveform
+ViewPolicy = ExpertImage | RandomMask | Viewmaker | Spectral | Waveform
 
-__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy", "check_views_fit"]
+__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy", "check_image_size", "check_views_fit"]
 
 
 def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfig | None = None) -> ViewPolicy:
@@ -36,6 +39,8 @@ def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfi
         match config:
             case ExpertImageConfig():
                 return ExpertImage(config)
+            case RandomMaskConfig():
+                return RandomMask(config)
             case ViewmakerConfig():
                 return Viewmaker(config, image_channels=image_channels)
     else:
@@ -51,14 +56,14 @@ def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfi
 
 def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
     """Raises `ValueError`, in one sentence, where views do not fit sounds of this spectrogram, or pictures (None)."""
-    if isinstance(config, ExpertImageConfig) and mel is not None:
+    if isinstance(config, ExpertImageConfig | RandomMaskConfig) and mel is not None:
         raise ValueError(
             f'views of kind "{config.kind}" are of pictures, not of sounds; use spectral, waveform or viewmaker'
         )
     if isinstance(config, SpectralConfig | WaveformConfig) and mel is None:
         raise ValueError(
-            f'views of kind "{config.kind}" are of sounds, not of pictures; use expert_image or viewmaker, or say with '
-            "data.sample_rate that the data are sounds"
+            f'views of kind "{config.kind}" are of sounds, not of pictures; use expert_image, random_mask or '
+            "viewmaker, or say with data.sample_rate that the data are sounds"
         )
     if isinstance(config, SpectralConfig) and mel is not None:
         Spectral(config, mel)  # refuses masks as wide as the spectrogram
@@ -67,3 +72,12 @@ def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
             check_for_sounds(config)
         elif config.waveform is not None:
             raise ValueError("views.waveform changes sounds, and these are pictures; set views.waveform=null")
+
+
+def check_image_size(config: ViewsConfig, *, height: int, width: int) -> None:
+    """Raises `ValueError`, in one sentence, where views cannot be made of pictures or spectrograms of that size."""
+    match config:
+        case ViewmakerConfig():
+            viewmaker.check_image_size(config, height=height, width=width)
+        case RandomMaskConfig():
+            random_mask.check_image_size(config, height=height, width=width)

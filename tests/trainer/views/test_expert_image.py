@@ -20,6 +20,7 @@ from data_pipeline.counter_rng import DrawKeys
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_image import (
     BRIGHTNESS,
+    CONSTANT_BLUR_REACH,
     CONTRAST,
     HUANG_LETTERS,
     HUE,
@@ -30,15 +31,20 @@ from trainer.views.expert_image import (
     ExpertImageConfig,
     apply_draws,
     apply_matrices,
+    band_taps,
     blend_,
     blur_matrix,
+    constant_blur_,
     constant_blur_matrix,
     crop_matrix,
+    crop_taps,
     draw,
+    gaussian_blur_,
     huang_views,
     jitter_colour_,
     luma,
     shift_hue_,
+    sum_rows,
 )
 
 LUMA_TOLERANCE = 2e-4  # torchvision's tensors weigh red by 0.2989, PIL and we by 0.299
@@ -162,8 +168,9 @@ def boxes_of_radius_1(x: Tensor, *, rounded: bool = False) -> Tensor:
 def test_constant_blur_is_that_of_pil(size: int) -> None:
     """Ours are PIL's filters without the rounding, and with it they are PIL's: one level aside, in one pixel of 100."""
     x = (pictures(40)[..., :size, :size] * 255).round() / 255
-    matrix = constant_blur_matrix(torch.ones(40, dtype=torch.bool), size=size)
+    matrix = constant_blur_matrix(size=size).expand(40, -1, -1)
     ours = apply_matrices(x, matrix, matrix)
+    torch.testing.assert_close(constant_blur_(x.clone(), torch.ones(40, dtype=torch.bool)), ours, atol=1e-6, rtol=0)
     for picture, view in zip(x, ours, strict=True):
         torch.testing.assert_close(view, boxes_of_radius_1(picture.double()).float(), atol=1e-6, rtol=0)
     pil = torch.stack(
@@ -176,8 +183,26 @@ def test_constant_blur_is_that_of_pil(size: int) -> None:
     assert (ours - pil).abs().mean() < 1 / 255
 
 
-def test_no_constant_blur_is_exactly_nothing() -> None:
-    assert torch.equal(constant_blur_matrix(torch.zeros(2, dtype=torch.bool), size=32), torch.eye(32).expand(2, 32, 32))
+def test_no_blur_leaves_exactly_the_picture() -> None:
+    x, some = pictures(8), torch.arange(8) % 2 == 0
+    for blurred in (constant_blur_(x.clone(), some), gaussian_blur_(x.clone(), 2.0 * some)):
+        assert torch.equal(blurred[~some], x[~some])
+        assert ((blurred - x)[some].abs().amax(dim=(1, 2, 3)) > 0.1).all()
+
+
+@pytest.mark.parametrize("size", [32, 7, 2])
+def test_sums_of_few_rows_are_products_with_the_matrix(size: int) -> None:
+    """In float64 the products, and the sums in float32: what the CPU and other devices compute is one thing."""
+    x = pictures(50)[..., :size, :size]
+    crop = draw(ExpertImageConfig(area=(0.01, 1.0)), keys(50), size=size).crop
+    assert crop is not None
+    blur = constant_blur_matrix(size=size)
+    for matrix, taps in (
+        (crop_matrix(crop.top_B, crop.height_B, size=size), crop_taps(crop.top_B, crop.height_B, size=size)),
+        (blur[None], tuple(part[None] for part in band_taps(blur, reach=CONSTANT_BLUR_REACH))),
+    ):
+        expected = (matrix.double()[:, None] @ x.double()).float()
+        torch.testing.assert_close(sum_rows(x, *taps), expected, atol=2e-7, rtol=0)
 
 
 def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, flip_last: bool) -> Tensor:
@@ -398,7 +423,7 @@ def test_pictures_without_blur_are_left_out(policy: ExpertImageConfig, probabili
         matrix = blur_matrix(draws.sigma_B, size=32)
     else:
         assert draws.constant_blur_B is not None
-        matrix = constant_blur_matrix(draws.constant_blur_B, size=32)
+        matrix = torch.where(draws.constant_blur_B[:, None, None], constant_blur_matrix(size=32), torch.eye(32))
     before = apply_draws(x, dataclasses.replace(draws, sigma_B=None, constant_blur_B=None))
     assert torch.equal(apply_draws(x, draws), apply_matrices(before, matrix, matrix))
 

@@ -1,0 +1,162 @@
+"""Random masks and their complements: what the views keep, the law of the draws, and what they depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from scipy import stats
+from torch import Tensor
+
+from data_pipeline.audio.log_mel import FSDD
+from data_pipeline.counter_rng import DrawKeys
+from trainer.views import ViewsConfig, build_view_policy, check_views_fit
+from trainer.views.policy import check_image_size
+from trainer.views.random_mask import RandomMask, RandomMaskConfig, draw_mask
+
+CONFIGS = [
+    RandomMaskConfig(),
+    RandomMaskConfig(unit="pixel"),
+    RandomMaskConfig(patch_size=4),
+    RandomMaskConfig(unit="pixel", patch_size=2, rescale=False),
+]
+
+
+def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
+    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=view)
+
+
+def pictures(num: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Without a 0, so that what a view lost can be told from what it kept."""
+    return torch.rand(num, 3, 8, 12, generator=torch.Generator().manual_seed(0)).add_(0.01).to(dtype)
+
+
+def pair(config: RandomMaskConfig, x: Tensor, *, first: int = 0) -> tuple[Tensor, Tensor]:
+    policy = RandomMask(config)
+    return policy(x, keys(len(x), view=first)), policy(x, keys(len(x), view=first + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_two_views_are_disjoint_and_together_the_picture(config: RandomMaskConfig, dtype: torch.dtype) -> None:
+    x = pictures(16, dtype=dtype)
+    factor = 2 if config.rescale else 1
+    for first in (0, 2):
+        a, b = pair(config, x, first=first)
+        assert a.dtype == b.dtype == dtype
+        assert torch.equal(a + b, factor * x)
+        assert torch.equal((a != 0) ^ (b != 0), torch.ones_like(x, dtype=torch.bool))
+        for view in (a, b):
+            assert torch.equal(view[view != 0], (factor * x)[view != 0])
+
+
+def test_every_value_is_kept_with_probability_one_half_and_independently() -> None:
+    """3,000 pictures: each entry's count, those of neighbours and channels that agree, and how many each keeps."""
+    num = 3000
+    keep = draw_mask(keys(num), shape=(3, 8, 12))
+    entries = keep[0].numel()
+    low, high = stats.binom.interval(1 - 1e-3 / entries, num, 0.5)
+    for agree in (
+        keep,
+        keep[..., 1:] == keep[..., :-1],
+        keep[:, :, 1:] == keep[:, :, :-1],
+        keep[:, 1:] == keep[:, :-1],
+        keep.flatten(1)[:, 30:] == keep.flatten(1)[:, :-30],  # as far apart as the words whose bits the coins are
+        keep[1:] == keep[:-1],
+    ):
+        counts = agree.sum(dim=0)
+        assert low <= counts.min()
+        assert counts.max() <= high
+    kept = keep.flatten(1).sum(dim=1).double()  # 2 / num: the variance of a variance, of a law that is nearly normal
+    assert abs(kept.var() / (entries / 4) - 1) < 4 * (2 / num) ** 0.5
+
+
+def test_the_unit_says_what_shares_a_draw() -> None:
+    shape = (3, 8, 12)
+    value, pixel = (RandomMask(RandomMaskConfig(unit=unit)) for unit in ("value", "pixel"))
+    kept = [policy(pictures(64), keys(64)) != 0 for policy in (value, pixel)]
+    assert kept[0].shape[1:] == shape
+    assert not torch.equal(kept[0][:, 0], kept[0][:, 1])
+    assert torch.equal(kept[1], kept[1][:, :1].expand(-1, 3, -1, -1))
+
+
+@pytest.mark.parametrize("config", [RandomMaskConfig(patch_size=4), RandomMaskConfig(unit="pixel", patch_size=4)])
+def test_patches_share_a_draw(config: RandomMaskConfig) -> None:
+    """Each patch as a whole or not at all, by the coins of a picture of as many values as there are patches."""
+    kept = RandomMask(config)(pictures(64), keys(64)) != 0
+    corner = kept[:, :, ::4, ::4]
+    assert torch.equal(kept, torch.kron(corner.float(), torch.ones(4, 4)).bool())
+    channels = 1 if config.unit == "pixel" else 3
+    assert torch.equal(corner, draw_mask(keys(64), shape=(channels, 2, 3)).expand(-1, 3, -1, -1))
+    assert 0.3 < corner.float().mean() < 0.7
+
+
+def test_the_factor_keeps_the_mean() -> None:
+    x = pictures(1).expand(4000, -1, -1, -1)
+    views, _ = pair(RandomMaskConfig(), x)
+    error = (views.mean(dim=0) - x[0]) / (x[0] / 4000**0.5)  # of 2 D x the standard deviation is x
+    assert error.abs().max() < stats.norm.isf(1e-3 / x[0].numel() / 2)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_view_depends_on_its_keys_alone(config: RandomMaskConfig) -> None:
+    policy, x, all_keys = RandomMask(config), pictures(32), keys(32, view=1)
+    views = policy(x, all_keys)
+    torch.manual_seed(1)
+    order = torch.randperm(32)
+    assert torch.equal(policy(x[order], dataclasses.replace(all_keys, index_B=order)), views[order])
+    assert torch.equal(policy(x[5:6], dataclasses.replace(all_keys, index_B=torch.tensor([5]))), views[5:6])
+    assert torch.equal(policy(x, all_keys, torch.ones(32, 8, 12, dtype=torch.uint8)), views)
+    assert torch.equal(policy(x.to(memory_format=torch.channels_last), all_keys), views)
+
+
+@pytest.mark.parametrize("other", [keys(32, epoch=1), keys(32, seed=1), keys(32, view=2), keys(32, view=3)])
+def test_every_epoch_seed_and_pair_has_a_mask_of_its_own(other: DrawKeys) -> None:
+    policy, x = RandomMask(RandomMaskConfig()), pictures(32)
+    agree = ((policy(x, keys(32)) != 0) == (policy(x, other) != 0)).double().mean()
+    assert abs(agree - 0.5) < 4 * 0.5 / x.numel() ** 0.5
+
+
+def test_pictures_stay_as_they_were_and_get_no_gradient() -> None:
+    x = pictures(4).requires_grad_()
+    before = x.detach().clone()
+    views = RandomMask(RandomMaskConfig())(x, keys(4))
+    assert not views.requires_grad
+    assert torch.equal(x, before)
+    assert views.max() <= 2 * x.max()
+    assert not list(RandomMask(RandomMaskConfig()).parameters())
+
+
+def test_views_are_made_without_waiting_for_the_device() -> None:
+    """On the meta device there are shapes and no values: whatever would need a value on the host raises."""
+    device_keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(8, device="meta"), view=1)
+    for config in CONFIGS:
+        assert RandomMask(config)(torch.empty(8, 3, 8, 12, device="meta"), device_keys).shape == (8, 3, 8, 12)
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 10), (9, 8), (2, 2)])
+def test_patches_that_do_not_divide_the_picture_are_refused(height: int, width: int) -> None:
+    config, message = RandomMaskConfig(patch_size=4), f"patch_size=4 needs .* multiples of it, got {height} x {width}"
+    with pytest.raises(ValueError, match=message):
+        check_image_size(config, height=height, width=width)
+    with pytest.raises(ValueError, match=message):
+        RandomMask(config)(torch.rand(2, 3, height, width), keys(2))
+    check_image_size(config, height=8, width=12)
+
+
+@pytest.mark.parametrize("wrong", [{"patch_size": 0}, {"unit": "patch"}, {"probability": 0.5}])
+def test_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        RandomMaskConfig.model_validate(wrong)
+
+
+def test_a_config_names_it_for_pictures_only() -> None:
+    config: ViewsConfig = TypeAdapter(ViewsConfig).validate_python({"kind": "random_mask", "patch_size": 2})
+    assert config == RandomMaskConfig(patch_size=2)
+    policy = build_view_policy(config, image_channels=3)
+    assert isinstance(policy, RandomMask)
+    assert policy.config == config
+    with pytest.raises(ValueError, match='"random_mask" are of pictures, not of sounds'):
+        check_views_fit(config, FSDD)
