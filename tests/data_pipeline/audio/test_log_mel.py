@@ -129,6 +129,13 @@ def test_gradients_after_first_use_without_them() -> None:
     assert waveforms_BT.grad.abs().sum() > 0
 
 
+def test_what_is_differentiated_is_the_same() -> None:
+    """Gradients need torch where NumPy would compute without them."""
+    waveforms_BT = sounds(FSDD, torch.float64)
+    with_gradients = ours(waveforms_BT.clone().requires_grad_(), FSDD).detach()
+    torch.testing.assert_close(with_gradients, ours(waveforms_BT, FSDD), rtol=0, atol=1e-10)
+
+
 def test_autocast_does_not_coarsen_it() -> None:
     waveforms_BT = sounds(FSDD, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
