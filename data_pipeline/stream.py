@@ -473,6 +473,17 @@ class Stream:
         """Samples that no rank sees in an epoch because they do not fill a global batch; others in every epoch."""
         return len(self._store) % self._plan.global_batch_size
 
+    def shards_of(self, step: int) -> list[str]:
+        """The files that hold this rank's samples of a step, in stored order; none where the data are in memory.
+
+        What would stand in for bad samples is left out.
+        """
+        if self._resident is not None:
+            return []
+        _, indices, _ = self._plan.at(step, bad={})
+        numbers = np.unique(np.searchsorted(self._store.shard_ends, indices, side="right"))
+        return [self.manifest.shards[number].name for number in numbers.tolist()]
+
     def __len__(self) -> int:
         return len(self._steps)
 

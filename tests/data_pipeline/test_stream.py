@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -383,6 +384,27 @@ def test_resuming_decodes_nothing_that_it_skips(
     num_steps = len(samples) // GLOBAL_BATCH_SIZE
     batch = next(iter(stream(directory, start_step=num_steps * 9 // 10, end_step=num_steps)))
     assert asked_for == batch.index_B.tolist()
+
+
+@pytest.mark.parametrize("shuffle_shards", [None, 2])
+def test_the_shards_of_a_step_are_those_that_hold_its_samples(
+    datasets: dict[int, tuple[Path, list[Sample]]], shuffle_shards: int | None
+) -> None:
+    location, samples = datasets[17]
+    shard_of = {}
+    for shard in sorted(location.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            shard_of |= {member.name.partition(".")[0]: shard.name for member in tar}
+    assert len(shard_of) == len(samples)
+    end_step = 2 * len(samples) // GLOBAL_BATCH_SIZE
+    part = stream(location, rank=1, world_size=2, end_step=end_step, shuffle_shards=shuffle_shards)
+    for batch in part:
+        assert part.shards_of(batch.step) == sorted({shard_of[key] for key in batch.keys})
+
+
+def test_data_in_memory_have_no_open_shards(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    location, _ = datasets[3]
+    assert stream(location, end_step=3, placement="host").shards_of(1) == []
 
 
 def test_iterating_twice_gives_the_same_batches(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
