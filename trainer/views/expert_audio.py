@@ -5,12 +5,13 @@ what the encoder sees. `Spectral` silences a range of mel bands and a range of f
 normalised decibels. `Waveform` silences what is outside a crop, and adds white noise to the points, in random order;
 before that it can change speed and pitch, which the paper names and its published code leaves out.
 
-Legend: B samples, T points of a waveform, K frequencies of its Fourier transform, M mel bands, N frames.
+Legend: B samples, T points of a waveform, K of them up to the middle, M mel bands, N frames.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self
 
@@ -95,6 +96,16 @@ class WaveformDraws:
     length_B: Tensor
     crops_last_B: Tensor
 
+    def rows(self, rows: slice) -> WaveformDraws:
+        """The draws of some of the waveforms."""
+        return WaveformDraws(
+            speed_B=None if self.speed_B is None else self.speed_B[rows],
+            semitones_B=None if self.semitones_B is None else self.semitones_B[rows],
+            first_B=self.first_B[rows],
+            length_B=self.length_B[rows],
+            crops_last_B=self.crops_last_B[rows],
+        )
+
 
 class Spectral(nn.Module):
     """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, and draws that depend on `keys` alone.
@@ -162,14 +173,18 @@ class Waveform(nn.Module):
             ValueError: the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
+        draws = draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1])
         # On a CPU a few at a time, whose numbers stay in the cache: twice as fast.
-        at_once = _ROWS_ON_CPU if waveforms_BT.device.type == "cpu" else max(1, len(waveforms_BT))
-        parts = zip(torch.split(waveforms_BT, at_once), torch.split(keys.index_B, at_once), strict=True)
-        return torch.cat([self._augment(x_BT, dataclasses.replace(keys, index_B=index_B)) for x_BT, index_B in parts])
+        at_once = _ROWS_ON_CPU if waveforms_BT.device.type == "cpu" else len(waveforms_BT)
+        parts = []
+        for first in range(0, len(waveforms_BT), at_once):
+            rows = slice(first, first + at_once)
+            part_keys = dataclasses.replace(keys, index_B=keys.index_B[rows])
+            parts.append(self._augment(waveforms_BT[rows], part_keys, draws.rows(rows)))
+        return torch.cat(parts)
 
-    def _augment(self, x_BT: Tensor, keys: DrawKeys) -> Tensor:
+    def _augment(self, x_BT: Tensor, keys: DrawKeys, draws: WaveformDraws) -> Tensor:
         num_points = x_BT.shape[1]
-        draws = draw_waveform(self.config, keys, num_points=num_points)
         if draws.speed_B is not None:
             x_BT = change_speed(x_BT, draws.speed_B, max_factor=self.max_speed)
         if draws.semitones_B is not None:
@@ -178,9 +193,10 @@ class Waveform(nn.Module):
             )
         noise_BT = None
         if self.config.noise_std:
-            spectrum_BK = normal(keys, num_points // 2 + 1, purpose=_WHITE_NOISE).to(x_BT.dtype)
-            noise_BT = white_noise(spectrum_BK, num_points, std=self.config.noise_std)
-        return crop_and_add(x_BT, noise_BT, draws)
+            normal_BK = normal(keys, num_points // 2 + 1, purpose=_WHITE_NOISE).to(x_BT.dtype)
+            noise_BT = white_noise(normal_BK, num_points, std=self.config.noise_std)
+        add = crop_and_add_by_row if x_BT.device.type == "cpu" else crop_and_add
+        return add(x_BT, noise_BT, draws)
 
 
 def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
@@ -236,14 +252,26 @@ def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) ->
     )
 
 
-def white_noise(spectrum_BK: Tensor, num_points: int, *, std: float) -> Tensor:
-    """The real inverse Fourier transform of real numbers (B, K = T // 2 + 1): (B, T = num_points), the same backwards.
+def white_noise(normal_BK: Tensor, num_points: int, *, std: float) -> Tensor:
+    """Noise that is the same backwards, (B, T = num_points), out of numbers of the standard normal law, (B, K = T // 2
+    + 1): the law of the inverse Fourier transform of so many real normal numbers, which is the published noise.
 
-    For numbers of the standard normal law its points are normal with deviation `std` (the first, and that half-way, are
-    their own mirror images: sqrt(2) of it).
+    Its points are normal with deviation `std` (the first, and that half-way, are their own mirror images: sqrt(2) of
+    it). Of points that are also independent of one another the transform is normal too, but with twice the variance
+    for the constant and for what alternates from point to point; so here both are scaled down, and nothing is
+    transformed.
     """
-    noise_BT: Tensor = torch.fft.irfft(spectrum_BK, n=num_points)
-    return noise_BT.mul_(std * num_points**0.5)
+    half_BK = normal_BK * std
+    is_even = num_points % 2 == 0
+    own_mirrors_BX = half_BK[:, :: num_points // 2] if is_even else half_BK[:, :1]
+    own_mirrors_BX *= math.sqrt(0.5)  # half of what they are to be: a sum counts every other point twice
+    every = 2 if is_even else 1  # what alternates: even points have a mean of their own, and so have odd ones
+    parts = [half_BK[:, first::every] for first in range(every)]
+    means_B1 = [part_BX.sum(dim=1, keepdim=True) * (2 * every / num_points) for part_BX in parts]
+    own_mirrors_BX *= 2
+    for part_BX, mean_B1 in zip(parts, means_B1, strict=True):
+        part_BX -= (1 - math.sqrt(0.5)) * mean_B1
+    return torch.cat([half_BK, half_BK[:, 1 : 1 + num_points - half_BK.shape[1]].flip(1)], dim=1)
 
 
 def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
@@ -254,6 +282,20 @@ def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformD
         return cropped_BT
     is_whole_B1 = (~draws.crops_last_B)[:, None].to(waveforms_BT.dtype)
     return cropped_BT.addcmul_(noise_BT, kept_BT.clamp_(min=is_whole_B1))
+
+
+def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
+    """`crop_and_add` one after the other, which is several times as fast on a CPU: it only touches what is kept."""
+    is_whole_B = ~draws.crops_last_B if noise_BT is not None else torch.zeros_like(draws.crops_last_B)
+    views_BT = torch.zeros_like(waveforms_BT) if noise_BT is None else noise_BT.clone()
+    ranges = zip(draws.first_B.tolist(), (draws.first_B + draws.length_B).tolist(), is_whole_B.tolist(), strict=True)
+    # NumPy's views of the same memory: a slice takes it a fifth of torch's time.
+    for view_T, waveform_T, (first, end, is_whole) in zip(views_BT.numpy(), waveforms_BT.numpy(), ranges, strict=True):
+        view_T[first:end] += waveform_T[first:end]
+        if not is_whole:
+            view_T[:first] = 0
+            view_T[end:] = 0
+    return views_BT
 
 
 def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:

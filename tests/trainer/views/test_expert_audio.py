@@ -24,6 +24,8 @@ from trainer.views.expert_audio import (
     Waveform,
     WaveformConfig,
     clean_spectrogram,
+    crop_and_add,
+    crop_and_add_by_row,
     draw_masks,
     draw_waveform,
     mask_power,
@@ -127,11 +129,22 @@ def test_masks_equal_torchaudio() -> None:
     assert ranges[1].max() > 30
 
 
-@pytest.mark.parametrize("num_points", [50_000, 8_333, 8])
-def test_white_noise_equals_numpys_inverse_transform(num_points: int) -> None:
-    spectrum = torch.randn(3, num_points // 2 + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = np.fft.irfft(spectrum.numpy(), n=num_points)
-    np.testing.assert_allclose(white_noise(spectrum, num_points, std=num_points**-0.5), expected, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("num_points", [8, 9, 10, 57, 400])
+def test_white_noise_has_the_law_of_numpys_inverse_transform(num_points: int) -> None:
+    """Both are linear in normal numbers, so equal covariances of all points are equal laws."""
+    numbers = np.eye(num_points // 2 + 1)
+    ours = white_noise(torch.from_numpy(numbers), num_points, std=num_points**-0.5).numpy()
+    theirs = np.fft.irfft(numbers, n=num_points)
+    np.testing.assert_allclose(ours.T @ ours, theirs.T @ theirs, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cropping_by_row_equals_cropping_at_once(dtype: torch.dtype) -> None:
+    x, noise = sounds(24, FSDD, dtype), sounds(24, FSDD, dtype).flip(0)
+    draws = draw_waveform(WaveformConfig(), keys(24), num_points=FSDD.num_points)
+    assert 0 < int(draws.crops_last_B.sum()) < 24
+    for added in (noise, None):
+        assert torch.equal(crop_and_add_by_row(x, added, draws), crop_and_add(x, added, draws))
 
 
 @MELS
