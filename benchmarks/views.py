@@ -5,7 +5,8 @@
 Expert views: pairs a second, against torchvision's transforms on PIL pictures (what the original code did) and on
 tensors, one picture after the other. torchvision can also take a whole batch, but then draws once for all of it, which
 is no substitute; it is timed to show what the drawing for each picture costs. The transforms of Huang et al. (2023),
-each alone and all together: against the same on PIL pictures, where the blur is PIL's, as in their published code.
+each alone and composed as they compose them: against the same on PIL pictures, where the blur is PIL's, as in their
+published code. Random masks (Wen and Li 2021): against the two lines that define them, one picture after the other.
 Viewmaker: pictures a second, forward and backward, against the same network from torch's own layers in the order of the
 paper. The peers take turns, round by round, so that a machine that slows down does so for all; printed are medians. One
 thread, and its processor time.
@@ -27,6 +28,7 @@ from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import run_command
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, ExpertImageConfig, huang_views
+from trainer.views.random_mask import RandomMask, RandomMaskConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 
@@ -79,6 +81,20 @@ def blur_on_pil(picture: Image.Image) -> Image.Image:
     return picture.filter(ImageFilter.GaussianBlur(radius=1))
 
 
+def mask_peers(images_BCHW: Tensor) -> Mapping[str, Callable[[], object]]:
+    """Each makes two views of every picture."""
+    policy = RandomMask(RandomMaskConfig())
+
+    def views(image_CHW: Tensor) -> Tensor:
+        keep_CHW = torch.rand_like(image_CHW) < 0.5
+        return torch.stack([2 * keep_CHW * image_CHW, 2 * ~keep_CHW * image_CHW])
+
+    return {
+        "one by one, on tensors": lambda: torch.stack([views(image) for image in images_BCHW]),
+        "ours": lambda: [policy(images_BCHW, keys(len(images_BCHW), view=view)) for view in range(2)],
+    }
+
+
 def viewmaker_peers(images_BCHW: Tensor, config: ViewmakerConfig) -> Mapping[str, Callable[[], object]]:
     viewmaker = Viewmaker(config, image_channels=images_BCHW.shape[1])
     as_written = AsWritten(viewmaker)
@@ -95,10 +111,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
     args = parser.parse_args()
     images_BCHW = torch.rand(args.batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    huang = [*HUANG_LETTERS, HUANG_LETTERS]
+    huang = [*HUANG_LETTERS, "ab", "abc", "abcd", "abcde", "ad"]
     groups = {
         "expert views (two of each picture)": expert_peers(images_BCHW),
         **{f'expert views "{letters}" of Huang et al.': huang_peers(images_BCHW, letters) for letters in huang},
+        "random mask and its complement": mask_peers(images_BCHW),
         "viewmaker, forward and backward": viewmaker_peers(images_BCHW, ViewmakerConfig()),
         "viewmaker of half the width": viewmaker_peers(images_BCHW, ViewmakerConfig(base_width=16)),
     }

@@ -220,11 +220,15 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
 def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
     """The views that `draws` describe: crop, flip, jitter, grayscale, blur.
 
-    A flip last of all, as in the default policy's source, is the same: it commutes with all but the crop.
+    A flip last of all, as in the default policy's source, is the same: it commutes with all but the crop. A blur
+    commutes with grayscale, but not with the jitter, which clamps; where it can, a CPU joins the blur from column to
+    column to the crop.
 
     (B, 3, S, S) float32 in [0, 1] to the same, in memory of its own.
     """
-    x_BCHW = _crop_and_flip(images_BCHW, draws.crop, draws.flip_B)
+    blurs_while_cropping = draws.crop is not None and draws.jitter is None and images_BCHW.device.type == "cpu"
+    blurred_columns_B = draws.constant_blur_B if blurs_while_cropping else None
+    x_BCHW = _crop_and_flip(images_BCHW, draws.crop, draws.flip_B, blurred_columns_B)
     if draws.jitter is not None:
         jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
     if draws.gray_B is not None:
@@ -232,7 +236,8 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
     if draws.sigma_B is not None:
         x_BCHW = gaussian_blur_(x_BCHW, draws.sigma_B)
     if draws.constant_blur_B is not None:
-        x_BCHW = constant_blur_(x_BCHW, draws.constant_blur_B)
+        blur_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
+        x_BCHW = blur_(x_BCHW, draws.constant_blur_B)
     return x_BCHW
 
 
@@ -361,8 +366,18 @@ def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
         return torch.where(_per_picture(blurred_B), apply_matrices(x_BCHW, matrix_BQP, matrix_BQP), x_BCHW)
     some_S = blurred_B.nonzero()[:, 0]
     across_SCHW = apply_to_columns(x_BCHW.index_select(0, some_S), matrix_QP.expand(len(some_S), -1, -1))
+    return x_BCHW.index_copy_(0, some_S, _blur_rows(across_SCHW, matrix_QP))
+
+
+def constant_blur_rows_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
+    """The half of `constant_blur_` that goes from row to row, on a CPU, in place."""
+    matrix_QP, some_S = constant_blur_matrix(size=x_BCHW.shape[-1]), blurred_B.nonzero()[:, 0]
+    return x_BCHW.index_copy_(0, some_S, _blur_rows(x_BCHW.index_select(0, some_S), matrix_QP))
+
+
+def _blur_rows(x_BCHW: Tensor, matrix_QP: Tensor) -> Tensor:
     tap_QT, weight_QT = band_taps(matrix_QP, reach=CONSTANT_BLUR_REACH)
-    return x_BCHW.index_copy_(0, some_S, sum_rows(across_SCHW, tap_QT[None], weight_QT[None]))
+    return sum_rows(x_BCHW, tap_QT[None], weight_QT[None])
 
 
 def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tensor:
@@ -425,13 +440,22 @@ def shift_hue_(x_BCHW: Tensor, turns_B: Tensor) -> Tensor:
     return x_BCHW.clamp_(0, 1).mul_(span_BHW[:, None]).add_(least_BHW[:, None])
 
 
-def _crop_and_flip(images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor | None) -> Tensor:
-    """A contiguous copy, even where there is nothing to do."""
+def _crop_and_flip(
+    images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor | None, blurred_columns_B: Tensor | None = None
+) -> Tensor:
+    """A contiguous copy, even where there is nothing to do.
+
+    A crop on a CPU can blur some pictures from column to column as it goes: the other half of `constant_blur_rows_`.
+    """
     if crop is not None:
         size = images_BCHW.shape[-1]
         columns_BQP = crop_matrix(crop.left_B, crop.width_B, size=size, mirror_B=flip_B)
         if images_BCHW.device.type != "cpu":
             return apply_matrices(images_BCHW, crop_matrix(crop.top_B, crop.height_B, size=size), columns_BQP)
+        if blurred_columns_B is not None:
+            some_S = blurred_columns_B.nonzero()[:, 0]
+            columns_SQP = constant_blur_matrix(size=size) @ columns_BQP.index_select(0, some_S)
+            columns_BQP.index_copy_(0, some_S, columns_SQP)
         taps = crop_taps(crop.top_B, crop.height_B, size=size)
         return sum_rows(apply_to_columns(images_BCHW, columns_BQP), *taps)
     x_BCHW = images_BCHW.clone(memory_format=torch.contiguous_format)

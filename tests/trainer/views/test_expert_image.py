@@ -286,6 +286,17 @@ def test_a_switched_off_operation_changes_no_draw_of_the_others(letters: str) ->
                 assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("letters", ["ab", "abc", "abce"])
+@pytest.mark.parametrize("probability", [0.01, 0.5, 1.0])
+def test_a_blur_while_cropping_is_a_blur_afterwards(letters: str, probability: float) -> None:
+    x = pictures(60)
+    draws = draw(huang_views(letters).model_copy(update={"blur_probability": probability}), keys(60), size=32)
+    assert draws.constant_blur_B is not None
+    before = apply_draws(x, dataclasses.replace(draws, constant_blur_B=None))
+    expected = constant_blur_(before, draws.constant_blur_B)
+    torch.testing.assert_close(apply_draws(x, draws), expected, atol=1e-6, rtol=0)
+
+
 def test_every_order_of_the_jitter_is_drawn_equally_often() -> None:
     jitter = draw(ExpertImageConfig(), keys(24_000), size=32).jitter
     assert jitter is not None
@@ -406,8 +417,9 @@ def test_masks_and_memory_layout_change_nothing(config: ExpertImageConfig) -> No
     assert views.is_contiguous()
 
 
-def test_a_view_does_not_depend_on_its_batch() -> None:
-    policy, x, all_keys = ExpertImage(ExpertImageConfig()), pictures(8), keys(8)
+@pytest.mark.parametrize("config", [ExpertImageConfig(), huang_views("b"), huang_views("abc"), huang_views("abcde")])
+def test_a_view_does_not_depend_on_its_batch(config: ExpertImageConfig) -> None:
+    policy, x, all_keys = ExpertImage(config), pictures(8), keys(8)
     whole = policy(x, all_keys)
     for part in (slice(0, 4), slice(4, 8), slice(3, 4)):
         assert torch.equal(whole[part], policy(x[part], dataclasses.replace(all_keys, index_B=all_keys.index_B[part])))
