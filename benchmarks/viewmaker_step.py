@@ -1,0 +1,291 @@
+"""One training step of the viewmaker's game: both players in one pass, against the original's two passes.
+
+    python -m benchmarks.viewmaker_step [--batch-size B] [--rounds R] [--only PEER ...] [--out JSON]
+
+ResNet-18 in its small form against the published viewmaker, on pictures of 32 x 32: a step of the recipe
+`viewmaker:cifar10`. In the original's order the encoder learns from a pass of its own, and then the viewmaker from
+another one on new views; while one learns, the other passes gradients through and collects none. That order is
+measured twice: as our alternating game, and as written down here from torch's own layers, torchvision's ResNet and the
+formula of the loss. All start from the same weights and noise, and the losses of the first step must agree. The peers
+take turns, step by step; one thread, and its processor time.
+
+Then each of ours runs a step under torch's profiler: which share of its time goes where. "The rest" is the loss and
+what prepares the pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function
+from torchvision.models import resnet18
+
+from benchmarks import record
+from benchmarks.objectives import replayed
+from benchmarks.record import Line, Measured
+from configs import viewmaker
+from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.errors import run_command
+from data_pipeline.sample import NO_LABEL, Batch
+from tests.trainer.views.viewmaker_as_written import AsWritten
+from trainer.config import RunConfig
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.memory import keep_freed_memory
+from trainer.objectives import PublishedNTXentConfig
+from trainer.optim import AdamConfig, SGDConfig, learning_rate_at
+from trainer.players import Players, build_players, build_run_objective
+from trainer.step import TrainingStep
+
+Step = Callable[[Batch], float]  # which returns the encoder's loss
+
+ONE, TWO, WRITTEN = "ours, one pass", "ours, two passes", "as written, two passes"
+FAST, TWO_FAST, WRITTEN_FAST = (f"{name}, bfloat16, channels last" for name in (ONE, TWO, WRITTEN))
+PEERS = (ONE, TWO, WRITTEN, FAST, TWO_FAST, WRITTEN_FAST)
+
+
+def config_of(name: str, batch_size: int) -> RunConfig:
+    config = viewmaker.cifar10().model_dump()
+    is_fast = name in {FAST, TWO_FAST, WRITTEN_FAST}
+    config |= {"global_batch_size": batch_size, "channels_last": is_fast}
+    config["precision"] = "bfloat16" if is_fast else "float32"
+    config["adversary"]["update"] = "simultaneous" if name in {ONE, FAST} else "alternating"
+    return RunConfig.parse(config, where="benchmark")
+
+
+def our_step(config: RunConfig, players: Players) -> Step:
+    engines = {
+        player: DDPEngine(module, optimizer=config.player_optimizers[player])
+        for player, module in players.trained_modules.items()
+    }
+    objective = build_run_objective(config, players.encoder, num_samples=50_000, device=torch.device("cpu"))
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    rates = {name: learning_rate_at(each, step=0, num_steps=1) for name, each in config.player_optimizers.items()}
+    return lambda batch: step(batch, learning_rates=rates).metrics["train/loss"].item()
+
+
+class StepAsWritten:
+    """The original's order, with as little as it takes."""
+
+    def __init__(self, config: RunConfig, players: Players) -> None:
+        assert players.viewmaker is not None
+        assert isinstance(config.objective, PublishedNTXentConfig)
+        self.config = config
+        self.temperature = config.objective.temperature
+        self.viewmaker = AsWritten(players.viewmaker).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
+        self.encoder = resnet_of(players).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
+        self.mean, self.std = (torch.tensor(each)[:, None, None] for each in (config.encoder.mean, config.encoder.std))
+        optimizers = config.player_optimizers
+        sgd, adam = optimizers["encoder"], optimizers["viewmaker"]
+        assert isinstance(sgd, SGDConfig)
+        assert isinstance(adam, AdamConfig)
+        self.encoder_optimizer = torch.optim.SGD(
+            self.encoder.parameters(), sgd.learning_rate, momentum=sgd.momentum, weight_decay=sgd.weight_decay
+        )
+        self.viewmaker_optimizer = torch.optim.Adam(self.viewmaker.parameters(), adam.learning_rate)
+
+    def __call__(self, batch: Batch) -> float:
+        self.encoder.requires_grad_(True)
+        self.viewmaker.requires_grad_(False)
+        loss = self.loss(batch, first=0)
+        learn(loss, self.encoder_optimizer)
+        self.encoder.requires_grad_(False)
+        self.viewmaker.requires_grad_(True)
+        learn(-self.loss(batch, first=2), self.viewmaker_optimizer)
+        return loss.item()
+
+    def loss(self, batch: Batch, *, first: int) -> Tensor:
+        images_BCHW = (batch.inputs_a.float() / 255).to(memory_format=memory_format_of(self.config))
+        embeddings = []
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            for view in (first, first + 1):
+                keys = DrawKeys(seed=self.config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
+                embeddings.append(self.encoder((self.viewmaker(images_BCHW, keys) - self.mean) / self.std).float())
+        u_ND = F.normalize(torch.cat(embeddings), dim=1)
+        logits_BN = u_ND[: len(images_BCHW)] @ u_ND.T / self.temperature
+        own_B = torch.arange(len(images_BCHW))
+        own_logit_B = logits_BN[own_B, own_B + len(images_BCHW)]
+        return (logits_BN.exp().mean(1).log() - own_logit_B).mean()
+
+
+def memory_format_of(config: RunConfig) -> torch.memory_format:
+    return torch.channels_last if config.channels_last else torch.contiguous_format
+
+
+def learn(loss: Tensor, optimizer: Optimizer) -> None:
+    torch.autograd.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def resnet_of(players: Players) -> nn.Module:
+    """torchvision's ResNet-18 with the stem for small pictures and the encoder's weights."""
+    encoder = players.encoder
+    network = resnet18(num_classes=players.config.encoder.embedding_size)
+    network.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    network.maxpool = nn.Identity()
+    network.load_state_dict(
+        {**encoder.trunk.state_dict(), **{f"fc.{name}": value for name, value in encoder.head.state_dict().items()}}
+    )
+    resnet: nn.Module = network
+    return resnet
+
+
+def build(name: str, batch_size: int) -> tuple[Step, Players]:
+    config = config_of(name, batch_size)
+    players = build_players(config)
+    if name in {WRITTEN, WRITTEN_FAST}:
+        return StepAsWritten(config, players), players
+    for module in players.trained_modules.values():
+        module.to(memory_format=memory_format_of(config)).train()  # type: ignore[call-overload]
+    return our_step(config, players), players
+
+
+def batch_of(batch_size: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    images_BCHW = torch.randint(0, 256, (batch_size, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    none_B = torch.full((batch_size,), NO_LABEL)
+    return Batch(
+        step=0,
+        epoch=0,
+        index_B=torch.arange(batch_size),
+        inputs_a=images_BCHW,
+        inputs_b=images_BCHW,
+        masks_BHW=None,
+        masks_b_BHW=None,
+        label_base_B=none_B,
+        label_overlay_B=none_B,
+    )
+
+
+def check_equal(losses: Mapping[str, float]) -> None:
+    """Raises `RuntimeError` unless all peers began with the same loss, as far as their precision goes."""
+    reference = next(iter(losses.values()))
+    for name, loss in losses.items():
+        if not abs(loss - reference) <= (0.05 if "bfloat16" in name else 1e-4):
+            raise RuntimeError(f"the loss of the first step is {loss} {name}, and {reference} elsewhere")
+
+
+def rate(step: Step, batch: Batch) -> float:
+    """Pictures a second of processor time."""
+    start = time.process_time()
+    step(batch)
+    return len(batch.index_B) / (time.process_time() - start)
+
+
+def lines_of(rates: Mapping[str, Sequence[float]]) -> list[Line]:
+    wanted = [
+        (ONE, TWO, 1.25),
+        (ONE, WRITTEN, 1.25),
+        (FAST, WRITTEN, 3.0),
+        (FAST, TWO, None),
+        (FAST, WRITTEN_FAST, None),
+    ]
+    return [
+        Line(
+            f"steps a second: {name}, over {against}",
+            "pictures/s",
+            {each: replayed(rates[each]) for each in (against, name)},
+            partial(ratio, name, against),
+            "ratio",
+            target,
+        )
+        for name, against, target in wanted
+        if {name, against} <= rates.keys()
+    ]
+
+
+def ratio(name: str, against: str, measured: Measured) -> float:
+    return measured[name] / measured[against]
+
+
+def breakdown(step: Step, players: Players, batch: Batch) -> dict[str, float]:
+    """Shares of the time of one step by player and direction; a backward is that of the player through whose forward it
+    goes back.
+    """
+    spans: dict[nn.Module, Any] = {}
+    hooks = []
+    for player, module in players.trained_modules.items():
+
+        def enter(module: nn.Module, _: object, player: str = player) -> None:
+            spans[module] = record_function(player)
+            spans[module].__enter__()
+
+        def leave(module: nn.Module, _: object, __: object) -> None:
+            spans[module].__exit__(None, None, None)
+
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
+        step(batch)
+    for hook in hooks:
+        hook.remove()
+    events = profiler.events()
+    assert events is not None
+    seconds = {f"{player}, {way}": 0.0 for player in ("viewmaker", "encoder") for way in ("forward", "backward")}
+    player_of: dict[int, str] = {}
+    for event in events:
+        if event.name in players.trained_modules and not is_within(event, players.trained_modules):
+            seconds[f"{event.name}, forward"] += event.cpu_time_total / 1e6
+            player_of |= {child.sequence_nr: event.name for child in descendants(event) if child.sequence_nr >= 0}
+    for event in events:
+        if event.name.startswith("autograd::engine::evaluate_function") and event.sequence_nr in player_of:
+            seconds[f"{player_of[event.sequence_nr]}, backward"] += event.cpu_time_total / 1e6
+    total = sum(event.cpu_time_total for event in events if event.name == "step") / 1e6
+    seconds["optimizers"] = sum(e.cpu_time_total for e in events if e.name.startswith("Optimizer.step")) / 1e6
+    seconds["the rest"] = total - sum(seconds.values())
+    return {part: value / total for part, value in seconds.items()}
+
+
+def is_within(event: Any, names: Mapping[str, object]) -> bool:
+    parent = event.cpu_parent
+    return parent is not None and (parent.name in names or is_within(parent, names))
+
+
+def descendants(event: Any) -> list[Any]:
+    return [each for child in event.cpu_children for each in (child, *descendants(child))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a step of the viewmaker's game in one pass, against two passes")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="B")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="steps of each")
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, metavar="PEER", help="; ".join(PEERS))
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a training process does; it serves the peers as well
+    before = record.circumstances(packages=["torch", "torchvision"])
+    batch = batch_of(args.batch_size)
+    built = {name: build(name, args.batch_size) for name in args.only}
+    check_equal({name: step(batch) for name, (step, _) in built.items()})
+    rates: dict[str, list[float]] = {name: [] for name in built}
+    for _ in range(args.rounds):
+        for name, (step, _) in built.items():
+            rates[name].append(rate(step, batch))
+    results = []
+    for line in lines_of(rates):
+        results.append(record.measure(line, num_rounds=args.rounds))
+        print(record.table(results[-1]), flush=True)
+    parts = {}
+    for name, (step, players) in built.items():
+        if name not in {WRITTEN, WRITTEN_FAST}:
+            parts[name] = {part: record.rounded(value) for part, value in breakdown(step, players, batch).items()}
+            print(name, *(f"  {part:<24}{share:>8.1%}" for part, share in parts[name].items()), sep="\n")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"rounds": args.rounds, "batch_size": args.batch_size}
+        filed = {**before, **settings, "lines": results, "shares_of_a_step": parts}
+        args.out.write_text(json.dumps(filed, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
