@@ -61,17 +61,33 @@ def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int,
     before_BT = at_BT.floor()
     is_heard_BT = at_BT < length_B[:, None]
     past_BT = (at_BT - before_BT).mul_(math.pi * band_B1).to(x_BL.dtype)
-    step_B1 = (math.pi * band_B1).to(x_BL.dtype)
     index_BT = before_BT.long().clamp_(max=x_BL.shape[1] - 1)
+    # The sine of the sinc and the cosine of the window at one tap follow from those at another: a sum of angles.
+    sin_BT, cos_BT = _sin_cos(past_BT, x_BL.dtype)
+    slow_sin_BT, slow_cos_BT = _sin_cos(past_BT / _ZERO_CROSSINGS, x_BL.dtype)
     sum_BT = torch.zeros_like(past_BT)
     for tap in range(1 - reach, reach + 1):
-        angle_BT = (past_BT - tap * step_B1).abs_().clamp_(_SMALLEST, _ZERO_CROSSINGS * math.pi)
-        weight_BT = (angle_BT / (2 * _ZERO_CROSSINGS)).cos_().square_().mul_(angle_BT.sin()).div_(angle_BT)
-        sum_BT.addcmul_(weight_BT, padded_BL[:, tap + reach :].gather(1, index_BT))
+        turn_B1 = tap * math.pi * band_B1
+        sin_B1, cos_B1 = _sin_cos(turn_B1, x_BL.dtype)
+        slow_sin_B1, slow_cos_B1 = _sin_cos(turn_B1 / _ZERO_CROSSINGS, x_BL.dtype)
+        angle_BT = past_BT - turn_B1.to(x_BL.dtype)
+        if tap in (0, 1):  # where the angle may be so small that such a sum says little of its sine
+            weight_BT = angle_BT.abs_().clamp_(min=_SMALLEST).sin()
+        else:
+            weight_BT = (sin_BT * cos_B1).addcmul_(cos_BT, sin_B1, value=-1)
+        weight_BT.div_(angle_BT)
+        weight_BT.mul_((slow_cos_BT * slow_cos_B1).addcmul_(slow_sin_BT, slow_sin_B1).add_(1))
+        if not -_ZERO_CROSSINGS < tap <= _ZERO_CROSSINGS:  # it may lie beyond the window
+            weight_BT.masked_fill_(angle_BT.abs_() > _ZERO_CROSSINGS * math.pi, 0)
+        sum_BT.addcmul_(weight_BT, padded_BL[:, tap + reach :].gather(1, index_BT), value=0.5)
     sum_BT.mul_(band_B1.to(x_BL.dtype)).mul_(is_heard_BT)
     # torchaudio, too, leaves a sound at its own speed alone, where the filter would take the top of its band.
     as_it_was_BT = F.pad(x_BL, (0, max(0, num_points - x_BL.shape[1])))[:, :num_points]
     return torch.where(factor_B[:, None] == 1, as_it_was_BT, sum_BT)
+
+
+def _sin_cos(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return angle.sin().to(dtype), angle.cos().to(dtype)
 
 
 def _stretch(waveforms_BT: Tensor, rate_B: Tensor, length_B: Tensor, *, slowest: float) -> Tensor:
