@@ -10,7 +10,7 @@ Each measurement is one forward and one backward in a fresh process that has don
 libraries are loaded, and matrix products hold their work space, which is no loss's own. What that pass left unused is
 given back to the system, and the peak starts anew. So memory is the peak of resident memory above what the process
 holds with the embeddings there, and the gradients by the embeddings are part of it. The peers take turns, round by
-round. Memory is read from /proc, so this runs on Linux.
+round; one thread, and its processor time. Memory is read from /proc, so this runs on Linux.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OURS, OURS_WHOLE, LIGHTLY, OPEN_CLIP = "ours, in tiles", "ours, whole matrix", "
 
 @dataclass(frozen=True)
 class Passed:
-    """One forward and backward: its seconds, its `peak_bytes` above what the process held before, the loss."""
+    """One forward and backward: its seconds of processor time, its `peak_bytes` above what the process held before, the loss."""
 
     seconds: float
     peak_bytes: int
@@ -90,6 +90,7 @@ def one_pass(name: str, batch_size: int, chunk_size: int) -> Passed:
 
 
 def _one_pass(name: str, batch_size: int, chunk_size: int) -> Passed:
+    torch.set_num_threads(1)
     _forward_and_backward(name, _embeddings(WARM_UP_SIZE), chunk_size)
     num = round(math.sqrt(2) * batch_size) if name == OPEN_CLIP else batch_size
     embeddings = _embeddings(num)
@@ -109,10 +110,10 @@ def _embeddings(batch_size: int) -> tuple[Tensor, Tensor]:
 
 def _forward_and_backward(name: str, embeddings: tuple[Tensor, Tensor], chunk_size: int) -> tuple[float, float]:
     """Seconds, and the loss."""
-    start = time.perf_counter()
+    start = time.process_time()
     loss = LOSSES[name](*embeddings, chunk_size)
     torch.autograd.backward(loss)
-    return time.perf_counter() - start, loss.item()
+    return time.process_time() - start, loss.item()
 
 
 def _status_bytes(field: str) -> int:
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, metavar="R", help="measurements of each")
     parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     has_open_clip = importlib.util.find_spec("open_clip") is not None
     before = record.circumstances(packages=["torch", "lightly", *(["open_clip_torch"] if has_open_clip else [])])
     results = []
@@ -164,7 +166,7 @@ def main() -> None:
             for name, of_peer in passes.items():
                 of_peer.append(one_pass(name, batch_size, args.chunk_size))
         values = ", ".join(f"{name} {of_peer[0].loss:.6f}" for name, of_peer in passes.items())
-        print(f"batch {batch_size:,}, {torch.get_num_threads()} threads; values: {values}")
+        print(f"batch {batch_size:,}; values: {values}")
         for line in lines_of(batch_size, passes):
             results.append(record.measure(line, num_rounds=args.rounds))
             print(record.table(results[-1]), flush=True)
