@@ -48,7 +48,7 @@ OURS, OURS_WHOLE, LIGHTLY, OPEN_CLIP = "ours, in tiles", "ours, whole matrix", "
 
 @dataclass(frozen=True)
 class Passed:
-    """One forward and backward: seconds of processor time, `peak_bytes` above what the process held before, the loss."""
+    """One forward and backward: seconds of processor time, `peak_bytes` above what was held before, the loss."""
 
     seconds: float
     peak_bytes: int
