@@ -1,0 +1,311 @@
+"""Exports: other libraries load them and compute the same bits; strangers' files run nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import trainer.export
+from configs import debug
+from data_pipeline.errors import UserError
+from trainer.checkpoint import CheckpointWriter
+from trainer.config import RunConfig
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.export import export, main
+from trainer.models import Encoder, ResNet10Config, ResNet18Config, ResNet18SmallConfig, TimmConfig, load_encoder
+from trainer.models.loading import HEADER_KEY
+from trainer.optim import SGDConfig
+from trainer.players import build_players
+from trainer.rundir import RunDir, write_json
+
+TINY = ResNet10Config(width=4, embedding_size=16)
+
+
+def make_run(directory: Path, encoder_config: Any = TINY, *, steps: tuple[int, ...] = (5,)) -> RunDir:
+    """A run whose checkpoints differ from the initial weights and from each other, batch norm statistics included."""
+    config = RunConfig.model_validate(
+        debug.image().model_dump()
+        | {"encoder": encoder_config, "optimizer": SGDConfig(momentum=0.0), "name": "tiny-run"}
+    )
+    run_dir = RunDir(directory)
+    write_json(run_dir.config, config.model_dump(mode="json"))
+    engine = DDPEngine(build_players(config).encoder.train(), optimizer=config.optimizer)
+    draw = torch.Generator().manual_seed(0)
+    with CheckpointWriter(run_dir, keep=len(steps)) as writer:
+        for step in steps:
+            engine.backward(engine(torch.rand(2, encoder_config.in_channels, 32, 32, generator=draw)).square().sum())
+            engine.step(learning_rate=1e-3)
+            writer.save(step, engines={"encoder": engine}, objective_state={})
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return make_run(tmp_path_factory.mktemp("run"), steps=(5, 10))
+
+
+@pytest.fixture
+def exported(run_dir: RunDir, tmp_path: Path) -> Path:
+    export(run_dir, tmp_path / "encoder.safetensors")
+    return tmp_path / "encoder.safetensors"
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    with safetensors.safe_open(path, "pt") as file:
+        header: dict[str, Any] = json.loads(file.metadata()[HEADER_KEY])
+    return header
+
+
+def write_export(path: Path, header: object, weights: dict[str, Tensor]) -> Path:
+    text = header if isinstance(header, str) else json.dumps(header)
+    safetensors.torch.save_file(weights, path, metadata={HEADER_KEY: text})
+    return path
+
+
+def pictures(num_channels: int) -> Tensor:
+    return torch.rand(3, num_channels, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def normalise(pictures_BCHW: Tensor, header: dict[str, Any]) -> Tensor:
+    mean, std = (torch.tensor(header["encoder"][name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    return (pictures_BCHW - mean) / std
+
+
+def features_of(encoder: Encoder, num_channels: int) -> Tensor:
+    with torch.no_grad():
+        return encoder.pooled(pictures(num_channels))
+
+
+@pytest.mark.parametrize("form", ["small", "standard, one channel, no ReLU in the stem"])
+def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path) -> None:
+    model = torchvision.models.resnet18()
+    model.fc = nn.Identity()
+    if form == "small":
+        config: Any = ResNet18SmallConfig()
+        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    else:
+        config = ResNet18Config(in_channels=1, mean=(0.2,), std=(0.3,), stem_relu=False)
+        model.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
+        model.relu = nn.Identity()
+    run_dir = make_run(tmp_path / "run", config)
+    out = tmp_path / "encoder.safetensors"
+    export(run_dir, out)
+
+    model.load_state_dict(safetensors.torch.load_file(out))
+    with torch.no_grad():
+        theirs = model.eval()(normalise(pictures(config.in_channels), read_header(out)))
+    assert torch.equal(theirs, features_of(load_encoder(run_dir.path), config.in_channels))
+    assert torch.equal(theirs, features_of(load_encoder(out), config.in_channels))
+
+
+def test_timms_vit_tiny_computes_the_same_bits(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3}
+    run_dir = make_run(tmp_path / "run", TimmConfig(name="vit_tiny_patch16_224", options=options))
+    out = tmp_path / "encoder.safetensors"
+    export(run_dir, out)
+
+    header = read_header(out)
+    model = timm.create_model(header["encoder"]["name"], num_classes=0, **header["encoder"]["options"])
+    model.load_state_dict(safetensors.torch.load_file(out))
+    with torch.no_grad():
+        theirs = model.eval()(normalise(pictures(3), header))
+    assert torch.equal(theirs, features_of(load_encoder(run_dir.path), 3))
+    assert torch.equal(theirs, features_of(load_encoder(out), 3))
+
+
+def test_the_chosen_step_is_exported_and_the_newest_if_none_is_chosen(run_dir: RunDir, tmp_path: Path) -> None:
+    features = []
+    for step in (0, 5, 10):
+        export(run_dir, tmp_path / "encoder.safetensors", step=step)  # over the one before
+        assert read_header(tmp_path / "encoder.safetensors")["step"] == step
+        encoder = load_encoder(tmp_path / "encoder.safetensors")
+        assert not encoder.training
+        assert torch.equal(features_of(encoder, 3), features_of(load_encoder(run_dir.path, step=step), 3))
+        features.append(features_of(encoder, 3))
+    assert not torch.equal(features[0], features[1])
+    assert not torch.equal(features[1], features[2])
+    export(run_dir, tmp_path / "newest.safetensors")
+    assert (tmp_path / "newest.safetensors").read_bytes() == (tmp_path / "encoder.safetensors").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"encoder.safetensors", "newest.safetensors"}
+
+
+def test_the_header_says_where_the_weights_come_from(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=(5, 10))
+    out = tmp_path / "new" / "encoder.safetensors"
+    export(run_dir, out)
+    assert read_header(out)["git_commit"] is None
+    starts = [{"start_step": step, "git_commit": commit} for step, commit in ((0, "aaa"), (5, "bbb"), (10, "ccc"))]
+    write_json(run_dir.provenance, {"git_commit": "aaa", "starts": starts})
+    for step, commit in ((5, "aaa"), (10, "bbb")):
+        export(run_dir, out, step=step)
+        assert read_header(out) == {
+            "version": 1,
+            "run": "tiny-run",
+            "step": step,
+            "git_commit": commit,
+            "encoder": TINY.model_dump(mode="json"),
+        }
+
+
+def test_an_export_leaves_the_ambient_random_state_alone_and_has_no_embeddings(exported: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    encoder = load_encoder(exported)
+    assert torch.equal(torch.rand(3), expected)
+    with pytest.raises(UserError, match="no head"):
+        encoder(pictures(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("encoder.pt", r"encoder is written as \.safetensors"),
+        ("encoder", r"pass --out NAME\.safetensors"),
+        ("folder.safetensors", "it is a directory"),
+        ("file/encoder.safetensors", r"cannot export to .*file"),
+    ],
+)
+def test_a_place_that_will_not_do_is_refused(name: str, message: str, run_dir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "file").write_text("here already")
+    with pytest.raises(UserError, match=message):
+        export(run_dir, tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder.safetensors", "file"}
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_json(run_dir.config, debug.image().model_dump(mode="json"))
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        export(run_dir, tmp_path / "encoder.safetensors")
+    assert not (tmp_path / "encoder.safetensors").exists()
+
+
+def test_the_earlier_file_stays_where_the_disk_has_no_room(
+    exported: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = exported.read_bytes()
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        export(run_dir, exported, step=5)
+    assert exported.read_bytes() == before
+    assert list(exported.parent.iterdir()) == [exported]
+
+
+def test_the_command(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "encoder.safetensors"
+    monkeypatch.setattr(sys, "argv", ["export", str(run_dir.path), "--out", str(out), "--step", "5"])
+    main()
+    assert read_header(out)["step"] == 5
+    assert capsys.readouterr().out == f"{out}\n"
+
+
+def test_what_the_command_refuses_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path), "--out", str(tmp_path / "encoder.safetensors")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(trainer.export.__file__, run_name="__main__")
+    assert end.value.code == 2
+    written = capsys.readouterr().err
+    assert written.startswith("error: ")
+    assert written.count("\n") == 1
+
+
+class CreatesAFile:
+    """Its pickle, when read, creates the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch.save"])
+def test_a_pickle_by_the_name_of_an_export_is_refused_and_not_run(kind: str, tmp_path: Path) -> None:
+    payload, path = CreatesAFile(tmp_path / "ran"), tmp_path / "encoder.safetensors"
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(payload))
+    else:
+        torch.save(payload, path)
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        load_encoder(path)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(path.read_bytes()) if kind == "pickle" else torch.load(path, weights_only=False)
+    assert (tmp_path / "ran").exists()  # so it was armed
+
+
+def test_a_header_that_names_a_pickle_is_refused_and_it_is_not_run(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    torch.save(CreatesAFile(tmp_path / "ran"), tmp_path / "weights.pth")
+    encoder = TimmConfig(name="test_vit").model_dump(mode="json")
+    encoder["options"] = {"checkpoint_path": str(tmp_path / "weights.pth")}
+    header = {"version": 1, "run": "r", "step": 1, "git_commit": None, "encoder": encoder}
+    path = write_export(tmp_path / "encoder.safetensors", header, {"x": torch.zeros(1)})
+    with pytest.raises(UserError):
+        load_encoder(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_cut_short_is_refused(exported: Path) -> None:
+    exported.write_bytes(exported.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        load_encoder(exported)
+
+
+def test_other_peoples_weights_are_no_export(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "theirs.safetensors")
+    with pytest.raises(UserError, match=r"theirs\.safetensors is not an encoder that python -m trainer\.export wrote"):
+        load_encoder(tmp_path / "theirs.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "written by a newer version"),
+        ({"encoder": {"kind": "resnet11"}}, "the header of .*encoder"),
+        ({"encoder": TINY.model_dump(mode="json") | {"width": 8}}, 'does not hold the "resnet10"'),
+        ({"encoder": ResNet18Config().model_dump(mode="json")}, 'does not hold the "resnet18"'),
+        ({"code": "import os"}, 'unknown key "code"'),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(change: dict[str, Any], message: str, exported: Path) -> None:
+    changed = write_export(exported, read_header(exported) | change, safetensors.torch.load(exported.read_bytes()))
+    with pytest.raises(UserError, match=message) as refusal:
+        load_encoder(changed)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "[" * 100_000])
+def test_a_damaged_header_is_refused(text: str, tmp_path: Path) -> None:
+    path = write_export(tmp_path / "encoder.safetensors", text, {"x": torch.zeros(1)})
+    with pytest.raises(UserError, match=r"the header of .* is damaged"):
+        load_encoder(path)
+
+
+def test_an_export_that_is_not_there_and_a_step_of_one_that_is(exported: Path) -> None:
+    with pytest.raises(UserError, match="there is no file"):
+        load_encoder(exported.with_name("other.safetensors"))
+    with pytest.raises(UserError, match="leave out step=5"):
+        load_encoder(exported, step=5)

@@ -1,0 +1,105 @@
+"""`python -m trainer.export RUN_DIR --out encoder.safetensors`: the trained encoder, for other people's code.
+
+Comes in: a run directory. Goes out: one safetensors file with the weights of the trunk by the names of its library,
+and a header with the encoder's config (the mean and std to normalise the input by among it), run, step and commit.
+What may never happen: a pickle, a part of a file, or a name that the library does not know.
+
+A standard ResNet loads into torchvision's, whose own classifier is taken out because none was trained:
+
+    model = torchvision.models.resnet18()
+    model.fc = torch.nn.Identity()
+    model.load_state_dict(safetensors.torch.load_file("encoder.safetensors"))
+
+For the small-image form ("resnet18_small") change its stem before that:
+
+    model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = torch.nn.Identity()
+
+With one input channel `conv1` takes 1 for its 3; where `encoder.stem_relu` is false, the model's first ReLU has to go
+as well (torchvision uses `model.relu` once). ResNet-10 is narrower than torchvision's and, like WRN-34-5, keeps the
+names of this package. A timm backbone loads into `timm.create_model(name, num_classes=0, **options)`. Each takes
+pictures normalised by mean and std. `trainer.models.load_encoder("encoder.safetensors")` does all this itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from data_pipeline.errors import UserError, run_command
+from trainer.checkpoint import load_players
+from trainer.models.loading import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, named_as_published
+from trainer.players import Players
+from trainer.rundir import RunDir, open_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="encoder.safetensors, or another name")
+    parser.add_argument(
+        "--step", type=int, help="checkpoint to export; 0 is the untrained encoder (default: the newest)"
+    )
+    arguments = parser.parse_args()
+    export(open_run(arguments.run_dir), arguments.out, step=arguments.step)
+    print(arguments.out)
+
+
+def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
+    """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`, in place of a file that is there.
+
+    The same encoder gives the same bytes each time. Raises `UserError` where there is no such checkpoint, or `out` does
+    not end in .safetensors or cannot be written.
+    """
+    if out.suffix != EXPORT_SUFFIX:
+        raise UserError(
+            f"cannot export to {out}: an encoder is written as {EXPORT_SUFFIX}; pass --out NAME{EXPORT_SUFFIX}"
+        )
+    if out.is_dir():
+        raise UserError(f"cannot export to {out}: it is a directory; pass the name of a file in --out")
+    players = load_players(run_dir, step=step)
+    header = ExportHeader(
+        run=players.config.name,
+        step=players.step,
+        git_commit=_git_commit(run_dir, players),
+        encoder=players.config.encoder,
+    )
+    weights = {name: tensor.contiguous() for name, tensor in named_as_published(players.encoder).state_dict().items()}
+    # One key alone, because safetensors writes several in an order that differs from process to process.
+    _write_atomically(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
+
+
+def _git_commit(run_dir: RunDir, players: Players) -> str | None:
+    """The commit of the last start that trained towards the step of `players`; None where provenance does not say."""
+    try:
+        starts: list[dict[str, Any]] = json.loads(run_dir.provenance.read_text())["starts"]
+        before: list[str | None] = [start["git_commit"] for start in starts if start["start_step"] < players.step]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return before[-1] if before else None
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """A reader sees no file, or the earlier one, or the new one whole. Raises `UserError` where it is not allowed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"cannot export to {path}: {error.strerror} ({error.filename}); pass another --out") from None
+
+
+if __name__ == "__main__":
+    run_command(main)
