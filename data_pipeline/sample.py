@@ -11,7 +11,7 @@ as well).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -114,6 +114,13 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def part(self, number: int, num_parts: int) -> Batch:
+        """The rows `number`, `number + num_parts`, ...: of the global batch those rows too, whoever holds which part
+        of it, if `num_parts` divides what each rank holds. `bad` goes with the first part.
+        """
+        part = self._map(lambda tensor: tensor[number::num_parts])
+        return part if number == 0 else replace(part, bad=())
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         inputs_a = move(self.inputs_a)

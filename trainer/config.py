@@ -20,6 +20,7 @@ from data_pipeline.schema import Schema
 from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
 from trainer.alarms import AlarmConfig
+from trainer.memory import MemoryConfig
 from trainer.models.encoder import EncoderConfig
 from trainer.objectives import MoCoConfig, ObjectiveConfig, moco
 from trainer.optim import OptimizerConfig, SGDConfig
@@ -83,7 +84,8 @@ class RunConfig(Schema):
     view_forwards: Literal["two", "one"] = "two"
     global_batch_size: PositiveInt
     num_epochs: PositiveInt
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    memory: MemoryConfig = MemoryConfig()
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     channels_last: bool = False
     checkpoint_every_steps: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
@@ -115,6 +117,26 @@ class RunConfig(Schema):
     def _the_queue_holds_whole_batches(self) -> Self:
         if isinstance(self.objective, MoCoConfig):
             moco.check(self.objective, self.global_batch_size)
+        return self
+
+    @model_validator(mode="after")
+    def _the_batch_can_be_cut(self) -> Self:
+        if self.global_batch_size % self.memory.micro_batches:
+            raise ValueError(
+                f"memory.micro_batches {self.memory.micro_batches} does not divide global_batch_size "
+                f"{self.global_batch_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _networks_can_be_checkpointed(self) -> Self:
+        if self.encoder.kind == "timm" and isinstance(self.memory.encoder_checkpointing, int):
+            raise ValueError("a timm encoder counts as one block; set memory.encoder_checkpointing to whole or none")
+        if self.views.kind != "viewmaker" and self.memory.viewmaker_checkpointing != "none":
+            raise ValueError(
+                f'memory.viewmaker_checkpointing needs a viewmaker, and the views are of kind "{self.views.kind}"; '
+                "set it to none"
+            )
         return self
 
     @property

@@ -54,4 +54,7 @@ def build_players(config: RunConfig) -> Players:
         torch.manual_seed(config.seed)
         encoder = build_encoder(config.encoder)
         view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=config.data.mel)
+    encoder.trunk.checkpointing = config.memory.encoder_checkpointing
+    if isinstance(view_policy, Viewmaker):
+        view_policy.checkpointing = config.memory.viewmaker_checkpointing
     return Players(config=config, step=0, encoder=encoder, view_policy=view_policy)

@@ -10,7 +10,7 @@ Shape suffixes: B samples of this rank, C channels, H height, W width, D embeddi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.sample import Batch
-from trainer.adversary import reverse_gradient
+from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.engine import Engine
+from trainer.memory import buffers_untouched, interleave
+from trainer.numerics import HeldState, LossScale, any_not_finite
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.views import ViewPolicy
@@ -41,11 +43,30 @@ class InputPair:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One backward of a step: the views numbered `first` and `first + 1`, and what their loss does to whom.
+
+    `engine` is one of those that learn from it. The encoder learns from `loss_weight` times the loss; the viewmaker,
+    where `views_learn`, too, or, with a `reversal`, from minus `reversal` times as much. `updates_state`: as in
+    `ViewPair`.
+    """
+
+    engine: Engine
+    first: int = 0
+    loss_weight: float = 1.0
+    reversal: float | None = None
+    views_learn: bool = False
+    updates_state: bool = True
+
+
+@dataclass(frozen=True)
 class Compared:
-    """The objective's answer to two views: its loss with gradient, metrics, and the embeddings (B, D) it was given."""
+    """The objective's answer to two views, all detached: its loss, metrics, the views and their embeddings (B, D)."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    views_a_BCHW: Tensor
+    views_b_BCHW: Tensor
     z_a_BD: Tensor
     z_b_BD: Tensor
 
@@ -55,9 +76,12 @@ class StepOutput:
     """What a step leaves for the log, all detached: metric tensors, and this rank's views with the inputs that the
     first were made from; `mel` says how inputs that are waveforms are seen. `views_b_BCHW` and `masks_BHW` are None
     where they are of other inputs than the first views, or absent.
+
+    `skipped` is a bool scalar, equal on all ranks: a gradient was not finite, and nothing was learned or changed.
     """
 
     metrics: dict[str, Tensor]
+    skipped: Tensor
     inputs: Tensor
     mel: MelConfig | None
     views_a_BCHW: Tensor
@@ -87,6 +111,10 @@ class TrainingStep:
     """Runs steps of one run; `engines` holds "encoder", and "viewmaker" where the views are learned.
 
     What the objective itself trains (a predictor) is under the engine "objective", and steps with the encoder.
+
+    With `memory.micro_batches` above 1 the batch is encoded in parts without gradients first; the objective, given all
+    embeddings, says the gradient of each; then each part is encoded again and takes its embeddings' gradient on
+    (Gao et al. 2021). Views are functions of their keys, so those of the second time are those of the first.
     """
 
     def __init__(
@@ -95,28 +123,171 @@ class TrainingStep:
         self._config = config
         self._mel = config.data.mel
         self._encoder = engines["encoder"]
-        self._learner = [engines[name] for name in ("encoder", "objective") if name in engines]
+        self._learner = {name: engines[name] for name in ("encoder", "objective") if name in engines}
         self._objective: Engine | Objective = engines.get("objective", objective)
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+        self._held = HeldState([self._encoder.module, objective])
+        device = next(self._encoder.module.parameters()).device
+        self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
 
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
         """One step on this rank's part of a global batch, already on the training device.
 
         `learning_rates` is by player. The loss in the metrics is this rank's; its mean over ranks is the global loss.
         """
-        inputs = self._to_inputs(batch)
+        self._held.hold()
         adversary = self._config.adversary
         if adversary is None:
-            return self._expert_step(batch, inputs, learning_rates)
-        if adversary.freeze_step is not None and batch.step >= adversary.freeze_step:
+            compared, skip = self._learner_step(batch, learning_rates)
+        elif adversary.freeze_step is not None and batch.step >= adversary.freeze_step:
             assert self._viewmaker is not None
             with self._viewmaker.frozen():
-                return self._expert_step(batch, inputs, learning_rates)
-        if adversary.update == "simultaneous":
-            return self._simultaneous_step(batch, inputs, learning_rates)
-        return self._alternating_step(batch, inputs, learning_rates)
+                compared, skip = self._learner_step(batch, learning_rates)
+        elif adversary.update == "simultaneous":
+            compared, skip = self._simultaneous_step(batch, learning_rates, adversary)
+        else:
+            compared, skip = self._alternating_step(batch, learning_rates, adversary)
+        self._held.roll_back(skip)
+        self.loss_scale.update(skip)
+        return self._output(batch, compared, skip)
+
+    def _learner_step(self, batch: Batch, learning_rates: Mapping[str, float]) -> tuple[Compared, Tensor]:
+        """The views do not learn."""
+        compared = self._learn(batch, Turn(self._encoder))
+        return compared, self._step(self._learner, learning_rates, compared)
+
+    def _simultaneous_step(
+        self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
+    ) -> tuple[Compared, Tensor]:
+        """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
+        assert self._viewmaker is not None
+        compared = self._learn(batch, Turn(self._encoder, reversal=adversary.weight, views_learn=True))
+        compared.metrics["train/viewmaker_loss"] = -adversary.weight * compared.loss
+        return compared, self._step({**self._learner, "viewmaker": self._viewmaker}, learning_rates, compared)
+
+    def _alternating_step(
+        self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
+    ) -> tuple[Compared, Tensor]:
+        """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
+        assert self._viewmaker is not None
+        with self._viewmaker.frozen():
+            compared, skip = self._learner_step(batch, learning_rates)
+        with contextlib.ExitStack() as stack:
+            for engine in self._learner.values():
+                stack.enter_context(engine.frozen())
+            for number in range(1, adversary.viewmaker_steps + 1):
+                turn = Turn(
+                    self._viewmaker,
+                    first=2 * number,
+                    loss_weight=-adversary.weight,
+                    views_learn=True,
+                    updates_state=False,
+                )
+                after = self._learn(batch, turn)
+                skip = self._step({"viewmaker": self._viewmaker}, learning_rates, compared, skip=skip)
+        compared.metrics["train/viewmaker_loss"] = -adversary.weight * after.loss
+        return compared, skip
+
+    def _step(
+        self,
+        engines: Mapping[str, Engine],
+        learning_rates: Mapping[str, float],
+        compared: Compared,
+        *,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Every engine steps, or, where `skip` or a gradient is not finite, none; returns whether it was skipped."""
+        scale = self.loss_scale.scale
+        norms = {name: engine.gradient_norm() for name, engine in engines.items()}
+        not_finite = any_not_finite(norms.values())
+        skip = not_finite if skip is None else skip | not_finite
+        for name, engine in engines.items():
+            rate = learning_rates["encoder" if name == "objective" else name]
+            engine.step(learning_rate=rate, skip=skip, gradient_scale=scale)
+            compared.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
+        return skip
+
+    def _learn(self, batch: Batch, turn: Turn) -> Compared:
+        """Forward, objective and backward; the gradients of those who learn are there afterwards."""
+        num_parts = self._config.memory.micro_batches
+        if num_parts == 1:
+            views = self._two_views(batch, first=turn.first)
+            embeddings = self._encode(views, turn)
+            compared, loss = self._compare(batch, views, embeddings, turn)
+            turn.engine.backward(loss)
+            return compared
+
+        parts = [batch.part(number, num_parts) for number in range(num_parts)]
+        with torch.no_grad(), buffers_untouched(self._encoder.module):
+            views_by_part = [self._two_views(part, first=turn.first) for part in parts]
+            embeddings_by_part = [self._encode(views, turn) for views in views_by_part]
+        views, (z_a_BD, z_b_BD) = _whole(views_by_part), _whole(embeddings_by_part)
+        z_a_BD.requires_grad_()
+        z_b_BD.requires_grad_()
+        compared, loss = self._compare(batch, views, (z_a_BD, z_b_BD), turn)
+        torch.autograd.backward(loss)
+        for number, part in enumerate(parts):
+            with self._accumulating(number < num_parts - 1):
+                views = self._two_views(part, first=turn.first) if turn.views_learn else views_by_part[number]
+                products = [
+                    (z_part_BD * z_BD.grad[number::num_parts]).sum()
+                    for z_part_BD, z_BD in zip(self._encode(views, turn), (z_a_BD, z_b_BD), strict=True)
+                    if z_BD.grad is not None  # an objective may not ask for one of the views
+                ]
+                turn.engine.backward(torch.stack(products).sum())
+        return compared
+
+    def _two_views(self, batch: Batch, *, first: int) -> tuple[Tensor, Tensor]:
+        """Views number `first` and `first + 1` of every sample."""
+        inputs = self._to_inputs(batch)
+        a, b = (
+            DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
+            for view in (first, first + 1)
+        )
+        # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
+        with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
+            return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
+
+    def _encode(self, views: tuple[Tensor, Tensor], turn: Turn) -> tuple[Tensor, Tensor]:
+        if turn.reversal is not None:
+            views = reverse_gradient(views[0], turn.reversal), reverse_gradient(views[1], turn.reversal)
+        with self._autocast(views[0].device):
+            if self._config.view_forwards == "two":
+                return self._encoder(views[0]), self._encoder(views[1])
+            z_a_BD, z_b_BD = self._encoder(torch.cat(views)).chunk(2)
+            return z_a_BD, z_b_BD
+
+    def _compare(
+        self, batch: Batch, views: tuple[Tensor, Tensor], embeddings: tuple[Tensor, Tensor], turn: Turn
+    ) -> tuple[Compared, Tensor]:
+        """What the objective says, and the loss that goes backward: weighted, and scaled where float16 needs it."""
+        views_a, views_b = (each.detach() for each in views)
+        pair = ViewPair(views_a, views_b, batch.index_B, batch.step, turn.updates_state)
+        with self._autocast(views_a.device):  # losses leave it, a key encoder does not
+            output: ObjectiveOutput = self._objective(*embeddings, pair)
+        metrics = {"train/loss": output.loss.detach()}
+        metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
+        z_a_BD, z_b_BD = (each.detach() for each in embeddings)
+        loss = turn.loss_weight * output.loss
+        if self.loss_scale.scale is not None:
+            loss = loss * self.loss_scale.scale
+        return Compared(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD), loss
+
+    def _output(self, batch: Batch, compared: Compared, skip: Tensor) -> StepOutput:
+        inputs = self._to_inputs(batch)
+        return StepOutput(
+            metrics=compared.metrics,
+            skipped=skip,
+            inputs=inputs.a,
+            mel=self._mel,
+            views_a_BCHW=compared.views_a_BCHW,
+            views_b_BCHW=compared.views_b_BCHW if inputs.a is inputs.b else None,
+            masks_BHW=batch.masks_BHW,
+            z_a_BD=compared.z_a_BD,
+            z_b_BD=compared.z_b_BD,
+        )
 
     def _to_inputs(self, batch: Batch) -> InputPair:
         is_expert_image = self._viewmaker is None and self._mel is None  # whose views are float32
@@ -130,91 +301,21 @@ class TrainingStep:
         a = to_input(batch.inputs_a)
         return InputPair(a, a if batch.inputs_b is batch.inputs_a else to_input(batch.inputs_b))
 
-    def _expert_step(self, batch: Batch, inputs: InputPair, learning_rates: Mapping[str, float]) -> StepOutput:
-        views_a, views_b = self._two_views(batch, inputs, first=0)
-        compared = self._compare(batch, views_a, views_b)
-        self._encoder.backward(compared.loss)
-        self._step_learner(learning_rates["encoder"])
-        return self._output(batch, inputs, compared, views_a, views_b)
-
-    def _simultaneous_step(self, batch: Batch, inputs: InputPair, learning_rates: Mapping[str, float]) -> StepOutput:
-        """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
-        assert self._viewmaker is not None
-        assert self._config.adversary is not None
-        weight = self._config.adversary.weight
-        views_a, views_b = self._two_views(batch, inputs, first=0)
-        compared = self._compare(batch, reverse_gradient(views_a, weight), reverse_gradient(views_b, weight))
-        self._encoder.backward(compared.loss)
-        self._step_learner(learning_rates["encoder"])
-        self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        compared.metrics["train/viewmaker_loss"] = -weight * compared.loss.detach()
-        return self._output(batch, inputs, compared, views_a, views_b)
-
-    def _alternating_step(self, batch: Batch, inputs: InputPair, learning_rates: Mapping[str, float]) -> StepOutput:
-        """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
-        assert self._viewmaker is not None
-        assert self._config.adversary is not None
-        with self._viewmaker.frozen():
-            views_a, views_b = self._two_views(batch, inputs, first=0)
-            compared = self._compare(batch, views_a, views_b)
-            self._encoder.backward(compared.loss)
-            self._step_learner(learning_rates["encoder"])
-        with self._learner_frozen():
-            for number in range(1, self._config.adversary.viewmaker_steps + 1):
-                views_a, views_b = self._two_views(batch, inputs, first=2 * number)
-                after = self._compare(batch, views_a, views_b, updates_state=False)
-                viewmaker_loss = -self._config.adversary.weight * after.loss
-                self._viewmaker.backward(viewmaker_loss)
-                self._viewmaker.step(learning_rate=learning_rates["viewmaker"])
-        compared.metrics["train/viewmaker_loss"] = viewmaker_loss.detach()
-        return self._output(batch, inputs, compared, views_a, views_b)
-
-    def _output(
-        self, batch: Batch, inputs: InputPair, compared: Compared, views_a: Tensor, views_b: Tensor
-    ) -> StepOutput:
-        return StepOutput(
-            metrics=compared.metrics,
-            inputs=inputs.a,
-            mel=self._mel,
-            views_a_BCHW=views_a.detach(),
-            views_b_BCHW=views_b.detach() if inputs.a is inputs.b else None,
-            masks_BHW=batch.masks_BHW,
-            z_a_BD=compared.z_a_BD.detach(),
-            z_b_BD=compared.z_b_BD.detach(),
-        )
-
-    def _two_views(self, batch: Batch, inputs: InputPair, *, first: int) -> tuple[Tensor, Tensor]:
-        """Views number `first` and `first + 1` of every sample."""
-        a, b = (
-            DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
-            for view in (first, first + 1)
-        )
-        # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
-        with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
-            return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
-
-    def _compare(self, batch: Batch, views_a: Tensor, views_b: Tensor, *, updates_state: bool = True) -> Compared:
-        with self._autocast(views_a.device):
-            if self._config.view_forwards == "two":
-                z_a, z_b = self._encoder(views_a), self._encoder(views_b)
-            else:
-                z_a, z_b = self._encoder(torch.cat([views_a, views_b])).chunk(2)
-            pair = ViewPair(views_a.detach(), views_b.detach(), batch.index_B, batch.step, updates_state)
-            output: ObjectiveOutput = self._objective(z_a, z_b, pair)  # losses leave autocast, a key encoder does not
-        metrics = {"train/loss": output.loss.detach()}
-        metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
-        return Compared(output.loss, metrics, z_a, z_b)
-
-    def _step_learner(self, learning_rate: float) -> None:
-        for engine in self._learner:
-            engine.step(learning_rate=learning_rate)
-
     @contextlib.contextmanager
-    def _learner_frozen(self) -> Iterator[None]:
+    def _accumulating(self, more_to_come: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for engine in self._learner:
-                stack.enter_context(engine.frozen())
+            if more_to_come:
+                for engine in (self._encoder, self._viewmaker):
+                    if engine is not None:
+                        stack.enter_context(engine.accumulating())
             yield
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16")
+        dtype = torch.float16 if self._config.precision == "float16" else torch.bfloat16
+        return torch.autocast(device.type, dtype=dtype, enabled=self._config.precision in {"bfloat16", "float16"})
+
+
+def _whole(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Of both views, the whole batch in its own order."""
+    a, b = (interleave(of_view) for of_view in zip(*parts, strict=True))
+    return a, b

@@ -265,7 +265,7 @@ def test_every_parameter_of_both_players_gets_a_gradient(data: Path) -> None:
     _, (players, engines, step) = one_step(config)
     seen: dict[str, list[bool]] = {}
     for name, engine in engines.items():
-        engine.step = lambda *, learning_rate, name=name: seen.update(  # read the gradients in place of the step
+        engine.step = lambda *, name=name, **_: seen.update(  # read the gradients in place of the step
             {name: [parameter.grad is not None for parameter in players.trained_modules[name].parameters()]}
         )
     step(first_batch(config), learning_rates={"encoder": 0.0, "viewmaker": 0.0})

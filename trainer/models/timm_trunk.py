@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.errors import UserError
+from trainer.memory import Checkpointing, run_blocks
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, synchronize_batch_norm
 
 OWN_ARGUMENTS = frozenset({"features_only", "in_chans", "num_classes", "pretrained"})
@@ -50,10 +51,12 @@ class TimmTrunk(nn.Module):
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise UserError(f'timm cannot build "{name}" with options ({given}): {_one_line(error)}') from None
         self.num_channels: int = self.model.head_hidden_size
+        self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        features: Tensor = self.model.forward_features(x_BCHW)
-        return features
+        """The model's features; where `checkpointing` is "whole", all but them is computed again for backward."""
+        checkpointing = self.checkpointing if self.training else "none"
+        return run_blocks([_Features(self.model)], x_BCHW, checkpointing=checkpointing, random=True)
 
     def pool(self, features: Tensor) -> Tensor:
         """What the model would give to its classifier, (B, C): a mean, a class token, and norms that follow."""
@@ -75,6 +78,18 @@ class TimmTrunk(nn.Module):
                 f"batch norm of type {', '.join(sorted(left))} cannot be synchronised; set encoder.batch_norm=local "
                 "(then results depend on the number of ranks) or choose another model"
             )
+
+
+class _Features(nn.Module):
+    """A timm model up to its features, as one block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        features: Tensor = self.model.forward_features(x_BCHW)
+        return features
 
 
 class _SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):

@@ -9,17 +9,38 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from trainer.memory import Checkpointing, run_blocks
+
 
 class ConvolutionalTrunk(nn.Sequential):
-    """Named layers, one after the other: (B, `in_channels`, H, W) to a map (B, `num_channels`, H', W')."""
+    """Named layers, one after the other: (B, `in_channels`, H, W) to a map (B, `num_channels`, H', W').
+
+    `checkpointing` says which blocks are computed again for backward: the stem is one, and those of the stages are.
+    """
 
     def __init__(self, layers: OrderedDict[str, nn.Module], *, num_channels: int) -> None:
         super().__init__(layers)
         self.num_channels = num_channels
+        self.checkpointing: Checkpointing = "none"
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing if self.training else "none")
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
         """The mean of the map over its pixels, (B, C)."""
         return map_BCHW.mean((2, 3))
+
+    def _blocks(self) -> list[nn.Module]:
+        """Layers beside the stages (stem, last norm) together, each block of a stage by itself."""
+        blocks: list[nn.Module] = []
+        between: list[nn.Module] = []
+        for layer in self:
+            if isinstance(layer, nn.Sequential):
+                blocks += [nn.Sequential(*between)] * bool(between) + list(layer)
+                between = []
+            else:
+                between.append(layer)
+        return blocks + [nn.Sequential(*between)] * bool(between)
 
 
 def initialise_convolutions(trunk: nn.Module) -> None:

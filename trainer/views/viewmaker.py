@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from data_pipeline.counter_rng import DrawKeys, uniform
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.schema import Schema
+from trainer.memory import Checkpointing, run_blocks
 from trainer.views.expert_audio import WaveformConfig
 
 _ATTACK_PURPOSE = 0  # of `data_pipeline.counter_rng`
@@ -250,6 +252,7 @@ class Viewmaker(nn.Module):
     def __init__(self, config: ViewmakerConfig, *, image_channels: int) -> None:
         super().__init__()
         self.config = config
+        self.checkpointing: Checkpointing = "none"
         width = config.base_width
         self.stem = nn.ModuleList(
             [
@@ -315,13 +318,17 @@ class Viewmaker(nn.Module):
         return delta_BCHW
 
     def _network(self, x_BCHW: Tensor, keys: DrawKeys) -> Tensor:
-        x_BCHW = append_noise(x_BCHW, keys, layer=0)
-        for conv_norm in self.stem:
-            x_BCHW = F.relu(conv_norm(x_BCHW))
-        for layer, block in enumerate(self.blocks, start=1):
-            x_BCHW = block(append_noise(x_BCHW, keys, layer=layer))
-        for conv_norm in self.upsample:
-            x_BCHW = F.relu(conv_norm(x_BCHW))
+        def rectified(conv_norm: nn.Module) -> Callable[[Tensor], Tensor]:
+            return lambda x_BCHW: F.relu(conv_norm(x_BCHW))
+
+        def noisy(layer: int, block: nn.Module) -> Callable[[Tensor], Tensor]:
+            return lambda x_BCHW: block(append_noise(x_BCHW, keys, layer=layer))
+
+        blocks = [rectified(conv_norm) for conv_norm in self.stem]
+        blocks += [noisy(layer, block) for layer, block in enumerate(self.blocks, start=1)]
+        blocks += [rectified(conv_norm) for conv_norm in self.upsample]
+        checkpointing = self.checkpointing if self.training else "none"
+        x_BCHW = run_blocks(blocks, append_noise(x_BCHW, keys, layer=0), checkpointing=checkpointing)
         assert self.out.bias is not None
         return convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
 

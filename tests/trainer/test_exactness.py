@@ -1,0 +1,160 @@
+"""The matrix: every objective x {1, 2, 4 ranks} x {whole, chunked loss} x {gradient checkpointing off, on} x {one
+batch, micro batches}. Loss, every gradient and every buffer are those of one process, the loss in one piece, and nothing
+recomputed.
+
+Both players take part: a viewmaker and an encoder with synchronised batch norm, in the simultaneous game, in float64,
+each rank with its own part of the batch. What a micro batch changes is what batch norm sees, so a reference has as many
+micro batches; that these do not matter otherwise is shown with an encoder without batch norm.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from configs import resolve_recipe
+from data_pipeline.sample import NO_LABEL, Batch
+from tests.gloo import run_ranks
+from trainer.config import RunConfig
+from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.players import build_players, build_run_objective
+from trainer.step import TrainingStep
+
+BATCH_SIZE = 8
+OBJECTIVES = {
+    "nt_xent": [],
+    "nt_xent_published": [],
+    "info_nce": [],
+    "split": [],
+    "linear": [],
+    "barlow_twins": [],
+    "moco": ["objective.queue_size=16"],
+    "simsiam": [],
+    "instance_discrimination": ["objective.num_negatives=5"],
+}
+CHUNKED = {"nt_xent", "nt_xent_published", "split"}
+WITHOUT_BATCH_NORM = (
+    "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "
+    "options: {img_size: 16, patch_size: 8, depth: 2, embed_dim: 16, num_heads: 2}}"
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    chunked: bool = False
+    checkpointing: bool = False
+    micro_batches: int = 1
+
+    def overrides(self) -> list[str]:
+        return [
+            *(["objective.chunk_size=3"] if self.chunked else []),
+            *(["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=2"] if self.checkpointing else []),
+            f"memory.micro_batches={self.micro_batches}",
+        ]
+
+
+def configure(objective: str, overrides: list[str]) -> RunConfig:
+    kind = [f"objective.kind={objective}", *OBJECTIVES[objective]]
+    every = ["precision=float64", f"global_batch_size={BATCH_SIZE}", "adversary.weight=0.5"]
+    return resolve_recipe("debug:viewmaker", [*kind, *every, *overrides])
+
+
+def own_part() -> Batch:
+    """This rank's part of the batch: pictures that differ from each other, and so from rank to rank."""
+    size = BATCH_SIZE // world_size()
+    rows = slice(rank() * size, (rank() + 1) * size)
+    draw = torch.Generator().manual_seed(5)
+    pictures = torch.randint(0, 256, (BATCH_SIZE, 3, 16, 16), dtype=torch.uint8, generator=draw)[rows]
+    nothing = torch.full((size,), NO_LABEL)
+    index_B = torch.randperm(BATCH_SIZE, generator=draw)[rows]
+    return Batch(3, 1, index_B, pictures, pictures, None, None, nothing, nothing)
+
+
+def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
+    """The loss, every gradient, and every buffer and frozen parameter after one step on this rank's part."""
+    torch.manual_seed(0)
+    players = build_players(config)
+    for module in players.trained_modules.values():
+        module.double().train()
+    objective = build_run_objective(config, players.encoder, num_samples=BATCH_SIZE, device=torch.device("cpu"))
+    modules = players.trained_modules | {"objective": objective}
+    engines = {
+        name: DDPEngine(module, optimizer=config.optimizer)
+        for name, module in modules.items()
+        if any(parameter.requires_grad for parameter in module.parameters())
+    }
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    found: dict[str, torch.Tensor] = {}
+
+    def note_gradients(engine: str, **_: object) -> None:
+        for name, parameter in engines[engine].module.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None, name
+                found[f"{engine}/{name}"] = parameter.grad.clone()
+
+    for name, engine in engines.items():
+        engine.step = functools.partial(note_gradients, name)  # type: ignore[method-assign]
+    output = step(own_part(), learning_rates={"encoder": 0.0, "viewmaker": 0.0})
+    assert not output.skipped
+    found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
+    found |= {f"encoder/{name}": buffer.clone() for name, buffer in players.encoder.named_buffers()}
+    found |= {f"objective state/{name}": tensor.clone() for name, tensor in objective.saved_state().items()}
+    return found
+
+
+def steps(configs: list[RunConfig]) -> list[dict[str, torch.Tensor]]:
+    return [one_step(config) for config in configs]
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], cell: object) -> None:
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("viewmaker/") for name in expected)
+    for name, tensor in expected.items():
+        # A gradient that is zero in exact arithmetic comes out as rounding of what its neighbours are made of.
+        torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-11, msg=f"{name}, {cell}")
+
+
+@functools.cache
+def reference(objective: str, micro_batches: int) -> dict[str, torch.Tensor]:
+    config = configure(objective, Cell(micro_batches=micro_batches).overrides())
+    (found,) = run_ranks(one_step, 1, config)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_cell_is_one_process(objective: str, num_ranks: int) -> None:
+    chunks = (False, True) if objective in CHUNKED else (False,)
+    cells = [Cell(*choice) for choice in itertools.product(chunks, (False, True), (1, 2))]
+    found = run_ranks(steps, num_ranks, [configure(objective, cell.overrides()) for cell in cells])
+    for of_rank in found:
+        for cell, result in zip(cells, of_rank, strict=True):
+            assert_equal(result, reference(objective, cell.micro_batches), cell)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_without_batch_norm_micro_batches_are_one_batch(objective: str) -> None:
+    configs = [
+        configure(objective, [WITHOUT_BATCH_NORM, f"memory.micro_batches={micro_batches}", checkpointing])
+        for micro_batches, checkpointing in (
+            (1, "memory.encoder_checkpointing=none"),
+            (2, "memory.encoder_checkpointing=none"),
+            (4, "memory.encoder_checkpointing=whole"),
+        )
+    ]
+    whole, *cut = steps(configs)
+    for found in cut:
+        assert_equal(found, whole, "micro batches")
+
+
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES.keys() - CHUNKED))
+def test_where_a_chunked_loss_is_meaningless_the_config_says_so(objective: str) -> None:
+    """These objectives have no matrix of similarities over the batch that could be cut into tiles."""
+    with pytest.raises(Exception, match="chunk_size"):
+        configure(objective, ["objective.chunk_size=3"])
