@@ -1,23 +1,32 @@
-"""Optimizers and learning-rate schedules: the rate is a pure function of (config, step), not state to be saved."""
+"""Optimizers and learning-rate schedules: the rate is a pure function of config, batch size and step, not state to be
+saved. Nothing is ever written back into a config.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 from torch import Tensor, nn
 
+from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+Decayed = Literal["all", "matrices"]
 
 
 class ConstantConfig(Schema):
-    """The rate never changes (the published image and audio pretraining of Tamkin et al. 2022)."""
+    """Linear warm-up over the first share of training, then one rate; without warm-up, the published image and audio
+    pretraining of Tamkin et al. 2022.
+    """
 
     kind: Literal["constant"] = "constant"
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class CosineConfig(Schema):
@@ -30,57 +39,152 @@ class CosineConfig(Schema):
 ScheduleConfig = Annotated[ConstantConfig | CosineConfig, Field(discriminator="kind")]
 
 
-class SGDConfig(Schema):
-    """SGD with heavy-ball momentum; weight decay acts on every parameter, as published."""
+class _Fields(Schema):
+    """What every optimizer takes.
+
+    `scaling`: the rate that is used is `learning_rate` as it stands, or times the share r = global batch size /
+    `reference_batch_size` (Goyal et al. 2017), or times the square root of r (Krizhevsky 2014).
+    """
+
+    schedule: ScheduleConfig = ConstantConfig()
+    scaling: Literal["none", "linear", "square_root"] = "none"
+    reference_batch_size: PositiveInt = 256
+
+
+class SGDConfig(_Fields):
+    """SGD with heavy-ball momentum; weight decay acts on every parameter, as published, unless `decay` says "matrices":
+    then on those alone that have two dimensions or more, which leaves out biases and norms.
+    """
 
     kind: Literal["sgd"] = "sgd"
     learning_rate: PositiveFloat = 0.03
     momentum: Momentum = 0.9
     weight_decay: NonNegativeFloat = 1e-4
-    schedule: ScheduleConfig = ConstantConfig()
+    decay: Decayed = "all"
 
 
-class AdamConfig(Schema):
-    """Adam (Kingma & Ba 2015) with L2 weight decay."""
+class AdamConfig(_Fields):
+    """Adam (Kingma & Ba 2015) with L2 weight decay; `decay` as for SGD."""
 
     kind: Literal["adam"] = "adam"
     learning_rate: PositiveFloat = 1e-3
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
-    schedule: ScheduleConfig = ConstantConfig()
+    decay: Decayed = "all"
 
 
-OptimizerConfig = Annotated[SGDConfig | AdamConfig, Field(discriminator="kind")]
+class AdamWConfig(_Fields):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019): the weights shrink by rate times decay a step."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
+    decay: Decayed = "matrices"
+
+
+class _FromTimm(_Fields):
+    """An optimizer of the package timm (Wightman 2019), which is an optional dependency."""
+
+    @field_validator("kind", check_fields=False)
+    @classmethod
+    def _timm_is_installed(cls, kind: str) -> str:
+        if importlib.util.find_spec("timm") is None:
+            raise UserError("this optimizer needs the package timm; install it with pip install -e '.[timm]'")
+        return kind
+
+
+class LARSConfig(_FromTimm):
+    """SGD whose rate is adapted to each parameter: times `trust` |w| / (|g| + weight_decay |w|) (You et al. 2017).
+
+    The rate multiplies the momentum, as in torch's SGD, not the gradient that enters it; at a constant rate it is the
+    same. What `decay` leaves out is not adapted either, as SimCLR has it (Chen et al. 2020, who scale linearly: 0.3 at
+    a batch of 256).
+    """
+
+    kind: Literal["lars"] = "lars"
+    learning_rate: PositiveFloat = 0.3
+    momentum: Momentum = 0.9
+    weight_decay: NonNegativeFloat = 1e-6
+    trust: PositiveFloat = 1e-3
+    decay: Decayed = "matrices"
+
+
+class LAMBConfig(_FromTimm):
+    """Adam whose step u, weight decay included, is brought to the length of each parameter: times |w| / |u| (You et
+    al. 2020, who scale by the square root).
+
+    What `decay` leaves out is not adapted either. A whole gradient longer than `max_gradient_norm` is cut to it first.
+    """
+
+    kind: Literal["lamb"] = "lamb"
+    learning_rate: PositiveFloat = 1e-3
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    epsilon: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.01
+    max_gradient_norm: PositiveFloat | None = None
+    decay: Decayed = "matrices"
+
+
+OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | LAMBConfig, Field(discriminator="kind")]
 
 
 def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a module's trained parameters, its state there from the start: a first step that is skipped, or
-    a checkpoint before it, need no case of their own. On a GPU the kernels are fused.
+    a checkpoint before it, need no case of their own. All of its state is tensors of parameters: "momentum_buffer",
+    "step", "exp_avg", "exp_avg_sq".
+
+    On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. LARS
+    and LAMB have no such kernel: whoever may skip their steps waits for the flag.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fused = parameters[0].device.type == "cuda"
+    groups = _groups(config, parameters)
     match config:
         case SGDConfig():
             optimizer: torch.optim.Optimizer = torch.optim.SGD(
-                parameters,
-                lr=config.learning_rate,
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
-                fused=fused,
+                groups, lr=config.learning_rate, momentum=config.momentum, fused=fused
             )
         case AdamConfig():
             optimizer = torch.optim.Adam(
-                parameters,
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused
+            )
+        case AdamWConfig():
+            optimizer = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused
+            )
+        case LARSConfig():
+            optimizer = importlib.import_module("timm.optim").Lars(
+                groups, lr=config.learning_rate, momentum=config.momentum, trust_coeff=config.trust
+            )
+        case LAMBConfig():
+            optimizer = importlib.import_module("timm.optim").Lamb(
+                groups,
                 lr=config.learning_rate,
                 betas=config.betas,
                 eps=config.epsilon,
-                weight_decay=config.weight_decay,
-                fused=fused,
+                max_grad_norm=config.max_gradient_norm,
             )
+            _count_steps_by_parameter(optimizer)
     for parameter in parameters:
         optimizer.state[parameter] = _first_state(config, parameter, fused=fused)
     return optimizer
+
+
+def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Parameters with weight decay and those without, where there are such."""
+    decayed = [parameter for parameter in parameters if config.decay == "all" or parameter.ndim > 1]
+    left_out = [parameter for parameter in parameters if not (config.decay == "all" or parameter.ndim > 1)]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": left_out, "weight_decay": 0.0},
+    ]
+    if isinstance(config, LARSConfig | LAMBConfig):
+        for group, adapted in zip(groups, (True, False), strict=True):
+            group["always_adapt"] = adapted  # said, because timm adapts nothing where the decay is zero
+    return [group for group in groups if group["params"]]
 
 
 def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
@@ -90,26 +194,67 @@ def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: boo
         return torch.zeros_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
 
     match config:
-        case SGDConfig():
+        case SGDConfig() | LARSConfig():
             return {"momentum_buffer": zeros()} if config.momentum else {}
-        case AdamConfig():
+        case AdamConfig() | AdamWConfig():
             step = torch.zeros((), device=parameter.device if fused else None)
             return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+        case LAMBConfig():
+            return {"step": torch.zeros(()), "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
 
-def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int) -> float:
+def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that counts its steps in its groups count them in the state of the parameters, as torch's do.
+
+    Otherwise a run that is taken up again by the state of its parameters would correct the bias of young moments once
+    more.
+    """
+
+    def tell_groups(*_: object) -> None:
+        for group in optimizer.param_groups:
+            group["step"] = optimizer.state[group["params"][0]]["step"].clone()
+
+    def ask_groups(*_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["step"].fill_(group["step"])
+
+    optimizer.register_step_pre_hook(tell_groups)
+    optimizer.register_step_post_hook(ask_groups)
+
+
+def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:
+    """The rate at its height, for this batch.
+
+    Examples:
+        >>> scaled_learning_rate(SGDConfig(learning_rate=0.5, scaling="square_root"), global_batch_size=1024)
+        1.0
+    """
+    share = global_batch_size / config.reference_batch_size
+    match config.scaling:
+        case "none":
+            return config.learning_rate
+        case "linear":
+            return config.learning_rate * share
+        case "square_root":
+            return config.learning_rate * math.sqrt(share)
+
+
+def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, global_batch_size: int) -> float:
     """The rate of step `step` (from 0) of `num_steps`.
 
     Examples:
-        >>> learning_rate_at(SGDConfig(learning_rate=0.5, schedule=CosineConfig()), step=50, num_steps=100)
+        >>> config = SGDConfig(learning_rate=0.5, schedule=CosineConfig())
+        >>> learning_rate_at(config, step=50, num_steps=100, global_batch_size=256)
         0.25
     """
+    highest = scaled_learning_rate(config, global_batch_size=global_batch_size)
+    num_warmup_steps = round(config.schedule.warmup_fraction * num_steps)
+    if step < num_warmup_steps:
+        return highest * (step + 1) / num_warmup_steps
     match config.schedule:
         case ConstantConfig():
-            return config.learning_rate
-        case CosineConfig(warmup_fraction=warmup_fraction):
-            num_warmup_steps = round(warmup_fraction * num_steps)
-            if step < num_warmup_steps:
-                return config.learning_rate * (step + 1) / num_warmup_steps
+            return highest
+        case CosineConfig():
             progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
-            return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+            return highest * 0.5 * (1 + math.cos(math.pi * progress))
