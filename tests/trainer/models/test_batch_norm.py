@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from data_pipeline.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
+from trainer.models import ResNet10Config, TimmConfig, build_encoder
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
     SynchronizedBatchNorm1d,
@@ -127,6 +128,16 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
     for num_ranks, forwards, groups in ((3, 2, 8), (16, 2, 8), (8, 1, 4)):
         with pytest.raises(UserError, match=f"divides {groups} groups, and there are {num_ranks}"):
             check_splits(8, global_batch_size=768, num_ranks=num_ranks, forwards=forwards)
+
+
+def test_the_config_of_an_encoder_asks_for_split_batch_norm() -> None:
+    encoder = build_encoder(ResNet10Config(width=4, batch_norm="split", batch_norm_splits=2))
+    norms = [module for module in encoder.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms
+    assert all(isinstance(norm, SplitBatchNorm2d) and norm.num_splits == 2 for norm in norms)
+    assert encoder(torch.rand(4, 3, 8, 8)).shape == (4, 128)
+    with pytest.raises(UserError, match=r"batch_norm=split is not for encoders of timm"):
+        build_encoder(TimmConfig(name="resnet10t", batch_norm="split"))
 
 
 def test_which_batch_norms_know_order() -> None:
