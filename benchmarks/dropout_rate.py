@@ -58,6 +58,7 @@ JUDGE_EPOCHS, JUDGE_BATCH, JUDGE_SEED = 12, 64, 0
 NUM_VIEWS = 2  # of each test picture
 MEASURED_SEED = 1_000  # of the keys of measured views, which no training uses
 DESTROYED_BELOW, KEPT_ABOVE = 0.1, 0.9
+MIN_PICTURES = 100  # that the judge reads
 GENEROUS_BUDGET = 0.2
 RATES = (0.1, 0.25, 0.5, 0.75, 1.0)
 HELD_RATE = 0.25  # at which the viewmaker was trained that is used at every rate
@@ -319,6 +320,12 @@ def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: 
     first = run_config(settings(with_budgets=False)[0], seed=0, num_epochs=args.epochs, directories=directories)
     judge = train_judge(first, test)
     clean = probabilities_of(judge, test, None, view=0)
+    for space, p_N in clean.items():
+        if (p_N > KEPT_ABOVE).sum() < MIN_PICTURES:
+            raise UserError(
+                f"the judge reads the {space} class of fewer than {MIN_PICTURES} of the test pictures; give a larger "
+                "training set, of pictures with labels of both kinds"
+            )
     yield {
         "judge": {
             space: {
@@ -402,7 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How often a viewmaker destroys a feature, against its knob.")
     parser.add_argument("--train-dir", metavar="DIR", help="pictures with labels of both kinds, drawn online")
     parser.add_argument("--test-dir", metavar="DIR")
-    parser.add_argument("--epochs", type=int, default=2, metavar="N", help="of each run")
+    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="S", help="budgets are of the first alone")
     parser.add_argument("--out", type=Path, metavar="JSON")
     parser.add_argument("--figure", type=Path, metavar="PNG")
