@@ -1,0 +1,140 @@
+"""Processes under a watchdog that come to harm, for its tests. Imports little: each of them has to load this."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.rundir import RunDir
+from trainer.watchdog import Watchdog, WatchdogConfig
+
+NUM_RANKS, CULPRIT, BAD_STEP = 4, 2, 10
+LIMIT_SECONDS = 2.0
+SHARDS = [f"shard-{number:05d}.tar" for number in range(NUM_RANKS)]
+
+
+def toy_rank(rank: int, directory: Path, trouble: Callable[[], None]) -> None:
+    """Sums numbers with the other ranks, step by step, as a training loop would."""
+    _write_stderr_to(directory / f"stderr_{rank}")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory / 'store'}",
+        timeout=timedelta(seconds=60),
+        rank=rank,
+        world_size=NUM_RANKS,
+    )
+    config = WatchdogConfig(limit_seconds=LIMIT_SECONDS)
+    with Watchdog(RunDir(directory), config, rank=rank, world_size=NUM_RANKS, start="first") as watchdog:
+        (directory / f"sidecar_{rank}").write_text(str(watchdog.pid))
+        for step in itertools.count():
+            watchdog.beat(step, doing="data", shards=[SHARDS[rank]])
+            watchdog.beat(step, doing="step", shards=[SHARDS[rank]])
+            if step == BAD_STEP and rank == CULPRIT:
+                trouble()
+            dist.all_reduce(torch.ones(3))
+            time.sleep(0.02)
+
+
+def stop_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_for_long() -> None:
+    time.sleep(600)
+
+
+def hold_the_gil_for_long() -> None:
+    """Lock a mutex twice in C, with Python's lock held."""
+    mutex = ctypes.create_string_buffer(64)
+    c = ctypes.PyDLL(None)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)
+
+
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _SlowSamples(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(600 * index)
+        return index
+
+
+def wait_for_a_worker() -> None:
+    for _ in DataLoader(_SlowSamples(), batch_size=None, num_workers=1, multiprocessing_context="fork"):
+        pass
+
+
+def alone(directory: Path, body: Callable[[Watchdog], None]) -> None:
+    """A rank by itself, with a limit of 1 s after a start of 3 s."""
+    _write_stderr_to(directory / "stderr_0")
+    config = WatchdogConfig(limit_seconds=1, startup_seconds=3)
+    with Watchdog(RunDir(directory), config, rank=0, world_size=1, start="first") as watchdog:
+        (directory / "sidecar_0").write_text(str(watchdog.pid))
+        body(watchdog)
+
+
+def be_slow_but_alive(watchdog: Watchdog) -> None:
+    """A start-up, an announced pause and a slow loop that are longer than the limit."""
+    time.sleep(1.6)
+    for step in range(3):
+        watchdog.beat(step, doing="step")
+        time.sleep(0.02 if step else 1.6)
+    with watchdog.patience(4, "checkpoint"):
+        with watchdog.patience(0.1, "probe"):
+            pass
+        time.sleep(1.6)
+    for seconds in (0.7, 1.6):  # less than five times the longest that was no stall
+        watchdog.beat(3, doing="step")
+        time.sleep(seconds)
+    watchdog.beat(4, doing="step")
+
+
+def take_steps_for_three_seconds(watchdog: Watchdog) -> None:
+    for step in range(300):
+        watchdog.beat(step, doing="step")
+        time.sleep(0.01)
+
+
+def freeze(watchdog: Watchdog) -> None:
+    for step in range(3):
+        watchdog.beat(step, doing="step")
+    time.sleep(60)
+
+
+def wait(watchdog: Watchdog) -> None:
+    watchdog.beat(0, doing="step")
+    time.sleep(60)
+
+
+def raise_an_error(watchdog: Watchdog) -> None:
+    watchdog.beat(0, doing="step")
+    raise ValueError("no")
+
+
+def leave_without_a_word(watchdog: Watchdog) -> None:
+    watchdog.beat(0, doing="step")
+    os._exit(3)
+
+
+def be_killed(watchdog: Watchdog) -> None:
+    watchdog.beat(0, doing="step")
+    kill_this_process()
+
+
+def _write_stderr_to(path: Path) -> None:
+    os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)

@@ -1,0 +1,180 @@
+"""A rank that freezes or dies explains itself: who, where, in which step, at which shard, with all stacks, and an end.
+
+The training loop says `beat` at each stage of a step. Beside each rank sits a small process that reads the beats
+(`trainer.sidecar`); where they fail to come for longer than the rank has ever taken, or where the rank is killed, all
+ranks report and are ended, so that the launcher ends the job. What may never happen: a run that is ended because it is
+slow in a way that was announced, or that waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import PositiveFloat
+
+from data_pipeline.schema import Schema
+from trainer import sidecar
+from trainer.distributed.collectives import broadcast_object, rank, world_size
+from trainer.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+_NUM_SHARDS_NAMED = 8
+_CLOSE_SECONDS = 2.0
+
+
+class WatchdogConfig(Schema):
+    """A rank that shows no sign of life for `limit_seconds`, and for five times as long as it ever did before, is
+    reported and ended with all others; until its first step is done it has `startup_seconds`.
+
+    Who stops in a debugger for longer sets `enabled` to false.
+    """
+
+    enabled: bool = True
+    limit_seconds: PositiveFloat = 40
+    startup_seconds: PositiveFloat = 600
+
+
+def start_watchdog(run_dir: RunDir, config: WatchdogConfig) -> Watchdog:
+    """The watchdog of this rank; every rank calls this at the same time, once the process group is there."""
+    start = broadcast_object(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(2)}")
+    return Watchdog(run_dir, config, rank=rank(), world_size=world_size(), start=start)
+
+
+class Watchdog:
+    """Watches this process from now until it is closed; a context manager. Linux only: elsewhere it does nothing.
+
+    `start` names this start of the run, the same on all ranks and never used before: reports of an earlier one lie in
+    RUN_DIR/stalled/ under its own name, and RUN_DIR/stalled.txt is that of the last.
+    """
+
+    def __init__(self, run_dir: RunDir, config: WatchdogConfig, *, rank: int, world_size: int, start: str) -> None:
+        self._memory: mmap.mmap | None = None
+        self._beats = self._step = 0
+        self._first_step: int | None = None
+        self._patience = 0.0
+        self._startup_patience = config.startup_seconds  # 0 once the first step is done
+        if not config.enabled:
+            return
+        if sys.platform != "linux":
+            logger.info("no watchdog on %s: a rank that freezes will not be reported", sys.platform)
+            return
+        # Memory without a name: gone with the last process that holds it, and never on a file system that may hang.
+        memory, self._stacks = os.memfd_create("watchdog"), os.memfd_create("stacks")
+        os.ftruncate(memory, sidecar.MEMORY_BYTES)
+        self._memory = mmap.mmap(memory, sidecar.MEMORY_BYTES)
+        self._write("start-up")
+        faulthandler.register(sidecar.DUMP_SIGNAL, file=self._stacks, all_threads=True)
+        # What ends a process without a word of Python leaves its stacks there first, so that it can be told from harm.
+        self._asked = [number for number in sidecar.ENDING if signal.getsignal(number) == signal.SIG_DFL]
+        for number in self._asked:
+            faulthandler.register(number, file=self._stacks, all_threads=True, chain=True)
+        control, self._control = os.pipe()
+        path = run_dir.path.absolute()
+        task = {
+            "pid": os.getpid(),
+            "rank": rank,
+            "world_size": world_size,
+            "directory": str(path / "stalled" / start),
+            "merged": str(path / "stalled.txt"),
+            "memory": memory,
+            "stacks": self._stacks,
+            "control": control,
+            "limit_seconds": config.limit_seconds,
+        }
+        self._sidecar = subprocess.Popen(
+            # -I and -S: no environment, no site-packages, so that it starts in no time and holds nothing.
+            [sys.executable, "-I", "-S", str(Path(sidecar.__file__)), json.dumps(task)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(memory, self._stacks, control),
+        )
+        os.close(memory)
+        os.close(control)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that watches; None where there is none."""
+        return None if self._memory is None else self._sidecar.pid
+
+    def beat(self, step: int, *, doing: str, shards: Sequence[str] = ()) -> None:
+        """A sign of life: this rank begins to do something in a step, for which it reads `shards`.
+
+        All ranks beat alike, so that who is behind is known by their number. Costs a few microseconds.
+        """
+        if self._startup_patience:
+            if self._first_step is None:
+                self._first_step = step
+            elif step != self._first_step:
+                self._startup_patience = 0.0
+        self._step = step
+        self._write(doing, shards)
+
+    @contextlib.contextmanager
+    def patience(self, seconds: float, doing: str) -> Iterator[None]:
+        """What is done inside may take so long without a sign of life: a checkpoint, a probe, a compilation."""
+        before, self._patience = self._patience, max(self._patience, seconds)
+        self._write(doing)
+        try:
+            yield
+        finally:
+            self._patience = before
+            self._write(f"after {doing}")
+
+    def close(self, *, ending: str = "") -> None:
+        """End the watch. `ending` is the exception with which this rank leaves; it is told only where others report."""
+        if self._memory is None:
+            return
+        sidecar.write_text(self._memory, ending=ending)
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, closed=True)
+        with contextlib.suppress(BrokenPipeError):  # the sidecar was killed
+            os.write(self._control, b"closed")
+        os.close(self._control)
+        self._memory.close()
+        self._memory = None
+        if ending:
+            return  # the sidecar may still ask for the stacks, until this process has left
+        try:
+            self._sidecar.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._sidecar.kill()
+            self._sidecar.wait()
+        faulthandler.unregister(sidecar.DUMP_SIGNAL)
+        for number in self._asked:
+            if signal.getsignal(number) == signal.SIG_DFL:  # else somebody has set a handler meanwhile, and it stays
+                faulthandler.unregister(number)
+        os.close(self._stacks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(ending="" if error is None else "".join(traceback.format_exception(error))[-1000:])
+
+    def _write(self, doing: str, shards: Sequence[str] = ()) -> None:
+        if self._memory is None:
+            return
+        named = ", ".join(shards[:_NUM_SHARDS_NAMED])
+        if len(shards) > _NUM_SHARDS_NAMED:
+            named += f" and {len(shards) - _NUM_SHARDS_NAMED} more"
+        self._beats += 1
+        sidecar.write_text(self._memory, doing=doing, shards=named)
+        patience = max(self._patience, self._startup_patience)
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience)
