@@ -1,0 +1,575 @@
+"""Under DeepSpeed a run follows plain torch in one process, and its state goes to and from every other engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from configs import resolve_recipe
+from data_pipeline.errors import UserError
+from data_pipeline.stream import Stream
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair
+from trainer.adversary import reverse_gradient
+from trainer.config import RunConfig
+from trainer.distributed.collectives import rank, world_size
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.distributed.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, check, deepspeed_dictionary
+from trainer.distributed.engine import Engine
+from trainer.optim import AdamConfig, OptimizerConfig, SGDConfig
+from trainer.players import build_players, build_run_objective
+from trainer.step import TrainingStep
+
+BATCH_SIZE = 8
+NUM_STEPS = 20
+RATES = {"encoder": 0.02, "viewmaker": 2e-3}
+SGD = SGDConfig(momentum=0.9, weight_decay=1e-4)
+ADAM = AdamConfig(weight_decay=1e-3)
+Game = Literal["encoder", "simultaneous", "alternating"]
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A game, the optimizer of its encoder (a viewmaker has Adam), and how DeepSpeed is to train it."""
+
+    game: Game
+    stage: Literal[0, 1, 2, 3]
+    optimizer: OptimizerConfig = SGD
+    offload: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    @property
+    def name(self) -> str:
+        extra = ("-offload" if self.offload else "") + (
+            "-channels_last" if self.memory_format is torch.channels_last else ""
+        )
+        return f"{self.game}-{self.stage}-{self.optimizer.kind}{extra}"
+
+    @property
+    def config(self) -> DeepSpeedConfig:
+        return DeepSpeedConfig(zero_stage=self.stage, offload_optimizer=self.offload)
+
+
+ONE_PLAYER = [Case("encoder", stage, optimizer) for stage in (0, 1, 2, 3) for optimizer in (SGD, ADAM)]
+TWO_PLAYERS = [Case(game, stage) for game in ("simultaneous", "alternating") for stage in (1, 2)]
+CASES = {
+    case.name: case
+    for case in [
+        *ONE_PLAYER,
+        *TWO_PLAYERS,
+        Case("encoder", 1, ADAM, offload=True),
+        Case("simultaneous", 2, ADAM, offload=True),
+        Case("encoder", 3, SGD, offload=True),
+        Case("simultaneous", 2, memory_format=torch.channels_last),
+    ]
+}
+
+
+class Encoder(nn.Module):
+    """Smooth, so that rounding stays rounding; odd sizes, so that pieces need padding; one layer that stage 3 cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 3, padding=1)
+        self.first = nn.Linear(5 * 6 * 6, 61)
+        self.second = nn.Linear(61, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.second(torch.tanh(self.first(torch.tanh(self.convolution(x)).flatten(1))))
+        return z
+
+
+class Viewmaker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(3, 9, 3, padding=1)
+        self.outer = nn.Conv2d(9, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.outer(torch.tanh(self.inner(x))))
+
+
+def players(game: Game, *, seed: int = 0) -> dict[str, nn.Module]:
+    torch.manual_seed(seed)
+    modules: dict[str, nn.Module] = {"encoder": Encoder(), "viewmaker": Viewmaker()}
+    return {"encoder": modules["encoder"]} if game == "encoder" else modules
+
+
+class Plain:
+    """A player of plain torch in one process, on the whole batch."""
+
+    def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
+        self.module = module
+        self.optimizer: torch.optim.Optimizer
+        if isinstance(optimizer, SGDConfig):
+            self.optimizer = torch.optim.SGD(
+                module.parameters(), lr=1.0, momentum=optimizer.momentum, weight_decay=optimizer.weight_decay
+            )
+        else:
+            assert isinstance(optimizer, AdamConfig)
+            self.optimizer = torch.optim.Adam(module.parameters(), lr=1.0, weight_decay=optimizer.weight_decay)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss)
+
+    def gradient_norm(self) -> Tensor:
+        return torch.stack([p.grad.square().sum() for p in self.module.parameters() if p.grad is not None]).sum().sqrt()
+
+    def step(self, *, learning_rate: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        self.module.requires_grad_(False)
+        yield
+        self.module.requires_grad_(True)
+
+
+def optimizer_of(case: Case, player: str) -> OptimizerConfig:
+    return case.optimizer if player == "encoder" else ADAM
+
+
+def deepspeed_engines(case: Case, *, seed: int = 0) -> dict[str, Any]:
+    return {
+        name: DeepSpeedEngine(
+            module.to(memory_format=case.memory_format),  # type: ignore[call-overload]
+            optimizer=optimizer_of(case, name),
+            config=case.config,
+            global_batch_size=BATCH_SIZE,
+        )
+        for name, module in players(case.game, seed=seed).items()
+    }
+
+
+def pictures(step: int) -> Tensor:
+    """This rank's part of the batch of a step."""
+    whole = torch.randn(BATCH_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(world_size())[rank()]
+
+
+def loss_of(engines: Mapping[str, Any], x: Tensor, *, reverses: bool = False) -> Tensor:
+    """The mean over this rank's samples: two views, two forwards of each player."""
+    views = [x, x.flip(3)]
+    if "viewmaker" in engines:
+        views = [engines["viewmaker"](view) for view in views]
+    if reverses:
+        views = [reverse_gradient(view, 0.5) for view in views]
+    z_a, z_b = (engines["encoder"](view) for view in views)
+    spread = (z_a.square().sum(1) - 1).square() + (z_b.square().sum(1) - 1).square()
+    loss: Tensor = ((z_a - z_b).square().sum(1) + spread).mean()
+    return loss
+
+
+def play(engines: Mapping[str, Any], game: Game, *, first: int = 0, last: int = NUM_STEPS) -> tuple[Tensor, Tensor]:
+    """Losses of this rank and lengths of the encoder's gradient, of steps `first` to `last`."""
+    losses, norms = [], []
+    encoder, viewmaker = engines["encoder"], engines["encoder" if game == "encoder" else "viewmaker"]
+    for step in range(first, last):
+        x = pictures(step)
+        with viewmaker.frozen() if game == "alternating" else ExitStack():
+            loss = loss_of(engines, x, reverses=game == "simultaneous")
+            encoder.backward(loss)
+        losses.append(loss.detach())
+        norms.append(encoder.gradient_norm())
+        encoder.step(learning_rate=RATES["encoder"] / (1 + step / 10))
+        if game == "alternating":
+            with encoder.frozen():
+                viewmaker.backward(-0.5 * loss_of(engines, x))
+        if game != "encoder":
+            viewmaker.step(learning_rate=RATES["viewmaker"])
+    return torch.stack(losses), torch.stack(norms)
+
+
+def states_of(engines: Mapping[str, Any]) -> dict[str, tuple[State, State]]:
+    return {
+        name: tuple({key: value.clone() for key, value in state.items()} for state in both)  # type: ignore[misc]
+        for name, engine in engines.items()
+        for both in [(engine.module_state(), engine.optimizer_state())]
+    }
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(same_bits(*pair) for pair in zip(a, b, strict=True))
+
+
+def train_on_rank(case: Case) -> dict[str, Any]:
+    engines = deepspeed_engines(case)
+    losses, norms = play(engines, case.game)
+    return {"losses": losses, "norms": norms, "states": states_of(engines)}
+
+
+def numbers_kept(case: Case) -> dict[str, int]:
+    """How many numbers of momentum this rank keeps, and how many there are."""
+    (engine,) = deepspeed_engines(case).values()
+    kept = sum(value.numel() for state in engine._optimizer.state.values() for value in state.values())
+    return {"kept": kept, "all": sum(parameter.numel() for parameter in Encoder().parameters())}
+
+
+def exchange(stages: tuple[Case, ...]) -> dict[str, Any]:
+    """Three steps of the first case; from there each of the others, from other weights, and then three steps more."""
+    source = deepspeed_engines(stages[0])
+    play(source, stages[0].game, last=3)
+    saved = states_of(source)
+    play(source, stages[0].game, first=3, last=6)
+    result: dict[str, Any] = {"saved": saved, "goes_on": states_of(source), "taken_up": {}, "ends": {}}
+    for case in stages[1:]:
+        engines = deepspeed_engines(case, seed=1)
+        play(engines, case.game, last=2)
+        for name, engine in engines.items():
+            engine.load(*saved[name])
+        result["taken_up"][case.name] = states_of(engines)
+        play(engines, case.game, first=3, last=6)
+        result["ends"][case.name] = states_of(engines)
+    return result
+
+
+def accumulate(case: Case) -> dict[str, Any]:
+    """A step on a batch as a whole, and cut into parts: two on each rank, and three on one rank but one on the other,
+    which could not end if a part sent anything."""
+    counts = {"whole": (1, 1), "two": (2, 2)} | ({"uneven": (4, 2)} if case.stage < 3 else {})
+    states, norms = {}, {}
+    for name, both in counts.items():
+        engines = deepspeed_engines(case)
+        play(engines, case.game, last=2)
+        parts = pictures(2).chunk(both[rank()])
+        with ExitStack() as stack:
+            for engine in engines.values():
+                stack.enter_context(engine.accumulating())
+            for part in parts[:-1]:
+                engines["encoder"].backward(loss_of(engines, part, reverses=case.game != "encoder") / len(parts))
+        engines["encoder"].backward(loss_of(engines, parts[-1], reverses=case.game != "encoder") / len(parts))
+        norms[name] = engines["encoder"].gradient_norm()
+        for player, engine in engines.items():
+            engine.step(learning_rate=RATES[player])
+        play(engines, case.game, first=3, last=4)
+        states[name] = states_of(engines)
+    return {"states": states, "norms": norms}
+
+
+def skip_and_scale(case: Case) -> dict[str, Any]:
+    """Whether a skipped step leaves no trace; and the loss times 1,024, with the gradients divided by it."""
+    result: dict[str, Any] = {}
+    plain, skipping = deepspeed_engines(case), deepspeed_engines(case)
+    play(plain, case.game, last=4)
+    play(skipping, case.game, last=2)
+    before = states_of(skipping)
+    skipping["encoder"].backward(loss_of(skipping, pictures(9) * torch.nan))
+    result["norm"] = skipping["encoder"].gradient_norm()
+    for player, engine in skipping.items():
+        engine.step(learning_rate=RATES[player], skip=torch.tensor(True))
+    result["stays"] = same_bits(before, states_of(skipping))
+    result["no_gradient_left"] = all(p.grad is None for e in skipping.values() for p in e.module.parameters())
+    scale = torch.tensor(1024.0)
+    for step in (2, 3):
+        skipping["encoder"].backward(loss_of(skipping, pictures(step), reverses=case.game != "encoder") * scale)
+        for player, engine in skipping.items():
+            rate = RATES[player] / (1 + step / 10) if player == "encoder" else RATES[player]
+            engine.step(learning_rate=rate, skip=torch.tensor(False), gradient_scale=scale)
+    result["goes_on"] = same_bits(states_of(plain), states_of(skipping))
+    return result
+
+
+def who_moves(case: Case) -> dict[str, Any]:
+    """Which players' states change in each half of a step of the alternating game."""
+    engines = deepspeed_engines(case)
+    play(engines, "alternating", last=2)
+    start = states_of(engines)
+    with engines["viewmaker"].frozen():
+        engines["encoder"].backward(loss_of(engines, pictures(2)))
+        engines["encoder"].step(learning_rate=0.1)
+    middle = states_of(engines)
+    with engines["encoder"].frozen():
+        engines["viewmaker"].backward(-loss_of(engines, pictures(2)))
+        engines["viewmaker"].step(learning_rate=0.1)
+    end = states_of(engines)
+    return {
+        half: [name for name in engines if not same_bits(before[name], after[name])]
+        for half, (before, after) in {"encoder's": (start, middle), "viewmaker's": (middle, end)}.items()
+    }
+
+
+EXCHANGED = tuple(Case("encoder", stage, ADAM) for stage in (2, 0, 1, 3))
+PARTS = [Case("encoder", 0), Case("simultaneous", 1), Case("simultaneous", 2), Case("encoder", 3)]
+SKIPPED = [*PARTS, Case("encoder", 2, ADAM), Case("encoder", 2, offload=True)]
+
+
+def do_all() -> dict[str, Any]:
+    """All that is tried on two ranks: importing DeepSpeed and its compiler takes longer than a case."""
+    return {
+        "trained": {name: train_on_rank(case) for name, case in CASES.items()},
+        "kept": {stage: numbers_kept(Case("encoder", stage)) for stage in (0, 1, 2, 3)},
+        "exchanged": exchange(EXCHANGED),
+        "exchanged_from_3": exchange((EXCHANGED[3], EXCHANGED[0])),
+        "parts": {case.name: accumulate(case) for case in PARTS},
+        "skipped": {case.name: skip_and_scale(case) for case in SKIPPED},
+        "moves": {stage: who_moves(Case("alternating", stage)) for stage in (1, 2)},
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(do_all, 2, timeout_s=180)
+
+
+def reference(case: Case) -> dict[str, Any]:
+    engines = {name: Plain(module, optimizer=optimizer_of(case, name)) for name, module in players(case.game).items()}
+    losses, norms = play(engines, case.game)
+    optimizer_states = {
+        name: {
+            f"{key}/{path}": value
+            for path, parameter in engine.module.named_parameters()
+            for key, value in engine.optimizer.state[parameter].items()
+        }
+        for name, engine in engines.items()
+    }
+    return {
+        "losses": losses,
+        "norms": norms,
+        "states": {name: (engine.module.state_dict(), optimizer_states[name]) for name, engine in engines.items()},
+    }
+
+
+def assert_follows(found: State, expected: State, start: Mapping[str, Tensor], *, rtol: float) -> None:
+    """Each tensor, to a share of how far it came from `start`."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        way = (tensor - start.get(name, torch.zeros_like(tensor))).norm()
+        assert way > 0, name
+        assert (found[name] - tensor).norm() <= rtol * way, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_follow_one_plain_process(name: str, ranks: list[dict[str, Any]]) -> None:
+    """20 steps in float32 on two ranks: losses, gradient lengths, both players' parameters and optimizer states."""
+    case = CASES[name]
+    expected, found = reference(case), [result["trained"][name] for result in ranks]
+    together = torch.stack([result["losses"] for result in found]).mean(0)
+    assert (expected["losses"] - expected["losses"][0]).abs().max() > 0.1  # the run moved
+    torch.testing.assert_close(together, expected["losses"], rtol=1e-5, atol=0)
+    for result in found:
+        torch.testing.assert_close(result["norms"], expected["norms"], rtol=1e-5, atol=0)
+        start = {player: module.state_dict() for player, module in players(case.game).items()}
+        for player, (module_state, optimizer_state) in expected["states"].items():
+            found_module, found_optimizer = result["states"][player]
+            assert_follows(found_module, module_state, start[player], rtol=1e-4)
+            assert_follows(found_optimizer, optimizer_state, {}, rtol=1e-4)
+
+
+def test_all_stages_but_0_cut_the_state(ranks: list[dict[str, Any]]) -> None:
+    for stage in (0, 1, 2, 3):
+        kept = [result["kept"][stage]["kept"] for result in ranks]
+        total = ranks[0]["kept"][stage]["all"]
+        if stage == 0:
+            assert kept == [total, total]
+        else:
+            assert sum(kept) - total in range(16)  # of padding
+            assert max(kept) < 0.51 * total
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_the_alternating_game_the_other_player_stays_bit_identical(stage: int, ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        assert result["moves"][stage] == {"encoder's": ["encoder"], "viewmaker's": ["viewmaker"]}
+
+
+@pytest.mark.parametrize("way", ["exchanged", "exchanged_from_3"])
+def test_state_goes_from_stage_to_stage(way: str, ranks: list[dict[str, Any]]) -> None:
+    """Bit-equal where it is taken up, and training goes on as if nothing had been; the master copies move as well."""
+    start = {"encoder": players("encoder")["encoder"].state_dict()}
+    for result in ranks:
+        saved, goes_on = result[way]["saved"], result[way]["goes_on"]
+        assert same_bits(saved, ranks[0][way]["saved"])
+        assert set(saved["encoder"][1]) >= {"step/first.weight", "exp_avg/first.weight", "exp_avg_sq/second.bias"}
+        for name, taken_up in result[way]["taken_up"].items():
+            assert same_bits(taken_up, saved), name
+        for ends in result[way]["ends"].values():
+            for both, expected in zip(ends["encoder"], goes_on["encoder"], strict=True):
+                assert_follows(both, expected, start["encoder"], rtol=1e-5)
+
+
+def test_state_goes_to_ddp_in_one_process_and_back(ranks: list[dict[str, Any]]) -> None:
+    saved, goes_on = (ranks[0]["exchanged"][when]["encoder"] for when in ("saved", "goes_on"))
+    engine = DDPEngine(players("encoder", seed=1)["encoder"], optimizer=ADAM)
+    engine.load(*saved)
+    assert same_bits(states_of({"encoder": engine})["encoder"], saved)
+    play({"encoder": engine}, "encoder", first=3, last=6)
+    start = players("encoder")["encoder"].state_dict()
+    for found, expected in zip(states_of({"encoder": engine})["encoder"], goes_on, strict=True):
+        assert_follows(found, expected, start, rtol=1e-5)
+    for result in run_ranks(take_up, 1, states_of({"encoder": engine})["encoder"]):
+        assert result == dict.fromkeys((0, 1, 2, 3), True)
+
+
+def take_up(saved: tuple[State, State]) -> dict[int, bool]:
+    """In one process without ranks of its own; whether the state comes out as it went in."""
+    torch.distributed.destroy_process_group()
+    result: dict[int, bool] = {}
+    for case in EXCHANGED:
+        engines = deepspeed_engines(case, seed=1)
+        engines["encoder"].load(*saved)
+        result[case.stage] = same_bits(states_of(engines)["encoder"], saved)
+        odd: list[State] = [{}, saved[1] | {"exp_avg/first.weight": torch.zeros(3)}]
+        if case.stage > 0:  # where there is one count for a group of parameters
+            odd.append(saved[1] | {"step/first.weight": torch.tensor(99.0)})
+        for state in odd:
+            with pytest.raises(RuntimeError, match="does not fit"):
+                engines["encoder"].load(saved[0], state)
+    return result
+
+
+@pytest.mark.parametrize("name", [case.name for case in PARTS])
+def test_parts_of_a_batch_add_up_to_the_batch(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Also where one rank has more parts than the other: until the last part, nothing is sent."""
+    start = {player: module.state_dict() for player, module in players("simultaneous").items()}
+    for result in ranks:
+        states, norms = result["parts"][name]["states"], result["parts"][name]["norms"]
+        for cut in states.keys() - {"whole"}:
+            torch.testing.assert_close(norms[cut], norms["whole"], rtol=1e-5, atol=0)
+            for player, both in states[cut].items():
+                for found, expected in zip(both, states["whole"][player], strict=True):
+                    assert_follows(found, expected, start[player], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [case.name for case in SKIPPED])
+def test_a_skipped_step_leaves_no_trace_and_a_scaled_one_is_the_same(name: str, ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        found = result["skipped"][name]
+        assert not found.pop("norm").isfinite()
+        assert found == {"stays": True, "no_gradient_left": True, "goes_on": True}
+
+
+def real_steps(config: RunConfig, kind: str) -> dict[str, Any]:
+    """The first steps of a run on its data, as the loop takes them."""
+    built = build_players(config)
+    engines: dict[str, Engine] = {}
+    objective = build_run_objective(config, built.encoder, num_samples=40, device=torch.device("cpu"))
+    for name, module in built.trained_modules.items():
+        optimizer = config.player_optimizers[name]
+        module.train()
+        engines[name] = (
+            DDPEngine(module, optimizer=optimizer)
+            if kind == "ddp"
+            else DeepSpeedEngine(
+                module, optimizer=optimizer, config=DeepSpeedConfig(zero_stage=2), global_batch_size=16
+            )
+        )
+    step = TrainingStep(config, engines=engines, view_policy=built.view_policy, objective=objective)
+    stream = Stream(
+        config.data.train_dir,
+        read=config.data,
+        global_batch_size=16,
+        seed=0,
+        rank=rank(),
+        world_size=world_size(),
+        end_step=4,
+    )
+    rates = {"encoder": 0.01, "viewmaker": 1e-4}
+    losses = [step(batch, learning_rates=rates).metrics["train/loss"] for batch in stream]
+    return {"losses": torch.stack(losses), "states": states_of(engines)}
+
+
+@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
+def test_the_real_game_follows_one_process(update: str, tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path, num_train=40, num_test=20)
+    config = resolve_recipe(
+        "debug:viewmaker",
+        [
+            f"data.train_dir={data / 'train'}",
+            f"data.test_dir={data / 'test'}",
+            "data.num_workers=0",
+            "global_batch_size=16",
+            f"adversary.update={update}",
+        ],
+    )
+    (alone,) = run_ranks(real_steps, 1, config, "ddp")
+    together = run_ranks(real_steps, 2, config, "deepspeed")
+    found = torch.stack([result["losses"] for result in together]).mean(0)
+    torch.testing.assert_close(found, alone["losses"], rtol=1e-5, atol=0)
+    untrained = build_players(config).trained_modules["encoder"].state_dict()
+    expected, _ = alone["states"]["encoder"]
+    way = {name: (expected[name] - untrained[name]).float().norm() for name in expected}
+    for result in together:
+        module_state, _ = result["states"]["encoder"]
+        for name in expected:
+            assert (module_state[name] - expected[name]).float().norm() <= 1e-3 * way[name], name
+
+
+def test_what_deepspeed_is_told() -> None:
+    told = deepspeed_dictionary(DeepSpeedConfig(zero_stage=2), global_batch_size=64, num_ranks=4)
+    assert told["train_micro_batch_size_per_gpu"] * 4 == told["train_batch_size"] == 64
+    assert (told["gradient_clipping"], told["gradient_accumulation_steps"]) == (0.0, 1)
+    assert told["zero_optimization"]["stage"] == 2
+    assert "offload_optimizer" not in told["zero_optimization"]
+    offloads = deepspeed_dictionary(
+        DeepSpeedConfig(zero_stage=1, offload_optimizer=True), global_batch_size=64, num_ranks=4
+    )
+    assert offloads["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+FINE: dict[str, Any] = {
+    "num_players": 1,
+    "precision": "bfloat16",
+    "optimizer_kinds": ["sgd", "adam"],
+    "copies_encoder": False,
+}
+
+
+def test_what_deepspeed_can_train_passes() -> None:
+    for stage, num_players in itertools.product((0, 1, 2, 3), (1, 2)):
+        if num_players == 1 or stage in {1, 2}:
+            check(DeepSpeedConfig(zero_stage=stage), **FINE | {"num_players": num_players})
+    check(DeepSpeedConfig(zero_stage=2), **FINE | {"copies_encoder": True})
+    check(DeepSpeedConfig(zero_stage=0), **FINE | {"optimizer_kinds": ["lars"]})
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "words"),
+    [
+        (0, {"num_players": 2}, "zero_stage 0 trains one player.*engine.zero_stage=1 or 2, or engine.kind=ddp"),
+        (3, {"num_players": 2}, "zero_stage 3 trains one player"),
+        (3, {"copies_encoder": True}, "momentum copy.*engine.zero_stage=2"),
+        (2, {"precision": "float16"}, "precision float16.*engine.kind=ddp"),
+        (2, {"precision": "float64"}, "precision float64"),
+        (1, {"optimizer_kinds": ["lars", "adam"]}, "optimizer lars.*whole layers"),
+    ],
+)
+def test_what_it_cannot_train_is_refused_in_one_sentence(
+    stage: Literal[0, 1, 2, 3], change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        check(DeepSpeedConfig(zero_stage=stage), **FINE | change)
+    assert "\n" not in str(error.value)
+
+
+def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(name: str) -> None:
+        assert name == "deepspeed"
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[deepspeed\]'"):
+        check(DeepSpeedConfig(), **FINE)
+
+
+def test_stage_0_has_nothing_to_offload() -> None:
+    with pytest.raises(ValidationError, match="offload_optimizer needs zero_stage 1, 2 or 3"):
+        DeepSpeedConfig(zero_stage=0, offload_optimizer=True)
