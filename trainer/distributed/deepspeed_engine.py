@@ -352,12 +352,8 @@ class DeepSpeedEngine:
 def _join(device: torch.device) -> Any:
     """DeepSpeed, on the process group that is there; one process gets a group of its own."""
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,  # type: ignore[attr-defined]
-        )
+        backend, store = "nccl" if device.type == "cuda" else "gloo", dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     # It finds its device in the environment: when it is imported, when an engine is made, and in stage 3 at each step.
     os.environ |= {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
     deepspeed = importlib.import_module("deepspeed")

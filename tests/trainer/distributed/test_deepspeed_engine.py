@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -310,10 +309,10 @@ def who_moves(case: Case) -> dict[str, Any]:
 
 EXCHANGED = tuple(Case("encoder", stage, ADAM) for stage in (2, 0, 1, 3))
 PARTS = [Case("encoder", 0), Case("simultaneous", 1), Case("simultaneous", 2), Case("encoder", 3)]
-SKIPPED = [*PARTS, Case("encoder", 2, ADAM), Case("encoder", 2, offload=True)]
+SKIPPED = [*PARTS, Case("encoder", 2, ADAM, offload=True)]
 
 
-def do_all() -> dict[str, Any]:
+def do_all(real_configs: dict[str, RunConfig]) -> dict[str, Any]:
     """All that is tried on two ranks: importing DeepSpeed and its compiler takes longer than a case."""
     return {
         "trained": {name: train_on_rank(case) for name, case in CASES.items()},
@@ -323,12 +322,24 @@ def do_all() -> dict[str, Any]:
         "parts": {case.name: accumulate(case) for case in PARTS},
         "skipped": {case.name: skip_and_scale(case) for case in SKIPPED},
         "moves": {stage: who_moves(Case("alternating", stage)) for stage in (1, 2)},
+        "real": {update: real_steps(config, "deepspeed") for update, config in real_configs.items()},
     }
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(do_all, 2, timeout_s=180)
+def real_configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+    data = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=40, num_test=20)
+    given = [f"data.{split}_dir={data / split}" for split in ("train", "test")]
+    given += ["data.num_workers=0", "global_batch_size=16"]
+    return {
+        update: resolve_recipe("debug:viewmaker", [*given, f"adversary.update={update}"])
+        for update in ("simultaneous", "alternating")
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(real_configs: dict[str, RunConfig]) -> list[dict[str, Any]]:
+    return run_ranks(do_all, 2, real_configs, timeout_s=180)
 
 
 def reference(case: Case) -> dict[str, Any]:
@@ -488,30 +499,29 @@ def real_steps(config: RunConfig, kind: str) -> dict[str, Any]:
     return {"losses": torch.stack(losses), "states": states_of(engines)}
 
 
+def has_no_effect(player: str, name: str) -> bool:
+    """The true gradient is zero, because an instance norm follows, and Adam makes full steps of the rounding noise."""
+    return player == "viewmaker" and name.endswith("second.norm.bias")
+
+
 @pytest.mark.parametrize("update", ["simultaneous", "alternating"])
-def test_the_real_game_follows_one_process(update: str, tmp_path: Path) -> None:
-    data = write_tiny_pair(tmp_path, num_train=40, num_test=20)
-    config = resolve_recipe(
-        "debug:viewmaker",
-        [
-            f"data.train_dir={data / 'train'}",
-            f"data.test_dir={data / 'test'}",
-            "data.num_workers=0",
-            "global_batch_size=16",
-            f"adversary.update={update}",
-        ],
-    )
-    (alone,) = run_ranks(real_steps, 1, config, "ddp")
-    together = run_ranks(real_steps, 2, config, "deepspeed")
+def test_the_real_game_follows_one_process(
+    update: str, real_configs: dict[str, RunConfig], ranks: list[dict[str, Any]]
+) -> None:
+    """Batch norm over the ranks, the contrast over the ranks and the viewmaker: trainer.step on both engines."""
+    alone, together = real_steps(real_configs[update], "ddp"), [result["real"][update] for result in ranks]
     found = torch.stack([result["losses"] for result in together]).mean(0)
     torch.testing.assert_close(found, alone["losses"], rtol=1e-5, atol=0)
-    untrained = build_players(config).trained_modules["encoder"].state_dict()
-    expected, _ = alone["states"]["encoder"]
-    way = {name: (expected[name] - untrained[name]).float().norm() for name in expected}
-    for result in together:
-        module_state, _ = result["states"]["encoder"]
-        for name in expected:
-            assert (module_state[name] - expected[name]).float().norm() <= 1e-3 * way[name], name
+    untrained = build_players(real_configs[update]).trained_modules
+    for player, module in untrained.items():
+        start = module.state_dict()
+        expected, _ = alone["states"][player]
+        for result in together:
+            module_state, _ = result["states"][player]
+            for name, tensor in expected.items():
+                if not has_no_effect(player, name):
+                    way = (tensor - start[name]).float().norm()
+                    assert (module_state[name] - tensor).float().norm() <= 1e-3 * way, name
 
 
 def test_what_deepspeed_is_told() -> None:
