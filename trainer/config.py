@@ -20,13 +20,15 @@ from data_pipeline.schema import Schema
 from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
 from trainer.alarms import AlarmConfig
+from trainer.engines import DDPConfig, EngineConfig, check_engine
 from trainer.memory import MemoryConfig
 from trainer.models.encoder import EncoderConfig
-from trainer.objectives import MoCoConfig, ObjectiveConfig, moco
-from trainer.optim import OptimizerConfig, SGDConfig
+from trainer.objectives import MoCoConfig, ObjectiveConfig, SimSiamConfig, moco
+from trainer.optim import ConstantConfig, OptimizerConfig, SGDConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.tracking import TrackingConfig
 from trainer.views import ViewsConfig, check_views_fit
+from trainer.watchdog import WatchdogConfig
 
 
 class DataConfig(ReadConfig):
@@ -55,12 +57,6 @@ class DataConfig(ReadConfig):
         return None if self.sample_rate is None else mel_config(self.sample_rate)
 
 
-class EngineConfig(Schema):
-    """How the players are trained in parallel. DDP runs on gloo (CPU) and NCCL (GPU)."""
-
-    kind: Literal["ddp"] = "ddp"
-
-
 class RunConfig(Schema):
     """One run. `global_batch_size` is the knob: the number of ranks and nodes never changes the science.
 
@@ -68,6 +64,8 @@ class RunConfig(Schema):
     inside encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits; in less,
     a ReLU that rounding pushes over zero parts them after some steps, as it parts two runs of one process.
     `view_forwards`: the two views are encoded in two forwards, as published, or in one, where batch norm sees both.
+    `compile`: torch.compile makes kernels of both players; the first step then takes a minute or more.
+    `max_skipped_in_a_row`: a step whose loss or gradient is not finite is skipped; after so many running, training ends.
     A checkpoint is written every `checkpoint_every_steps` and at the end, and the newest `keep_checkpoints` are kept;
     metrics are logged every `log_every_steps`.
     """
@@ -80,17 +78,20 @@ class RunConfig(Schema):
     objective: ObjectiveConfig
     optimizer: OptimizerConfig = SGDConfig()
     adversary: AdversaryConfig | None = None
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = DDPConfig()
     view_forwards: Literal["two", "one"] = "two"
     global_batch_size: PositiveInt
     num_epochs: PositiveInt
     memory: MemoryConfig = MemoryConfig()
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     channels_last: bool = False
+    compile: bool = False
+    max_skipped_in_a_row: PositiveInt = 10
     checkpoint_every_steps: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     log_every_steps: PositiveInt = 10
     alarms: AlarmConfig = AlarmConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     probe: ProbeConfig = ProbeConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -120,6 +121,11 @@ class RunConfig(Schema):
         return self
 
     @model_validator(mode="after")
+    def _the_engine_can_train_it(self) -> Self:
+        check_engine(self)
+        return self
+
+    @model_validator(mode="after")
     def _the_batch_can_be_cut(self) -> Self:
         if self.global_batch_size % self.memory.micro_batches:
             raise ValueError(
@@ -142,6 +148,13 @@ class RunConfig(Schema):
     @property
     def parameter_dtype(self) -> torch.dtype:
         return torch.float64 if self.precision == "float64" else torch.float32
+
+    @property
+    def objective_optimizer(self) -> OptimizerConfig:
+        """The optimizer of what the objective itself trains."""
+        if isinstance(self.objective, SimSiamConfig) and self.objective.predictor_rate == "constant":
+            return self.optimizer.model_copy(update={"schedule": ConstantConfig()})
+        return self.optimizer
 
     @property
     def player_optimizers(self) -> dict[str, OptimizerConfig]:

@@ -6,10 +6,12 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import TextIO, TypeVar
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
@@ -18,9 +20,10 @@ from data_pipeline.resident import NodeShare, shared_memory_identity
 from data_pipeline.stream import check_batch_size
 from trainer.config import DataConfig, RunConfig, difference, read_config
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
+from trainer.optim import scaled_learning_rate
 from trainer.players import Players
 from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
-from trainer.views.viewmaker import check_image_size
+from trainer.views.policy import check_image_size
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +64,11 @@ def check_data(config: RunConfig) -> None:
                 "build both from the same source and dataset"
             )
     height, width = _check_medium(config, train)
+    try:
+        check_image_size(config.views, height=height, width=width)
+    except ValueError as error:
+        raise UserError(f"{train_dir}: {error}") from None
     if config.views.kind == "viewmaker":
-        try:
-            check_image_size(config.views, height=height, width=width)
-        except ValueError as error:
-            raise UserError(f"{train_dir}: {error}") from None
         if config.views.mask != "none" and train.overlay is None:
             raise UserError(
                 f"views.mask={config.views.mask} protects what is drawn on a picture, and nothing is drawn on those of "
@@ -78,6 +81,12 @@ def check_data(config: RunConfig) -> None:
             f"build it with `--overlay {asked}`, or set data.overlay={train.overlay.drawn}"
         )
     check_batch_size(train.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
+    local_batch_size = config.global_batch_size // world_size()
+    if local_batch_size % config.memory.micro_batches:
+        raise UserError(
+            f"memory.micro_batches {config.memory.micro_batches} does not divide the {local_batch_size} samples that "
+            f"each of {world_size()} ranks has of a batch; use {gcd(local_batch_size, config.memory.micro_batches)}"
+        )
 
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
@@ -172,16 +181,31 @@ def log_start(
     )
     steps_per_epoch = num_steps // config.num_epochs
     logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)
+    micro_batches = config.memory.micro_batches
     logger.info(
-        "global batch %d = %d ranks x %d, batch norm %s; %d epochs of %d steps from %d samples",
+        "global batch %d = %d ranks x %d micro batches x %d, batch norm %s; %d epochs of %d steps from %d samples",
         config.global_batch_size,
         world_size(),
-        config.global_batch_size // world_size(),
+        micro_batches,
+        config.global_batch_size // world_size() // micro_batches,
         config.encoder.batch_norm,
         config.num_epochs,
         steps_per_epoch,
         manifest.num_samples,
     )
+    logger.info(
+        "engine %s; learning rates %s",
+        config.engine.kind,
+        ", ".join(
+            f"{name} {scaled_learning_rate(optimizer, global_batch_size=config.global_batch_size):.4g}"
+            for name, optimizer in config.player_optimizers.items()
+        ),
+    )
+    if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in players.encoder.modules()):
+        logger.info(
+            "batch norm sees micro batches of %d: its statistics, and so the run, depend on memory.micro_batches",
+            config.global_batch_size // micro_batches,
+        )
     if start_step == num_steps:
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:

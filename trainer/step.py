@@ -74,7 +74,8 @@ class Compared:
 @dataclass(frozen=True)
 class StepOutput:
     """What a step leaves for the log, all detached: metric tensors, and this rank's views with the inputs that the
-    first were made from; `mel` says how inputs that are waveforms are seen. `views_b_BCHW` and `masks_BHW` are None
+    first were made from; `mel` says how inputs that are waveforms are seen, `bounded` whether the views are pictures in
+    [0, 1]. `views_b_BCHW` and `masks_BHW` are None
     where they are of other inputs than the first views, or absent.
 
     `skipped` is a bool scalar, equal on all ranks: a gradient was not finite, and nothing was learned or changed.
@@ -84,6 +85,7 @@ class StepOutput:
     skipped: Tensor
     inputs: Tensor
     mel: MelConfig | None
+    bounded: bool
     views_a_BCHW: Tensor
     views_b_BCHW: Tensor | None
     masks_BHW: Tensor | None
@@ -96,9 +98,7 @@ class StepOutput:
         Costs a little, so only logged steps ask.
         """
         images_BCHW = self.inputs if self.mel is None else clean_spectrogram(self.inputs, self.mel)
-        health = view_health(
-            self.views_a_BCHW, self.views_b_BCHW, images_BCHW, self.masks_BHW, bounded=self.mel is None
-        )
+        health = view_health(self.views_a_BCHW, self.views_b_BCHW, images_BCHW, self.masks_BHW, bounded=self.bounded)
         embeddings = embedding_health(self.z_a_BD, self.z_b_BD)
         return (
             self.metrics
@@ -135,7 +135,7 @@ class TrainingStep:
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
         """One step on this rank's part of a global batch, already on the training device.
 
-        `learning_rates` is by player. The loss in the metrics is this rank's; its mean over ranks is the global loss.
+        `learning_rates` is by engine. The loss in the metrics is this rank's; its mean over ranks is the global loss.
         """
         self._held.hold()
         adversary = self._config.adversary
@@ -204,8 +204,7 @@ class TrainingStep:
         not_finite = any_not_finite(norms.values())
         skip = not_finite if skip is None else skip | not_finite
         for name, engine in engines.items():
-            rate = learning_rates["encoder" if name == "objective" else name]
-            engine.step(learning_rate=rate, skip=skip, gradient_scale=scale)
+            engine.step(learning_rate=learning_rates[name], skip=skip, gradient_scale=scale)
             compared.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
         return skip
 
@@ -282,6 +281,7 @@ class TrainingStep:
             skipped=skip,
             inputs=inputs.a,
             mel=self._mel,
+            bounded=self._mel is None and self._config.views.kind != "random_mask",  # whose views double what they keep
             views_a_BCHW=compared.views_a_BCHW,
             views_b_BCHW=compared.views_b_BCHW if inputs.a is inputs.b else None,
             masks_BHW=batch.masks_BHW,

@@ -154,7 +154,10 @@ class TimmConfig(_Fields):
     def _options_are_free(cls, options: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
         taken = sorted(OWN_ARGUMENTS & options.keys())
         if taken:
-            raise ValueError(f"{taken[0]} is not free: the number of channels and the head are settings of the encoder")
+            raise ValueError(
+                f"{taken[0]} is not free: the number of channels and the head are settings of the encoder, and weights are "
+                "never loaded"
+            )
         return options
 
 

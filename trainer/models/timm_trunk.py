@@ -18,7 +18,11 @@ from data_pipeline.errors import UserError
 from trainer.memory import Checkpointing, run_blocks
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, synchronize_batch_norm
 
-OWN_ARGUMENTS = frozenset({"features_only", "in_chans", "num_classes", "pretrained"})
+# Those that the encoder decides, and those that would name weights to load: a config may come from a stranger.
+OWN_ARGUMENTS = frozenset(
+    {"features_only", "in_chans", "num_classes"}
+    | {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
+)
 
 
 def check_timm_name(name: str) -> None:

@@ -18,10 +18,15 @@ from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, m
 
 
 class SimSiamConfig(Schema):
-    """`predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks."""
+    """`predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks.
+
+    `predictor_rate`: the predictor learns at the encoder's rate, or at a rate that stays what the encoder's is at first
+    (Chen and He 2021, section 4.1).
+    """
 
     kind: Literal["simsiam"] = "simsiam"
     predictor: HeadConfig = HeadConfig(hidden_sizes=(512,), batch_norm=True)
+    predictor_rate: Literal["of_encoder", "constant"] = "of_encoder"
 
 
 def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

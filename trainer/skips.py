@@ -1,0 +1,100 @@
+"""The loop's eye on skipped steps: seen, counted, recorded for replay, without making a GPU wait."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_pipeline.sample import Batch
+from trainer.config import RunConfig
+from trainer.distributed.engine import Engine
+from trainer.nonfinite import SkippedSteps, record_nonfinite
+from trainer.objectives import Objective
+from trainer.rundir import RunDir
+from trainer.step import StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What is kept of a step until it is known whether it was skipped."""
+
+    step: int
+    epoch: int
+    index_B: Tensor
+    skipped: Tensor
+    metrics: Mapping[str, Tensor]
+    learning_rates: Mapping[str, float]
+
+
+class SkipLog:
+    """All ranks add the same steps, in order.
+
+    On the CPU whether a step was skipped is known at once. A GPU is asked about a step when the next one is under way,
+    so it never stands still for the answer; the recorded state is then one step older.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: RunConfig,
+        *,
+        device: torch.device,
+        engines: Mapping[str, Engine],
+        objective: Objective,
+        command: str,
+    ) -> None:
+        self._run_dir, self._config, self._command = run_dir, config, command
+        self._engines, self._objective = engines, objective
+        self._counts = SkippedSteps(run_dir, max_in_a_row=config.max_skipped_in_a_row)
+        self._lag = 1 if device.type == "cuda" else 0
+        self._unknown: deque[_Done] = deque()
+
+    @property
+    def total(self) -> int:
+        """The steps that were skipped since this process started."""
+        return self._counts.total
+
+    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
+        """Raises `UserError` where too many steps in a row were skipped."""
+        done = _Done(batch.step, batch.epoch, batch.index_B, output.skipped, output.metrics, learning_rates)
+        self._unknown.append(done)
+        if len(self._unknown) > self._lag:
+            self._look_at(self._unknown.popleft(), state_step=batch.step + 1)
+
+    def settle(self) -> None:
+        """After the last step."""
+        while self._unknown:
+            done = self._unknown.popleft()
+            self._look_at(done, state_step=done.step + 1)
+
+    def _look_at(self, done: _Done, *, state_step: int) -> None:
+        skipped = bool(done.skipped)
+        if skipped:
+            recorded = record_nonfinite(
+                self._run_dir,
+                step=done.step,
+                # A skipped step leaves the state of before it.
+                state_step=done.step if state_step == done.step + 1 else state_step,
+                epoch=done.epoch,
+                seed=self._config.seed,
+                index_B=done.index_B,
+                metrics=done.metrics,
+                learning_rates=done.learning_rates,
+                precision=self._config.precision,
+                command=self._command,
+                engines=self._engines,
+                objective=self._objective,
+            )
+            logger.warning(
+                "step %d was skipped: a loss or gradient was not finite%s",
+                done.step,
+                f"; python -m trainer.replay {self._run_dir.path} --step {done.step} shows where" if recorded else "",
+            )
+        self._counts.add(done.step, skipped=skipped)
