@@ -1,0 +1,253 @@
+"""A step that was not finite: it is recorded with its samples and its state, replayed in one process, and explained."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from configs import resolve_recipe
+from data_pipeline.errors import UserError
+from data_pipeline.stream import Stream, batch_indices
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair
+from trainer import replay
+from trainer.config import RunConfig
+from trainer.distributed.collectives import rank, world_size
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_nonfinite, recorded_steps
+from trainer.players import build_players, build_run_objective
+from trainer.replay import Inspector
+from trainer.rundir import RunDir, write_json
+from trainer.step import TrainingStep
+
+NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
+RATES = {"encoder": 0.01, "viewmaker": 0.001, "objective": 0.01}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=NUM_SAMPLES, num_test=20)
+
+
+def configure(data: Path, recipe: str, *overrides: str) -> RunConfig:
+    return resolve_recipe(
+        recipe,
+        [
+            f"data.train_dir={data / 'train'}",
+            f"data.test_dir={data / 'test'}",
+            "data.num_workers=0",
+            f"global_batch_size={BATCH_SIZE}",
+            "tracking.wandb=disabled",
+            *overrides,
+        ],
+    )
+
+
+def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value: float, num_steps: int) -> list[bool]:
+    """A few steps; before `BAD_STEP` one value of a parameter is overwritten. Returns which steps were skipped."""
+    run_dir = RunDir(directory)
+    players = build_players(config)
+    modules = players.trained_modules
+    engines = {
+        name: DDPEngine(each.train(), optimizer=config.player_optimizers[name]) for name, each in modules.items()
+    }
+    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    if any(parameter.requires_grad for parameter in objective.parameters()):
+        engines["objective"] = DDPEngine(objective, optimizer=config.optimizer)
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    stream = Stream(
+        config.data.train_dir,
+        read=config.data,
+        global_batch_size=config.global_batch_size,
+        seed=config.seed,
+        rank=rank(),
+        world_size=world_size(),
+        end_step=num_steps,
+    )
+    skipped = []
+    for batch in stream:
+        if batch.step == BAD_STEP:
+            player, _, name = poisoned.partition(".")
+            parameter = modules[player].get_parameter(name)
+            with torch.no_grad():
+                parameter.view(-1)[0] = value
+        output = step(batch, learning_rates=RATES)
+        skipped.append(bool(output.skipped))
+        if output.skipped:
+            record_nonfinite(
+                run_dir,
+                step=batch.step,
+                state_step=batch.step,
+                epoch=batch.epoch,
+                seed=config.seed,
+                index_B=batch.index_B,
+                metrics=output.metrics,
+                learning_rates=RATES,
+                precision=config.precision,
+                command="train",
+                engines=engines,
+                objective=objective,
+            )
+    return skipped
+
+
+def explained(
+    config: RunConfig, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the command prints."""
+    write_json(run_dir.config, config.model_dump(mode="json"))
+    command = ["replay", str(run_dir.path), "--step", str(BAD_STEP), "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", command)
+    replay.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "poisoned", "value", "found"),
+    [
+        ("debug:image", [], "encoder.trunk.layer1.0.conv1.weight", math.inf, "trunk.layer1.0.conv1 (Conv2d)"),
+        ("debug:image", [], "encoder.trunk.layer2.0.bn1.weight", 3e38, "trunk.layer2.0.bn1 ("),  # a number still
+        ("debug:image", ["memory.micro_batches=2"], "encoder.trunk.conv1.weight", math.nan, "trunk.conv1 (Conv2d)"),
+        ("debug:viewmaker", [], "viewmaker.stem.1.conv.weight", math.inf, "viewmaker.stem.1 (ConvNorm)"),
+        (
+            "debug:viewmaker",
+            ["objective.kind=simsiam", "adversary.update=alternating", "view_forwards=one"],
+            "encoder.trunk.layer3.0.conv2.weight",
+            math.inf,
+            "trunk.layer3.0.conv2 (Conv2d)",
+        ),
+    ],
+)
+def test_the_first_module_that_is_not_finite_is_named(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    overrides: list[str],
+    poisoned: str,
+    value: float,
+    found: str,
+) -> None:
+    config = configure(data, recipe, *overrides)
+    assert train_into_trouble(config, tmp_path, poisoned, value, BAD_STEP + 1) == [False] * BAD_STEP + [True]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    said = explained(config, RunDir(tmp_path), monkeypatch, capsys)
+    assert f"step {BAD_STEP}, epoch 1, seed 0: {BATCH_SIZE} samples on 1 rank" in said
+    first = next(line for line in said.splitlines() if line.startswith("going forward, the first"))
+    assert found in first
+    assert "the output of" in first
+    assert (f"before the step, {poisoned} held 1 value that is not finite" in said) == (not math.isfinite(value))
+    if math.isfinite(value):
+        assert "3e+38], its bias" in said
+    _, indices = batch_indices(NUM_SAMPLES, seed=0, step=BAD_STEP, global_batch_size=BATCH_SIZE)
+    assert f" of {BATCH_SIZE}\n" in said.partition("samples concerned: ")[2]
+    assert sum(f"{index:08d}  " in said for index in indices.tolist()) == 10
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_ranks_record_together_what_one_process_replays(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(data, "debug:image")
+    poisoned = "encoder.trunk.layer1.0.conv1.weight"
+    skipped = run_ranks(train_into_trouble, 2, config, tmp_path, poisoned, math.inf, BAD_STEP + MAX_RECORDS + 2)
+    assert skipped == [[False] * BAD_STEP + [True] * (MAX_RECORDS + 2)] * 2
+    run_dir = RunDir(tmp_path)
+    assert recorded_steps(run_dir) == list(range(BAD_STEP, BAD_STEP + MAX_RECORDS))  # and no more
+    record, states = read_record(run_dir, BAD_STEP)
+    _, indices = batch_indices(NUM_SAMPLES, seed=0, step=BAD_STEP, global_batch_size=BATCH_SIZE)
+    assert record.keys == [f"{index:08d}" for index in indices.tolist()]
+    assert record.bad_ranks == [0, 1]
+    assert {len(values.keys) for values in record.ranks} == {BATCH_SIZE // 2}
+    assert record.learning_rates == RATES
+    text = (tmp_path / "nonfinite" / f"step_{BAD_STEP:08d}" / "record.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    said = explained(config, run_dir, monkeypatch, capsys)
+    assert "on 2 ranks" in said
+    assert "the loss of ranks 0, 1 was not finite" in said
+    assert "trunk.layer1.0.conv1 (Conv2d)" in said
+
+    later, _ = read_record(run_dir, BAD_STEP + MAX_RECORDS - 1)
+    assert later.keys != record.keys
+    poison = states["encoder"]["trunk.layer1.0.conv1.weight"]
+    assert int((~poison.isfinite()).sum()) == 1
+    states["encoder"]["trunk.layer1.0.conv1.weight"] = poison.nan_to_num(posinf=0.0)
+    result = replay.replay(run_dir, record, states, device="cpu")
+    lines = "\n".join(replay.explain(record, result, device="cpu"))
+    assert "everything is finite: loss " in lines
+    assert "another number of ranks" in lines
+    assert "which these have the largest embeddings" in lines
+
+
+def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with pytest.raises(UserError, match="no record of step 3; no step of it was skipped"):
+        read_record(run_dir, 3)
+    config = configure(data, "debug:image")
+    train_into_trouble(config, run_dir.path, "encoder.trunk.conv1.weight", math.inf, BAD_STEP + 1)
+    with pytest.raises(UserError, match=f"it has those of steps {BAD_STEP}"):
+        read_record(run_dir, 3)
+    record, states = read_record(run_dir, BAD_STEP)
+    other = write_tiny_pair(tmp_path / "other", num_train=NUM_SAMPLES + 16, num_test=20)
+    write_json(run_dir.config, configure(other, "debug:image").model_dump(mode="json"))
+    with pytest.raises(UserError, match="other samples than are recorded"):
+        replay.replay(run_dir, record, states, device="cpu")
+    wider = configure(data, "debug:image", "encoder.width=8")
+    run_dir.config.unlink()
+    write_json(run_dir.config, wider.model_dump(mode="json"))
+    with pytest.raises(UserError, match="does not fit the config"):
+        replay.replay(run_dir, record, states, device="cpu")
+
+
+class Root(nn.Module):
+    """Finite at zero, where its slope is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def test_a_gradient_alone_that_is_not_finite(data: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), Root(), nn.Linear(3, 1))
+    with torch.no_grad():
+        net[0].get_parameter("weight").zero_()
+    inspector = Inspector({"net": net}, configure(data, "debug:image"), batch_size=4)
+    net(torch.ones(4, 3)).sum().backward()
+    assert inspector.forward is None
+    assert inspector.backward is not None
+    assert inspector.backward.what == "the gradient that reaches the output of net.0 (Linear)"
+    assert inspector.backward.share == 1
+    assert "reaches the output of net.1 (Root)" in inspector.backward.given
+
+
+@pytest.mark.parametrize(("micro_batches", "row", "call", "place"), [(1, 3, 0, 3), (1, 3, 1, 3), (2, 1, 3, 3)])
+def test_the_samples_of_a_row_that_is_not_finite(
+    data: Path, micro_batches: int, row: int, call: int, place: int
+) -> None:
+    """4 samples whose two views come one after the other; a part of two micro batches holds every second sample."""
+    net = nn.Linear(3, 2)
+    config = configure(data, "debug:image", f"memory.micro_batches={micro_batches}")
+    inspector = Inspector({"net": net}, config, batch_size=4)
+    for number in range(2 * micro_batches):
+        given = torch.ones(4 // micro_batches, 3)
+        if number == call:
+            given[row, 1] = math.inf
+        net(given)
+    assert inspector.forward is not None
+    assert inspector.forward.what == "the input of net (Linear)"
+    assert inspector.forward.rows == (place,)
+
+
+def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "nonfinite" / "step_00000004").mkdir(parents=True)
+    skipped = SkippedSteps(RunDir(tmp_path), max_in_a_row=3)
+    for step, bad in enumerate([True, True, False, False, True, True]):
+        skipped.add(step, skipped=bad)
+    assert (skipped.total, skipped.in_a_row) == (4, 2)
+    with pytest.raises(UserError, match=r"3 steps in a row, up to step 6; `python -m trainer.replay \S+ --step 4`"):
+        skipped.add(6, skipped=True)
