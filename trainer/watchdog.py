@@ -112,8 +112,8 @@ class Watchdog:
         """The process that watches; None where there is none."""
         return None if self._memory is None else self._sidecar.pid
 
-    def beat(self, step: int, *, doing: str, shards: Sequence[str] = ()) -> None:
-        """A sign of life: this rank begins to do something in a step, for which it reads `shards`.
+    def beat(self, step: int, *, doing: str, shards: Sequence[str] | None = None) -> None:
+        """A sign of life: this rank begins to do something in a step, for which it reads `shards` (None: as before).
 
         All ranks beat alike, so that who is behind is known by their number. Costs a few microseconds.
         """
@@ -168,13 +168,14 @@ class Watchdog:
     ) -> None:
         self.close(ending="" if error is None else "".join(traceback.format_exception(error))[-1000:])
 
-    def _write(self, doing: str, shards: Sequence[str] = ()) -> None:
+    def _write(self, doing: str, shards: Sequence[str] | None = None) -> None:
         if self._memory is None:
             return
-        named = ", ".join(shards[:_NUM_SHARDS_NAMED])
-        if len(shards) > _NUM_SHARDS_NAMED:
-            named += f" and {len(shards) - _NUM_SHARDS_NAMED} more"
         self._beats += 1
-        sidecar.write_text(self._memory, doing=doing, shards=named)
+        sidecar.write_text(self._memory, doing=doing)
+        if shards is not None:
+            more = len(shards) - _NUM_SHARDS_NAMED
+            named = ", ".join(shards[:_NUM_SHARDS_NAMED]) + (f" and {more} more" if more > 0 else "")
+            sidecar.write_text(self._memory, shards=named)
         patience = max(self._patience, self._startup_patience)
         sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience)

@@ -22,7 +22,6 @@ from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
-from trainer.config import RunConfig
 from trainer.rundir import RunDir
 from trainer.sidecar import Pulse, RankReport, Silence, name_the_culprits
 from trainer.watchdog import Watchdog, WatchdogConfig
@@ -274,7 +273,6 @@ def test_silence_is_measured_by_what_a_rank_is_used_to() -> None:
     assert silence.limit(pulse) == pytest.approx(5 * 13.1)
 
 
-@pytest.mark.skipif("watchdog" not in RunConfig.model_fields, reason="the training loop has no watchdog yet")
 def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:
     write_tiny_pair(tmp_path / "data", num_train=83, num_test=20)
     settings = {

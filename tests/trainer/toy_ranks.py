@@ -38,7 +38,7 @@ def toy_rank(rank: int, directory: Path, trouble: Callable[[], None]) -> None:
         (directory / f"sidecar_{rank}").write_text(str(watchdog.pid))
         for step in itertools.count():
             watchdog.beat(step, doing="data", shards=[SHARDS[rank]])
-            watchdog.beat(step, doing="step", shards=[SHARDS[rank]])
+            watchdog.beat(step, doing="step")
             if step == BAD_STEP and rank == CULPRIT:
                 trouble()
             dist.all_reduce(torch.ones(3))
