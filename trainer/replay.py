@@ -24,8 +24,9 @@ from data_pipeline.errors import UserError, run_command
 from data_pipeline.sample import Batch
 from data_pipeline.stream import Stream
 from trainer.config import RunConfig, read_config
-from trainer.distributed.ddp_engine import DDPEngine
+from trainer.engines import DDPConfig, build_engines
 from trainer.nonfinite import NonFiniteRecord, read_record
+from trainer.numerics import LossScale
 from trainer.players import build_players, build_run_objective
 from trainer.rundir import RunDir, open_run
 from trainer.step import StepOutput, TrainingStep
@@ -136,7 +137,7 @@ def replay(
     run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]], *, device: str
 ) -> Replay:
     """The recorded step in one process. Raises `UserError` where the dataset or the state are not those of the run."""
-    config = read_config(run_dir.config)
+    config = read_config(run_dir.config).model_copy(update={"engine": DDPConfig()})  # one process needs no more
     where = torch.device(device)
     stream = Stream(
         config.data.train_dir,
@@ -169,10 +170,9 @@ def replay(
     except (KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"the recorded state of step {record.step} does not fit the config ({reason})") from None
-    engines = {name: DDPEngine(module, optimizer=config.player_optimizers[name]) for name, module in modules.items()}
-    if any(parameter.requires_grad for parameter in objective.parameters()):
-        engines["objective"] = DDPEngine(objective, optimizer=config.optimizer)
+    engines = build_engines(config, modules, objective)
     training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    training_step.loss_scale = LossScale(enabled=False, device=where)  # a search for the scale overflows by design
     watched = {"views": players.view_policy} | modules | {"objective": objective}
     if "viewmaker" in modules:
         del watched["views"]

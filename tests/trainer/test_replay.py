@@ -18,7 +18,7 @@ from tests.tiny_data import write_tiny_pair
 from trainer import replay
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank, world_size
-from trainer.distributed.ddp_engine import DDPEngine
+from trainer.engines import build_engines
 from trainer.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_nonfinite, recorded_steps
 from trainer.players import build_players, build_run_objective
 from trainer.replay import Inspector
@@ -53,12 +53,10 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
     run_dir = RunDir(directory)
     players = build_players(config)
     modules = players.trained_modules
-    engines = {
-        name: DDPEngine(each.train(), optimizer=config.player_optimizers[name]) for name, each in modules.items()
-    }
+    for module in modules.values():
+        module.train()
     objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    if any(parameter.requires_grad for parameter in objective.parameters()):
-        engines["objective"] = DDPEngine(objective, optimizer=config.optimizer)
+    engines = build_engines(config, modules, objective)
     step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
     stream = Stream(
         config.data.train_dir,
