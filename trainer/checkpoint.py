@@ -3,144 +3,483 @@
     checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.safetensors
                                 viewmaker.safetensors  viewmaker_optimizer.safetensors  (where the views are learned)
                                 objective.safetensors  objective_optimizer.safetensors  (where it has state, learns)
+                                run.safetensors        (where the loop has state of its own: a loss scale, counters)
+                                checkpoint.json        (what must be there: each file's size and SHA-256)
     LATEST                      step_00000500
 
-A checkpoint is written beside its place, flushed to the disk and moved there by one rename; `LATEST` is replaced after
-that, and only then are older ones pruned. So a kill at any moment leaves the previous checkpoint or the new one. The
-stream needs no state of its own: its position is the step. Nothing in a checkpoint is code, and loading one runs none.
+Training stops for a copy to the memory of the host; a thread of the first rank writes that copy beside its place,
+flushes it to the disk and moves it there by one rename; `LATEST` is replaced after that, and only then are older ones
+pruned. So a kill at any moment leaves the previous checkpoint or the new one. State is filed by name and whole, so any
+number of ranks and any kind of engine takes it up. The stream needs no state of its own: its position is the step.
+Nothing in a checkpoint is code, and loading one runs none.
 """
 
 from __future__ import annotations
 
-import os
+import errno
+import logging
+import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
 
-import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data_pipeline.errors import UserError
+from trainer.checkpoint_files import (
+    INDEX_NAME,
+    SUFFIX,
+    DamagedError,
+    check_readable,
+    check_sizes,
+    check_whole,
+    flush,
+    read_tensors,
+    write_files,
+)
 from trainer.config import read_config
+from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
 from trainer.distributed.engine import Engine
 from trainer.objectives import Objective
 from trainer.players import Players, build_players
 from trainer.rundir import RunDir, write_atomically
 
-_OBJECTIVE = "objective"
-MIN_FREE_BYTES = 1 << 20  # a write that failed with less than this left failed for want of room
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_OBJECTIVE, _RUN = "objective", "run"
+_ALIGNMENT = 64  # bytes, of a tensor in the host's copy
+# The ranks that do not write wait in a collective; one a minute keeps it from timing out behind a slow disk.
+_WAIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """States in the memory of the host, once `wait` has returned; `device_seconds` is how long a GPU was busy with
+    them, then.
+    """
+
+    states: Mapping[str, Mapping[str, Tensor]]
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+    def wait(self) -> None:
+        if self.events is not None:
+            self.events[1].synchronize()
+
+    @property
+    def device_seconds(self) -> float:
+        return 0.0 if self.events is None else self.events[0].elapsed_time(self.events[1]) / 1e3
+
+
+class HostMemory:
+    """One block of the host's memory that every copy goes to: allocated once, pinned where tensors come from a GPU."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, states: Mapping[str, Mapping[str, Tensor]]) -> HostCopy:
+        """Contiguous copies; those of before are overwritten. From a GPU they only begin here, in its current stream,
+        where later kernels come after them.
+        """
+        tensors = [tensor for state in states.values() for tensor in state.values()]
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if self._block.numel() < num_bytes or (device is not None and not self._block.is_pinned()):
+            self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device is not None)
+        stream = torch.cuda.current_stream(device) if device is not None else None
+        begun = stream.record_event(_timing_event()) if stream is not None else None
+        copies: dict[str, dict[str, Tensor]] = {}
+        end = 0
+        for name, state in states.items():
+            copies[name] = {}
+            for key, tensor in state.items():
+                place = self._block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies[name][key] = place.copy_(tensor.detach(), non_blocking=True)
+                end += _aligned(tensor.nbytes)
+        done = stream.record_event(_timing_event()) if stream is not None else None
+        return HostCopy(copies, (begun, done) if begun is not None and done is not None else None)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a write ended, as the ranks tell each other; `error` None: well."""
+
+    error: str | None
+    is_user_error: bool
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints behind the back of training, one at a time, and keeps the newest `keep`.
+
+    Every rank has one, and calls `save` and `close` at the same steps. What went wrong in the thread of the first rank
+    is raised by the next of these calls, on every rank. As a context manager it closes itself; an exception in the loop
+    still finishes what is being written.
+    """
+
+    def __init__(self, run_dir: RunDir, *, keep: int) -> None:
+        self._run_dir = run_dir
+        self._keep = keep
+        self._memory = HostMemory()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._in_flight: Future[None] | None = None
+        self._step = 0  # of what is in flight
+
+    def save(
+        self,
+        step: int,
+        *,
+        engines: Mapping[str, Engine],
+        objective_state: Mapping[str, Tensor],
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Begin to write the state after `step` steps, once the save before is done. Returns after a copy to the host.
+
+        `objective_state` is `Objective.saved_state()`; `extra` is the loop's own state, equal on all ranks, of fixed
+        shapes. Raises `UserError` where the disk had no room for the save before or refused it; on the ranks that do
+        not write, SystemExit(2), so that one speaks for all. Older checkpoints stay as they are then.
+        """
+        began = time.perf_counter()
+        self._settle()
+        states = _states_of(engines, objective_state, extra or {})
+        if rank() > 0:
+            return
+        self._step = step
+        try:
+            copy = self._memory.copy(states)
+        except Exception as error:  # the others go on training: they hear of it where all ranks meet next
+            self._in_flight = Future()
+            self._in_flight.set_exception(error)
+            return
+        waited_seconds = time.perf_counter() - began
+        self._in_flight = self._thread.submit(self._write, step, copy, waited_seconds)
+
+    def close(self) -> None:
+        """Wait for what is being written; raises as `save` does."""
+        try:
+            self._settle()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The other ranks may be anywhere, so nothing is agreed on any more; and the exception at hand is the first.
+        self._thread.shutdown()
+        failure = self._in_flight.exception() if self._in_flight is not None else None
+        if failure is not None:
+            logger.warning("%s", failure)
+
+    def _settle(self) -> None:
+        """Wait until what is in flight is written, and raise on every rank what went wrong with it."""
+        while (outcome := broadcast_object(self._outcome())) is None:
+            pass
+        in_flight, self._in_flight = self._in_flight, None
+        if outcome.error is None:
+            return
+        error = in_flight.exception() if in_flight is not None else None
+        if error is not None:
+            raise error
+        if outcome.is_user_error:
+            raise SystemExit(2)
+        raise RuntimeError(f"the first rank could not write a checkpoint: {outcome.error}")
+
+    def _outcome(self) -> _Outcome | None:
+        """Of what is in flight; None if it still is after a while."""
+        if self._in_flight is None:
+            return _Outcome(None, is_user_error=False)
+        try:
+            error = self._in_flight.exception(timeout=_WAIT_SECONDS)
+        except TimeoutError:
+            logger.info("waiting for the checkpoint of step %d to be written", self._step)
+            return None
+        return _Outcome(None if error is None else str(error), isinstance(error, UserError))
+
+    def _write(self, step: int, copy: HostCopy, waited_seconds: float) -> None:
+        copy.wait()
+        began = time.perf_counter()
+        num_bytes = _write(self._run_dir, step=step, states=copy.states, keep=self._keep)
+        logger.info(
+            "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
+            step,
+            f"{num_bytes / 1e6:,.3g}",
+            max(waited_seconds, copy.device_seconds),
+            time.perf_counter() - began,
+        )
 
 
 def save_checkpoint(
-    run_dir: RunDir, *, step: int, engines: Mapping[str, Engine], objective_state: Mapping[str, torch.Tensor], keep: int
+    run_dir: RunDir, *, step: int, engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor], keep: int
 ) -> None:
-    """Write the state after `step` steps and prune all but the newest `keep` checkpoints. Call it on one rank only.
+    """Write the state after `step` steps at once, on one rank only; raises as `CheckpointWriter.save` does."""
+    copy = HostMemory().copy(_states_of(engines, objective_state, {}))
+    copy.wait()
+    _write(run_dir, step=step, states=copy.states, keep=keep)
 
-    Raises `UserError` where the disk has no room; the checkpoints before stay as they are.
+
+def restore(
+    run_dir: RunDir, engines: Mapping[str, Engine], objective: Objective, *, extra: Mapping[str, Tensor] | None = None
+) -> int:
+    """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
+
+    Returns its step, 0 where there is none yet. A damaged checkpoint is passed over, and the log says so. Raises
+    `UserError` if none is whole, or the newest is of a newer version of this project or of another architecture; on the
+    ranks that have nothing to say, SystemExit(2).
     """
-    final = run_dir.checkpoint(step)
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        for name, engine in engines.items():
-            if name != _OBJECTIVE:  # whose state is filed as a whole, below
-                safetensors.torch.save_file(_contiguous(engine.module_state()), partial / f"{name}.safetensors")
-            safetensors.torch.save_file(
-                _contiguous(engine.optimizer_state()), partial / f"{name}_optimizer.safetensors"
-            )
-        if objective_state:
-            safetensors.torch.save_file(_contiguous(objective_state), partial / f"{_OBJECTIVE}.safetensors")
-        for path in [*partial.iterdir(), partial]:
-            _flush(path)
-    except BaseException as error:
-        free_bytes = shutil.disk_usage(partial).free
-        shutil.rmtree(partial, ignore_errors=True)
-        # The writers report a full disk each in their own words, and not always as an OSError.
-        if isinstance(error, Exception) and free_bytes < MIN_FREE_BYTES:
-            before = run_dir.latest_step()
-            raise UserError(
-                f"no room on the disk for the checkpoint of step {step} in {run_dir.checkpoints}; free some and start "
-                f"again: the run goes on from {f'step {before}' if before else 'the start'}"
-            ) from error
-        raise
-    shutil.rmtree(final, ignore_errors=True)  # left by a kill between the rename and LATEST
-    partial.replace(final)
-    _flush(final.parent)
-    write_atomically(run_dir.latest, final.name + "\n")
-    for old in sorted(run_dir.checkpoints.glob("step_*"))[:-keep]:
-        shutil.rmtree(old)
-
-
-def restore(run_dir: RunDir, engines: Mapping[str, Engine], objective: Objective) -> int:
-    """Load the newest checkpoint into `engines` and `objective`; returns its step, 0 where there is none yet."""
-    step = run_dir.latest_step()
+    step = broadcast_object(_together(lambda: _newest_whole(run_dir) if rank() == 0 else None))
     if step is None:
         return 0
-    path = run_dir.checkpoint(step) / f"{_OBJECTIVE}.safetensors"
-    if path.is_file():
-        with _explained(path):
-            objective.load_saved(safetensors.torch.load_file(path))
-    for name, engine in engines.items():
-        path = run_dir.checkpoint(step) / f"{name}.safetensors"
-        optimizer_path = run_dir.checkpoint(step) / f"{name}_optimizer.safetensors"
-        with _explained(path):
-            module_state = engine.module_state() if name == _OBJECTIVE else safetensors.torch.load_file(path)
-            engine.load(module_state, safetensors.torch.load_file(optimizer_path))
+    directory = run_dir.checkpoint(step)
+    wanted = {name: engine.module_state() for name, engine in engines.items() if name != _OBJECTIVE}
+    others = {_OBJECTIVE: objective.saved_state(), _RUN: dict(extra or {})}
+    wanted |= {name: state for name, state in others.items() if state}
+    files = [*wanted, *(f"{name}_optimizer" for name in engines)]
+    states = _together(lambda: {name: _read_explained(directory, name) for name in files})
+
+    def take_up() -> None:
+        for name, state in wanted.items():
+            _check_fits(directory / f"{name}{SUFFIX}", states[name], state)
+        if _OBJECTIVE in wanted:
+            objective.load_saved(states[_OBJECTIVE])
+        for name, engine in engines.items():
+            module_state = engine.module_state() if name == _OBJECTIVE else states[name]
+            try:
+                engine.load(module_state, states[f"{name}_optimizer"])
+            except RuntimeError as error:
+                path = directory / f"{name}_optimizer{SUFFIX}"
+                raise UserError(_cannot_load(path, str(error).splitlines()[0])) from None
+        for name, tensor in wanted.get(_RUN, {}).items():
+            tensor.copy_(states[_RUN][name])
+
+    _together(take_up)
     return step
 
 
 def load_players(run_dir: RunDir, *, step: int | None = None) -> Players:
-    """The players of a run in eval mode on the CPU, at `step` or the newest checkpoint.
+    """The players of a run in eval mode on the CPU, at `step` or the newest whole checkpoint; training may go on.
 
-    Step 0 is the untrained players, rebuilt from the config and its seed. Raises `UserError` if there is no such step.
+    Step 0 is the untrained players, rebuilt from the config and its seed. Raises `UserError` if there is no such step,
+    or it cannot be loaded.
     """
     players = build_players(read_config(run_dir.config))
-    step = run_dir.latest_step() if step is None else step
+    modules = players.trained_modules
     if step is None:
-        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
-    if step > 0:
+        step = _load_newest(run_dir, modules)
+    elif step > 0:
         if not run_dir.checkpoint(step).is_dir():
-            steps = [
-                "0",
-                *sorted(path.name.removeprefix("step_").lstrip("0") for path in run_dir.checkpoints.glob("step_*")),
-            ]
-            raise UserError(
-                f"{run_dir.path} has no checkpoint of step {step}; it has those of steps {', '.join(steps)}"
-            )
-        for name, module in players.trained_modules.items():
-            _load_module(run_dir, step, name, module)
-    for module in players.trained_modules.values():
+            steps = ", ".join(map(str, [0, *_steps(run_dir)]))
+            raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has those of steps {steps}")
+        try:
+            _check_players(run_dir.checkpoint(step), modules)
+            _load_modules(run_dir.checkpoint(step), modules)
+        except DamagedError as error:
+            raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
+    for module in modules.values():
         module.eval()
     return Players(config=players.config, step=step, encoder=players.encoder, view_policy=players.view_policy)
 
 
-def _contiguous(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state as contiguous CPU tensors: the file format knows no channels_last."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-
-
-def _load_module(run_dir: RunDir, step: int, name: str, module: nn.Module) -> None:
-    path = run_dir.checkpoint(step) / f"{name}.safetensors"
-    with _explained(path):
-        module.load_state_dict(safetensors.torch.load_file(path))
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Say in one sentence that the file at `path` cannot be loaded."""
+def _load_newest(run_dir: RunDir, modules: Mapping[str, nn.Module]) -> int:
+    """Load the newest checkpoint that is whole, and return its step; one that training prunes meanwhile is no error."""
+    latest = _latest_step(run_dir)
+    step = _newest_whole(run_dir, only=modules)
+    if step is None:
+        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
     try:
-        yield
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"cannot load {path} ({reason}); remove that checkpoint or pass another --run-dir") from None
+        _load_modules(run_dir.checkpoint(step), modules)
+    except DamagedError as error:
+        if _latest_step(run_dir) == latest:
+            raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
+        return _load_newest(run_dir, modules)
+    return step
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
+    """Raises `DamagedError`, or `UserError` if the checkpoint is of other modules."""
+    for name, module in modules.items():
+        state = read_tensors(directory / f"{name}{SUFFIX}")
+        _check_fits(directory / f"{name}{SUFFIX}", state, module.state_dict())
+        module.load_state_dict(state)
+
+
+def _check_players(directory: Path, players: Collection[str]) -> None:
+    """Raises `DamagedError` unless these players can be read. A checkpoint from before there was an index has none to
+    be checked by; its files are taken as they are."""
+    files = [f"{name}{SUFFIX}" for name in players]
+    if (directory / INDEX_NAME).is_file():
+        check_whole(directory, only=files)
+    for name in files:
+        check_readable(directory / name)
+
+
+def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
+    """Step of the checkpoint to go on from: the one that `LATEST` names, or else the newest that is whole; None where
+    there is none at all. `only`: look no further than at these players.
+
+    Logs what was passed over and why. Raises `UserError` if none is whole, or a newer version wrote the first choice.
+    """
+    latest = _latest_step(run_dir)
+    steps = [step for step in reversed(_steps(run_dir)) if step != latest]
+    skipped: list[str] = []
+    for step in [latest, *steps] if latest is not None else steps:
+        directory = run_dir.checkpoint(step)
+        try:
+            if only is None:
+                check_whole(directory)
+            else:
+                _check_players(directory, only)
+        except DamagedError as error:
+            skipped.append(f"that of step {step} is damaged: {error}")
+            continue
+        break
+    else:
+        step = 0
+    if skipped and _latest_step(run_dir) != latest:  # training replaced it meanwhile
+        return _newest_whole(run_dir, only=only)
+    if skipped and not step:
+        raise UserError(
+            f"no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(skipped)}); copy one there, or pass another "
+            "--run-dir to start anew"
+        )
+    if skipped:
+        logger.warning("taking the checkpoint of step %d, because %s", step, "; ".join(skipped))
+    return step or None
+
+
+def _states_of(
+    engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor], extra: Mapping[str, Tensor]
+) -> dict[str, Mapping[str, Tensor]]:
+    """State by the name of its file; every rank calls this at the same time."""
+    states: dict[str, Mapping[str, Tensor]] = {}
+    for name, engine in engines.items():
+        if name != _OBJECTIVE:  # whose state is filed as a whole, below
+            states[name] = engine.module_state()
+        states[f"{name}_optimizer"] = engine.optimizer_state()
+    rest = {_OBJECTIVE: objective_state, _RUN: extra}
+    return states | {name: state for name, state in rest.items() if state}
+
+
+def _write(run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], keep: int) -> int:
+    """Write a checkpoint to its place, name it in `LATEST`, and prune; returns its bytes.
+
+    Raises `UserError` where the disk has no room or fails; then the checkpoints before are as they were.
+    """
+    final = run_dir.checkpoint(step)
+    partial = final.with_name(f".{final.name}.partial")
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        for left in partial.parent.glob(".step_*"):  # by a kill
+            shutil.rmtree(left)
+        partial.mkdir()
+        num_bytes = write_files(partial, step=step, states=states)
+        _remove(final)  # left by a kill between the rename and LATEST, or damaged
+        partial.replace(final)
+        flush(final.parent)
+        write_atomically(run_dir.latest, final.name + "\n")
+        flush(run_dir.path)
+        _prune(run_dir, newest=step, keep=keep)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        before = _latest_step(run_dir)
+        where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
+        going_on = f"start again: the run goes on from {f'step {before}' if before else 'the start'}"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
+        raise UserError(f"cannot write {where} ({error}); mend that and {going_on}") from error
+    return num_bytes
+
+
+def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
+    """Remove all but `keep` checkpoints up to step `newest`; a damaged one is not worth keeping, and does not count."""
+    whole = []
+    for step in _steps(run_dir):
+        if step <= newest:
+            try:
+                check_sizes(run_dir.checkpoint(step))
+                whole.append(step)
+            except DamagedError:
+                _remove(run_dir.checkpoint(step))
+    for step in whole[:-keep]:
+        _remove(run_dir.checkpoint(step))
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint so that a kill leaves it whole or not there."""
+    if directory.is_dir():
+        gone = directory.with_name(f".{directory.name}.gone")
+        directory.replace(gone)
+        shutil.rmtree(gone)
+
+
+def _steps(run_dir: RunDir) -> list[int]:
+    """Steps of all checkpoints, whole or not, ascending."""
+    matches = [re.fullmatch(r"step_(\d+)", path.name) for path in run_dir.checkpoints.glob("step_*")]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _latest_step(run_dir: RunDir) -> int | None:
+    try:
+        return run_dir.latest_step()
+    except ValueError:  # what a failing disk left of it
+        return None
+
+
+def _read_explained(directory: Path, name: str) -> dict[str, Tensor]:
+    try:
+        return read_tensors(directory / f"{name}{SUFFIX}")
+    except DamagedError as error:
+        raise UserError(_cannot_load(directory, str(error))) from None
+
+
+def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raises `UserError` with the first tensor that is in one of them only, or in another shape."""
+
+    def shape(state: Mapping[str, Tensor], name: str) -> str:
+        return f"of shape {tuple(state[name].shape)}" if name in state else "absent"
+
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        in_file, in_config = shape(found, name), shape(wanted, name)
+        if in_file != in_config:
+            raise UserError(
+                f"{path} is of another architecture ({name} is {in_file} there and {in_config} by this config); train "
+                "on with the config that it was made with, or pass another --run-dir"
+            )
+
+
+def _cannot_load(path: Path, reason: str) -> str:
+    return f"cannot load {path} ({reason}); remove that checkpoint or pass another --run-dir"
+
+
+def _together(action: Callable[[], T]) -> T:
+    """What `action` returns on this rank. Where it raises a `UserError` on any rank, all of them end: the first of
+    these raises it, the others leave quietly."""
+    result: list[T] = []
+    error: UserError | None = None
+    try:
+        result.append(action())
+    except UserError as raised:
+        error = raised
+    has_error = all_gather_object(error is not None)
+    if any(has_error):
+        raise error if error is not None and has_error.index(True) == rank() else SystemExit(2)
+    return result[0]
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
