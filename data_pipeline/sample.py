@@ -10,8 +10,8 @@ as well).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -88,6 +88,7 @@ class Batch:
             zeros where nothing was drawn.
         label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` where there is none. `label_overlay_B` is of `inputs_a`.
         bad: samples that this rank should have read for this batch and could not; others stand in their places.
+        seconds: what its making took, by stage: "read", "decode", "overlay", "transfer".
     """
 
     step: int
@@ -100,6 +101,7 @@ class Batch:
     label_base_B: torch.Tensor
     label_overlay_B: torch.Tensor
     bad: tuple[BadSample, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.index_B.numel()
@@ -139,4 +141,5 @@ class Batch:
             label_base_B=move(self.label_base_B),
             label_overlay_B=move(self.label_overlay_B),
             bad=self.bad,
+            seconds=self.seconds,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Stored:
         label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` where there is none.
         bad: by their places in the batch, the samples that could not be read: black, or one point of silence, without
             labels.
+        read_seconds: of what it took to get them, the part before anything was decoded.
     """
 
     index_B: Tensor
@@ -61,6 +63,7 @@ class Stored:
     label_base_B: Tensor
     label_overlay_B: Tensor
     bad: Mapping[int, BadSample]
+    read_seconds: float = 0.0
 
 
 class _Files(Protocol):
@@ -197,6 +200,7 @@ class SampleStore:
         """The samples at `indices`, (B,) int64, in that order. Raises `IndexError` below 0 and past the end."""
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} are not all among {len(self)}")
+        began = time.perf_counter()
         shards = np.searchsorted(self.shard_ends, indices, side="right")
         data = {shard: self._map_shard(shard) for shard in np.unique(shards).tolist()}
         # A member that is missing becomes an empty view, so that only its own decoding fails.
@@ -205,6 +209,7 @@ class SampleStore:
             for view, row in zip(map(data.__getitem__, shards.tolist()), self._rows[indices].tolist(), strict=True)
         ]
         files = {name: [sample[number] for sample in views] for number, name in enumerate(self._members)}
+        read_seconds = time.perf_counter() - began
         labels_B2, errors = _read_labels(files["json"], indices, *label_ranges(self.manifest))
         pictures_BCHW = masks_BHW = clips = None
         if "wav" in files:
@@ -238,6 +243,7 @@ class SampleStore:
             label_base_B=labels_B2[:, 0].contiguous(),
             label_overlay_B=labels_B2[:, 1].contiguous(),
             bad=bad,
+            read_seconds=read_seconds,
         )
 
     def _shard_of(self, index: int) -> int:

@@ -368,11 +368,16 @@ class _StreamedBatches(Dataset[Batch | UserError]):
             if self._fetch_ahead is not None:
                 self._fetch_ahead.at(step)
             while True:
+                began = time.perf_counter()
                 epoch, indices, passed = self._plan.at(step, bad=self._bad)
                 stored = self._store.decode(indices)
                 if not stored.bad:
                     rows = Rows.of(stored, self._store.manifest)
-                    return self._draws.cropped(rows, step=step, epoch=epoch, bad=passed)
+                    clean = self._draws.cropped(rows, step=step, epoch=epoch, bad=passed)
+                    seconds = time.perf_counter() - began
+                    return replace(
+                        clean, seconds={"read": stored.read_seconds, "decode": seconds - stored.read_seconds}
+                    )
                 self._bad |= {sample.index: sample for sample in stored.bad.values()}
         except UserError as error:
             # Returned, not raised: a DataLoader turns a worker's exception into a page of traceback.
@@ -489,17 +494,24 @@ class Stream:
 
     def __iter__(self) -> Iterator[Batch]:
         for clean in self._streamed() if self._resident is None else self._looked_up(self._resident):
-            yield self._draws.drawn(clean.to(self._device))
+            began = time.perf_counter()
+            clean = clean.to(self._device)
+            moved = time.perf_counter()
+            batch = self._draws.drawn(clean)
+            made = {"transfer": moved - began, "overlay": time.perf_counter() - moved}
+            yield replace(batch, seconds={**batch.seconds, **made})
 
     def _looked_up(self, resident: Resident) -> Iterator[Batch]:
         rows = resident.rows
         is_cuda, are_rows_there = self._device.type == "cuda", rows.index_B.device.type == self._device.type
         for step in self._steps:
+            began = time.perf_counter()
             epoch, indices, passed = self._plan.at(step, bad=resident.bad)
             row_B = torch.tensor(indices)
             if is_cuda and are_rows_there:
                 row_B = row_B.pin_memory().to(self._device, non_blocking=True)
             clean = self._draws.cropped(rows.take(row_B), step=step, epoch=epoch, bad=passed)
+            clean = replace(clean, seconds={"read": time.perf_counter() - began})
             yield clean if are_rows_there or not is_cuda else clean.pin_memory()
 
     def _streamed(self) -> Iterator[Batch]:

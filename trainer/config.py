@@ -65,7 +65,7 @@ class RunConfig(Schema):
     a ReLU that rounding pushes over zero parts them after some steps, as it parts two runs of one process.
     `view_forwards`: the two views are encoded in two forwards, as published, or in one, where batch norm sees both.
     `compile`: torch.compile makes kernels of both players; the first step then takes a minute or more.
-    `max_skipped_in_a_row`: a step whose loss or gradient is not finite is skipped; after so many running, training ends.
+    `max_skipped_in_a_row`: a step whose loss or gradient is not finite is skipped; so many in a row end training.
     A checkpoint is written every `checkpoint_every_steps` and at the end, and the newest `keep_checkpoints` are kept;
     metrics are logged every `log_every_steps`.
     """

@@ -68,12 +68,11 @@ def check_data(config: RunConfig) -> None:
         check_image_size(config.views, height=height, width=width)
     except ValueError as error:
         raise UserError(f"{train_dir}: {error}") from None
-    if config.views.kind == "viewmaker":
-        if config.views.mask != "none" and train.overlay is None:
-            raise UserError(
-                f"views.mask={config.views.mask} protects what is drawn on a picture, and nothing is drawn on those of "
-                f"{train_dir}; set views.mask=none, or build a dataset with an overlay"
-            )
+    if config.views.kind == "viewmaker" and config.views.mask != "none" and train.overlay is None:
+        raise UserError(
+            f"views.mask={config.views.mask} protects what is drawn on a picture, and nothing is drawn on those of "
+            f"{train_dir}; set views.mask=none, or build a dataset with an overlay"
+        )
     asked = "baked" if config.data.overlay == "baked" else "online"
     if train.overlay is not None and train.overlay.drawn != asked:
         raise UserError(

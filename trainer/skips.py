@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data_pipeline.sample import Batch
 from trainer.config import RunConfig
+from trainer.distributed.collectives import rank
 from trainer.distributed.engine import Engine
 from trainer.nonfinite import SkippedSteps, record_nonfinite
 from trainer.objectives import Objective
@@ -92,9 +93,9 @@ class SkipLog:
                 engines=self._engines,
                 objective=self._objective,
             )
-            logger.warning(
-                "step %d was skipped: a loss or gradient was not finite%s",
-                done.step,
-                f"; python -m trainer.replay {self._run_dir.path} --step {done.step} shows where" if recorded else "",
-            )
+            if rank() == 0:
+                look = f"; python -m trainer.replay {self._run_dir.path} --step {done.step} shows where"
+                logger.warning(
+                    "step %d was skipped: a loss or gradient was not finite%s", done.step, look if recorded else ""
+                )
         self._counts.add(done.step, skipped=skipped)

@@ -27,6 +27,7 @@ from trainer.memory import buffers_untouched, interleave
 from trainer.numerics import HeldState, LossScale, any_not_finite
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
+from trainer.timing import stage
 from trainer.views import ViewPolicy
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
@@ -200,11 +201,13 @@ class TrainingStep:
     ) -> Tensor:
         """Every engine steps, or, where `skip` or a gradient is not finite, none; returns whether it was skipped."""
         scale = self.loss_scale.scale
-        norms = {name: engine.gradient_norm() for name, engine in engines.items()}
-        not_finite = any_not_finite(norms.values())
-        skip = not_finite if skip is None else skip | not_finite
-        for name, engine in engines.items():
-            engine.step(learning_rate=learning_rates[name], skip=skip, gradient_scale=scale)
+        with stage("optimizer"):
+            norms = {name: engine.gradient_norm() for name, engine in engines.items()}
+            not_finite = any_not_finite(norms.values())
+            skip = not_finite if skip is None else skip | not_finite
+            for name, engine in engines.items():
+                engine.step(learning_rate=learning_rates[name], skip=skip, gradient_scale=scale)
+        for name in engines:
             compared.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
         return skip
 
@@ -215,7 +218,8 @@ class TrainingStep:
             views = self._two_views(batch, first=turn.first)
             embeddings = self._encode(views, turn)
             compared, loss = self._compare(batch, views, embeddings, turn)
-            turn.engine.backward(loss)
+            with stage("backward"):
+                turn.engine.backward(loss)
             return compared
 
         parts = [batch.part(number, num_parts) for number in range(num_parts)]
@@ -226,7 +230,8 @@ class TrainingStep:
         z_a_BD.requires_grad_()
         z_b_BD.requires_grad_()
         compared, loss = self._compare(batch, views, (z_a_BD, z_b_BD), turn)
-        torch.autograd.backward(loss)
+        with stage("backward"):
+            torch.autograd.backward(loss)
         for number, part in enumerate(parts):
             with self._accumulating(number < num_parts - 1):
                 views = self._two_views(part, first=turn.first) if turn.views_learn else views_by_part[number]
@@ -235,24 +240,26 @@ class TrainingStep:
                     for z_part_BD, z_BD in zip(self._encode(views, turn), (z_a_BD, z_b_BD), strict=True)
                     if z_BD.grad is not None  # an objective may not ask for one of the views
                 ]
-                turn.engine.backward(torch.stack(products).sum())
+                with stage("backward"):
+                    turn.engine.backward(torch.stack(products).sum())
         return compared
 
     def _two_views(self, batch: Batch, *, first: int) -> tuple[Tensor, Tensor]:
         """Views number `first` and `first + 1` of every sample."""
-        inputs = self._to_inputs(batch)
-        a, b = (
-            DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
-            for view in (first, first + 1)
-        )
-        # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
-        with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
-            return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
+        with stage("views"):
+            inputs = self._to_inputs(batch)
+            a, b = (
+                DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
+                for view in (first, first + 1)
+            )
+            # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
+            with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
+                return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
 
     def _encode(self, views: tuple[Tensor, Tensor], turn: Turn) -> tuple[Tensor, Tensor]:
         if turn.reversal is not None:
             views = reverse_gradient(views[0], turn.reversal), reverse_gradient(views[1], turn.reversal)
-        with self._autocast(views[0].device):
+        with stage("forward"), self._autocast(views[0].device):
             if self._config.view_forwards == "two":
                 return self._encoder(views[0]), self._encoder(views[1])
             z_a_BD, z_b_BD = self._encoder(torch.cat(views)).chunk(2)
@@ -264,7 +271,7 @@ class TrainingStep:
         """What the objective says, and the loss that goes backward: weighted, and scaled where float16 needs it."""
         views_a, views_b = (each.detach() for each in views)
         pair = ViewPair(views_a, views_b, batch.index_B, batch.step, turn.updates_state)
-        with self._autocast(views_a.device):  # losses leave it, a key encoder does not
+        with stage("forward"), self._autocast(views_a.device):  # losses leave it, a key encoder does not
             output: ObjectiveOutput = self._objective(*embeddings, pair)
         metrics = {"train/loss": output.loss.detach()}
         metrics |= {f"train/{name}": value for name, value in output.metrics.items()}

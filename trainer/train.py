@@ -30,7 +30,7 @@ from trainer.provenance import add_to_provenance, write_provenance
 from trainer.rundir import RunDir
 from trainer.skips import SkipLog
 from trainer.step import TrainingStep
-from trainer.timing import Clock
+from trainer.timing import Clock, slowest
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog, start_watchdog
 
@@ -95,7 +95,7 @@ def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: to
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
     alarms = Alarms(config.alarms)
-    clock = Clock()
+    clock = Clock(device=device, every=config.log_every_steps)
     with (
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start_step, enabled=first) as progress,
@@ -124,9 +124,9 @@ def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: to
                     logger.warning("%s", alarm)
                 metrics["train/skipped_steps"] = skipped_steps.total
                 metrics["data/bad_samples"] = bad_samples.settle()
-                metrics |= clock.read(num_samples=config.global_batch_size)
+                metrics |= all_reduce_mean_scalars(clock.read(num_samples=config.global_batch_size))
                 metrics |= {f"optim/{name}_learning_rate": rate for name, rate in rates.items()}
-                note = f"loss {metrics.get('train/loss', math.nan):.4f}"
+                note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
                 if tracker is not None:
                     tracker.log(completed, {"epoch": batch.epoch} | metrics)
             if completed % config.checkpoint_every_steps == 0 or completed == num_steps:

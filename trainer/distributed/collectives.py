@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.timing import stage
+
 T = TypeVar("T")
 
 _SHORT = 1 << 16
@@ -59,7 +61,8 @@ def all_reduce_mean_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, 
         return {}
     values = torch.stack([torch.as_tensor(scalars[name]).detach().to(_device(), torch.float64) for name in names])
     if is_distributed():
-        dist.all_reduce(values)
+        with stage("communication"):
+            dist.all_reduce(values)
     return dict(zip(names, (values / world_size()).tolist(), strict=True))
 
 
@@ -68,7 +71,8 @@ def any_rank(flag: bool) -> bool:
     if not is_distributed():
         return flag
     flags = torch.tensor(int(flag), device=_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    with stage("communication"):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
 
 
@@ -77,7 +81,8 @@ def broadcast_object(value: T, *, source: int = 0) -> T:
     if not is_distributed():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source, device=_device())
+    with stage("communication"):
+        dist.broadcast_object_list(box, src=source, device=_device())
     return box[0]
 
 
@@ -86,14 +91,16 @@ def all_gather_object(value: T) -> list[T]:
     if not is_distributed():
         return [value]
     values: list[T | None] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    with stage("communication"):
+        dist.all_gather_object(values, value)
     return cast(list[T], values)
 
 
 def barrier() -> None:
     """Wait until every rank has come here."""
     if is_distributed():
-        dist.barrier()
+        with stage("communication"):
+            dist.barrier()
 
 
 def sum_in_rank_order(x: Tensor) -> Tensor:
@@ -102,7 +109,8 @@ def sum_in_rank_order(x: Tensor) -> Tensor:
     A backend's own sum adds a number up in an order that depends on its place in the tensor; this one does not.
     """
     parts = x.new_empty((world_size(), x.numel()))
-    dist.all_gather_into_tensor(parts, x.reshape(1, -1).contiguous())
+    with stage("communication"):
+        dist.all_gather_into_tensor(parts, x.reshape(1, -1).contiguous())
     total = parts[0]
     for part in parts[1:]:
         total += part
@@ -114,14 +122,16 @@ class _AllGatherRows(torch.autograd.Function):
     def forward(ctx: Any, x_BD: Tensor) -> Tensor:
         ctx.num_rows = len(x_BD)
         gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
-        dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
+        with stage("communication"):
+            dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
         return gathered_GD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_GD: Tensor) -> Tensor:
         grad_BD = grad_GD.new_empty((ctx.num_rows, *grad_GD.shape[1:]))
-        dist.reduce_scatter_tensor(grad_BD, grad_GD.contiguous())
+        with stage("communication"):
+            dist.reduce_scatter_tensor(grad_BD, grad_GD.contiguous())
         return grad_BD
 
 
@@ -142,7 +152,8 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
     if x.device.type == "cpu" and x.numel() * world_size() <= _SHORT:
         return sum_in_rank_order(x)
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
+    with stage("communication"):
+        dist.all_reduce(total)
     return total
 
 

@@ -155,8 +155,8 @@ class TimmConfig(_Fields):
         taken = sorted(OWN_ARGUMENTS & options.keys())
         if taken:
             raise ValueError(
-                f"{taken[0]} is not free: the number of channels and the head are settings of the encoder, and weights are "
-                "never loaded"
+                f"{taken[0]} is not free: the number of channels and the head are settings of the encoder, and weights "
+                "are never loaded"
             )
         return options
 

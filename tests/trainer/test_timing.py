@@ -1,0 +1,108 @@
+"""The stages of a step: together they are the whole, and a delay put into any of them is named."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs import resolve_recipe
+from data_pipeline.resident import Rows
+from data_pipeline.store import SampleStore
+from data_pipeline.stream import Draws
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.models.encoder import Encoder
+from trainer.rundir import RunDir
+from trainer.timing import Clock, slowest, stage
+from trainer.train import train
+from trainer.views.expert_image import ExpertImage
+
+DELAY_SECONDS = 0.05
+DELAYED: dict[str, tuple[Any, str]] = {
+    "read": (SampleStore, "_map_shard"),
+    "decode": (Rows, "of"),
+    "overlay": (Draws, "drawn"),
+    "views": (ExpertImage, "forward"),
+    "forward": (Encoder, "forward"),
+    "backward": (DDPEngine, "backward"),
+    "optimizer": (DDPEngine, "step"),
+    "communication": (dist, "all_gather_into_tensor"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
+
+
+def test_an_inner_stage_is_not_counted_twice() -> None:
+    clock = Clock()
+    for _ in clock.timed([]):
+        pass
+    batches: Any = [type("Batch", (), {"seconds": {}})()]
+    for _ in clock.timed(batches):
+        with stage("forward"):
+            time.sleep(0.02)
+            with stage("communication"):
+                time.sleep(0.06)
+        metrics = clock.read(num_samples=1)
+    assert metrics["perf/communication_fraction"] == pytest.approx(0.75, abs=0.1)
+    assert metrics["perf/forward_fraction"] == pytest.approx(0.25, abs=0.1)
+    assert sum(value for name, value in metrics.items() if name.endswith("_fraction")) == pytest.approx(
+        1 + metrics["perf/data_wait_fraction"]
+    )
+
+
+def test_without_a_clock_a_stage_costs_nothing_and_is_nothing() -> None:
+    with stage("views"):
+        pass
+
+
+def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(DELAY_SECONDS)
+        return call(*arguments, **named)
+
+    return slow
+
+
+def train_with_a_delay(slow: str, data: Path, directory: Path) -> None:
+    owner, name = DELAYED[slow]
+    is_class_method = isinstance(owner, type) and isinstance(owner.__dict__.get(name), classmethod)
+    call = delayed(getattr(owner, name))
+    setattr(owner, name, staticmethod(call) if is_class_method else call)
+    config = resolve_recipe(
+        "debug:image",
+        [
+            f"data.train_dir={data / 'train'}",
+            f"data.test_dir={data / 'test'}",
+            "data.num_workers=0",
+            "data.placement=stream",
+            "encoder.width=1",
+            "encoder.batch_norm=local",
+            "global_batch_size=4",
+            "num_epochs=1",
+            "log_every_steps=20",
+            "checkpoint_every_steps=100",
+            "tracking.wandb=disabled",
+        ],
+    )
+    train(config, RunDir(directory), device=torch.device("cpu"), command="test")
+
+
+@pytest.mark.parametrize("slow", DELAYED)
+def test_a_delay_is_named(slow: str, data: Path, tmp_path: Path) -> None:
+    """50 ms in one stage of each step, on two ranks where the stage is communication."""
+    run_ranks(train_with_a_delay, 2 if slow == "communication" else 1, slow, data, tmp_path / "run")
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert slowest(metrics).startswith(slow), metrics
+    fractions = [value for name, value in metrics.items() if name.endswith("_fraction")]
+    assert sum(fractions) - metrics["perf/data_wait_fraction"] == pytest.approx(1, abs=0.05)
