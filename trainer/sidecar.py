@@ -280,7 +280,7 @@ class Rank:
         """
         state = self.state()
         text = self._dump_one(self.pid, was_stopped=state == _STATES["T"])
-        parts = [text or f"no stacks: the process is {state}, and did not answer\n"]
+        parts = [text or self.last_words() or f"no stacks: the process is {state}, and did not answer\n"]
         deadline = time.monotonic() + CHILDREN_SECONDS
         for child in _forks(self.pid):
             if time.monotonic() < deadline and _catches(child, DUMP_SIGNAL):

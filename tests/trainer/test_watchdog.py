@@ -23,7 +23,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.rundir import RunDir
-from trainer.sidecar import Pulse, RankReport, Silence, name_the_culprits
+from trainer.sidecar import Pulse, Rank, RankReport, Silence, name_the_culprits
 from trainer.watchdog import Watchdog, WatchdogConfig
 
 
@@ -198,6 +198,17 @@ def test_where_no_report_can_be_written_the_rank_ends_all_the_same(tmp_path: Pat
     stderr = (tmp_path / "stderr_0").read_text()
     assert "no sign of life" in stderr
     assert "in freeze" in stderr
+
+
+def test_what_a_process_left_when_it_was_asked_to_end_stands_for_its_answer() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    stacks = os.memfd_create("stacks")
+    watched = Rank(gone.pid, stacks=stacks)
+    assert watched.dump() == "no stacks: the process is dead, and did not answer\n"
+    os.write(stacks, b"Current thread\n")
+    assert watched.dump() == "Current thread\n"
+    os.close(stacks)
 
 
 def test_switched_off_it_starts_nothing(tmp_path: Path) -> None:
