@@ -17,19 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Accounts(TorchDispatchMode):
+class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager; what happens while it is open is counted.
 
     Attributes:
         live_bytes: of the tensors made since it was opened that are still alive; tensors that share memory count once.
         peak_bytes: the most that `live_bytes` has been.
+        recent_peak_bytes: the same since `restart_peak` was last called.
         sent_bytes: by collective, the bytes of the tensors that this process put into it.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.recent_peak_bytes = 0
         self.sent_bytes: Counter[str] = Counter()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._known: set[int] = set()
@@ -38,6 +40,10 @@ class Accounts(TorchDispatchMode):
         """Leave the memory of these tensors out (a model's parameters that an operation hands on as views)."""
         self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
         return self
+
+    def restart_peak(self) -> None:
+        """Forget the `recent_peak_bytes` so far."""
+        self.recent_peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,6 +71,7 @@ class Accounts(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, gone)
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self.live_bytes)
 
 
 def _sent(func: Any, args: tuple[Any, ...]) -> int:
