@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from data_pipeline.sample import Batch
 from trainer.config import RunConfig
-from trainer.distributed.collectives import rank
+from trainer.distributed.collectives import any_rank, rank
 from trainer.distributed.engine import Engine
 from trainer.nonfinite import SkippedSteps, record_nonfinite
 from trainer.objectives import Objective
@@ -77,7 +78,10 @@ class SkipLog:
 
     def _look_at(self, done: _Done, *, state_step: int) -> None:
         skipped = bool(done.skipped)
-        if skipped:
+        # In float16 gradients overflow by design, until the scale of the loss is found.
+        if skipped and (
+            self._config.precision != "float16" or any_rank(not math.isfinite(float(done.metrics["train/loss"])))
+        ):
             recorded = record_nonfinite(
                 self._run_dir,
                 step=done.step,

@@ -36,7 +36,7 @@ from trainer.watchdog import Watchdog, start_watchdog
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_SECONDS = 600.0  # that a slow disk may take without the watchdog's minding
+CHECKPOINT_SECONDS, CLOSING_SECONDS = 600.0, 60.0  # that a slow disk and a slow server may take
 
 
 def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
@@ -138,10 +138,12 @@ def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: to
                         extra=training_step.loss_scale.state(),
                     )
             progress.advance(note=note)
-            watchdog.beat(batch.step, doing="reading", shards=stream.shards_of(completed))
+            if completed < num_steps:
+                watchdog.beat(completed, doing="reading", shards=stream.shards_of(completed))
         skipped_steps.settle()
         with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
             checkpoints.close()
     if tracker is not None:
-        tracker.close()
+        with watchdog.patience(CLOSING_SECONDS, "closing the log"):
+            tracker.close()
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(clock.total_seconds, 1))
