@@ -3,7 +3,7 @@
     python -m benchmarks.loss_memory [--batch-sizes B ...] [--out JSON]
 
 Measured as in `benchmarks.objectives`. Time grows with the square of the batch: on one core of 2026, batch 65,536 takes
-two minutes and batch 131,072 takes eight.
+two minutes and batch 131,072 about ten.
 """
 
 from __future__ import annotations
