@@ -161,7 +161,7 @@ class CheckpointWriter:
         self._in_flight = self._thread.submit(self._write, step, copy, waited_seconds)
 
     def close(self) -> None:
-        """Wait for what is being written; raises as `save` does."""
+        """Wait for what is being written; raises as `save` does. A second call does nothing more."""
         try:
             self._settle()
         finally:
@@ -218,15 +218,6 @@ class CheckpointWriter:
             max(waited_seconds, copy.device_seconds),
             time.perf_counter() - began,
         )
-
-
-def save_checkpoint(
-    run_dir: RunDir, *, step: int, engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor], keep: int
-) -> None:
-    """Write the state after `step` steps at once, on one rank only; raises as `CheckpointWriter.save` does."""
-    copy = HostMemory().copy(_states_of(engines, objective_state, {}))
-    copy.wait()
-    _write(run_dir, step=step, states=copy.states, keep=keep)
 
 
 def restore(
