@@ -41,6 +41,7 @@ def huang(
     learning_rate: float,
     head: HeadConfig,
     embedding_size: int,
+    batch_norm: Literal["synchronized", "split"] = "synchronized",
 ) -> RunConfig:
     """A row "abcde" of Huang et al. (2023), the table of richer views: 800 epochs with batches of 512.
 
@@ -52,7 +53,12 @@ def huang(
         data=data(dataset),
         views=huang_views("abcde"),
         encoder=ResNet18SmallConfig(
-            stem_relu=False, head=head, embedding_size=embedding_size, mean=IMAGENET_MEAN, std=IMAGENET_STD
+            stem_relu=False,
+            head=head,
+            embedding_size=embedding_size,
+            batch_norm=batch_norm,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
         ),
         objective=objective,
         optimizer=SGDConfig(learning_rate=learning_rate, momentum=0.9, weight_decay=5e-4, schedule=CosineConfig()),

@@ -35,4 +35,5 @@ def _published(dataset: str) -> RunConfig:
         learning_rate=0.08,
         head=HeadConfig(hidden_sizes=(512,)),
         embedding_size=128,
+        batch_norm="split",
     )

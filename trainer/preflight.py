@@ -20,6 +20,7 @@ from data_pipeline.resident import NodeShare, shared_memory_identity
 from data_pipeline.stream import check_batch_size
 from trainer.config import DataConfig, RunConfig, difference, read_config
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
+from trainer.models.batch_norm import check_splits
 from trainer.optim import scaled_learning_rate
 from trainer.players import Players
 from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
@@ -80,6 +81,13 @@ def check_data(config: RunConfig) -> None:
             f"build it with `--overlay {asked}`, or set data.overlay={train.overlay.drawn}"
         )
     check_batch_size(train.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
+    if config.encoder.batch_norm == "split":
+        check_splits(
+            config.encoder.batch_norm_splits,
+            global_batch_size=config.global_batch_size // config.memory.micro_batches,
+            num_ranks=world_size(),
+            forwards=2 if config.view_forwards == "two" else 1,
+        )
     local_batch_size = config.global_batch_size // world_size()
     if local_batch_size % config.memory.micro_batches:
         raise UserError(

@@ -23,6 +23,7 @@ from trainer.checkpoint import CheckpointWriter, restore
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.engines import build_engines
+from trainer.models.batch_norm import settle_running_statistics
 from trainer.optim import learning_rate_at
 from trainer.players import build_players, build_run_objective
 from trainer.preflight import claim, log_start, node_share, on_first_rank, read_manifests
@@ -130,6 +131,7 @@ def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: to
                 if tracker is not None:
                     tracker.log(completed, {"epoch": batch.epoch} | metrics)
             if completed % config.checkpoint_every_steps == 0 or completed == num_steps:
+                settle_running_statistics(players.encoder)
                 with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
                     checkpoints.save(
                         completed,
