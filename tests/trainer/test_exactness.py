@@ -1,6 +1,6 @@
 """The matrix: every objective x {1, 2, 4 ranks} x {whole, chunked loss} x {gradient checkpointing off, on} x {one
-batch, micro batches}. Loss, every gradient and every buffer are those of one process, the loss in one piece, and nothing
-recomputed.
+batch, micro batches}. Loss, every gradient and every buffer are those of one process with the loss in one piece and
+nothing recomputed.
 
 Both players take part: a viewmaker and an encoder with synchronised batch norm, in the simultaneous game, in float64,
 each rank with its own part of the batch. What a micro batch changes is what batch norm sees, so a reference has as many
@@ -100,7 +100,7 @@ def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
 
     for name, engine in engines.items():
         engine.step = functools.partial(note_gradients, name)  # type: ignore[method-assign]
-    output = step(own_part(), learning_rates={"encoder": 0.0, "viewmaker": 0.0})
+    output = step(own_part(), learning_rates=dict.fromkeys(engines, 0.0))
     assert not output.skipped
     found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
     found |= {f"encoder/{name}": buffer.clone() for name, buffer in players.encoder.named_buffers()}
