@@ -99,8 +99,9 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
             "allgather_bucket_size": 1 << 24,
         }
     if stage in {1, 2}:
-        # Its norm serves its own clipping and skipping alone, but offloading insists on it.
-        zero["compute_grad_norm"] = config.offload_optimizer
+        # Its norm serves its own clipping and skipping alone, but offloading insists on it. Each piece of a gradient is
+        # summed at the rank that keeps it; the default sums all of them on all ranks, and sends twice as much.
+        zero |= {"compute_grad_norm": config.offload_optimizer, "use_multi_rank_bucket_allreduce": False}
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": 1 << 24, "stage3_param_persistence_threshold": 10_000}
     if config.offload_optimizer:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import reverse_gradient
 from trainer.config import RunConfig
+from trainer.distributed import deepspeed_engine
 from trainer.distributed.collectives import rank, world_size
 from trainer.distributed.ddp_engine import DDPEngine
 from trainer.distributed.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, check, deepspeed_dictionary
 from trainer.distributed.engine import Engine
-from trainer.optim import AdamConfig, OptimizerConfig, SGDConfig
+from trainer.optim import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig, build_optimizer
 from trainer.players import build_players, build_run_objective
 from trainer.step import TrainingStep
 
@@ -34,6 +36,7 @@ NUM_STEPS = 20
 RATES = {"encoder": 0.02, "viewmaker": 2e-3}
 SGD = SGDConfig(momentum=0.9, weight_decay=1e-4)
 ADAM = AdamConfig(weight_decay=1e-3)
+ADAMW = AdamWConfig(weight_decay=0.05)  # two groups of parameters
 Game = Literal["encoder", "simultaneous", "alternating"]
 State = dict[str, Tensor]
 
@@ -67,6 +70,7 @@ CASES = {
     for case in [
         *ONE_PLAYER,
         *TWO_PLAYERS,
+        *(Case("encoder", stage, ADAMW) for stage in (1, 3)),
         Case("encoder", 1, ADAM, offload=True),
         Case("simultaneous", 2, ADAM, offload=True),
         Case("encoder", 3, SGD, offload=True),
@@ -115,6 +119,12 @@ class Plain:
             self.optimizer = torch.optim.SGD(
                 module.parameters(), lr=1.0, momentum=optimizer.momentum, weight_decay=optimizer.weight_decay
             )
+        elif isinstance(optimizer, AdamWConfig):
+            matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+            vectors = [parameter for parameter in module.parameters() if parameter.ndim == 1]
+            self.optimizer = torch.optim.AdamW(
+                [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+            )
         else:
             assert isinstance(optimizer, AdamConfig)
             self.optimizer = torch.optim.Adam(module.parameters(), lr=1.0, weight_decay=optimizer.weight_decay)
@@ -129,7 +139,8 @@ class Plain:
         return torch.stack([p.grad.square().sum() for p in self.module.parameters() if p.grad is not None]).sum().sqrt()
 
     def step(self, *, learning_rate: float) -> None:
-        self.optimizer.param_groups[0]["lr"] = learning_rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -307,12 +318,89 @@ def who_moves(case: Case) -> dict[str, Any]:
     }
 
 
-EXCHANGED = tuple(Case("encoder", stage, ADAM) for stage in (2, 0, 1, 3))
+EXCHANGED = tuple(Case("encoder", stage, ADAMW) for stage in (2, 0, 1, 3))
 PARTS = [Case("encoder", 0), Case("simultaneous", 1), Case("simultaneous", 2), Case("encoder", 3)]
 SKIPPED = [*PARTS, Case("encoder", 2, ADAM, offload=True)]
+FUSED = [Case("simultaneous", 2), Case("encoder", 1, ADAM)]
 
 
-def do_all(real_configs: dict[str, RunConfig]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RealRun:
+    """A run as the loop trains it, and the stage that is to train it."""
+
+    config: RunConfig
+    stage: Literal[0, 1, 2, 3]
+
+
+IN_PARTS = ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]
+REAL_RUNS: dict[str, tuple[str, list[str], Literal[0, 1, 2, 3]]] = {
+    "simultaneous": ("debug:viewmaker", [], 2),
+    "alternating": ("debug:viewmaker", ["adversary.update=alternating"], 1),
+    "momentum_copy": ("debug:image", ["objective.kind=moco", "objective.queue_size=64"], 2),
+    "predictor": ("debug:viewmaker", ["objective.kind=simsiam", "adversary.freeze_step=2"], 2),
+    "predictor_in_pieces": ("debug:image", ["objective.kind=simsiam"], 3),
+    "micro_batches": ("debug:viewmaker", IN_PARTS, 2),
+    "micro_batches_in_pieces": ("debug:image", IN_PARTS, 3),
+}
+
+
+def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"]) -> dict[str, Any]:
+    """The first steps of a run on its data, as the loop takes them."""
+    config = run.config
+    built = build_players(config)
+    objective = build_run_objective(config, built.encoder, num_samples=40, device=torch.device("cpu"))
+    modules = built.trained_modules
+    optimizers: dict[str, OptimizerConfig] = {**config.player_optimizers}
+    if any(parameter.requires_grad for parameter in objective.parameters()):
+        modules["objective"], optimizers["objective"] = objective, config.optimizer
+    start = {name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in modules.items()}
+    engines: dict[str, Engine] = {}
+    for name, module in modules.items():
+        if engine == "ddp":
+            engines[name] = DDPEngine(module.train(), optimizer=optimizers[name])
+        else:
+            engines[name] = DeepSpeedEngine(
+                module.train(),
+                optimizer=optimizers[name],
+                config=DeepSpeedConfig(zero_stage=run.stage),
+                global_batch_size=16,
+            )
+    step = TrainingStep(config, engines=engines, view_policy=built.view_policy, objective=objective)
+    stream = Stream(
+        config.data.train_dir,
+        read=config.data,
+        global_batch_size=16,
+        seed=0,
+        rank=rank(),
+        world_size=world_size(),
+        end_step=4,
+    )
+    rates = {"encoder": 0.01, "objective": 0.01, "viewmaker": 1e-4}
+    losses = [step(batch, learning_rates=rates).metrics["train/loss"] for batch in stream]
+    return {"losses": torch.stack(losses), "states": states_of(engines), "start": start}
+
+
+@contextmanager
+def fused_kernels() -> Iterator[None]:
+    """The kernels that a GPU's optimizers run exist for the CPU as well."""
+
+    def fused(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(config, module)
+        optimizer.defaults["fused"] = True
+        for group in optimizer.param_groups:
+            group |= {"fused": True, "foreach": False}
+        return optimizer
+
+    with mock.patch.object(deepspeed_engine, "build_optimizer", fused):
+        yield
+
+
+def skip_and_scale_fused(case: Case) -> dict[str, Any]:
+    with fused_kernels():
+        return skip_and_scale(case)
+
+
+def do_all(real_runs: dict[str, RealRun]) -> dict[str, Any]:
     """All that is tried on two ranks: importing DeepSpeed and its compiler takes longer than a case."""
     return {
         "trained": {name: train_on_rank(case) for name, case in CASES.items()},
@@ -321,25 +409,27 @@ def do_all(real_configs: dict[str, RunConfig]) -> dict[str, Any]:
         "exchanged_from_3": exchange((EXCHANGED[3], EXCHANGED[0])),
         "parts": {case.name: accumulate(case) for case in PARTS},
         "skipped": {case.name: skip_and_scale(case) for case in SKIPPED},
+        "skipped_fused": {case.name: skip_and_scale_fused(case) for case in FUSED},
         "moves": {stage: who_moves(Case("alternating", stage)) for stage in (1, 2)},
-        "real": {update: real_steps(config, "deepspeed") for update, config in real_configs.items()},
+        "real": {name: real_steps(run, engine="deepspeed") for name, run in real_runs.items()},
+        "real_ddp": {name: real_steps(run, engine="ddp") for name, run in real_runs.items()},
     }
 
 
 @pytest.fixture(scope="module")
-def real_configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+def real_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RealRun]:
     data = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=40, num_test=20)
     given = [f"data.{split}_dir={data / split}" for split in ("train", "test")]
     given += ["data.num_workers=0", "global_batch_size=16"]
     return {
-        update: resolve_recipe("debug:viewmaker", [*given, f"adversary.update={update}"])
-        for update in ("simultaneous", "alternating")
+        name: RealRun(resolve_recipe(recipe, [*given, *overrides]), stage)
+        for name, (recipe, overrides, stage) in REAL_RUNS.items()
     }
 
 
 @pytest.fixture(scope="module")
-def ranks(real_configs: dict[str, RunConfig]) -> list[dict[str, Any]]:
-    return run_ranks(do_all, 2, real_configs, timeout_s=180)
+def ranks(real_runs: dict[str, RealRun]) -> list[dict[str, Any]]:
+    return run_ranks(do_all, 2, real_runs, timeout_s=300)
 
 
 def reference(case: Case) -> dict[str, Any]:
@@ -420,7 +510,7 @@ def test_state_goes_from_stage_to_stage(way: str, ranks: list[dict[str, Any]]) -
 
 def test_state_goes_to_ddp_in_one_process_and_back(ranks: list[dict[str, Any]]) -> None:
     saved, goes_on = (ranks[0]["exchanged"][when]["encoder"] for when in ("saved", "goes_on"))
-    engine = DDPEngine(players("encoder", seed=1)["encoder"], optimizer=ADAM)
+    engine = DDPEngine(players("encoder", seed=1)["encoder"], optimizer=ADAMW)
     engine.load(*saved)
     assert same_bits(states_of({"encoder": engine})["encoder"], saved)
     play({"encoder": engine}, "encoder", first=3, last=6)
@@ -464,64 +554,34 @@ def test_parts_of_a_batch_add_up_to_the_batch(name: str, ranks: list[dict[str, A
 @pytest.mark.parametrize("name", [case.name for case in SKIPPED])
 def test_a_skipped_step_leaves_no_trace_and_a_scaled_one_is_the_same(name: str, ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
-        found = result["skipped"][name]
+        found = dict(result["skipped"][name])
         assert not found.pop("norm").isfinite()
         assert found == {"stays": True, "no_gradient_left": True, "goes_on": True}
 
 
-def real_steps(config: RunConfig, kind: str) -> dict[str, Any]:
-    """The first steps of a run on its data, as the loop takes them."""
-    built = build_players(config)
-    engines: dict[str, Engine] = {}
-    objective = build_run_objective(config, built.encoder, num_samples=40, device=torch.device("cpu"))
-    for name, module in built.trained_modules.items():
-        optimizer = config.player_optimizers[name]
-        module.train()
-        engines[name] = (
-            DDPEngine(module, optimizer=optimizer)
-            if kind == "ddp"
-            else DeepSpeedEngine(
-                module, optimizer=optimizer, config=DeepSpeedConfig(zero_stage=2), global_batch_size=16
-            )
-        )
-    step = TrainingStep(config, engines=engines, view_policy=built.view_policy, objective=objective)
-    stream = Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=16,
-        seed=0,
-        rank=rank(),
-        world_size=world_size(),
-        end_step=4,
-    )
-    rates = {"encoder": 0.01, "viewmaker": 1e-4}
-    losses = [step(batch, learning_rates=rates).metrics["train/loss"] for batch in stream]
-    return {"losses": torch.stack(losses), "states": states_of(engines)}
+@pytest.mark.parametrize("name", [case.name for case in FUSED])
+def test_so_it_is_where_the_kernel_skips_and_scales(name: str, ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        found = dict(result["skipped_fused"][name])
+        assert not found.pop("norm").isfinite()
+        assert found == {"stays": True, "no_gradient_left": True, "goes_on": True}
 
 
-def has_no_effect(player: str, name: str) -> bool:
-    """The true gradient is zero, because an instance norm follows, and Adam makes full steps of the rounding noise."""
-    return player == "viewmaker" and name.endswith("second.norm.bias")
-
-
-@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
-def test_the_real_game_follows_one_process(
-    update: str, real_configs: dict[str, RunConfig], ranks: list[dict[str, Any]]
+@pytest.mark.parametrize("name", REAL_RUNS)
+def test_a_real_run_ends_in_the_bits_of_ddp(
+    name: str, real_runs: dict[str, RealRun], ranks: list[dict[str, Any]]
 ) -> None:
-    """Batch norm over the ranks, the contrast over the ranks and the viewmaker: trainer.step on both engines."""
-    alone, together = real_steps(real_configs[update], "ddp"), [result["real"][update] for result in ranks]
-    found = torch.stack([result["losses"] for result in together]).mean(0)
-    torch.testing.assert_close(found, alone["losses"], rtol=1e-5, atol=0)
-    untrained = build_players(real_configs[update]).trained_modules
-    for player, module in untrained.items():
-        start = module.state_dict()
-        expected, _ = alone["states"][player]
-        for result in together:
-            module_state, _ = result["states"][player]
-            for name, tensor in expected.items():
-                if not has_no_effect(player, name):
-                    way = (tensor - start[name]).float().norm()
-                    assert (module_state[name] - tensor).float().norm() <= 1e-3 * way, name
+    """On two ranks, where a sum has one order; and its losses are those of one process.
+
+    Batch norm and contrast over the ranks, both players, what an objective trains or copies, parts of a batch.
+    """
+    alone = real_steps(real_runs[name], engine="ddp")
+    found = torch.stack([result["real"][name]["losses"] for result in ranks]).mean(0)
+    torch.testing.assert_close(found, alone["losses"], rtol=1e-5, atol=1e-6)
+    for result in ranks:
+        states = result["real"][name]["states"]
+        assert same_bits(states, result["real_ddp"][name]["states"])
+        assert not same_bits(states["encoder"][0], alone["start"]["encoder"])
 
 
 def test_what_deepspeed_is_told() -> None:
