@@ -51,7 +51,9 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             self.sent_bytes[func.name().removeprefix("c10d::")] += _sent(func, args)
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        # What `torch.tensor` makes of Python's numbers is first seen as an argument.
+        given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -455,7 +455,11 @@ class _Answers(TorchDispatchMode):
                 is_mask = index is not None and index.dtype == torch.bool
                 rows += [torch.empty(index.numel(), dtype=torch.int64)] * index.dim() if is_mask else [index]
             return func(args[0], rows)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
+            # The fakes have statistics in the input's type, where the kernels have them in that of the weights.
+            result = (result[0], *(statistics.to(args[1].dtype) for statistics in result[1:]))
+        return result
 
 
 class _Phases:
@@ -476,15 +480,15 @@ class _Phases:
     def _asked(self, _: nn.Module, given: tuple[Any, ...]) -> None:
         self._before_loss = self.accounts.live_bytes
         self.accounts.restart_peak()
-        is_over = False
+        is_over, is_leaf = False, given[0].is_leaf  # a hook that held the embeddings would keep them alive
 
-        def answered(embeddings: Tensor) -> None:
+        def answered(_: Tensor) -> None:
             nonlocal is_over
             if not is_over:
                 self.loss_bytes = max(self.loss_bytes, self.accounts.recent_peak_bytes - self._before_loss)
             # Of two embeddings that an encoder made, the second hears of its gradient when the first one's is through
             # the encoder already. Those of micro batches have nothing behind them.
-            is_over = not given[0].is_leaf
+            is_over = not is_leaf
 
         for embeddings in given[:2]:
             embeddings.register_hook(answered)
