@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from pathlib import Path
 
 from configs import explain, resolve_recipe
@@ -16,13 +17,14 @@ from data_pipeline.errors import run_command
 from trainer.config import RunConfig
 from trainer.distributed.env import choose_device, destroy_process_group, init_process_group, read_env
 from trainer.memory import keep_freed_memory
+from trainer.preemption import StoppedError
 from trainer.provenance import command_line
 from trainer.rundir import RunDir
 from trainer.train import train
 
 
 def run(config: RunConfig, run_dir: Path, *, command: str) -> None:
-    """Train as the rank that the environment says this process is; alone where it says nothing."""
+    """Train as the rank that the environment says this process is; alone where it says nothing. Raises as `train`."""
     keep_freed_memory()
     world = read_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -51,7 +53,12 @@ def main() -> None:
         print(explain(arguments.config, arguments.set))
         return
     config = resolve_recipe(arguments.config, arguments.set)
-    run(config, arguments.run_dir or default_run_dir(config), command=command_line())
+    try:
+        run(config, arguments.run_dir or default_run_dir(config), command=command_line())
+    except StoppedError as stopped:
+        if stopped.is_first_rank:
+            print(stopped, file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from trainer.engines import build_engines
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.optim import learning_rate_at
 from trainer.players import build_players, build_run_objective
+from trainer.preemption import StoppedError, StopRequests
 from trainer.preflight import claim, log_start, node_share, on_first_rank, read_manifests
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.rundir import RunDir
@@ -43,16 +44,26 @@ CHECKPOINT_SECONDS, CLOSING_SECONDS = 600.0, 60.0  # that a slow disk and a slow
 def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
     """Train to the end of the config, or go on from the newest checkpoint in `run_dir`.
 
-    Every rank calls this after the process group is there. Raises `UserError` for input that cannot be trained on.
+    Every rank calls this after the process group is there. Raises `UserError` for input that cannot be trained on, and
+    `StoppedError` where a signal to some rank (see `trainer.preemption`) asked all of them to save and stop.
     """
     with (
         on_first_rank(lambda: claim(run_dir, config)) or contextlib.nullcontext(),
+        StopRequests() as stop_requests,
         start_watchdog(run_dir, config.watchdog) as watchdog,
     ):
-        _train(config, run_dir, watchdog, device=device, command=command)
+        _train(config, run_dir, stop_requests, watchdog, device=device, command=command)
 
 
-def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: torch.device, command: str) -> None:
+def _train(
+    config: RunConfig,
+    run_dir: RunDir,
+    stop_requests: StopRequests,
+    watchdog: Watchdog,
+    *,
+    device: torch.device,
+    command: str,
+) -> None:
     manifests = read_manifests(config.data)
     steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
@@ -130,7 +141,8 @@ def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: to
                 note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
                 if tracker is not None:
                     tracker.log(completed, {"epoch": batch.epoch} | metrics)
-            if completed % config.checkpoint_every_steps == 0 or completed == num_steps:
+            stops = stop_requests.agreed() and completed < num_steps
+            if completed % config.checkpoint_every_steps == 0 or completed == num_steps or stops:
                 settle_running_statistics(players.encoder)
                 with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
                     checkpoints.save(
@@ -140,6 +152,8 @@ def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: to
                         extra=training_step.loss_scale.state(),
                     )
             progress.advance(note=note)
+            if stops:
+                break
             if completed < num_steps:
                 watchdog.beat(completed, doing="reading", shards=stream.shards_of(completed))
         skipped_steps.settle()
@@ -148,4 +162,7 @@ def _train(config: RunConfig, run_dir: RunDir, watchdog: Watchdog, *, device: to
     if tracker is not None:
         with watchdog.patience(CLOSING_SECONDS, "closing the log"):
             tracker.close()
+    if completed < num_steps:
+        raise StoppedError(completed, stop_requests.signal_name)
+    if first:
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(clock.total_seconds, 1))

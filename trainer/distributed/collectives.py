@@ -76,6 +76,31 @@ def any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
+class AnyRank:
+    """Whether a flag is true on at least one rank, asked step by step and answered one step late, so that none waits.
+
+    It has a process group of its own, on gloo: the question goes beside whatever else the ranks tell each other.
+    """
+
+    def __init__(self) -> None:
+        """Every rank makes one at the same time."""
+        self._group = dist.new_group(backend="gloo") if is_distributed() else None
+        self._asked: tuple[Tensor, Any] | None = None
+
+    def next(self, flag: bool) -> bool:
+        """The answer to what was asked in the call before, False in the first one; every rank gets the same."""
+        if self._group is None:
+            return flag
+        before = self._asked
+        flags = torch.tensor(int(flag))
+        self._asked = flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if before is None:
+            return False
+        answer, work = before
+        work.wait()
+        return bool(answer)
+
+
 def broadcast_object(value: T, *, source: int = 0) -> T:
     """The picklable `value` of rank `source`, on every rank; what the other ranks pass is ignored."""
     if not is_distributed():

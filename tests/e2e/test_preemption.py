@@ -1,0 +1,91 @@
+"""A warning to any one of the ranks stops all of them after the same step, saved, and the run ends in the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.tiny_data import write_tiny_pair
+from trainer.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=64, num_test=20)
+
+
+def start(data: Path, run_dir: Path) -> subprocess.Popen[str]:
+    settings = [
+        f"data.train_dir={data / 'train'}",
+        f"data.test_dir={data / 'test'}",
+        "data.num_workers=0",
+        "global_batch_size=16",
+        f"num_epochs={NUM_STEPS // 4}",
+        "checkpoint_every_steps=1000",
+        "tracking.wandb=disabled",
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir)]
+    command += [word for setting in settings for word in ("--set", setting)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The process ids of the ranks that a torchrun started, in rank order; data servers and watchdogs are left out."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(launcher)], capture_output=True, text=True)
+    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
+    pids = [int(pid) for pid, command in lines if "launch/train.py" in command]
+
+    def rank_of(pid: int) -> int:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next(int(entry.removeprefix(b"RANK=")) for entry in environ if entry.startswith(b"RANK="))
+
+    return sorted(pids, key=rank_of)
+
+
+def wait_for_steps(run_dir: RunDir, num_steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(run_dir.read_metrics()) < num_steps:
+        assert time.monotonic() < deadline, "training did not get so far"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("warned", [0, 1])
+def test_one_warned_rank_stops_all_and_nothing_is_lost(warned: int, data: Path, tmp_path: Path) -> None:
+    undisturbed = start(data, tmp_path / "undisturbed")
+    said, _ = undisturbed.communicate(timeout=240)
+    assert undisturbed.returncode == 0, said
+
+    run_dir = RunDir(tmp_path / "stopped")
+    process = start(data, run_dir.path)
+    wait_for_steps(run_dir, 3)
+    os.kill(ranks_of(process.pid)[warned], signal.SIGUSR2)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 1
+    step = run_dir.latest_step()
+    assert step is not None
+    assert 3 <= step < NUM_STEPS
+    assert f"stopped after step {step}" in said
+    assert "StoppedError" not in said  # torchrun adds a traceback of its own
+
+    again = start(data, run_dir.path)
+    said, _ = again.communicate(timeout=240)
+    assert again.returncode == 0, said
+    assert f"going on from step {step} of {NUM_STEPS}" in said
+    expected, found = (
+        safetensors.torch.load_file(RunDir(tmp_path / name).checkpoint(NUM_STEPS) / "encoder.safetensors")
+        for name in ("undisturbed", "stopped")
+    )
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert [entry["step"] for entry in run_dir.read_metrics()] == list(range(1, NUM_STEPS + 1))
