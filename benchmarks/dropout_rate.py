@@ -1,7 +1,7 @@
 """How often a viewmaker destroys a feature, against the knob: `dropout_rate` at one budget, and the budget without it.
 
-    python -m benchmarks.dropout_rate [--train-dir DIR --test-dir DIR] [--epochs N] [--seeds S ...] [--out JSON]
-                                      [--figure PNG]
+    python -m benchmarks.dropout_rate [--train-dir DIR --test-dir DIR] [--epochs N] [--seeds S ...] [--budget B]
+                                      [--with-budgets] [--out JSON] [--figure PNG]
 
 A judge is trained by supervision on pictures without views, to tell the picture's class and the class of what was drawn
 on it. Then SimCLR trains a small encoder against a small viewmaker, once for every setting and seed. Views of the test
@@ -59,10 +59,9 @@ NUM_VIEWS = 2  # of each test picture
 MEASURED_SEED = 1_000  # of the keys of measured views, which no training uses
 DESTROYED_BELOW, KEPT_ABOVE = 0.1, 0.9
 MIN_PICTURES = 100  # that the judge reads
-GENEROUS_BUDGET = 0.2
 RATES = (0.1, 0.25, 0.5, 0.75, 1.0)
 HELD_RATE = 0.25  # at which the viewmaker was trained that is used at every rate
-BUDGETS = (0.05, 0.1, 0.4)  # without a dropout rate; at the generous budget a rate of 1 is the same
+BUDGETS = (0.05, 0.1, 0.2, 0.4)  # without a dropout rate; a rate of 1 is the same
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def wilson(share: float, num: float, *, z: float = 1.96) -> tuple[float, float]:
     """The interval of Wilson (1927) of a share of `num` draws."""
     centre = (share + z**2 / (2 * num)) / (1 + z**2 / num)
     half = z / (1 + z**2 / num) * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
-    return centre - half, centre + half
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def _mean(values: Tensor) -> float | None:
@@ -241,9 +240,9 @@ def run_config(setting: Setting, *, seed: int, num_epochs: int, directories: Map
     )
 
 
-def settings(*, with_budgets: bool) -> list[Setting]:
-    budgets = [Setting(budget) for budget in BUDGETS] if with_budgets else []
-    return [*(Setting(GENEROUS_BUDGET, rate) for rate in RATES), *budgets]
+def settings(budget: float, *, with_budgets: bool) -> list[Setting]:
+    without_rate = [Setting(other) for other in BUDGETS if other != budget] if with_budgets else []
+    return [*(Setting(budget, rate) for rate in RATES), *without_rate]
 
 
 def without_training(setting: Setting) -> list[Setting]:
@@ -281,22 +280,33 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def against_rate(results: Sequence[Mapping[str, Any]], trained: str) -> list[Mapping[str, Any]]:
+    """The results with a dropout rate and pairs drawn independently, of viewmakers that were trained so."""
+    return [
+        result
+        for result in results
+        if (setting := result["setting"])["dropout_rate"] is not None
+        and setting["dropout_pairing"] == "independent"
+        and setting["trained"] in {trained, "at this setting" if setting["dropout_rate"] == HELD_RATE else trained}
+    ]
+
+
 def fits(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The destroyed share of each feature against `dropout_rate`: of viewmakers trained at each rate, of all seeds, and
-    of those held."""
-    lines = {}
-    for title, trained in {"trained at each rate": "at this setting", "held": "at another rate"}.items():
-        chosen = [
-            result
-            for result in results
-            if result["setting"]["dropout_rate"] is not None
-            and result["setting"]["dropout_pairing"] == "independent"
-            and (result["setting"]["trained"] == trained or result["setting"]["dropout_rate"] == HELD_RATE)
-        ]
-        rates = [result["setting"]["dropout_rate"] for result in chosen]
-        for space in LABEL_SPACES:
-            lines[f"{space}, {title}"] = line_through(rates, [result[space]["destroyed"] for result in chosen])
-    return lines
+    """The destroyed share of each feature against `dropout_rate`: of viewmakers trained at each rate, of all seeds; of
+    those up to one half; and of those held."""
+    at_each = against_rate(results, "at this setting")
+    groups = {
+        "trained at each rate": at_each,
+        "trained at each rate up to 0.5": [one for one in at_each if one["setting"]["dropout_rate"] <= 0.5],
+        "held": against_rate(results, "at another rate"),
+    }
+    return {
+        f"{space}, {title}": line_through(
+            [one["setting"]["dropout_rate"] for one in group], [one[space]["destroyed"] for one in group]
+        )
+        for title, group in groups.items()
+        for space in LABEL_SPACES
+    }
 
 
 @contextmanager
@@ -317,7 +327,7 @@ def data_directories(train_dir: str | None, test_dir: str | None) -> Iterator[di
 def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: Path) -> Iterator[dict[str, Any]]:
     """First what the judge can, then a result a run; printed as they come."""
     test = read_pictures(directories["test_dir"])
-    first = run_config(settings(with_budgets=False)[0], seed=0, num_epochs=args.epochs, directories=directories)
+    first = run_config(Setting(args.budget), seed=0, num_epochs=args.epochs, directories=directories)
     judge = train_judge(first, test)
     clean = probabilities_of(judge, test, None, view=0)
     for space, p_N in clean.items():
@@ -336,7 +346,7 @@ def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: 
         }
     }
     for seed in args.seeds:
-        for setting in settings(with_budgets=seed == args.seeds[0]):
+        for setting in settings(args.budget, with_budgets=args.with_budgets and seed == args.seeds[0]):
             config = run_config(setting, seed=seed, num_epochs=args.epochs, directories=directories)
             start = time.process_time()
             run_dir = RunDir(run_dirs / f"{seed}-{setting.budget}-{setting.dropout_rate}")
@@ -360,35 +370,16 @@ def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: 
 
 def draw_figure(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The destroyed share of each feature against the rate and, beside it, against the budget."""
-
-    def chosen(trained: str, *, by_rate: bool) -> list[Mapping[str, Any]]:
-        return [
-            result
-            for result in results
-            if result["setting"]["trained"] == trained
-            and result["setting"]["dropout_pairing"] == "independent"
-            and (
-                result["setting"]["dropout_rate"] is not None
-                if by_rate
-                else result["setting"]["dropout_rate"] in {None, 1}
-            )
-        ]
-
+    trained = [one for one in results if one["setting"]["trained"] == "at this setting"]
+    by_budget = [one for one in trained if one["setting"]["dropout_rate"] in {None, 1}]
+    held = against_rate(results, "at another rate")
+    panels = (
+        ("dropout_rate", against_rate(results, "at this setting"), "dropout_rate; trained at each"),
+        ("dropout_rate", held, f"dropout_rate; one viewmaker, trained at {HELD_RATE:g}"),
+        ("budget", by_budget, "budget; no dropout_rate"),
+    )
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
-    panels = (
-        (
-            "dropout_rate",
-            chosen("at this setting", by_rate=True),
-            f"dropout_rate; trained at each, budget {GENEROUS_BUDGET:g}",
-        ),
-        (
-            "dropout_rate",
-            chosen("at another rate", by_rate=True),
-            f"dropout_rate; one viewmaker, trained at {HELD_RATE:g}",
-        ),
-        ("budget", chosen("at this setting", by_rate=False), "budget; no dropout_rate"),
-    )
     for axis, (knob, shown, title) in zip(axes, panels, strict=True):
         for space, marker in (("overlay", "o"), ("base", "s")):
             x = [result["setting"][knob] for result in shown]
@@ -411,6 +402,10 @@ def main() -> None:
     parser.add_argument("--test-dir", metavar="DIR")
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="S", help="budgets are of the first alone")
+    parser.add_argument("--budget", type=float, default=0.4, metavar="B", help="of the runs with a dropout_rate")
+    parser.add_argument(
+        "--with-budgets", action="store_true", help="also runs without a dropout_rate, of other budgets"
+    )
     parser.add_argument("--out", type=Path, metavar="JSON")
     parser.add_argument("--figure", type=Path, metavar="PNG")
     args = parser.parse_args()
