@@ -167,11 +167,10 @@ def describe(plan: Plan) -> str:
     """The plan as a table, for people."""
     shape = " x ".join(map(str, plan.input_shape))
     known = "" if plan.input_shape_is_known else ", assumed: the shards are not there"
-    parts = f"{plan.micro_batches} micro batches x {plan.micro_batch_size}"
     rows = [
         ("ranks", f"{plan.world_size}, engine {plan.engine}"),
         ("global batch", f"{plan.global_batch_size:,} samples of {shape}{known}"),
-        ("batch of a rank", f"{plan.rank_batch_size:,} = {parts}"),
+        ("batch of a rank", f"{plan.rank_batch_size:,}, {plan.micro_batch_size:,} encoded at once"),
         *((f"parameters, {player}", f"{num:,}") for player, num in plan.num_parameters.items()),
         ("", ""),
         ("memory of a rank", ""),
@@ -265,13 +264,12 @@ def _fit(planned: Plan, config: RunConfig, at: Callable[[int], Plan], *, room: i
             peaks[number] = at(number).peak_bytes
         return peaks[number] <= room
 
-    fixed_bytes = planned.resident_bytes + planned.loss_bytes  # which no cut makes smaller
-    # A first guess, because many parts take long to account for: activations go down with their size.
-    shared_bytes = (planned.peak_bytes - fixed_bytes) * planned.micro_batches
-    guesses = (place for place, number in enumerate(choices) if fixed_bytes + shared_bytes / number <= room)
-    place = next(guesses, None)
-    if place is None:
+    if planned.resident_bytes + planned.loss_bytes > room:  # which no cut makes smaller
         return Fit(None, None)
+    # A first guess, because many parts take long to account for: activations go down with their size.
+    step_bytes = planned.step_bytes * planned.micro_batches
+    guesses = (place for place, number in enumerate(choices) if planned.resident_bytes + step_bytes / number <= room)
+    place = next(guesses, len(choices) - 1)
     while place > 0 and fits(choices[place - 1]):
         place -= 1
     while place < len(choices) and not fits(choices[place]):
@@ -566,13 +564,12 @@ def _sent_by_engines(
     for player, size in gradients.items():
         alternates = player == "viewmaker" and adversary is not None and adversary.update == "alternating"
         num_times = adversary.viewmaker_steps if alternates and adversary is not None else 1
-        if stage < 0:
-            sent["_allgather_base_" if backend == "gloo" else "allreduce_"] += num_times * size
-        else:
-            sent["_reduce_scatter_base_" if stage == 3 else "allreduce_"] += num_times * size
+        summed = "_allgather_base_" if backend == "gloo" else "allreduce_"
+        by_stage = {-1: summed, 0: "allreduce_", 1: "reduce_", 2: "reduce_", 3: "_reduce_scatter_base_"}
+        sent[by_stage[stage]] += num_times * size
         if stage > 0:
             sent["_allgather_base_"] += num_times * -(-size // world_size)
-            sent["_allgather_base_" if backend == "gloo" else "allreduce_"] += num_times * 4
+            sent[summed] += num_times * 4
     return sent
 
 

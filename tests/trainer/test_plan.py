@@ -7,15 +7,20 @@ from collections import defaultdict
 
 import pytest
 import torch
+from torch import nn
 
 from configs import resolve_recipe
 from data_pipeline.errors import UserError
 from data_pipeline.sample import NO_LABEL, Batch
+from data_pipeline.schema import Schema
 from tests.gloo import run_ranks
 from trainer.accounting import Accounts
 from trainer.config import RunConfig
 from trainer.distributed.collectives import is_distributed, rank, world_size
 from trainer.distributed.ddp_engine import DDPEngine
+from trainer.distributed.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine
+from trainer.distributed.engine import Engine
+from trainer.optim import OptimizerConfig
 from trainer.plan import MARGIN, Plan, describe, plan, room_on
 from trainer.players import build_players, build_run_objective
 from trainer.step import TrainingStep
@@ -60,6 +65,14 @@ class Real:
     sent_bytes: dict[str, int]
 
 
+def build_engine(config: RunConfig, module: nn.Module, *, optimizer: OptimizerConfig) -> Engine:
+    engine: Schema = config.engine
+    if isinstance(engine, DeepSpeedConfig):
+        size = config.global_batch_size
+        return DeepSpeedEngine(module, optimizer=optimizer, config=engine, global_batch_size=size)
+    return DDPEngine(module, optimizer=optimizer)
+
+
 def measured(config: RunConfig, num_before: int = 0) -> Real:
     """A step as `trainer.train` takes it, after so many others."""
     size = config.global_batch_size // world_size()
@@ -77,7 +90,7 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
     modules = players.trained_modules | {"objective": objective}
     optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
     engines = {
-        name: DDPEngine(module, optimizer=optimizers[name])
+        name: build_engine(config, module, optimizer=optimizers[name])
         for name, module in modules.items()
         if any(parameter.requires_grad for parameter in module.parameters())
     }
@@ -117,6 +130,30 @@ def test_what_is_sent_is_what_two_ranks_send(run: str) -> None:
     # DDP plans its buckets anew, once, when a module is called again after its first backward.
     num_before = 2 if run == "viewmaker in turns" else 0
     assert [real.sent_bytes for real in run_ranks(measured, 2, config, num_before)] == [found.sent_bytes] * 2
+
+
+def zero(stage: int, *, offload: bool = False) -> RunConfig:
+    engine = DeepSpeedConfig(zero_stage=stage, offload_optimizer=offload)
+    return configure("chunked").model_copy(update={"engine": engine})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_sent_is_what_two_ranks_of_zero_send(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    config = zero(stage)
+    found = planned(config, ranks=2)
+    assert [real.sent_bytes for real in run_ranks(measured, 2, config, 1)] == [found.sent_bytes] * 2
+
+
+def test_zero_cuts_what_its_stage_says() -> None:
+    of_ddp, *by_stage = (planned(config, ranks=4) for config in (configure("chunked"), *map(zero, range(4))))
+    gradient, optimizer = of_ddp.gradient_bytes, of_ddp.optimizer_bytes
+    assert [of_stage.gradient_bytes for of_stage in by_stage] == [gradient, gradient, gradient // 4, gradient // 4]
+    assert [of_stage.optimizer_bytes for of_stage in by_stage] == [optimizer, *[optimizer // 4] * 3]
+    assert by_stage[2].step_bytes <= by_stage[1].step_bytes == of_ddp.step_bytes
+    offloaded = planned(zero(2, offload=True), ranks=4)
+    assert (offloaded.optimizer_bytes, offloaded.host_bytes) == (0, optimizer // 4 + gradient // 4)
+    assert "a least" in describe(by_stage[3])
 
 
 def test_the_parts_of_a_step_are_within_it() -> None:
