@@ -29,7 +29,17 @@ setup(
         "webdataset==1.0.2",
     ],
     extras_require={
-        "test": ["hypothesis>=6.100", "librosa>=0.10.2", "lightly", "pytest>=9", "pytest-xdist", "timm>=1.0"],
+        "test": [
+            "deepspeed==0.19.8",
+            "hypothesis>=6.100",
+            "librosa>=0.10.2",
+            "lightly",
+            "pytest>=9",
+            "pytest-xdist",
+            "timm>=1.0",
+        ],
+        "benchmarks": ["lightly", "librosa>=0.10.2", "open_clip_torch", "soxr"],
+        "deepspeed": ["deepspeed==0.19.8"],
         "timm": ["timm>=1.0"],
         "lint": ["mypy", "ruff", "types-PyYAML", "types-setuptools"],
     },

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("data_pipeline", "trainer", "configs", "launch")  # each may import those before it, and itself
-VISIBLE = {"setup.py", "README.md", "Makefile", "benchmarks", "tests", *ROOMS}
+VISIBLE = {"docs", "setup.py", "README.md", "Makefile", "benchmarks", "tests", *ROOMS}
 
 
 @cache

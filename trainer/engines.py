@@ -35,7 +35,7 @@ def check_engine(config: RunConfig) -> None:
             config.engine,
             num_players=len(config.player_optimizers),
             precision=config.precision,
-            optimizer_kinds=[optimizer.kind for optimizer in config.player_optimizers.values()],
+            optimizer_kinds=[each.kind for each in (*config.player_optimizers.values(), config.objective_optimizer)],
             copies_encoder=isinstance(config.objective, MoCoConfig),
         )
 

@@ -38,6 +38,7 @@ STEPS = {
     "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64"]),
     "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", *ALTERNATING, "adversary.viewmaker_steps=2"]),
     "instance_discrimination": ("debug:viewmaker", [*BANK, *ALTERNATING]),
+    "dropout_rate": ("debug:viewmaker", ["views.dropout_rate=0.1"]),
     "online": ("debug:viewmaker", ["data.overlay=online"]),
     "online_per_view": ("debug:image", ["data.overlay=online_per_view", "data.placement=stream"]),
     "sounds_spectral": ("debug:audio", []),
@@ -178,6 +179,24 @@ def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None
         [entry["train/loss"] for entry in RunDir(tmp_path / str(num_ranks)).read_metrics()] for num_ranks in (1, 2)
     )
     np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
+def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
+    """Both players under ZeRO 2 on two ranks; then from step 10 on one rank, with rounding for the only difference."""
+    slow = ["optimizer.learning_rate=0.003", "adversary.optimizer.learning_rate=0.0001", "checkpoint_every_steps=10"]
+    curves = {}
+    for engine in ("ddp", "deepspeed"):
+        config = configure(data, "debug:viewmaker", [f"engine.kind={engine}", *slow])
+        run_ranks(train_on_rank, 2, config, tmp_path / engine)
+        curves[engine] = [entry["train/loss"] for entry in RunDir(tmp_path / engine).read_metrics()]
+    assert len(curves["ddp"]) == NUM_STEPS
+    np.testing.assert_allclose(curves["deepspeed"], curves["ddp"], rtol=1e-4)
+    run_dir = RunDir(shutil.copytree(tmp_path / "deepspeed", tmp_path / "again"))
+    shutil.rmtree(run_dir.checkpoint(NUM_STEPS))
+    run_dir.latest.write_text(run_dir.checkpoint(10).name + "\n")
+    run_ranks(train_on_rank, 1, config, run_dir.path)
+    again = [entry["train/loss"] for entry in run_dir.read_metrics()]
+    np.testing.assert_allclose(again, curves["deepspeed"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
