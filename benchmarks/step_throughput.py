@@ -1,0 +1,214 @@
+"""What a training step costs beside its arithmetic: data, micro batches, gradient checkpointing.
+
+    python -m benchmarks.step_throughput TRAIN_DIR [--only data ...] [--rounds R] [--out JSON]
+
+TRAIN_DIR holds pictures without an online overlay (`python -m data_pipeline build cifar10_digits ...`).
+
+- data: steps on batches from the shards, against steps on one batch that stays in memory, for resident data and for a
+  stream with one worker.
+- micro batches: 16 times the batch in 16 micro batches, against the batch at once; samples a second.
+- checkpointing: ResNet-18 in its small form, every block, against none; samples a second, and the peak of what is alive
+  in forward and backward, counted exactly.
+
+The peers take turns, round by round. On a GPU the same command measures there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.record import Line, ratio_line
+from configs import simclr
+from data_pipeline.errors import run_command
+from data_pipeline.sample import Batch
+from data_pipeline.stream import Stream
+from trainer.accounting import Accounts
+from trainer.config import RunConfig
+from trainer.engines import build_engines
+from trainer.memory import keep_freed_memory
+from trainer.models.encoder import ResNet18SmallConfig
+from trainer.players import build_players, build_run_objective
+from trainer.step import TrainingStep
+
+LINES = ("data", "micro batches", "checkpointing")
+
+
+def configure(train_dir: Path, **changes: Any) -> RunConfig:
+    """`simclr:digits_small`, the overlay as it is baked into the shards, and what is asked for."""
+    config = simclr.digits_small().model_dump()
+    config["data"] |= {"train_dir": str(train_dir), "overlay": "baked"}
+    for path, value in changes.items():
+        *sections, name = path.split("__")
+        section = config
+        for each in sections:
+            section = section[each]
+        section[name] = value
+    return RunConfig.parse(config, where="benchmark")
+
+
+def step_of(config: RunConfig, device: torch.device) -> Callable[[Batch], None]:
+    """A step of training from fresh weights, as the loop does it."""
+    players = build_players(config)
+    memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+    players.encoder.to(device).to(memory_format=memory_format).train()  # type: ignore[call-overload]
+    players.view_policy.to(device)
+    objective = build_run_objective(config, players.encoder, num_samples=1, device=device)
+    engines = build_engines(config, players.trained_modules, objective)
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+
+    def run(batch: Batch) -> None:
+        step(batch, learning_rates={"encoder": 1e-3})
+
+    return run
+
+
+def batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
+    """Without an end."""
+    return iter(
+        Stream(
+            config.data.train_dir,
+            read=config.data,
+            global_batch_size=config.global_batch_size,
+            seed=0,
+            rank=0,
+            world_size=1,
+            end_step=1 << 20,
+            device=device,
+            overlay_draw=config.data.overlay_draw,
+        )
+    )
+
+
+def rate(run: Callable[[Batch], None], stream: Iterator[Batch], *, num_steps: int, device: torch.device) -> float:
+    """Samples a second over so many steps."""
+    wait_for(device)
+    start = time.perf_counter()
+    num_samples = 0
+    for batch in itertools.islice(stream, num_steps):
+        run(batch)
+        num_samples += len(batch)
+    wait_for(device)
+    return num_samples / (time.perf_counter() - start)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def data_line(train_dir: Path, device: torch.device) -> Iterator[Line]:
+    for placement, num_workers in (("auto", 0), ("stream", 1)):
+        config = configure(train_dir, data__placement=placement, data__num_workers=num_workers)
+        run, stream = step_of(config, device), batches(config, device)
+        held = next(stream)
+        run(held)
+        yield ratio_line(
+            f"training from shards, placement {placement}, {num_workers} workers",
+            {
+                "ours": lambda run=run, stream=stream: rate(run, stream, num_steps=12, device=device),  # type: ignore[misc]
+                "one batch in memory": lambda run=run, held=held: rate(  # type: ignore[misc]
+                    run, itertools.repeat(held), num_steps=12, device=device
+                ),
+            },
+            against="one batch in memory",
+            target=0.97,
+        )
+
+
+def micro_batch_line(train_dir: Path, device: torch.device) -> Line:
+    base = 64
+    small = configure(train_dir, global_batch_size=base)
+    large = configure(train_dir, global_batch_size=16 * base, memory__micro_batches=16, objective__chunk_size=512)
+    (run, stream), (run_large, stream_large) = (
+        (step_of(each, device), batches(each, device)) for each in (small, large)
+    )
+    run(next(stream))
+    return ratio_line(
+        f"a batch of {16 * base} in 16 micro batches",
+        {
+            "ours": lambda: rate(run_large, stream_large, num_steps=1, device=device),
+            f"a batch of {base} at once": lambda: rate(run, stream, num_steps=16, device=device),
+        },
+        against=f"a batch of {base} at once",
+        target=1 / 1.4,
+    )
+
+
+def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dict[str, Any]]:
+    encoder = ResNet18SmallConfig().model_dump()
+    plain = configure(train_dir, encoder=encoder, global_batch_size=64)
+    saving = configure(train_dir, encoder=encoder, global_batch_size=64, memory__encoder_checkpointing=1)
+    batch = next(batches(plain, device))
+    runs = {"ours": step_of(saving, device), "nothing computed again": step_of(plain, device)}
+    peaks = {}
+    for name, run in runs.items():
+        run(batch)
+        with Accounts() as accounts:
+            run(batch)
+        peaks[name] = accounts.peak_bytes
+    line = ratio_line(
+        "gradient checkpointing of every block, ResNet-18, batch 64",
+        {
+            name: lambda run=run: rate(run, itertools.repeat(batch), num_steps=1, device=device)  # type: ignore[misc]
+            for name, run in runs.items()
+        },
+        against="nothing computed again",
+        target=1 / 1.35,
+    )
+    memory = {
+        "line": "peak of what is alive in such a step, with checkpointing over without",
+        "ratio": record.rounded(peaks["ours"] / peaks["nothing computed again"]),
+        "target": {"at_most": 0.5},
+        "met": peaks["ours"] <= 0.5 * peaks["nothing computed again"],
+        "bytes": peaks,
+    }
+    return line, memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train_dir", type=Path, metavar="TRAIN_DIR")
+    parser.add_argument("--only", nargs="+", choices=LINES, default=LINES, metavar="LINE", help=", ".join(LINES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, metavar="JSON")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    keep_freed_memory()
+    results: list[dict[str, Any]] = []
+
+    def add(result: dict[str, Any]) -> None:
+        results.append(result)
+        if "medians" in result:
+            print(record.table(result), flush=True)
+        else:
+            verdict = "met" if result["met"] else "NOT MET"
+            print(f"{result['line']}\n  ratio {result['ratio']:g}, target at most 0.5: {verdict}", flush=True)
+
+    if "data" in arguments.only:
+        for line in data_line(arguments.train_dir, device):
+            add(record.measure(line, num_rounds=arguments.rounds))
+    if "micro batches" in arguments.only:
+        add(record.measure(micro_batch_line(arguments.train_dir, device), num_rounds=arguments.rounds))
+    if "checkpointing" in arguments.only:
+        line, memory = checkpointing_line(arguments.train_dir, device)
+        add(record.measure(line, num_rounds=arguments.rounds))
+        add(memory)
+    if arguments.out is not None:
+        circumstances = record.circumstances(packages=["torch"])
+        arguments.out.write_text(
+            json.dumps(circumstances | {"device": str(device), "results": results}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    run_command(main)
