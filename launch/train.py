@@ -7,17 +7,21 @@ torchrun --standalone --nproc-per-node 2 launch/train.py --config debug:image
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
 from pathlib import Path
 
 from configs import explain, resolve_recipe
-from data_pipeline.errors import run_command
+from data_pipeline.errors import UserError, run_command
 from trainer.config import RunConfig
+from trainer.distributed.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
 from trainer.distributed.env import choose_device, destroy_process_group, init_process_group, read_env
 from trainer.memory import keep_freed_memory
+from trainer.plan import describe, plan
 from trainer.preemption import StoppedError
+from trainer.preflight import read_manifests
 from trainer.provenance import command_line
 from trainer.rundir import RunDir
 from trainer.train import train
@@ -36,6 +40,31 @@ def run(config: RunConfig, run_dir: Path, *, command: str) -> None:
         destroy_process_group()
 
 
+def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
+    """The plan of a run on so many ranks, of its dataset where that is there, and what DeepSpeed would be told."""
+    try:
+        manifest = read_manifests(config.data).train
+    except UserError:
+        manifest = None
+    planned = plan(
+        config,
+        world_size=world_size,
+        num_samples=None if manifest is None else manifest.num_samples,
+        input_shape=None if manifest is None else manifest.input_shape,
+        device_gigabytes=device_gigabytes,
+    )
+    print(describe(planned))
+    if isinstance(config.engine, DeepSpeedConfig):
+        told = deepspeed_dictionary(config.engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
+        print(f"\nDeepSpeed is told\n{json.dumps(told, indent=2)}")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
 def default_run_dir(config: RunConfig) -> Path:
     return Path("runs") / f"{config.name}-seed{config.seed}"
 
@@ -48,11 +77,22 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
     parser.add_argument("--explain", action="store_true", help="print every setting and where it came from, and stop")
+    parser.add_argument("--plan", action="store_true", help="print what the run would take of memory and net, and stop")
+    parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="of the plan; default: 1")
+    parser.add_argument(
+        "--tasks-per-node", type=_positive, default=1, metavar="N", help="ranks, of the plan; default: 1"
+    )
+    parser.add_argument("--gpu-gigabytes", type=float, metavar="GB", help="memory into which the plan fits a batch")
     arguments = parser.parse_args()
     if arguments.explain:
         print(explain(arguments.config, arguments.set))
         return
     config = resolve_recipe(arguments.config, arguments.set)
+    if arguments.plan:
+        print_plan(
+            config, world_size=arguments.nodes * arguments.tasks_per_node, device_gigabytes=arguments.gpu_gigabytes
+        )
+        return
     try:
         run(config, arguments.run_dir or default_run_dir(config), command=command_line())
     except StoppedError as stopped:

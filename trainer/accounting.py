@@ -50,7 +50,7 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            self.sent_bytes[func.name().removeprefix("c10d::")] += _sent(func, args)
+            self.sent_bytes[func.name().removeprefix("c10d::").strip("_").removesuffix("_base")] += _sent(func, args)
         # What `torch.tensor` makes of Python's numbers is first seen as an argument.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}

@@ -564,11 +564,11 @@ def _sent_by_engines(
     for player, size in gradients.items():
         alternates = player == "viewmaker" and adversary is not None and adversary.update == "alternating"
         num_times = adversary.viewmaker_steps if alternates and adversary is not None else 1
-        summed = "_allgather_base_" if backend == "gloo" else "allreduce_"
-        by_stage = {-1: summed, 0: "allreduce_", 1: "reduce_", 2: "reduce_", 3: "_reduce_scatter_base_"}
+        summed = "allgather" if backend == "gloo" else "allreduce"
+        by_stage = {-1: summed, 0: "allreduce", 1: "reduce", 2: "reduce", 3: "reduce_scatter"}
         sent[by_stage[stage]] += num_times * size
         if stage > 0:
-            sent["_allgather_base_"] += num_times * -(-size // world_size)
+            sent["allgather"] += num_times * -(-size // world_size)
             sent[summed] += num_times * 4
     return sent
 

@@ -124,5 +124,5 @@ def sent() -> dict[str, int]:
 
 def test_what_a_rank_puts_into_collectives() -> None:
     """Rows forward and a whole gradient backward; long sums are reduced, short ones gathered."""
-    expected = {"_allgather_base_": 3 * 5 * 8 + 7 * 4, "_reduce_scatter_base_": 2 * 3 * 5 * 8, "allreduce_": 400_000}
+    expected = {"allgather": 3 * 5 * 8 + 7 * 4, "reduce_scatter": 2 * 3 * 5 * 8, "allreduce": 400_000}
     assert run_ranks(sent, 2) == [expected, expected]
