@@ -15,12 +15,12 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-
 from data_pipeline.errors import UserError
+from trainer.distributed import meeting
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection holds the port by chance.
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
+_NUM_PORTS_TRIED, _NEXT_PORT = 16, 769  # far from the ports of the next job ids
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class WorldEnv:
     """This process among all: `rank` of `world_size`, `local_rank` of the `local_world_size` on node `node_rank`.
 
     `master_addr` and `master_port` are where rank 0 listens ("" and 0 for a single process). `sources` names, for each
-    of these fields, the variable it was read from.
+    of these fields, the variable it was read from. Where the port was not given but derived from a Slurm job, `start`
+    tells this start of this job from all others, and rank 0 may as well listen at one of the `ports` after the first.
+    `cpus_asked_for` is the number of cores that Slurm was asked for each task; None where nobody says.
     """
 
     rank: int
@@ -48,6 +51,20 @@ class WorldEnv:
     master_port: int
     launcher: Literal["none", "torchrun", "slurm"]
     sources: Mapping[str, str]
+    start: str = ""
+    cpus_asked_for: int | None = None
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Where rank 0 may listen, in the order in which it tries."""
+        if not self.start:
+            return (self.master_port,)
+        offset = self.master_port - _FIRST_SLURM_PORT
+        tried = (offset + _NEXT_PORT * i for i in range(_NUM_PORTS_TRIED))
+        return tuple(_FIRST_SLURM_PORT + one % _NUM_SLURM_PORTS for one in tried)
+
+
+_WITHOUT_SOURCE = {"launcher", "sources", "start", "cpus_asked_for"}
 
 
 def read_env(environ: Mapping[str, str]) -> WorldEnv:
@@ -63,7 +80,7 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
         world = _read_slurm(environ)
     else:
         default = "default (in a Slurm job, but not under srun)" if "SLURM_JOB_ID" in environ else "default"
-        sources = {field.name: default for field in fields(WorldEnv) if field.name not in {"launcher", "sources"}}
+        sources = {name: default for name in (field.name for field in fields(WorldEnv)) if name not in _WITHOUT_SOURCE}
         return WorldEnv(0, 1, 0, 1, 0, "", 0, "none", sources)
     _check_ranges(world)
     return world
@@ -91,21 +108,25 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
     """Join all ranks (gloo on the CPU, NCCL on GPUs), then log the rank table on rank 0.
 
     A single process joins nothing, so it needs no port and no network. `timeout_seconds` bounds the wait for the other
-    ranks here, and each collective later. Raises `UserError` if the port is taken or the ranks do not meet.
+    ranks here, and each collective later. A derived port that is taken is passed over for the next one. Each rank
+    compares the cores it may run on with those it asked for, and rank 0 warns in one line. Raises `UserError` if a
+    given port is taken or the ranks do not meet.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.world_size > 1:
         try:
+            store = _meet(world, timeout_seconds=timeout_seconds) if world.start else None
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                init_method=f"tcp://{world.master_addr}:{world.master_port}",
+                init_method=None if store else f"tcp://{world.master_addr}:{world.master_port}",
+                store=store,
                 rank=world.rank,
                 world_size=world.world_size,
                 timeout=timedelta(seconds=timeout_seconds),
                 device_id=device if device.type == "cuda" else None,
             )
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
+        except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
             raise UserError(_explain(error, world, timeout_seconds)) from error
     row = _RankRow(
         rank=world.rank,
@@ -114,6 +135,7 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
         local_rank=world.local_rank,
         device=str(device),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus_asked_for=world.cpus_asked_for,
         sources=_describe(world.sources),
     )
     rows = [row]
@@ -124,6 +146,29 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
     if world.rank == 0:
         for line in _rank_table(rows, world.launcher):
             logger.info(line)
+        if short := [row for row in rows if row.cpus_asked_for is not None and row.cpus < row.cpus_asked_for]:
+            logger.warning(_too_few_cores(short))
+
+
+def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
+    """The TCPStore of all ranks, once all are there: on rank 0 at a port of the system's choice, which the others learn
+    at one of `world.ports`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # absent from torch's annotations
+    if world.rank > 0:
+        port = meeting.ask(world.master_addr, world.ports, token=world.start, timeout_seconds=timeout_seconds)
+        store = tcp_store(world.master_addr, port, world.world_size, is_master=False, timeout=timeout)
+        store.set(f"met/{world.rank}", "")
+        return store
+    # Rank 0 may not wait for the others before they can learn its port.
+    store = tcp_store(world.master_addr, 0, world.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    with meeting.answering(world.ports, token=world.start, answer=store.port) as port:
+        if port != world.master_port:
+            host = socket.gethostname()
+            logger.info("port %d is in use on %s, so the ranks meet at %d", world.master_port, host, port)
+        store.wait([f"met/{rank}" for rank in range(1, world.world_size)], timeout)
+    return store
 
 
 def destroy_process_group() -> None:
@@ -134,7 +179,8 @@ def destroy_process_group() -> None:
 
 @dataclass(frozen=True)
 class _RankRow:
-    """One line of the rank table; `cpus` is the number of cores that this process may run on."""
+    """One line of the rank table; `cpus` is the number of cores that this process may run on, if known with the number
+    that was asked for."""
 
     rank: int
     node: int
@@ -142,7 +188,16 @@ class _RankRow:
     local_rank: int
     device: str
     cpus: int
+    cpus_asked_for: int | None
     sources: str
+
+
+def _too_few_cores(rows: list[_RankRow]) -> str:
+    ranks = ", ".join(f"{row.rank} ({row.cpus} of {row.cpus_asked_for} on {row.host})" for row in rows)
+    return (
+        f"fewer cores than the job asked for (SLURM_CPUS_PER_TASK): rank {ranks}; the data will come more slowly: srun "
+        "needs --cpus-per-task too, and the node that many cores"
+    )
 
 
 def _describe(sources: Mapping[str, str]) -> str:
@@ -239,7 +294,14 @@ def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
         master_port=master_port,
         launcher="slurm",
         sources=names,
+        start="" if "MASTER_PORT" in environ else _start(environ),
+        cpus_asked_for=_whole(environ, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environ else None,
     )
+
+
+def _start(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return "/".join(["feature-dropout", *(environ.get(name, "0") for name in names)])
 
 
 def first_host(nodelist: str) -> str:

@@ -21,6 +21,7 @@ from trainer.distributed.env import (
     init_process_group,
     read_env,
 )
+from trainer.distributed.meeting import answering
 
 ROOT = Path(__file__).parents[3]
 
@@ -222,6 +223,17 @@ def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess
     )
 
 
+def start_slurm_task(rank: int, **more: str) -> subprocess.Popen[str]:
+    """A rank of two that finds its port as under srun, on this machine."""
+    environ = clean_environment() | SRUN_TASK | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    environ |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
+    environ |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} | more
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK_PROGRAM], env=environ, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -257,6 +269,54 @@ def test_taken_port_is_one_sentence_and_exit_status_2() -> None:
     assert f"port {port} on" in last[0]
     assert "MASTER_PORT" in last[0]
     assert "torchrun --standalone" in last[0]
+
+
+def test_ports_after_the_first_lie_apart_and_in_the_range() -> None:
+    ports = read_env(SRUN_TASK).ports
+    assert len(set(ports)) == len(ports) > 1
+    assert ports[0] == read_env(SRUN_TASK).master_port
+    assert all(20_000 <= port < 32_000 for port in ports)
+    assert not set(ports) & set(read_env(SRUN_TASK | {"SLURM_JOB_ID": "4712"}).ports)
+    assert read_env(SRUN_TASK | {"MASTER_PORT": "1234"}).ports == (1234,), "a port that was given is kept to"
+
+
+def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
+    """One port is held by who says nothing, one by another job's rank 0; and one core too few is said once."""
+    first, second, third, *_ = read_env(SRUN_TASK).ports
+    cores = len(os.sched_getaffinity(0))
+    with socket.create_server(("", first)), answering([second], token="another/job", answer=1):
+        ranks = [start_slurm_task(rank, SLURM_CPUS_PER_TASK=str(cores + rank)) for rank in range(2)]
+        outputs = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    said = outputs[0][0].splitlines()
+    assert said[0] == f"port {first} is in use on {socket.gethostname()}, so the ranks meet at {third}"
+    warnings = [line for line in said if "fewer cores" in line]
+    assert len(warnings) == 1
+    assert f"rank 1 ({cores} of {cores + 1} on {socket.gethostname()})" in warnings[0]
+
+
+def test_a_slurm_task_whose_rank_0_never_comes_says_so() -> None:
+    rank_1 = start_slurm_task(1, TIMEOUT="2")
+    _, stderr = rank_1.communicate(timeout=60)
+    assert rank_1.returncode == 2
+    assert "rank 1 of 2 on" in stderr
+    assert "did not meet the others at 127.0.0.1:" in stderr
+
+
+def test_a_slurm_rank_0_does_not_wait_for_ever() -> None:
+    rank_0 = start_slurm_task(0, TIMEOUT="2")
+    _, stderr = rank_0.communicate(timeout=60)
+    assert rank_0.returncode == 2
+    assert "rank 0 of 2 on" in stderr
+
+
+def test_no_free_port_is_one_sentence() -> None:
+    with (
+        socket.create_server(("", 0)) as holder,
+        pytest.raises(UserError, match="all in use"),
+        answering([holder.getsockname()[1]], token="t", answer=1),
+    ):
+        pass
 
 
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
