@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +21,25 @@ from trainer.preflight import Manifests
 from trainer.rundir import RunDir, write_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SNAPSHOT_FILE = "snapshot.json"  # beside the packages of a snapshot of the code
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that runs: its commit and what was changed since; None where there is no git. A snapshot has a hash."""
+
+    git_commit: str | None
+    git_diff: str | None
+    snapshot_sha256: str | None = None
+
+
+def this_code() -> Code:
+    """A snapshot says for itself what it was taken from: a repository around it may have moved on since."""
+    told = REPOSITORY / SNAPSHOT_FILE
+    if told.is_file():
+        return Code(**json.loads(told.read_text()))
+    return Code(git_commit=_git("rev-parse", "HEAD"), git_diff=_git("diff", "HEAD"))
 
 
 def write_provenance(
@@ -28,7 +47,8 @@ def write_provenance(
 ) -> None:
     """Write provenance.json; a restart keeps what the first start wrote and adds itself to `starts`."""
     earlier: dict[str, Any] = json.loads(run_dir.provenance.read_text()) if run_dir.provenance.is_file() else {}
-    diff = _git("diff", "HEAD")
+    code = this_code()
+    diff = code.git_diff
     start = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "start_step": start_step,
@@ -36,13 +56,17 @@ def write_provenance(
         "world_size": world_size,
         "host": platform.node(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
-        "git_commit": _git("rev-parse", "HEAD"),
+        "git_commit": code.git_commit,
+        "snapshot_sha256": code.snapshot_sha256,
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
     }
     if diff:
         run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n")
     first = earlier or {
-        **{name: start[name] for name in ("command", "git_commit", "started_at", "host", "world_size")},
+        **{
+            name: start[name]
+            for name in ("command", "git_commit", "snapshot_sha256", "started_at", "host", "world_size")
+        },
         "git_dirty": bool(diff),
         "seed": config.seed,
         "cpu": cpu_name(),

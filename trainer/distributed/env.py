@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
 from data_pipeline.errors import UserError
 from trainer.distributed import meeting
 

@@ -1,8 +1,8 @@
 """Where the ranks of a Slurm job find rank 0, although any port that all of them can derive may be taken.
 
 Rank 0 stands at the first free one of some derived ports and tells who asks the port of the real store, which the
-system chose. The others ask at these ports in turn. An answer counts only with this start's own token, so another job, an
-earlier start of this one, or whatever else listens there is passed over.
+system chose. The others ask at these ports in turn. An answer counts only with this start's own token, so another job,
+an earlier start of this one, or whatever else listens there is passed over.
 """
 
 from __future__ import annotations
