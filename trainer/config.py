@@ -64,7 +64,8 @@ class RunConfig(Schema):
     inside encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits; in less,
     a ReLU that rounding pushes over zero parts them after some steps, as it parts two runs of one process.
     `view_forwards`: the two views are encoded in two forwards, as published, or in one, where batch norm sees both.
-    `compile`: torch.compile makes kernels of both players; the first step then takes a minute or more.
+    `compile`: torch.compile makes kernels of the encoder (of the viewmaker's padding it makes none that run); the first
+    step then takes a minute or more.
     `max_skipped_in_a_row`: a step whose loss or gradient is not finite is skipped; so many in a row end training.
     A checkpoint is written every `checkpoint_every_steps` and at the end, and the newest `keep_checkpoints` are kept;
     metrics are logged every `log_every_steps`.

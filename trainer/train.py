@@ -75,8 +75,7 @@ def _train(
     objective = build_run_objective(config, players.encoder, num_samples=manifests.train.num_samples, device=device)
     engines = build_engines(config, players.trained_modules, objective)
     if config.compile:
-        for player in players.trained_modules.values():
-            player.compile()
+        players.encoder.compile()
     training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
     start_step = restore(run_dir, engines, objective, extra=training_step.loss_scale.state())
     log_start(config, players, manifests.train, device=device, start_step=start_step, num_steps=num_steps)

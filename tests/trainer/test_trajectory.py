@@ -212,6 +212,17 @@ def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
     np.testing.assert_allclose(losses["fast"][:2], losses["plain"][:2], rtol=0.03)
 
 
+def test_a_compiled_encoder_trains_alike(data: Path, tmp_path: Path) -> None:
+    losses = {}
+    for name in ("false", "true"):
+        config = configure(data, "debug:image", [f"compile={name}", "num_epochs=1", "encoder.width=2"])
+        train_on_rank(config, tmp_path / name)
+        losses[name] = [entry["train/loss"] for entry in RunDir(tmp_path / name).read_metrics()]
+    np.testing.assert_allclose(losses["true"], losses["false"], rtol=1e-4)
+    state = safetensors.torch.load_file(RunDir(tmp_path / "true").checkpoint(5) / "encoder.safetensors")
+    assert state.keys() == build_players(config).encoder.state_dict().keys()
+
+
 def test_expert_views_are_the_same_in_bfloat16(data: Path) -> None:
     views = []
     for overrides in ([], ["precision=bfloat16"]):

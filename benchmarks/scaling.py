@@ -1,0 +1,152 @@
+"""Two processes that train together, against two that train apart at the same moment; and what they send.
+
+    python -m benchmarks.scaling [--batch-size B] [--rounds R] [--out JSON]
+
+Each process has one core to itself and B samples of the batch; encoder, views and loss are those of
+`simclr:digits_small`, batch norm synchronised, on pictures held in memory. Apart, neither knows of the other. The rates
+are samples a second of both, from a common start to the end of the slower one.
+
+What a rank puts into collectives in a step is counted, and set against the least that the method needs: each gradient
+once, its own embeddings, the gradient of everybody's embeddings, and two numbers a channel and batch norm, forward and
+backward, with one for the size of the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import record
+from benchmarks.record import ratio_line
+from benchmarks.step_throughput import configure, step_of
+from data_pipeline.errors import UserError, run_command
+from data_pipeline.sample import NO_LABEL, Batch
+from trainer.accounting import Accounts
+from trainer.memory import keep_freed_memory
+from trainer.players import build_players
+
+NUM_PROCESSES = 2
+NUM_STEPS = 8
+
+
+def held_batch(rank: int, size: int) -> Batch:
+    pictures = torch.randint(
+        0, 256, (size, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank)
+    )
+    nothing = torch.full((size,), NO_LABEL)
+    return Batch(0, 0, torch.arange(size) + rank * size, pictures, pictures, None, None, nothing, nothing)
+
+
+def worker(rank: int, core: int, size: int, directory: str, start: Barrier, pipe: Connection) -> None:
+    """Answers "together" and "apart" with the seconds of so many steps, and "count" with the bytes sent in one."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    device = torch.device("cpu")
+    batch = held_batch(rank, size)
+    number = 0
+    while (asked := pipe.recv()) != "end":
+        number += 1
+        if asked != "apart":
+            store = f"file://{directory}/{number}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES)
+        num_ranks = 1 if asked == "apart" else NUM_PROCESSES
+        run = step_of(configure(Path("unread"), global_batch_size=size * num_ranks), device)
+        run(batch)
+        run(batch)  # DDP puts its buckets in order after the first
+        if asked == "count":
+            with Accounts() as accounts:
+                run(batch)
+            pipe.send(dict(accounts.sent_bytes))
+        else:
+            start.wait()
+            began = time.perf_counter()
+            for _ in range(NUM_STEPS):
+                run(batch)
+            pipe.send(time.perf_counter() - began)
+        if asked != "apart":
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def least_bytes(size: int) -> int:
+    """What the method has to put into collectives, of one rank."""
+    config = configure(Path("unread"), global_batch_size=size * NUM_PROCESSES)
+    encoder = build_players(config).encoder
+    gradients = sum(parameter.numel() for parameter in encoder.parameters())
+    embeddings = 2 * size * config.encoder.embedding_size
+    channels = [norm.num_features for norm in encoder.modules() if isinstance(norm, nn.BatchNorm2d)]
+    statistics = 2 * sum((2 * num + 1) + 2 * num for num in channels)  # of two views
+    return 4 * (gradients + embeddings + NUM_PROCESSES * embeddings + statistics)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples of a process; default: 128")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, metavar="JSON")
+    arguments = parser.parse_args()
+    size = arguments.batch_size
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < NUM_PROCESSES:
+        raise UserError(f"this benchmark needs {NUM_PROCESSES} cores, and this process may use {len(cores)}")
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(NUM_PROCESSES)
+    with tempfile.TemporaryDirectory() as directory:
+        pipes: list[Connection] = []
+        for rank in range(NUM_PROCESSES):
+            ours, theirs = context.Pipe()
+            context.Process(
+                target=worker, args=(rank, cores[rank], size, directory, start, theirs), daemon=True
+            ).start()
+            pipes.append(ours)
+
+        def ask(what: str) -> list[Any]:
+            for pipe in pipes:
+                pipe.send(what)
+            return [pipe.recv() for pipe in pipes]
+
+        def rate(how: str) -> float:
+            return NUM_PROCESSES * NUM_STEPS * size / float(max(ask(how)))
+
+        line = ratio_line(
+            f"two processes of {size} samples, together",
+            {"ours": lambda: rate("together"), "apart": lambda: rate("apart")},
+            against="apart",
+            target=0.93,
+        )
+        speed = record.measure(line, num_rounds=arguments.rounds)
+        sent = ask("count")[0]
+        for pipe in pipes:
+            pipe.send("end")
+    least = least_bytes(size)
+    ratio = sum(sent.values()) / least
+    traffic = {
+        "line": "bytes put into collectives in a step, over the least",
+        "ratio": record.rounded(ratio),
+        "target": {"at_most": 1.05},
+        "met": ratio <= 1.05,
+        "sent_bytes": sent,
+        "least_bytes": least,
+    }
+    print(record.table(speed))
+    print(f"{traffic['line']}\n  ratio {ratio:.4f}, target at most 1.05: {'met' if traffic['met'] else 'NOT MET'}")
+    if arguments.out is not None:
+        filed = record.circumstances(packages=["torch"]) | {"results": [speed, traffic]}
+        arguments.out.write_text(json.dumps(filed, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
