@@ -119,7 +119,8 @@ def main() -> None:
             return [pipe.recv() for pipe in pipes]
 
         def rate(how: str) -> float:
-            return NUM_PROCESSES * NUM_STEPS * size / float(max(ask(how)))
+            slower: float = max(ask(how))
+            return NUM_PROCESSES * NUM_STEPS * float(size) / slower
 
         line = ratio_line(
             f"two processes of {size} samples, together",

@@ -88,12 +88,21 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
 
 
 def choose_device(world: WorldEnv) -> torch.device:
-    """cuda:local_rank where there are GPUs, else the CPU; raises `UserError` if ranks would have to share a GPU.
+    """cuda:local_rank where there are GPUs, else the CPU; raises `UserError` if ranks would have to share a GPU, and if
+    the environment promises GPUs where torch sees none: training on the CPU would be a slow surprise.
 
     Slurm may show each task its own GPU alone (--gpus-per-task); that one is cuda:0 for every local rank.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
+        for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):
+            if os.environ.get(name, "") not in {"", "-1", "NoDevFiles"}:
+                raise UserError(
+                    f"{name}={os.environ[name]} names GPUs, but torch {torch.__version__} sees none on "
+                    f"{socket.gethostname()}; see what nvidia-smi says, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                )
+            if name == "CUDA_VISIBLE_DEVICES" and name in os.environ:  # set to nothing: the CPU is what is wanted
+                break
         return torch.device("cpu")
     if world.launcher == "slurm" and num_gpus == 1:
         return torch.device("cuda", 0)

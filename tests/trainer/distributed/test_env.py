@@ -193,6 +193,19 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(torchrun)
 
 
+def test_gpus_that_are_promised_but_not_there_are_no_silent_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 0)
+    alone = read_env({})
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "7")
+            with pytest.raises(UserError, match=rf"{name}=7 names GPUs, but torch .* sees none"):
+                choose_device(alone)
+    monkeypatch.setenv("SLURM_JOB_GPUS", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's own word for the CPU
+    assert choose_device(alone) == torch.device("cpu")
+
+
 RANK_PROGRAM = """
 import logging, os, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
