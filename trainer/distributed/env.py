@@ -99,7 +99,7 @@ def choose_device(world: WorldEnv) -> torch.device:
             if os.environ.get(name, "") not in {"", "-1", "NoDevFiles"}:
                 raise UserError(
                     f"{name}={os.environ[name]} names GPUs, but torch {torch.__version__} sees none on "
-                    f"{socket.gethostname()}; see what nvidia-smi says, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                    f"{socket.gethostname()}; see what nvidia-smi says, or set CUDA_VISIBLE_DEVICES= for the CPU"
                 )
             if name == "CUDA_VISIBLE_DEVICES" and name in os.environ:  # set to nothing: the CPU is what is wanted
                 break
