@@ -25,12 +25,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Done:
-    """What is kept of a step until it is known whether it was skipped."""
+    """What is kept of a step until it is known whether it was skipped: `skipped` holds once `known` has happened."""
 
     step: int
     epoch: int
     index_B: Tensor
     skipped: Tensor
+    known: torch.cuda.Event | None
     metrics: Mapping[str, Tensor]
     learning_rates: Mapping[str, float]
 
@@ -65,7 +66,8 @@ class SkipLog:
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
         """Raises `UserError` where too many steps in a row were skipped."""
-        done = _Done(batch.step, batch.epoch, batch.index_B, output.skipped, output.metrics, learning_rates)
+        skipped, known = _on_its_way_to_the_host(output.skipped)
+        done = _Done(batch.step, batch.epoch, batch.index_B, skipped, known, output.metrics, learning_rates)
         self._unknown.append(done)
         if len(self._unknown) > self._lag:
             self._look_at(self._unknown.popleft(), state_step=batch.step + 1)
@@ -77,6 +79,8 @@ class SkipLog:
             self._look_at(done, state_step=done.step + 1)
 
     def _look_at(self, done: _Done, *, state_step: int) -> None:
+        if done.known is not None:
+            done.known.synchronize()
         skipped = bool(done.skipped)
         # In float16 gradients overflow by design, until the scale of the loss is found.
         if skipped and (
@@ -103,3 +107,12 @@ class SkipLog:
                     "step %d was skipped: a loss or gradient was not finite%s", done.step, look if recorded else ""
                 )
         self._counts.add(done.step, skipped=skipped)
+
+
+def _on_its_way_to_the_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The flag in host memory, and when it will be there; asked for later, it would come after all that was begun
+    since."""
+    if flag.device.type == "cpu":
+        return flag, None
+    on_host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+    return on_host, torch.cuda.current_stream(flag.device).record_event()
