@@ -1,0 +1,254 @@
+"""Training at full tilt against lightly's SimCLR, and the viewmaker's game in one pass against two, on one device.
+
+    python -m benchmarks.training_throughput TRAIN_DIR --device cuda --batch-size 1024 --precision bfloat16 [--out JSON]
+
+TRAIN_DIR holds pictures of 32 x 32 without an online overlay. ResNet-18 in its small form, channels_last. Each of ours
+is what the loop does: batches from the shards, views, forward, backward, step. lightly's is the loop of its examples: its
+transform on PIL pictures in DataLoader workers, its head, its loss, torchvision's ResNet-18, the same precision. The
+peers take turns, round by round.
+
+For each: samples a second, the share of the device's own matrix rate (floating-point operations of encoder and
+viewmaker, counted in one step, over the rate of a large product of matrices in the same precision), the most memory
+that tensors took, and, for ours, the share of the time in which the device waited for data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightly.loss import NTXentLoss
+from lightly.models.modules import SimCLRProjectionHead
+from lightly.transforms.simclr_transform import SimCLRTransform
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import resnet18
+
+from benchmarks import record
+from benchmarks.step_throughput import wait_for
+from configs import simclr, viewmaker
+from data_pipeline.errors import run_command
+from data_pipeline.stream import Stream, read_all
+from trainer.config import RunConfig
+from trainer.engines import build_engines
+from trainer.memory import keep_freed_memory
+from trainer.optim import learning_rate_at
+from trainer.players import build_players, build_run_objective
+from trainer.step import TrainingStep
+from trainer.timing import Clock
+
+OURS, GAME, TWO_PASSES, LIGHTLY = "SimCLR", "viewmaker, one pass", "viewmaker, two passes", "lightly's SimCLR"
+PEERS = (OURS, GAME, TWO_PASSES, LIGHTLY)
+
+
+@dataclass
+class Peer:
+    """`step` takes one step on the next batch; `clock`, of ours, knows how long was waited for it."""
+
+    step: Callable[[], None]
+    clock: Clock | None = None
+    rates: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    flops: int = 0
+    data_wait_fraction: float | None = None
+
+
+def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
+    recipe = simclr.digits() if name == OURS else viewmaker.digits()
+    config = recipe.model_dump()
+    config["data"] |= {"train_dir": str(arguments.train_dir), "overlay": "baked"}
+    config |= {"global_batch_size": arguments.batch_size, "precision": arguments.precision, "channels_last": True}
+    config["compile"] = arguments.compile
+    if name == TWO_PASSES:
+        config["adversary"]["update"] = "alternating"
+    return RunConfig.parse(config, where="benchmark")
+
+
+def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer:
+    config = config_of(name, arguments)
+    players = build_players(config)
+    for module in (players.encoder, players.view_policy):
+        module.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    objective = build_run_objective(config, players.encoder, num_samples=1, device=device)
+    engines = build_engines(config, players.trained_modules, objective)
+    if config.compile:
+        players.encoder.compile()
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    stream = Stream(
+        config.data.train_dir,
+        read=config.data,
+        global_batch_size=config.global_batch_size,
+        seed=0,
+        rank=0,
+        world_size=1,
+        end_step=1 << 20,
+        device=device,
+    )
+    clock = Clock(device=device)
+    batches = clock.timed(stream)
+    rates = {
+        name: learning_rate_at(each, step=0, num_steps=1, global_batch_size=config.global_batch_size)
+        for name, each in config.player_optimizers.items()
+    }
+    return Peer(lambda: void(step(next(batches), learning_rates=rates)), clock)
+
+
+class Pictures(Dataset[list[Tensor]]):
+    """The pictures of a dataset in memory, as PIL's; an item is lightly's two views."""
+
+    def __init__(self, train_dir: Path) -> None:
+        self.pictures = [
+            Image.fromarray(picture)
+            for batch in read_all(train_dir, batch_size=1000)
+            for picture in batch.inputs_a.permute(0, 2, 3, 1).numpy()
+        ]
+        self.transform = SimCLRTransform(input_size=32, cj_strength=0.5, gaussian_blur=0.0)
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        views: Any = self.transform(self.pictures[index])
+        return list(views)
+
+
+def lightlys(arguments: argparse.Namespace, device: torch.device) -> Peer:
+    backbone = resnet18()
+    backbone.conv1, backbone.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    backbone.fc = nn.Identity()
+    model = nn.Sequential(backbone, SimCLRProjectionHead(512, 512, 128)).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    criterion = NTXentLoss(temperature=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
+    loader = DataLoader(
+        Pictures(arguments.train_dir),
+        batch_size=arguments.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=arguments.num_workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=arguments.num_workers > 0,
+    )
+
+    def without_end() -> Iterator[list[Tensor]]:
+        while True:
+            yield from loader
+
+    batches = without_end()
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=arguments.precision == "bfloat16")
+
+    def step() -> None:
+        a, b = (view.to(device, non_blocking=True, memory_format=torch.channels_last) for view in next(batches))
+        with autocast:
+            z_a, z_b = model(a), model(b)
+        loss = criterion(z_a.float(), z_b.float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Peer(step)
+
+
+def void(_: object) -> None:
+    """What a step gives is not looked at."""
+
+
+def matrix_rate(device: torch.device, precision: str) -> float:
+    """Floating-point operations a second of a product of large matrices."""
+    size = 8192 if device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    matrix @ matrix
+    wait_for(device)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(4):
+            matrix @ matrix
+        wait_for(device)
+        times.append(time.perf_counter() - start)
+    return 4 * 2 * size**3 / min(times)
+
+
+def measure(peer: Peer, *, num_steps: int, batch_size: int, device: torch.device) -> None:
+    """One round."""
+    if peer.clock is not None:
+        peer.clock.read(num_samples=batch_size)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        peer.step()
+    wait_for(device)
+    peer.rates.append(num_steps * batch_size / (time.perf_counter() - start))
+    if device.type == "cuda":
+        peer.peak_bytes = torch.cuda.max_memory_allocated()
+    if peer.clock is not None:
+        peer.data_wait_fraction = peer.clock.read(num_samples=batch_size)["perf/data_wait_fraction"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train_dir", type=Path, metavar="TRAIN_DIR")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="B")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of our encoder")
+    parser.add_argument("--num-workers", type=int, default=len(os.sched_getaffinity(0)), help="of lightly's DataLoader")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, metavar="PEER", help="; ".join(PEERS))
+    parser.add_argument("--out", type=Path, metavar="JSON")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    keep_freed_memory()
+    peak_rate = matrix_rate(device, arguments.precision)
+    peers: dict[str, Peer] = {}
+    for name in arguments.only:
+        peers[name] = lightlys(arguments, device) if name == LIGHTLY else ours(name, arguments, device)
+        peers[name].step()
+        with FlopCounterMode(display=False) as counter:
+            peers[name].step()
+        peers[name].flops = counter.get_total_flops()
+    for _ in range(arguments.rounds):
+        for peer in peers.values():
+            measure(peer, num_steps=arguments.steps, batch_size=arguments.batch_size, device=device)
+    print(f"{'peer':<24}{'samples/s':>12}{'matrix rate':>14}{'peak memory':>14}{'data wait':>12}")
+    results: list[dict[str, Any]] = []
+    for name, peer in peers.items():
+        rate = statistics.median(peer.rates)
+        share = peer.flops / arguments.batch_size * rate / peak_rate
+        waits = "" if peer.data_wait_fraction is None else f"{peer.data_wait_fraction:.1%}"
+        memory = f"{peer.peak_bytes / 1e9:.2f} GB" if peer.peak_bytes else "not counted"
+        print(f"{name:<24}{rate:>12,.0f}{share:>14.1%}{memory:>14}{waits:>12}")
+        results.append(
+            {
+                "peer": name,
+                "samples_per_second": record.rounded(rate),
+                "rounds": [record.rounded(each) for each in peer.rates],
+                "flops_per_sample": peer.flops / arguments.batch_size,
+                "share_of_matrix_rate": record.rounded(share),
+                "peak_bytes": peer.peak_bytes or None,
+                "data_wait_fraction": peer.data_wait_fraction,
+            }
+        )
+    if arguments.out is not None:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        settings = {name: str(value) for name, value in vars(arguments).items()}
+        filed = record.circumstances(packages=["torch", "torchvision", "lightly"]) | {"device": where}
+        filed |= {"settings": settings, "matrix_flops_per_second": peak_rate, "results": results}
+        arguments.out.write_text(json.dumps(filed, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
