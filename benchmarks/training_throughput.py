@@ -3,9 +3,9 @@
     python -m benchmarks.training_throughput TRAIN_DIR --device cuda --batch-size 1024 --precision bfloat16 [--out JSON]
 
 TRAIN_DIR holds pictures of 32 x 32 without an online overlay. ResNet-18 in its small form, channels_last. Each of ours
-is what the loop does: batches from the shards, views, forward, backward, step. lightly's is the loop of its examples: its
-transform on PIL pictures in DataLoader workers, its head, its loss, torchvision's ResNet-18, the same precision. The
-peers take turns, round by round.
+is what the loop does: batches from the shards, views, forward, backward, step. lightly's is the loop of its examples:
+its transform on PIL pictures in DataLoader workers, its head, its loss, torchvision's ResNet-18, the same precision.
+The peers take turns, round by round.
 
 For each: samples a second, the share of the device's own matrix rate (floating-point operations of encoder and
 viewmaker, counted in one step, over the rate of a large product of matrices in the same precision), the most memory
