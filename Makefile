@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 
 help:
 	@echo 'make demo    train with expert views and with a viewmaker, and compare them in one report (minutes on 2 cores)'
-	@echo 'make test    run every test that this machine can run; ARGS="-k slurm" picks some'
+	@echo 'make test    run every test that this machine can run, on 2 cores; ARGS="-k slurm" picks some'
 	@echo 'make lint    formatting, ruff, mypy --strict'
 	@echo 'make clean   remove .venv, the demo and all caches'
 	@echo 'Each makes .venv first where it is missing or older than setup.py; PYTHON=python3.12 picks the interpreter.'
@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 	$(BIN)/python launch/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
