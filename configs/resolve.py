@@ -16,6 +16,7 @@ from data_pipeline.errors import UserError, nearest
 from trainer.config import RunConfig, flatten, read_config
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
+STUDIES = "studies"
 
 
 def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -24,7 +25,31 @@ def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     `name` is `module:function` in configs/, e.g. "viewmaker:digits", or the path of a .json or .yaml file with the same
     fields. Raises `UserError` with the nearest valid name or key.
     """
-    base = read_config(Path(name)) if Path(name).suffix in CONFIG_SUFFIXES else _recipe(name)()
+    return _with(read_config(Path(name)) if Path(name).suffix in CONFIG_SUFFIXES else _recipe(name)(), name, overrides)
+
+
+def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
+    """The runs of the study `name`, e.g. "studies:table1", each with the overrides of `resolve_recipe`.
+
+    Raises `UserError` with the nearest valid name or key, and if two runs have the same name and seed.
+    """
+    known = studies()
+    if name not in known:
+        raise UserError(f'unknown study "{name}"{nearest(name, known)}')
+    module = importlib.import_module(f"configs.{STUDIES}")
+    members: list[RunConfig] = getattr(module, name.partition(":")[2])()
+    resolved = [_with(member, f"{name} ({member.name}, seed {member.seed})", overrides) for member in members]
+    seen: set[tuple[str, int]] = set()
+    for member in resolved:
+        if (member.name, member.seed) in seen:
+            raise UserError(
+                f"{name} has two runs called {member.name} with seed {member.seed}; give them different names or seeds"
+            )
+        seen.add((member.name, member.seed))
+    return resolved
+
+
+def _with(base: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:
     value = base.model_dump(mode="json")
     for override in overrides:
         path, separator, text = override.partition("=")
@@ -54,10 +79,15 @@ def recipes() -> list[str]:
     """Every recipe there is, as module:function."""
     names = []
     for module_info in pkgutil.iter_modules(configs.__path__):
-        if module_info.name not in {"resolve", "base"}:
+        if module_info.name not in {"resolve", "base", STUDIES}:
             module = importlib.import_module(f"configs.{module_info.name}")
             names += [f"{module_info.name}:{function}" for function in _functions(module)]
     return names
+
+
+def studies() -> list[str]:
+    """Every study there is, as studies:function."""
+    return [f"{STUDIES}:{function}" for function in _functions(importlib.import_module(f"configs.{STUDIES}"))]
 
 
 def _recipe(name: str) -> Callable[[], RunConfig]:

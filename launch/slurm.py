@@ -1,7 +1,11 @@
 """Train on a Slurm cluster, or as several ranks on this machine, through submitit.
 
 python launch/slurm.py --nodes 4 --config viewmaker:digits --gpus-per-node 8 --partition gpu
+python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/slurm.py --executor local --tasks-per-node 2 --config debug:image --wait
+
+What does not change from run to run may stand in ./slurm.yaml or ~/.config/feature-dropout/slurm.yaml (a line such as
+`partition: gpu`), or in the environment (FEATURE_DROPOUT_SLURM_PARTITION=gpu).
 """
 
 from __future__ import annotations
@@ -14,56 +18,76 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import submitit
 from submitit.core.utils import FailedJobError
 from submitit.helpers import clean_env
 
-from configs import resolve_recipe
+from configs import resolve_recipe, resolve_study
 from data_pipeline.errors import UserError, run_command
 from launch.job import TrainJob
+from launch.resources import Gathered, Resources, Wishes, gather, parse_fields, resources_for, told_origins
+from launch.snapshot import python_environment, read_snapshot, shell_lines, write_snapshot
+from launch.submitted import (
+    Submission,
+    first_error,
+    in_queue,
+    last_submission,
+    queued_jobs,
+    record,
+    refuse_if_active,
+    run_status,
+)
 from launch.train import default_run_dir
 from trainer.config import RunConfig
-from trainer.preflight import claim
+from trainer.preflight import check_data, claim
 from trainer.provenance import command_line
 from trainer.rundir import RunDir
 
 MAX_TIMEOUTS = 20  # a job that has reached its time limit this often is not requeued again
 WARNING_SECONDS = 120  # between the warning signal and the time limit
 POLL_SECONDS = 1.0
+SLURM_SECONDS = 120  # for one command of Slurm's
+
+Executor = Literal["slurm", "local"]
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What is asked for; None leaves the cluster's own default.
+class Member:
+    """A run to submit: alone, or one of a study."""
 
-    Of the `cpus_per_task` cores of a rank its training process computes with `threads_per_task`; the others are for its
-    data workers. More threads than cores would not only be slow: they wait for each other in busy loops.
+    run_dir: RunDir
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is submitted together: one job, or one job array of which `at_a_time` members run at once.
+
+    `home` holds the logs and the code of all: the run directory itself, or that of the study.
     """
 
-    nodes: int
-    tasks_per_node: int
-    cpus_per_task: int
-    threads_per_task: int
-    gpus_per_node: int | None
-    time_minutes: int
-    mem_gb: int | None
-    partition: str | None
-    account: str | None
-    qos: str | None
+    members: Sequence[Member]
+    home: Path
+    resources: Resources
+    at_a_time: int
+    name: str
+    executor: Executor = "slurm"
 
     @property
-    def num_ranks(self) -> int:
-        return self.nodes * self.tasks_per_node
+    def logs(self) -> Path:
+        return self.home / "logs"
 
 
-def slurm_parameters(resources: Resources, *, job_name: str) -> dict[str, Any]:
-    """submitit's parameters for these resources."""
+def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_time: int = 1) -> dict[str, Any]:
+    """submitit's parameters for these resources and the code in `code`."""
     parameters = {
         "job_name": job_name,
         "nodes": resources.nodes,
@@ -75,21 +99,31 @@ def slurm_parameters(resources: Resources, *, job_name: str) -> dict[str, Any]:
         "partition": resources.partition,
         "account": resources.account,
         "qos": resources.qos,
+        "constraint": resources.constraint,
+        "array_parallelism": at_a_time,
         "signal_delay_s": WARNING_SECONDS,
         "stderr_to_stdout": True,
-        "setup": [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}"],
+        "setup": [
+            f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}",
+            *shell_lines(code),
+        ],
         # Since 22.05 Slurm does not hand sbatch's --cpus-per-task on to srun. A rank that dies takes the others with
         # it, which would otherwise wait for it.
         "srun_args": [f"--cpus-per-task={resources.cpus_per_task}", "--kill-on-bad-exit=1"],
-        "additional_parameters": {"requeue": True},
+        "additional_parameters": {"requeue": True}
+        | {name: value for name, value in resources.sbatch.items() if value is not False},
     }
     return {name: value for name, value in parameters.items() if value is not None}
 
 
-def sbatch_script(logs: Path, parameters: dict[str, Any]) -> str:
-    """The batch script that `submit_to_slurm` would hand to sbatch; needs no Slurm."""
-    executor = _ScriptWriter(logs)
-    executor.update_parameters(**parameters)
+def sbatch_script(plan: Plan, *, code: Path) -> str:
+    """The batch script that `submit` hands to sbatch; needs no Slurm."""
+    executor = _ScriptWriter(plan.logs)
+    executor.update_parameters(
+        **slurm_parameters(plan.resources, job_name=plan.name, code=code, at_a_time=plan.at_a_time)
+    )
+    if len(plan.members) > 1:
+        executor.parameters["map_count"] = len(plan.members)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
@@ -101,38 +135,106 @@ class _ScriptWriter(submitit.SlurmExecutor):
         return 1
 
 
-def check_ranks(config: RunConfig, resources: Resources) -> None:
-    """Raises `UserError` unless the ranks divide the global batch, before a job waits in a queue only to find out."""
-    if config.global_batch_size % resources.num_ranks:
+def submit(plan: Plan, *, command: str) -> list[submitit.Job[None]]:
+    """Claim the run directories, copy the code, hand all to Slurm (or start it here), and note each job in its run.
+
+    Raises `UserError` for what cannot run, with nothing submitted and no directory left that was not there before.
+    """
+    for member in plan.members:
+        check_data(member.config)
+    snapshot = read_snapshot()
+    code = snapshot.folder(plan.home)
+    if plan.executor == "slurm":
+        _check_with_slurm(plan, code=code)
+    new = [path for path in (plan.home, *(member.run_dir.path for member in plan.members)) if not path.exists()]
+    try:
+        for member in plan.members:
+            claim(member.run_dir, member.config).close()
+        write_snapshot(snapshot, into=plan.home)
+        train_jobs = [
+            TrainJob(run_dir=member.run_dir.path, command=command, local_port=_free_port()) for member in plan.members
+        ]
+        jobs = _submit_here(train_jobs, plan, code) if plan.executor == "local" else _sbatch(train_jobs, plan, code)
+    except (UserError, OSError) as error:
+        for path in new:
+            shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, UserError) or error.errno == 28:  # ENOSPC has its own sentence
+            raise
         raise UserError(
-            f"{resources.nodes} nodes x {resources.tasks_per_node} tasks = {resources.num_ranks} ranks do not divide "
-            f"the global batch of {config.global_batch_size}; change --nodes, --tasks-per-node or "
-            "--set global_batch_size=..."
+            f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
+        ) from None
+    for member, job in zip(plan.members, jobs, strict=True):
+        submission = Submission(
+            job_id=job.job_id,
+            executor=plan.executor,
+            logs=str(plan.logs),
+            submitted_at=datetime.now(UTC).isoformat(),
+            home=str(plan.home),
+            at_a_time=plan.at_a_time,
+            resources=plan.resources,
         )
+        record(member.run_dir, submission)
+    return jobs
 
 
-def submit_to_slurm(job: TrainJob, logs: Path, resources: Resources, *, job_name: str) -> submitit.Job[None]:
-    """Hand the job to sbatch; raises `UserError` with sbatch's own words if there is none or if it refuses."""
+def _check_with_slurm(plan: Plan, *, code: Path) -> None:
+    """Raises `UserError` where there is no Slurm, where it says that it would refuse this job, or where its nodes
+    cannot see the directory; submits nothing.
+    """
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise UserError(
             "there is no Slurm on this machine (no sbatch and srun on PATH); run this on a login node of the cluster, "
             "add --dry-run to see the script, or --executor local to train here"
         )
-    executor = submitit.SlurmExecutor(logs, max_num_timeout=MAX_TIMEOUTS)
-    executor.update_parameters(**slurm_parameters(resources, job_name=job_name))
+    with _outside_any_job():
+        nodes = _run_slurm("sinfo", "--noheader", "--Node", "--format", "%N %n %R")
+        check_shared(plan.home, [line.split()[1] for line in nodes.stdout.splitlines()])
+        test = _run_slurm("sbatch", "--test-only", text=sbatch_script(plan, code=code))
+    if not test.returncode:
+        return
+    reason = _reason(test.stderr)
+    if "down, drained or reserved" in reason:  # a matter of time: such a job may wait in the queue
+        return
+    partition = plan.resources.partition
+    known = {tuple(line.split()[::2]) for line in nodes.stdout.splitlines()}
+    names = {name for name, of in known if partition in {None, of}}
+    if 0 < len(names) < plan.resources.nodes:
+        reason += f": --nodes {plan.resources.nodes}, but {partition or 'the cluster'} has {len(names)}"
+    raise UserError(f"sbatch refused the job ({reason}); change what is asked for, or ask with sinfo")
+
+
+def check_shared(home: Path, hosts: Sequence[str], *, this_host: str | None = None) -> None:
+    """Raises `UserError` if `home` lies where each machine has a disk of its own, and a node is another machine."""
+    own = (this_host or socket.gethostname()).partition(".")[0]
+    others = sorted({host for host in hosts if host.partition(".")[0] != own})
+    for private in {"/tmp", "/var/tmp", "/dev/shm", "/run", tempfile.gettempdir()}:
+        if others and home.resolve().is_relative_to(private):
+            raise UserError(
+                f"{home} lies in {private}, which every machine has for itself, so {others[0]} could not write there; "
+                "pass a --run-dir or --study-dir on a file system that all nodes share"
+            )
+
+
+def _sbatch(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list[submitit.Job[None]]:
+    """Raises `UserError` with sbatch's own words if it refuses."""
+    executor = submitit.SlurmExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS)
+    executor.update_parameters(
+        **slurm_parameters(plan.resources, job_name=plan.name, code=code, at_a_time=plan.at_a_time)
+    )
     said = io.StringIO()
     try:
         with _outside_any_job(), contextlib.redirect_stderr(said):
-            return executor.submit(job)
+            return executor.submit_array(train_jobs)
     except FailedJobError:
-        lines = [line for line in said.getvalue().splitlines() if "error:" in line] or ["it gave no reason"]
-        reason = lines[-1].rpartition("error:")[2].strip()
-        raise UserError(f"sbatch refused the job ({reason}); change what is asked for, or ask with sinfo") from None
+        raise UserError(
+            f"sbatch refused the job ({_reason(said.getvalue())}); change what is asked for, or ask with sinfo"
+        ) from None
 
 
-def submit_here(job: TrainJob, logs: Path, resources: Resources) -> submitit.Job[None]:
+def _submit_here(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list[submitit.Job[None]]:
     """Start the ranks as processes of this machine, detached from this one."""
-    executor = submitit.LocalExecutor(logs, max_num_timeout=MAX_TIMEOUTS)
+    resources = plan.resources
+    executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS)
     executor.update_parameters(
         tasks_per_node=resources.tasks_per_node,
         gpus_per_node=resources.gpus_per_node or 0,
@@ -141,57 +243,97 @@ def submit_here(job: TrainJob, logs: Path, resources: Resources) -> submitit.Job
         stderr_to_stdout=True,
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_task))
-    with _outside_any_job():
-        return executor.submit(job)
+    with _outside_any_job(python_environment(code, os.environ)):
+        return executor.submit_array(train_jobs)
 
 
 @contextlib.contextmanager
-def _outside_any_job() -> Iterator[None]:
+def _outside_any_job(more: Mapping[str, str] | None = None) -> Iterator[None]:
     """Hide the variables of a job or torchrun that this command itself runs in, which the new job would inherit."""
-    slurm_conf = os.environ.get("SLURM_CONF")
-    with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
-        if slurm_conf is not None:  # says which cluster, not which job
-            os.environ["SLURM_CONF"] = slurm_conf
-        yield
+    before = dict(os.environ)
+    slurm_conf = before.get("SLURM_CONF")
+    try:
+        with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
+            if slurm_conf is not None:  # says which cluster, not which job
+                os.environ["SLURM_CONF"] = slurm_conf
+            os.environ.update(more or {})
+            yield
+    finally:
+        for name in more or {}:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
-def wait(job: submitit.Job[None]) -> None:
+def _run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=SLURM_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]} gave no answer within {SLURM_SECONDS} s; try again when Slurm answers") from None
+
+
+def _reason(said: str) -> str:
+    """What sbatch gives as its reason, in its own words."""
+    lines = [line for line in said.splitlines() if "error:" in line or "failure:" in line] or ["it gave no reason"]
+    return lines[-1].rpartition("error:")[2].rpartition("failure:")[2].strip()
+
+
+def wait(member: Member, job: submitit.Job[None]) -> None:
     """Show the job's state and rank 0's log until the job has ended; raises SystemExit(1) if a rank failed."""
+    submission = last_submission(member.run_dir)
+    assert submission is not None, "submit has just noted it"
     log = job.task(0).paths.stdout
     state: str | None = ""
     shown = 0
     while state is not None:
         time.sleep(POLL_SECONDS)
-        before, state = state, _state(job)
+        before, state = state, _now(submission)
         if state is not None and state != before:
             print(f"job {job.job_id}: {state}", flush=True)
         if log.is_file():
-            with log.open() as file:
+            with log.open(errors="replace") as file:
                 file.seek(shown)
                 print(file.read(), end="", flush=True)
                 shown = file.tell()
-    for rank in range(job.num_tasks):
-        task = job.task(rank)
-        if not task.paths.result_pickle.is_file():
-            problem = "left no result (it was killed, or its node died)"
-        else:
-            outcome, result = task._get_outcome_and_result()
-            if outcome == "success":
-                continue
-            problem = f"failed: {result.strip().splitlines()[-1]}"  # result is the traceback
-        print(f"error: rank {rank} of job {job.job_id} {problem}; see {task.paths.stdout}", file=sys.stderr)
+    missing = [rank for rank in range(job.num_tasks) if not job.task(rank).paths.result_pickle.is_file()]
+    if error := first_error(submission):
+        rank, problem = error.rank, f"failed: {error.line}"
+    elif missing:
+        rank, problem = missing[0], "left no result (it was killed, or its node died)"
+    else:
+        return
+    print(f"error: rank {rank} of job {job.job_id} {problem}; see {submission.rank_log(rank)}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+def wait_for_study(members: Sequence[Member]) -> None:
+    """Tell each member's state when it changes, until all have ended; raises SystemExit(1) if one is not finished."""
+    told: dict[Path, str] = {}
+    while True:
+        time.sleep(POLL_SECONDS)
+        try:
+            queue = queued_jobs()
+        except UserError as error:  # Slurm is away for a while
+            print(error, file=sys.stderr, flush=True)
+            continue
+        statuses = {member.run_dir.path: run_status(member.run_dir, queue) for member in members}
+        for path, status in statuses.items():
+            if told.get(path) != status.state:
+                told[path] = status.state
+                print(f"{path.name}: {status.state} {status.reason}".rstrip(), flush=True)
+        if not {"waiting", "running"} & set(told.values()):
+            break
+    if set(told.values()) != {"finished"}:
         raise SystemExit(1)
 
 
-def _state(job: submitit.Job[None]) -> str | None:
-    """What squeue says; None once the job has ended. Not sacct, which many clusters lack and submitit waits for."""
-    if isinstance(job, submitit.LocalJob):
-        return None if job.done() else "RUNNING"
-    command = ["squeue", "--noheader", "--jobs", job.job_id, "--format", "%T (%r)"]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode:
-        return None if "Invalid job id" in answer.stderr else answer.stderr.strip()
-    return answer.stdout.strip().removesuffix(" (None)") or None
+def _now(submission: Submission) -> str | None:
+    """The state of a job in the queue; None once it has ended. Not from sacct, which many clusters lack."""
+    if submission.executor == "local":
+        return in_queue(submission, None)
+    try:
+        return in_queue(submission, queued_jobs())
+    except UserError as error:  # Slurm is away for a while
+        return str(error)
 
 
 def _free_port() -> int:
@@ -209,12 +351,14 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--config", required=True, metavar="RECIPE", help="module:function in configs/, or a config file"
-    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", metavar="RECIPE", help="module:function in configs/, or a config file")
+    what.add_argument("--study", metavar="studies:NAME", help="all runs of a study, as one job array")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
-    parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--study-dir", type=Path, metavar="DIR", help="of all runs of a study; default: runs/NAME")
+    parser.add_argument("--at-a-time", type=_positive, metavar="N", help="runs of a study at once; default: all")
+    parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="of each run; default: 1")
     parser.add_argument(
         "--tasks-per-node", type=_positive, metavar="N", help="ranks a node; default: one a GPU, or 1 without GPUs"
     )
@@ -222,67 +366,110 @@ def _parser() -> argparse.ArgumentParser:
         "--cpus-per-task", type=_positive, metavar="N", help="default: 1 and one for each data worker of the recipe"
     )
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: none")
-    parser.add_argument("--time-minutes", type=_positive, default=240, metavar="N", help="default: 240; then requeued")
+    parser.add_argument("--time-minutes", type=_positive, metavar="N", help="default: 240; then requeued")
     parser.add_argument("--mem-gb", type=_positive, metavar="N", help="memory a node; default: the cluster's")
     parser.add_argument("--partition", metavar="NAME")
     parser.add_argument("--account", metavar="NAME")
     parser.add_argument("--qos", metavar="NAME")
+    parser.add_argument("--constraint", metavar="FEATURES")
+    parser.add_argument(
+        "--sbatch", action="append", metavar="KEY=VALUE", help="any other field of sbatch; KEY alone: without a value"
+    )
     parser.add_argument("--executor", choices=("slurm", "local"), default="slurm", help="local: ranks on this machine")
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and stop")
     parser.add_argument("--wait", action="store_true", help="show rank 0's log until the end; status 1 if a rank fails")
     return parser
 
 
+def _gather(arguments: argparse.Namespace) -> Gathered:
+    flags = {name: getattr(arguments, name) for name in Wishes.model_fields if name != "sbatch"}
+    return gather(flags | {"sbatch": parse_fields(arguments.sbatch) if arguments.sbatch else None})
+
+
+def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
+    """Raises `UserError` for flags that do not go together, and for what cannot run."""
+    if arguments.study is None:
+        if arguments.study_dir is not None or arguments.at_a_time is not None:
+            raise UserError("--study-dir and --at-a-time belong to --study; use --run-dir for one run")
+        config = resolve_recipe(arguments.config, arguments.set)
+        home = (arguments.run_dir or default_run_dir(config)).absolute()
+        members, name = [Member(RunDir(home), config)], config.name
+    else:
+        configs = resolve_study(arguments.study, arguments.set)
+        if arguments.run_dir is not None:
+            raise UserError("a study has a directory for each run; pass --study-dir in place of --run-dir")
+        name = arguments.study.partition(":")[2]
+        home = (arguments.study_dir or Path("runs") / name).absolute()
+        members = [Member(RunDir(home / default_run_dir(config).name), config) for config in configs]
+    resources = resources_for(gathered.wishes, [member.config for member in members], nodes=arguments.nodes)
+    if arguments.executor == "local":
+        if resources.nodes > 1:
+            raise UserError(
+                f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
+                f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
+            )
+        if arguments.study is not None:
+            raise UserError("--executor local runs one recipe at a time; use --config for each run of the study")
+        if arguments.dry_run:
+            raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")
+    at_a_time = min(arguments.at_a_time or len(members), len(members))
+    return Plan(
+        members=members, home=home, resources=resources, at_a_time=at_a_time, name=name, executor=arguments.executor
+    )
+
+
+def still_to_do(plan: Plan) -> list[Member]:
+    """The members of a study that neither are finished nor have a job; says which ones are left out."""
+    queue = queued_jobs()
+    left = []
+    for member in plan.members:
+        status = run_status(member.run_dir, queue) if member.run_dir.config.is_file() else None
+        if status is not None and status.state in {"finished", "waiting", "running"}:
+            print(f"{member.run_dir.path.name} is {status.state} already")
+        else:
+            left.append(member)
+    return left
+
+
 def main() -> None:
     arguments = _parser().parse_args()
-    config = resolve_recipe(arguments.config, arguments.set)
-    run_dir = RunDir((arguments.run_dir or default_run_dir(config)).absolute())
-    cpus_per_task = arguments.cpus_per_task or 1 + config.data.num_workers
-    resources = Resources(
-        nodes=arguments.nodes,
-        tasks_per_node=arguments.tasks_per_node or arguments.gpus_per_node or 1,
-        cpus_per_task=cpus_per_task,
-        threads_per_task=max(1, cpus_per_task - config.data.num_workers),
-        gpus_per_node=arguments.gpus_per_node,
-        time_minutes=arguments.time_minutes,
-        mem_gb=arguments.mem_gb,
-        partition=arguments.partition,
-        account=arguments.account,
-        qos=arguments.qos,
-    )
-    check_ranks(config, resources)
-    logs = run_dir.path / "logs"
-    if arguments.executor == "local" and resources.nodes > 1:
-        raise UserError(
-            f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
-            f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
-        )
+    gathered = _gather(arguments)
+    plan = _plan(arguments, gathered)
     if arguments.dry_run:
-        if arguments.executor == "local":
-            raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")
-        print(sbatch_script(logs, slurm_parameters(resources, job_name=config.name)))
+        shebang, _, script = sbatch_script(plan, code=read_snapshot().folder(plan.home)).partition("\n")
+        print("\n".join([shebang, "", *(f"# {line}" for line in told_origins(gathered)), script]))
         return
-
-    is_new = not run_dir.config.is_file()
-    claim(run_dir, config)
-    train_job = TrainJob(run_dir=run_dir.path, command=command_line(), local_port=_free_port())
-    try:
-        if arguments.executor == "local":
-            job = submit_here(train_job, logs, resources)
-        else:
-            job = submit_to_slurm(train_job, logs, resources, job_name=config.name)
-    except UserError:
-        if is_new:
-            shutil.rmtree(run_dir.path)
-        raise
-    where = "this machine" if arguments.executor == "local" else f"{resources.nodes} node(s)"
-    print(f"job {job.job_id}: {resources.num_ranks} rank(s) on {where}")
-    print(f"run directory: {run_dir.path}")
-    print(f"follow: tail -F {job.task(0).paths.stdout}  (one log a rank: {job.job_id}_RANK_log.out)")
-    if arguments.executor == "slurm":
-        print(f"state: squeue --jobs {job.job_id}; end it: scancel {job.job_id}", flush=True)
+    if arguments.study is None:
+        (member,) = plan.members
+        refuse_if_active(member.run_dir, queued_jobs())
+        (job,) = submit(plan, command=command_line())
+        where = "this machine" if plan.executor == "local" else f"{plan.resources.nodes} node(s)"
+        print(f"job {job.job_id}: {plan.resources.num_ranks} rank(s) on {where}")
+        print(f"run directory: {member.run_dir.path}")
+        print(f"follow: tail -F {job.task(0).paths.stdout}  (one log a rank: {job.job_id}_RANK_log.out)", flush=True)
+        if plan.executor == "slurm":
+            print(f"state: squeue --jobs {job.job_id}; end it: scancel {job.job_id}", flush=True)
+        if arguments.wait:
+            wait(member, job)
+        return
+    left = still_to_do(plan)
+    if left:
+        plan_left = replace(plan, members=left, at_a_time=min(plan.at_a_time, len(left)))
+        tell_study(plan_left, submit(plan_left, command=command_line()))
+    print(f"state: python launch/status.py {plan.home}", flush=True)
     if arguments.wait:
-        wait(job)
+        wait_for_study(plan.members)
+
+
+def tell_study(plan: Plan, jobs: Sequence[submitit.Job[None]]) -> None:
+    """Print what `submit` has done."""
+    for member, job in zip(plan.members, jobs, strict=True):
+        print(f"job {job.job_id}: {member.run_dir.path}")
+    array = jobs[0].job_id.partition("_")[0]
+    print(
+        f"{len(jobs)} run(s) of {plan.resources.num_ranks} rank(s), {plan.at_a_time} at a time; "
+        f"end them: scancel {array}"
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.resolve import explain, recipes, resolve_recipe
+from configs.resolve import explain, recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.errors import UserError
 from trainer.config import difference, read_config
 from trainer.models.encoder import build_encoder
@@ -108,6 +108,46 @@ def test_setting_a_kind_starts_that_section_from_its_defaults() -> None:
 def test_a_mistake_is_one_sentence_that_names_the_mend(name: str, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as raised:
         resolve_recipe(name, overrides)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", studies())
+def test_every_run_of_a_study_survives_the_round_trip(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for config in resolve_study(name):
+        path.write_text(json.dumps(config.model_dump(mode="json")))
+        assert read_config(path) == config
+
+
+def test_table_1_is_its_eight_recipes() -> None:
+    names = [
+        f"{player}:{row}" for player in ("simclr", "viewmaker") for row in ("cifar10", "shapes", "digits", "letters")
+    ]
+    assert resolve_study("studies:table1") == [resolve_recipe(name) for name in names]
+    assert not [name for name in recipes() if "studies" in name], "a study is no recipe"
+
+
+def test_overrides_reach_every_run_of_a_study() -> None:
+    study, changed = resolve_study("studies:debug_seeds"), resolve_study("studies:debug_seeds", ["num_epochs=3"])
+    assert {(config.name, config.seed) for config in study} == {
+        (name, seed) for name in ("debug-image", "debug-viewmaker") for seed in (0, 1)
+    }
+    assert [difference(a, b) for a, b in zip(study, changed, strict=True)] == [["num_epochs"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("studies:table2", [], 'did you mean "studies:table1"'),
+        ("debug:image", [], "unknown study"),
+        ("studies:debug_seeds", ["seed=3"], "two runs called debug-image with seed 3"),
+        ("studies:debug_seeds", ["num_epoch=3"], "studies:debug_seeds (debug-image, seed 0)"),
+    ],
+)
+def test_a_mistake_with_a_study_is_one_sentence(name: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        resolve_study(name, overrides)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 

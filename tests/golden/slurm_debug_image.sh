@@ -1,5 +1,7 @@
 #!/bin/bash
 
+# time_minutes: 240 from default
+
 # Parameters
 #SBATCH --cpus-per-task=2
 #SBATCH --job-name=debug-image
@@ -14,6 +16,8 @@
 
 # setup
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH=RUN_DIR/code/HASH${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONSAFEPATH=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from configs import resolve_recipe
 from data_pipeline.errors import UserError, run_command
 from launch.job import TrainJob
-from launch.slurm import Resources, _outside_any_job, main, sbatch_script, slurm_parameters
+from launch.resources import Resources, gather, told_origins
+from launch.slurm import Member, Plan, _outside_any_job, _reason, check_shared, main, sbatch_script
 from tests.tiny_data import write_tiny_dataset
+from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "slurm_debug_image.sh"
@@ -30,6 +33,8 @@ RESOURCES = Resources(
     partition="gpu",
     account="me",
     qos="high",
+    constraint="h200",
+    sbatch={"reservation": "night", "exclusive": True, "nice": 7, "contiguous": False},
 )
 
 
@@ -45,8 +50,11 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`python launch/slurm.py ARGUMENTS`, in this process, with nothing on the PATH."""
+    """`python launch/slurm.py ARGUMENTS`, in this process, with nothing on the PATH and no settings of a user's."""
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in [name for name in os.environ if name.startswith(("FEATURE_DROPOUT_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
 
     def command(*arguments: str | Path) -> Done:
         monkeypatch.setattr(sys, "argv", ["launch/slurm.py", *map(str, arguments)])
@@ -65,6 +73,7 @@ def test_dry_run_prints_the_script_that_is_on_record(slurm_py: Command, tmp_path
     done = slurm_py("--nodes", "4", "--config", "debug:image", "--run-dir", tmp_path / "run", "--dry-run")
     assert done.status == 0, done.stderr
     script = done.stdout.replace(str(tmp_path / "run"), "RUN_DIR").replace(sys.executable, "PYTHON")
+    script = re.sub(r"RUN_DIR/code/[0-9a-f]{16}", "RUN_DIR/code/HASH", script)
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(script)
     assert script == GOLDEN.read_text()
@@ -72,7 +81,9 @@ def test_dry_run_prints_the_script_that_is_on_record(slurm_py: Command, tmp_path
 
 
 def test_everything_asked_for_is_in_the_script(tmp_path: Path) -> None:
-    script = sbatch_script(tmp_path, slurm_parameters(RESOURCES, job_name="run a"))
+    members = [Member(RunDir(tmp_path), resolve_recipe("debug:image"))]
+    plan = Plan(members=members, home=tmp_path, resources=RESOURCES, at_a_time=1, name="run a")
+    script = sbatch_script(plan, code=tmp_path / "a b")
     options = set(re.findall(r"^#SBATCH --(\S+)", script, re.MULTILINE))
     assert options >= {
         "nodes=4",
@@ -84,12 +95,110 @@ def test_everything_asked_for_is_in_the_script(tmp_path: Path) -> None:
         "partition=gpu",
         "account=me",
         "qos=high",
+        "constraint=h200",
+        "reservation=night",
+        "exclusive",
+        "nice=7",
         "requeue",
     }
+    assert not [option for option in options if option.startswith(("contiguous", "array"))]
+    assert f"export PYTHONPATH='{tmp_path}/a b'${{PYTHONPATH:+:$PYTHONPATH}}" in script
     (srun,) = re.findall(r"^srun .*", script, re.MULTILINE)
     assert "--cpus-per-task=12" in srun
     assert "--kill-on-bad-exit=1" in srun
     assert "CUDA_VISIBLE_DEVICES" not in script, "Slurm decides which GPUs a task sees"
+
+
+def test_a_study_is_one_array_with_a_limit(slurm_py: Command, tmp_path: Path) -> None:
+    flags = ["--study-dir", tmp_path / "study", "--at-a-time", "2", "--dry-run"]
+    done = slurm_py("--study", "studies:debug_seeds", *flags)
+    assert done.status == 0, done.stderr
+    assert "#SBATCH --array=0-3%2\n" in done.stdout
+    assert f"#SBATCH --output={tmp_path}/study/logs/%A_%a_0_log.out" in done.stdout
+    assert not (tmp_path / "study").exists()
+
+
+def test_flag_before_environment_before_file(
+    slurm_py: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the script says of each value where it came from."""
+    user_file = tmp_path / "config" / "feature-dropout" / "slurm.yaml"
+    user_file.parent.mkdir(parents=True)
+    user_file.write_text("partition: a\naccount: a\nqos: a\nconstraint: a\nmem_gb: 4\nsbatch: {nice: 1, comment: a}\n")
+    here = tmp_path / "here"
+    here.mkdir()
+    here.joinpath("slurm.yaml").write_text("account: b\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("SBATCH_QOS", "c")
+    monkeypatch.setenv("SBATCH_CONSTRAINT", "c")
+    monkeypatch.setenv("FEATURE_DROPOUT_SLURM_CONSTRAINT", "d")
+    monkeypatch.setenv("FEATURE_DROPOUT_SLURM_TIME_MINUTES", "30")
+    monkeypatch.setenv("FEATURE_DROPOUT_SLURM_SBATCH", "nice=2 exclusive")
+    flags = ["--time-minutes", "60", "--sbatch", "nice=3", "--dry-run"]
+    done = slurm_py("--config", "debug:image", "--run-dir", tmp_path / "run", *flags)
+    assert done.status == 0, done.stderr
+    options = set(re.findall(r"^#SBATCH --(\S+)", done.stdout, re.MULTILINE))
+    assert options >= {"partition=a", "account=b", "qos=c", "constraint=d", "time=60", "mem=4GB"}
+    assert options >= {"nice=3", "comment=a", "exclusive"}
+    assert [line for line in done.stdout.splitlines() if line.startswith("# ") and " from " in line] == [
+        f"# partition: a from {user_file}",
+        "# account: b from slurm.yaml",
+        "# qos: c from SBATCH_QOS",
+        "# constraint: d from FEATURE_DROPOUT_SLURM_CONSTRAINT",
+        "# time_minutes: 60 from --time-minutes",
+        f"# mem_gb: 4 from {user_file}",
+        "# nice: 3 from --sbatch",
+        f"# comment: a from {user_file}",
+        "# exclusive: True from FEATURE_DROPOUT_SLURM_SBATCH",
+    ]
+
+
+def test_without_any_wish_the_cluster_decides() -> None:
+    gathered = gather({"partition": None}, environ={}, files=[])
+    assert told_origins(gathered) == ["time_minutes: 240 from default"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "message"),
+    [
+        ({}, {"FEATURE_DROPOUT_SLURM_PARTITON": "a"}, "", 'PARTITON: unknown key "partiton"; did you mean "partition"'),
+        ({}, {"FEATURE_DROPOUT_SLURM_MEM_GB": "a lot"}, "", "FEATURE_DROPOUT_SLURM_MEM_GB: mem_gb: "),
+        ({}, {}, "partion: gpu", 'slurm.yaml: unknown key "partion"; did you mean "partition"'),
+        ({}, {}, "gpu", "does not hold settings such as `partition: gpu`"),
+        ({}, {}, "a: [", "cannot read "),
+        (
+            {"sbatch": {"partition": "a"}},
+            {},
+            "",
+            "--sbatch: sbatch: partition has a setting of its own; use --partition",
+        ),
+        ({"sbatch": {"open_mode": "a"}}, {}, "", "open-mode is decided by launch/slurm.py itself; leave it out"),
+    ],
+)
+def test_a_mistake_is_named_where_it_stands(
+    flags: dict[str, object], environ: dict[str, str], text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "slurm.yaml").write_text(text)
+    with pytest.raises(UserError) as raised:
+        gather(flags, environ=environ, files=[tmp_path / "slurm.yaml"])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_directory_that_only_this_machine_has_is_refused() -> None:
+    check_shared(Path("/tmp/run"), ["me", "me.cluster"], this_host="me")
+    check_shared(Path("/scratch/run"), ["n0", "n1"], this_host="me")
+    check_shared(Path("/tmpfs/run"), ["n0"], this_host="me")
+    for private in ("/tmp/run", "/dev/shm/a/b"):
+        with pytest.raises(UserError, match="so n0 could not write there"):
+            check_shared(Path(private), ["n1", "n0", "me"], this_host="me.cluster")
+
+
+def test_sbatchs_reason_is_found_in_what_it_says() -> None:
+    said = "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name specified\n"
+    assert _reason(said) == "Invalid partition name specified"
+    assert _reason("sbatch: error: Batch job submission failed: No room\n") == "Batch job submission failed: No room"
+    assert _reason("") == "it gave no reason"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +213,11 @@ def test_everything_asked_for_is_in_the_script(tmp_path: Path) -> None:
         (["--config", "debug:image", "--nodes", "2", "--executor", "local"], "use --tasks-per-node 2"),
         (["--config", "debug:image", "--executor", "local", "--dry-run"], "--executor local writes no batch script"),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
+        (["--study", "studies:table2"], 'unknown study "studies:table2"; did you mean "studies:table1"?'),
+        (["--study", "studies:table1"], "a study has a directory for each run; pass --study-dir"),
+        (["--config", "debug:image", "--at-a-time", "2"], "--study-dir and --at-a-time belong to --study"),
+        (["--config", "debug:image", "--sbatch", "mem=4G", "--dry-run"], "mem has a setting of its own; use --mem-gb"),
+        (["--config", "debug:image", "--study", "studies:table1"], "not allowed with argument --config"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, slurm_py: Command, tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""What is asked of a cluster, and where each wish came from: a flag, the environment, a file of the user's, or nowhere.
+
+Nothing is guessed from the name of a host: who moves to another cluster edits one small file.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, PositiveInt, field_validator
+
+from data_pipeline.errors import UserError
+from data_pipeline.schema import Schema
+from trainer.config import RunConfig
+
+PREFIX = "FEATURE_DROPOUT_SLURM_"
+FILE_NAME = "slurm.yaml"
+# Slurm's own variables, which a site may set for its users. submitit hides them from sbatch, so they are read here.
+SLURM_NAMES = ("partition", "account", "qos", "constraint")
+# What has a flag of its own here, and what this command has to decide by itself.
+OWN_FLAGS = {
+    "partition": "--partition",
+    "account": "--account",
+    "qos": "--qos",
+    "constraint": "--constraint",
+    "time": "--time-minutes",
+    "nodes": "--nodes",
+    "ntasks-per-node": "--tasks-per-node",
+    "ntasks": "--tasks-per-node",
+    "cpus-per-task": "--cpus-per-task",
+    "gpus-per-node": "--gpus-per-node",
+    "mem": "--mem-gb",
+}
+DECIDED = {"array", "error", "job-name", "no-requeue", "open-mode", "output", "requeue", "signal"}
+
+
+class Wishes(Schema):
+    """What flags, environment or a file may ask for; None leaves the default. `sbatch`: any other field of sbatch."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time_minutes: PositiveInt = 240
+    tasks_per_node: PositiveInt | None = None
+    cpus_per_task: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = None
+    mem_gb: PositiveInt | None = None
+    sbatch: dict[str, bool | int | str] = Field(default={})
+
+    @field_validator("sbatch")
+    @classmethod
+    def _has_no_flag_of_its_own(cls, fields: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
+        fields = {name.replace("_", "-"): value for name, value in fields.items()}
+        for name in fields:
+            if name in OWN_FLAGS:
+                raise ValueError(f"{name} has a setting of its own; use {OWN_FLAGS[name]}")
+            if name in DECIDED:
+                raise ValueError(f"{name} is decided by launch/slurm.py itself; leave it out")
+        return fields
+
+
+class Resources(Schema):
+    """What a job asks for; None leaves the cluster's own default.
+
+    Of the `cpus_per_task` cores of a rank its training process computes with `threads_per_task`; the others are for its
+    data workers. More threads than cores would not only be slow: they wait for each other in busy loops.
+    """
+
+    nodes: PositiveInt
+    tasks_per_node: PositiveInt
+    cpus_per_task: PositiveInt
+    threads_per_task: PositiveInt
+    gpus_per_node: PositiveInt | None = None
+    time_minutes: PositiveInt
+    mem_gb: PositiveInt | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    sbatch: dict[str, bool | int | str] = Field(default={})
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The wishes, and of each one that is not the default, by its name, where it came from."""
+
+    wishes: Wishes
+    origins: Mapping[str, str]
+
+
+def gather(
+    flags: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, files: Sequence[Path] | None = None
+) -> Gathered:
+    """A flag (None: not given) goes before the environment, that before ./slurm.yaml, that before the user's file.
+
+    The environment is FEATURE_DROPOUT_SLURM_PARTITION and so on, else Slurm's own SBATCH_PARTITION, _ACCOUNT, _QOS and
+    _CONSTRAINT. The fields under `sbatch` are put together from all of them. Raises `UserError` for what is unknown or
+    no such value, and says where it stands.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for path in reversed(default_files(environ) if files is None else files):
+        _add(_read_file(path), where=str(path), origin=str(path), values=values, fields=fields, origins=origins)
+    for name in SLURM_NAMES:
+        if variable := environ.get(f"SBATCH_{name.upper()}"):
+            values[name], origins[name] = variable, f"SBATCH_{name.upper()}"
+    for variable, text in environ.items():
+        if variable.startswith(PREFIX):
+            name = variable.removeprefix(PREFIX).lower()
+            given = {name: parse_fields(shlex.split(text)) if name == "sbatch" else text}
+            where = f"the environment variable {variable}"
+            _add(given, where=where, origin=variable, values=values, fields=fields, origins=origins)
+    for name, value in flags.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            _add({name: value}, where=flag, origin=flag, values=values, fields=fields, origins=origins)
+    return Gathered(Wishes.parse(values | {"sbatch": fields}, where="the cluster's settings"), origins)
+
+
+def default_files(environ: Mapping[str, str]) -> list[Path]:
+    """./slurm.yaml and the user's own, strongest first, where they are there."""
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
+    return [path for path in (Path(FILE_NAME), home / "feature-dropout" / FILE_NAME) if path.is_file()]
+
+
+def parse_fields(words: Sequence[str]) -> dict[str, str | bool]:
+    """KEY=VALUE, or KEY for a field without a value.
+
+    Examples:
+        >>> parse_fields(["reservation=night", "exclusive"])
+        {'reservation': 'night', 'exclusive': True}
+    """
+    pairs = [word.lstrip("-").partition("=") for word in words]
+    return {name: value if separator else True for name, separator, value in pairs}
+
+
+def resources_for(wishes: Wishes, configs: Sequence[RunConfig], *, nodes: int) -> Resources:
+    """What to ask for so that each of `configs` can run: a rank a GPU, and a core for it and for each data worker.
+
+    Raises `UserError` unless the ranks divide every global batch, before a job waits in a queue only to find out.
+    """
+    num_workers = max(config.data.num_workers for config in configs)
+    cpus_per_task = wishes.cpus_per_task or 1 + num_workers
+    resources = Resources(
+        nodes=nodes,
+        tasks_per_node=wishes.tasks_per_node or wishes.gpus_per_node or 1,
+        cpus_per_task=cpus_per_task,
+        threads_per_task=max(1, cpus_per_task - num_workers),
+        **wishes.model_dump(exclude={"tasks_per_node", "cpus_per_task"}),
+    )
+    for config in configs:
+        if config.global_batch_size % resources.num_ranks:
+            raise UserError(
+                f"{resources.nodes} nodes x {resources.tasks_per_node} tasks = {resources.num_ranks} ranks do not "
+                f"divide the global batch of {config.global_batch_size} of {config.name}; change --nodes, "
+                "--tasks-per-node or --set global_batch_size=..."
+            )
+    return resources
+
+
+def told_origins(gathered: Gathered) -> list[str]:
+    """A line for each wish: its value, and where it came from."""
+    values = gathered.wishes.model_dump(exclude={"sbatch"})
+    lines = [f"{name}: {value} from {gathered.origins.get(name, 'default')}" for name, value in values.items() if value]
+    return lines + [
+        f"{name}: {value} from {gathered.origins[f'sbatch.{name}']}" for name, value in gathered.wishes.sbatch.items()
+    ]
+
+
+def _add(
+    given: dict[str, Any],
+    *,
+    where: str,
+    origin: str,
+    values: dict[str, Any],
+    fields: dict[str, Any],
+    origins: dict[str, str],
+) -> None:
+    """Lay what one place gives over what weaker ones gave; checked here, so that a mistake is named where it stands."""
+    checked = Wishes.parse(given, where=where)
+    for name in given:
+        if name == "sbatch":
+            fields.update(checked.sbatch)
+            origins.update({f"sbatch.{field}": origin for field in checked.sbatch})
+        else:
+            values[name], origins[name] = getattr(checked, name), origin
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold settings such as `partition: gpu`, one a line")
+    return value

@@ -1,0 +1,102 @@
+"""A copy of the code for a job, so that what is edited while it waits in the queue changes nothing.
+
+In come the folders of the four packages as they stand in the working tree, out goes a folder named by their content.
+What may never happen: a job that runs a mixture of two states of the code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from data_pipeline.errors import UserError
+from trainer.provenance import REPOSITORY, SNAPSHOT_FILE, this_code
+from trainer.rundir import write_json
+
+PACKAGES = ("data_pipeline", "trainer", "configs", "launch")
+_MAX_READS = 10
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The bytes of every file of the code, by its path below the repository."""
+
+    files: Mapping[str, bytes]
+
+    @property
+    def sha256(self) -> str:
+        """Of all names and contents; the same for the same code, wherever it lies."""
+        digest = hashlib.sha256()
+        for name, content in sorted(self.files.items()):
+            for part in (name.encode(), content):
+                digest.update(len(part).to_bytes(8, "big") + part)
+        return digest.hexdigest()
+
+    def folder(self, into: Path) -> Path:
+        """Where it lies, or will lie, below `into`."""
+        return into / "code" / self.sha256[:16]
+
+
+def read_snapshot(root: Path = REPOSITORY) -> Snapshot:
+    """The code below `root` as it stands at one moment; read until two readings agree, for an editor may be saving.
+
+    Raises `UserError` if it never stands still.
+    """
+    files = _read(root)
+    for _ in range(_MAX_READS):
+        again = _read(root)
+        if again == files:
+            return Snapshot(files)
+        files = again
+    raise UserError(f"the code in {root} changes all the time; submit again when nothing writes there")
+
+
+def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
+    """Its folder below `into`, which is there as a whole or not at all; one that is there already is left alone."""
+    folder = snapshot.folder(into)
+    if folder.is_dir():
+        return folder
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        for name, content in snapshot.files.items():
+            path = partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        write_json(partial / SNAPSHOT_FILE, asdict(replace(this_code(), snapshot_sha256=snapshot.sha256)))
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another submission of the same code was faster
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def python_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What lets Python import the snapshot before all else: `python -m` would put the working directory first."""
+    earlier = environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{folder}:{earlier}" if earlier else str(folder), "PYTHONSAFEPATH": "1"}
+
+
+def shell_lines(folder: Path) -> list[str]:
+    """The same for a batch script, whose environment is known only when it runs."""
+    return [f"export PYTHONPATH={shlex.quote(str(folder))}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
+
+
+def _read(root: Path) -> dict[str, bytes]:
+    files = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*")):
+            if "__pycache__" in path.parts or not path.is_file():
+                continue
+            try:
+                files[str(path.relative_to(root))] = path.read_bytes()
+            except FileNotFoundError:  # an editor's file that is gone again
+                continue
+    return files

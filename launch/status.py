@@ -1,0 +1,85 @@
+"""Where the runs of a study stand, or one run; and submit those that failed again.
+
+python launch/status.py runs/table1
+python launch/status.py runs/table1 --resubmit-failed
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from data_pipeline.errors import UserError, run_command
+from launch.slurm import Member, Plan, submit, tell_study
+from launch.submitted import RunStatus, last_submission, queued_jobs, run_status
+from trainer.config import read_config
+from trainer.provenance import command_line
+from trainer.rundir import RunDir
+
+HEADER = ("run", "state", "step", "loss", "reason")
+
+
+def runs_in(directory: Path) -> list[RunDir]:
+    """The run at `directory`, or the runs in it, by name; raises `UserError` if there is none."""
+    found = [RunDir(path) for path in (directory, *sorted(directory.glob("*/"))) if RunDir(path).config.is_file()]
+    if not found:
+        raise UserError(f"{directory} holds no run; pass a --run-dir or --study-dir of launch/slurm.py")
+    return found[:1] if found[0].path == directory else found
+
+
+def table(statuses: Mapping[str, RunStatus]) -> str:
+    """A line for each run; a step is "logged/all" where the number of all is known."""
+    rows = [HEADER]
+    for name, status in statuses.items():
+        step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
+        loss = "" if status.loss is None else f"{status.loss:.4f}"
+        rows.append((name, status.state, step, loss, status.reason))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def resubmit(runs: Sequence[RunDir], *, command: str) -> None:
+    """Each with what its job asked for, together where they were; a run goes on from its newest checkpoint.
+
+    The code is that of now, not the snapshot of before: most failures are mended there.
+    """
+    plans: dict[str, Plan] = {}
+    for run_dir in runs:
+        before = last_submission(run_dir)
+        assert before is not None, "a run without a job cannot have failed"
+        key = before.model_dump_json(include={"home", "resources", "at_a_time", "executor"})
+        earlier = plans[key].members if key in plans else ()
+        plans[key] = Plan(
+            members=[*earlier, Member(run_dir, read_config(run_dir.config))],
+            home=Path(before.home),
+            resources=before.resources,
+            at_a_time=min(before.at_a_time, 1 + len(earlier)),
+            name=Path(before.home).name,
+            executor=before.executor,
+        )
+    for plan in plans.values():
+        tell_study(plan, submit(plan, command=command))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a study's directory, or a run's")
+    parser.add_argument("--resubmit-failed", action="store_true", help="submit those that failed again, and no others")
+    arguments = parser.parse_args()
+    runs = runs_in(arguments.directory.absolute())
+    queue = queued_jobs()
+    statuses = {run_dir: run_status(run_dir, queue) for run_dir in runs}
+    print(table({run_dir.path.name: status for run_dir, status in statuses.items()}))
+    if arguments.resubmit_failed:
+        failed = [run_dir for run_dir, status in statuses.items() if status.state == "failed"]
+        if failed:
+            resubmit(failed, command=command_line())
+        else:
+            print("nothing has failed")
+
+
+if __name__ == "__main__":
+    run_command(main)

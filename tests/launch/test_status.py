@@ -1,0 +1,199 @@
+"""The table of a study: each state from what squeue would say and from what lies in the run directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from submitit.core.utils import cloudpickle_dump
+
+from configs import resolve_recipe
+from data_pipeline.errors import UserError
+from launch import status as status_module
+from launch.resources import Resources
+from launch.slurm import Plan
+from launch.status import resubmit, runs_in, table
+from launch.submitted import Submission, last_submission, record, refuse_if_active, run_status
+from tests.tiny_data import write_tiny_dataset
+from trainer.rundir import RunDir, write_json
+
+RESOURCES = Resources(nodes=2, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=60)
+
+NOTHING_QUEUED: Mapping[str, str] = {}
+
+
+def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Path | None = None) -> RunDir:
+    """A run directory as submitting leaves it."""
+    run_dir = RunDir(home / name)
+    settings = [] if train_dir is None else [f"data.train_dir={train_dir}"]
+    write_json(run_dir.config, resolve_recipe("debug:image", settings).model_dump(mode="json"))
+    if job_id is not None:
+        submission = Submission(
+            job_id=job_id,
+            executor="slurm",
+            logs=str(home / "logs"),
+            submitted_at=(datetime.now(UTC) - timedelta(seconds=60)).isoformat(),
+            home=str(home),
+            at_a_time=2,
+            resources=RESOURCES,
+        )
+        record(run_dir, submission)
+    return run_dir
+
+
+def log(run_dir: RunDir, text: str) -> None:
+    submission = last_submission(run_dir)
+    assert submission is not None
+    submission.log.parent.mkdir(exist_ok=True)
+    submission.log.write_text(text)
+
+
+def leave_result(run_dir: RunDir, rank: int, outcome: str, result: object, *, seconds_ago: float = 0) -> None:
+    submission = last_submission(run_dir)
+    assert submission is not None
+    path = Path(submission.logs) / f"{submission.job_id}_{rank}_result.pkl"
+    path.parent.mkdir(exist_ok=True)
+    cloudpickle_dump((outcome, result), path)
+    os.utime(path, (time.time() - seconds_ago,) * 2)
+
+
+def state_of(run_dir: RunDir, queue: Mapping[str, str] | None = NOTHING_QUEUED) -> tuple[str, str]:
+    status = run_status(run_dir, queue)
+    return status.state, status.reason
+
+
+def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    leave_result(run_dir, 0, "error", "Traceback\nValueError: of the start before")
+    assert state_of(run_dir, {"7_0": "RUNNING"}) == ("running", "")
+    assert state_of(run_dir, {"7_0": "PENDING (JobArrayTaskLimit)"}) == ("waiting", "PENDING (JobArrayTaskLimit)")
+    assert state_of(run_dir, {"7_0": "COMPLETING"}) == ("running", "COMPLETING")
+    assert state_of(run_dir, {"7_1": "RUNNING"})[0] == "failed"
+    assert state_of(run_dir, None)[0] == "unknown"
+
+
+def test_states_after_the_job(tmp_path: Path) -> None:
+    never = make_run(tmp_path, "never", job_id=None)
+    assert state_of(never) == ("pending", "not submitted")
+    done = make_run(tmp_path, "done", job_id="1")
+    write_json(done.provenance, {"finished_step": 16, "starts": []})
+    assert state_of(done, None) == ("finished", "")
+    cancelled = make_run(tmp_path, "cancelled", job_id="2")
+    log(cancelled, "going on\nslurmstepd: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-21T10:00:00 ***\n")
+    assert state_of(cancelled) == ("stopped", "cancelled")
+    late = make_run(tmp_path, "late", job_id="3")
+    log(late, "slurmstepd: error: *** JOB 3 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***\n")
+    assert state_of(late) == ("failed", "its time limit was reached")
+    warned = make_run(tmp_path, "warned", job_id="4")
+    leave_result(warned, 0, "error", "stopped after step 5, as SIGTERM asked; start it again")
+    assert state_of(warned) == ("stopped", "stopped after step 5, as SIGTERM asked; start it again")
+    unseen = make_run(tmp_path, "unseen", job_id="5")
+    assert state_of(unseen) == ("failed", f"it left no log: can the nodes write to {tmp_path}/logs?")
+
+
+def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    log(run_dir, "RuntimeError: Connection closed by peer\n")
+    leave_result(run_dir, 0, "error", "Traceback\nRuntimeError: Connection closed by peer", seconds_ago=1)
+    leave_result(run_dir, 1, "error", "Traceback\n  File x\nValueError: the loss is nan at step 3\n", seconds_ago=2)
+    assert state_of(run_dir) == ("failed", "rank 1: ValueError: the loss is nan at step 3")
+    leave_result(run_dir, 1, "error", "Traceback\nValueError: long ago, in an earlier start", seconds_ago=4_000)
+    assert state_of(run_dir) == ("failed", "rank 0: RuntimeError: Connection closed by peer")
+
+
+def test_without_a_result_the_log_and_the_watchdog_speak(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    log(run_dir, "step 1\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0\nsrun: terminating\n")
+    assert state_of(run_dir) == ("failed", "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")
+    log(run_dir, "step 1\nstep 2\n\n")
+    assert state_of(run_dir) == ("failed", "step 2")
+    stalled = run_dir.path / "stalled.txt"
+    stalled.write_text("rank 2 on n2 is stuck\n\nmore\n")
+    assert state_of(run_dir) == ("failed", f"rank 2 on n2 is stuck (see {stalled})")
+    os.utime(stalled, (0, 0))
+    assert state_of(run_dir) == ("failed", "step 2"), "a report of an earlier job says nothing about this one"
+
+
+def test_the_table_shows_steps_and_losses(tmp_path: Path) -> None:
+    train_dir = write_tiny_dataset(tmp_path / "train", num_samples=96)
+    started = make_run(tmp_path / "s", "b-started", job_id="1", train_dir=train_dir)
+    started.metrics.write_text('{"step": 1, "train/loss": 3.5}\n{"step": 4, "train/loss": 2.25}\n')
+    make_run(tmp_path / "s", "a-waiting", job_id="2", train_dir=tmp_path / "nowhere")
+    runs = runs_in(tmp_path / "s")
+    queue = {"1": "RUNNING", "2": "PENDING (Priority)"}
+    shown = table({run_dir.path.name: run_status(run_dir, queue) for run_dir in runs})
+    assert shown.splitlines() == [
+        "run        state    step  loss    reason",
+        "a-waiting  waiting  0/?           PENDING (Priority)",
+        "b-started  running  4/6   2.2500",
+    ]
+    assert runs_in(started.path) == [started]
+    with pytest.raises(UserError, match="holds no run"):
+        runs_in(tmp_path / "train")
+
+
+def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = [make_run(tmp_path, name, job_id=job_id) for name, job_id in (("a", "1_0"), ("b", "1_1"))]
+    alone = make_run(tmp_path / "other", "c", job_id="2")
+    done = make_run(tmp_path, "d", job_id="1_2")
+    write_json(done.provenance, {"finished_step": 16, "starts": []})
+    plans: list[Plan] = []
+
+    def submit(plan: Plan, *, command: str) -> list[object]:
+        plans.append(plan)
+        return []
+
+    monkeypatch.setattr(status_module, "submit", submit)
+    monkeypatch.setattr(status_module, "tell_study", lambda plan, jobs: None)
+    resubmit([*failed, alone], command="again")
+    assert [[member.run_dir for member in plan.members] for plan in plans] == [failed, [alone]]
+    assert [(plan.home, plan.at_a_time, plan.resources) for plan in plans] == [
+        (tmp_path, 2, RESOURCES),
+        (tmp_path / "other", 1, RESOURCES),
+    ]
+    monkeypatch.setattr(status_module, "queued_jobs", dict)
+    monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path), "--resubmit-failed"])
+    plans.clear()
+    status_module.main()
+    assert [[member.run_dir for member in plan.members] for plan in plans] == [failed]
+
+
+def test_a_run_that_has_a_job_is_not_submitted_again(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    refuse_if_active(run_dir, {})
+    refuse_if_active(make_run(tmp_path, "b", job_id=None), {"7_0": "RUNNING"})
+    with pytest.raises(UserError, match=r"job 7_0 is RUNNING for .*/a already; .*`scancel 7_0`"):
+        refuse_if_active(run_dir, {"7_0": "RUNNING"})
+
+
+def test_a_local_job_is_active_while_its_process_is(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    submission = last_submission(run_dir)
+    assert submission is not None
+    with (
+        subprocess.Popen(["sleep", "60"]) as other,
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit"]) as own,
+    ):
+        try:
+            record(run_dir, submission.model_copy(update={"executor": "local", "job_id": str(other.pid)}))
+            refuse_if_active(run_dir, None)
+            record(run_dir, submission.model_copy(update={"executor": "local", "job_id": str(own.pid)}))
+            with pytest.raises(UserError, match=f"`kill {own.pid}`"):
+                refuse_if_active(run_dir, None)
+        finally:
+            own.kill()
+            other.kill()
+    refuse_if_active(run_dir, None)
+
+
+def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    (run_dir.path / "job.json").write_text("{")
+    with pytest.raises(UserError, match=r"job\.json is no valid JSON"):
+        last_submission(run_dir)
