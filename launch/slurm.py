@@ -187,20 +187,38 @@ def _check_with_slurm(plan: Plan, *, code: Path) -> None:
             "add --dry-run to see the script, or --executor local to train here"
         )
     with _outside_any_job():
-        nodes = _run_slurm("sinfo", "--noheader", "--Node", "--format", "%N %n %R")
-        check_shared(plan.home, [line.split()[1] for line in nodes.stdout.splitlines()])
+        nodes = _run_slurm("sinfo", "--noheader", "--Node", "--format", "%N %n %P %T").stdout
+        check_shared(plan.home, [line.split()[1] for line in nodes.splitlines()])
         test = _run_slurm("sbatch", "--test-only", text=sbatch_script(plan, code=code))
-    if not test.returncode:
-        return
-    reason = _reason(test.stderr)
-    if "down, drained or reserved" in reason:  # a matter of time: such a job may wait in the queue
-        return
-    partition = plan.resources.partition
-    known = {tuple(line.split()[::2]) for line in nodes.stdout.splitlines()}
-    names = {name for name, of in known if partition in {None, of}}
-    if 0 < len(names) < plan.resources.nodes:
-        reason += f": --nodes {plan.resources.nodes}, but {partition or 'the cluster'} has {len(names)}"
-    raise UserError(f"sbatch refused the job ({reason}); change what is asked for, or ask with sinfo")
+    if test.returncode and (reason := refusal(test.stderr, nodes=nodes, resources=plan.resources)):
+        raise UserError(f"sbatch refused the job ({reason}); change what is asked for, or ask with sinfo")
+
+
+def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
+    """Why this job can never run, by what `sbatch --test-only` says and the nodes that sinfo lists as
+    "name host partition state", the default partition with a star; None where it could only not run now.
+
+    A job that needs nodes which are down for the moment may wait in the queue, but the test speaks of it as of one that
+    asks for the impossible.
+    """
+    reason = _reason(said)
+    if "down, drained or reserved" in reason:
+        return None
+    rows = [line.split() for line in nodes.splitlines()]
+    asked = set(resources.partition.split(",")) if resources.partition else None
+    chosen = [row for row in rows if (row[2].endswith("*") if asked is None else row[2].rstrip("*") in asked)]
+    names = {row[0] for row in chosen}
+    if 0 < len(names) < resources.nodes:
+        partition = resources.partition or chosen[0][2].rstrip("*")
+        return f"{reason}: --nodes {resources.nodes}, but the partition {partition} has {len(names)}"
+    if "node configuration is not available" in reason and not all(_is_up(row[3]) for row in chosen):
+        return None
+    return reason
+
+
+def _is_up(state: str) -> bool:
+    """Whether sinfo's word for a node's state is of one that takes jobs; a star says that it does not answer."""
+    return "*" not in state and state.rstrip("~#!%$@^-+") in {"idle", "mixed", "allocated", "completing", "planned"}
 
 
 def check_shared(home: Path, hosts: Sequence[str], *, this_host: str | None = None) -> None:

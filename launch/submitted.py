@@ -181,7 +181,7 @@ def why_it_ended(run_dir: RunDir, submission: Submission) -> str:
         return error.line if error.line.startswith(_STOPPED) else f"rank {error.rank}: {error.line}"
     text = _end_of(submission.log)
     if text is None:
-        return f"it left no log: can the nodes write to {submission.logs}?"
+        return f"no log: it was cancelled while it waited, or the nodes cannot write to {submission.logs}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         if match := _CANCEL_LINE.search(line):

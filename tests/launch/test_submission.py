@@ -16,7 +16,7 @@ from configs import resolve_recipe
 from data_pipeline.errors import UserError, run_command
 from launch.job import TrainJob
 from launch.resources import Resources, gather, told_origins
-from launch.slurm import Member, Plan, _outside_any_job, _reason, check_shared, main, sbatch_script
+from launch.slurm import Member, Plan, _outside_any_job, _reason, check_shared, main, refusal, sbatch_script
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir
 
@@ -192,6 +192,30 @@ def test_a_directory_that_only_this_machine_has_is_refused() -> None:
     for private in ("/tmp/run", "/dev/shm/a/b"):
         with pytest.raises(UserError, match="so n0 could not write there"):
             check_shared(Path(private), ["n1", "n0", "me"], this_host="me.cluster")
+
+
+def test_nodes_that_are_down_for_the_moment_are_no_reason_to_refuse() -> None:
+    """The sentences are those of Slurm 22.05: one and the same for a node that is drained and for one too many."""
+    impossible = "allocation failure: Requested node configuration is not available\n"
+    up = "n0 h0 debug* idle\nn1 h1 debug* mixed~\nn1 h1 big allocated\nn2 h2 big idle\nn3 h3 big idle\n"
+    drained = up.replace("n1 h1 debug* mixed~", "n1 h1 debug* drained")
+    silent = up.replace("n1 h1 debug* mixed~", "n1 h1 debug* idle*")
+
+    def refused(said: str, listed: str, *, nodes: int = 2, partition: str | None = None) -> str | None:
+        resources = RESOURCES.model_copy(update={"nodes": nodes, "partition": partition})
+        return refusal(said, nodes=listed, resources=resources)
+
+    assert refused(impossible, up) == "Requested node configuration is not available"
+    assert refused(impossible, drained) is None
+    assert refused(impossible, silent) is None
+    assert refused(impossible, drained, partition="big") == "Requested node configuration is not available"
+    assert refused(impossible, drained, partition="big,debug", nodes=4) is None
+    too_many = "Requested node configuration is not available: --nodes 3, but the partition debug has 2"
+    assert refused(impossible, drained, nodes=3) == too_many
+    assert refused("allocation failure: Invalid partition name specified\n", drained, partition="x") == (
+        "Invalid partition name specified"
+    )
+    assert refused("allocation failure: Required node not available (down, drained or reserved)\n", up) is None
 
 
 def test_sbatchs_reason_is_found_in_what_it_says() -> None:

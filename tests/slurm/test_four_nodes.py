@@ -123,7 +123,7 @@ def test_a_failing_run_ends_the_job_with_status_1(slurm: dict[str, str], recipe:
 def test_what_sbatch_refuses_leaves_nothing_behind(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
     job = slurm_py("--partition", "nope", *recipe, "--run-dir", tmp_path / "run", environ=slurm)
     assert job.returncode == 2
-    assert "sbatch refused the job (Batch job submission failed: Invalid partition name specified)" in job.stderr
+    assert "sbatch refused the job (Invalid partition name specified)" in job.stderr
     assert len(job.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 

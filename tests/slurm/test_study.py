@@ -1,0 +1,187 @@
+"""A study on a real Slurm of four nodes: one job array, its table, what failed submitted again, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import launch.slurm
+import launch.status
+from data_pipeline.errors import run_command
+from tests.tiny_data import write_tiny_dataset
+from trainer.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f"debug-{views}-seed{seed}" for views in ("image", "viewmaker") for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    data = tmp_path_factory.mktemp("data")
+    train_dir = write_tiny_dataset(data / "train", num_samples=64)
+    given = [f"data.train_dir={train_dir}", f"data.test_dir={train_dir}", "data.num_workers=0", "num_epochs=1"]
+    return [word for setting in [*given, "tracking.wandb=disabled"] for word in ("--set", setting)]
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def call(
+    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """A command of launch/ with its arguments, in this process, on the private Slurm."""
+    monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    mains = {"slurm.py": launch.slurm.main, "status.py": launch.status.main}
+
+    def command(name: str, *arguments: str | Path) -> Done:
+        monkeypatch.setattr(sys, "argv", [f"launch/{name}", *map(str, arguments)])
+        status = 0
+        try:
+            run_command(mains[name])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return Done(status, *capsys.readouterr())
+
+    return command
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+def squeue(slurm: dict[str, str]) -> str:
+    command = ["squeue", "--noheader", "--array", "--format", "%i %T %r"]
+    return subprocess.run(command, env=slurm, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def states(call: Command, study: Path) -> dict[str, list[str]]:
+    """The words of each run's line in the table."""
+    done = call("status.py", study)
+    assert done.status == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {words[0]: words[1:] for words in lines if words[0] in NAMES}
+
+
+def test_a_study_runs_as_one_array_and_what_failed_alone_runs_again(
+    call: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
+) -> None:
+    """The third run cannot write its metrics, until that is mended."""
+    study = tmp_path / "study"
+    broken = study / NAMES[2]
+    command = ["--study", "studies:debug_seeds", *settings, "--study-dir", str(study), "--at-a-time", "2"]
+    submitted = call("slurm.py", *command)
+    assert submitted.status == 0, submitted.stderr
+    jobs = re.findall(rf"^job (\d+)_(\d): {study}/(\S+)$", submitted.stdout, re.MULTILINE)
+    array = jobs[0][0]
+    assert jobs == [(array, str(member), name) for member, name in enumerate(NAMES)]
+    (broken / "metrics.jsonl").mkdir()
+
+    queues = [squeue(slurm)]
+    deadline = time.monotonic() + 120
+    while f"{array}_" in queues[-1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+        queues.append(squeue(slurm))
+    assert max(len(re.findall(rf"^{array}_\d RUNNING", queue, re.MULTILINE)) for queue in queues) == 2
+    assert any("JobArrayTaskLimit" in queue for queue in queues)
+
+    shown = states(call, study)
+    finished = [name for name in NAMES if name != broken.name]
+    assert {name: shown[name][:2] for name in finished} == {name: ["finished", "2/2"] for name in finished}
+    assert shown[broken.name][0] == "failed"
+    assert "IsADirectoryError:" in shown[broken.name]
+
+    (broken / "metrics.jsonl").rmdir()
+    again = call("status.py", study, "--resubmit-failed")
+    assert again.status == 0, again.stderr
+    (job_id,) = re.findall(rf"^job (\d+): {broken}$", again.stdout, re.MULTILINE)
+    assert "\n1 run(s) of 1 rank(s), 1 at a time" in again.stdout
+    refused = call("slurm.py", "--config", broken / "config.json", "--run-dir", broken)
+    assert refused.status == 2
+    assert re.fullmatch(rf"error: job {job_id} is \w+.* for {broken} already; .*\n", refused.stderr)
+    waited = call("slurm.py", *command, "--wait")
+    assert waited.status == 0, waited.stderr
+    assert f"{NAMES[0]} is finished already" in waited.stdout
+    assert f"{broken.name}: finished\n" in waited.stdout
+    assert {words[0] for words in states(call, study).values()} == {"finished"}
+
+    codes = set()
+    for name in NAMES:
+        provenance = json.loads(RunDir(study / name).provenance.read_text())
+        codes |= {start["snapshot_sha256"][:16] for start in provenance["starts"]}
+    assert codes == {path.name for path in (study / "code").iterdir()}
+
+
+def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: list[str], tmp_path: Path) -> None:
+    """The whole repository it was submitted from is gone before it starts; and fewer cores than asked for are said."""
+    repository = tmp_path / "repository"
+    for package in ("data_pipeline", "trainer", "configs", "launch"):
+        shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["scontrol", "update", "partition=debug", "state=down"], env=slurm, check=True, timeout=60)
+    try:
+        command = [sys.executable, str(repository / "launch" / "slurm.py"), "--config", "debug:image", *settings]
+        command += ["--run-dir", str(tmp_path / "run"), "--nodes", "2", "--cpus-per-task", "4"]
+        environ = slurm | {"PYTHONPATH": str(repository)}
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        (job_id,) = re.findall(r"^job (\d+):", done.stdout)
+        shutil.rmtree(repository)
+    finally:
+        subprocess.run(["scontrol", "update", "partition=debug", "state=up"], env=slurm, check=True, timeout=60)
+    run_dir = RunDir(tmp_path / "run")
+    wait_for(lambda: job_id not in squeue(slurm))
+    log = (run_dir.path / "logs" / f"{job_id}_0_log.out").read_text()
+    assert run_dir.provenance.is_file(), log
+    provenance = json.loads(run_dir.provenance.read_text())
+    assert provenance["finished_step"] == 2, log
+    (code,) = (run_dir.path / "code").iterdir()
+    assert provenance["snapshot_sha256"].startswith(code.name)
+    assert provenance["world_size"] == 2
+    few = len(os.sched_getaffinity(0)) < 4
+    assert ("fewer cores than the job asked for (SLURM_CPUS_PER_TASK): rank 0 (" in log) == few
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
+        (["--nodes", "16"], "--nodes 16, but the partition debug has 4)"),
+        (["--cpus-per-task", "99"], "sbatch refused the job (Requested node configuration is not available)"),
+        (["--sbatch", "reservation=none"], "sbatch refused the job (Requested reservation is invalid)"),
+        (["--set", "num_epoch=1"], 'unknown key "num_epoch"'),
+        (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
+    ],
+)
+def test_what_cannot_run_is_one_sentence_and_leaves_nothing(
+    flags: list[str], message: str, call: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
+) -> None:
+    before = squeue(slurm)
+    done = call("slurm.py", "--config", "debug:image", *settings, "--run-dir", tmp_path / "run", *flags)
+    assert done.status == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+    assert squeue(slurm) == before
