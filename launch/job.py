@@ -1,17 +1,55 @@
-"""The job that submitit pickles: it names a run directory and holds nothing else that could grow old in the queue."""
+"""The job that submitit pickles: it names a run directory and holds nothing else that could grow old in the queue.
+
+It also says what becomes of a job that was warned (of preemption, of its time limit) and whose ranks have all saved and
+stopped: Slurm is asked once to start it again. What may never happen: two requeues for one warning, a requeue of what
+somebody has cancelled, or one after an error.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Final
 
 import submitit
+from submitit.core.job_environment import JobEnvironment
+from submitit.core.utils import cloudpickle_dump
 from submitit.helpers import DelayedSubmission
 
 from launch.train import run
 from trainer.config import read_config
+from trainer.preemption import WARNINGS, StoppedError
 from trainer.rundir import open_run
+
+AGAIN_SECONDS = 1.0  # after which a warning that nobody took is sent again
+EARLY_SECONDS = 60  # Slurm looks at the time limits every 30 seconds and may warn so much earlier than asked
+SCONTROL_SECONDS = 120  # it keeps trying while the controller is away
+
+# The batch script, in bash, before srun: its shell outlives warnings that reach it too (scancel --full), as ranks do.
+BEFORE_SRUN: Final = ("trap : TERM USR1 USR2",)
+# And its end, on the first node of the job. srun ends with an error when a node dies, for the
+# ranks on the others lose the connection or are ended by their watchdogs, and that is long before Slurm notices. A job
+# is asked for again only where this node answers and another does not; where this one dies, Slurm does it by itself.
+AFTER_SRUN: Final = (
+    "status=$?",
+    "running() { [[ $(scontrol show job $SLURM_JOB_ID) == *JobState=RUNNING* ]]; }",
+    'answer() { timeout 60 srun --overlap --cpus-per-task=1 --nodes=$1 --ntasks=$1 "${@:2}" true; }',
+    "if ((status && SLURM_RESTART_COUNT < 100)) && running && answer 1 --nodelist=$SLURMD_NODENAME"
+    " && ! answer $SLURM_JOB_NUM_NODES --ntasks-per-node=1 && running; then",
+    '    echo "a node of this job does not answer: asking Slurm to start it again, from the newest checkpoint"',
+    "    scontrol requeue $SLURM_JOB_ID",
+    "fi",
+    "exit $status",
+)
 
 
 @dataclass(frozen=True)
@@ -19,16 +57,26 @@ class TrainJob:
     """Trains the run in `run_dir` as one rank.
 
     Under Slurm the ranks find each other by Slurm's own variables; on one machine (submitit's local executor) they meet
-    at `local_port`.
+    at `local_port`. The job is warned `warning_seconds` before its time limit.
     """
 
     run_dir: Path
     command: str
     local_port: int
+    warning_seconds: int = 120
 
     def __call__(self) -> None:
-        """Called by submitit in every task; a run that was cut short goes on from its LATEST checkpoint."""
+        """Called by submitit in every task; a run that was cut short goes on from its LATEST checkpoint.
+
+        Raises SystemExit once all ranks have stopped because one was warned: with status 0 where Slurm starts the job
+        again, else with another one on rank 0. Everything else that ends training is raised, and not requeued.
+        """
+        start = time.monotonic()
         job = submitit.JobEnvironment()
+        config = read_config(open_run(self.run_dir).config)
+        for number in WARNINGS:
+            signal.signal(number, _send_again)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/deaf_start.py
         if job.cluster == "local":
             # CUDA_VISIBLE_DEVICES stays: every rank sees all GPUs and takes cuda:local_rank, as under torchrun.
             os.environ.update(
@@ -39,11 +87,126 @@ class TrainJob:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(self.local_port),
             )
-        run(read_config(open_run(self.run_dir).config), self.run_dir, command=self.command)
+        ending = Ending()
+        try:
+            run(config, self.run_dir, command=self.command)
+            ending.status = 0
+        except StoppedError as stopped:
+            ending.status = self._status_after(stopped, job, seconds=time.monotonic() - start)
+            raise SystemExit(ending.status) from None
+
+    def _status_after(self, stopped: StoppedError, job: JobEnvironment, *, seconds: float) -> int:
+        """Ask for this job, which has run for `seconds`, to be started again; returns this rank's exit status."""
+        if not stopped.is_first_rank:
+            return 0  # quietly: an error here would end the first rank before it has spoken for all
+        try:
+            refusal = self._start_again(job, seconds=seconds)
+        except SystemExit as end:  # submitit's local executor is asked by an exit status
+            return int(end.code or 0)
+        if refusal:
+            message = f"{stopped}; {refusal}"
+            print(message, file=sys.stderr)
+            _leave_result(job, message)
+            return 1
+        print(f"{str(stopped).partition(';')[0]}; it goes on from there when the job starts again")
+        return 0
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit on rank 0 alone when Slurm warns of preemption or of the time limit: asks to be requeued.
-
-        No collective and no saving here, for the other ranks do not come along; the requeued job restarts from LATEST.
-        """
+        """Called by submitit on rank 0 alone, for a warning in the moment before `__call__`: what to start again."""
         return DelayedSubmission(self)
+
+    def _start_again(self, job: JobEnvironment, *, seconds: float) -> str:
+        """Ask for this job to be started again, after `seconds`. Returns why it will not be."""
+        if job.cluster == "local":
+            limit = int(os.environ["SUBMITIT_LOCAL_TIMEOUT_S"]) - int(os.environ["SUBMITIT_LOCAL_SIGNAL_DELAY_S"])
+            if seconds < limit - AGAIN_SECONDS:
+                return "on one machine only the time limit starts it again by itself"
+            return self._count_and_requeue(job, timed_out=True)
+        try:
+            shown = _show_job(job.job_id)
+            if "JobState=RUNNING" not in shown.split():  # cancelled, or to be requeued already: that is decided
+                print("Slurm is ending this job already, and is not asked for anything")
+                return ""
+            left = seconds_left(shown)
+            return self._count_and_requeue(
+                job, timed_out=left is not None and left <= self.warning_seconds + EARLY_SECONDS
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"Slurm could not be asked to do so now ({error})"
+
+    def _count_and_requeue(self, job: JobEnvironment, *, timed_out: bool) -> str:
+        """Only time limits are counted, in the pickle that the next start reads; preemptions are nobody's fault."""
+        pickled = job.paths.submitted_pickle
+        delayed = DelayedSubmission.load(pickled)
+        remaining = delayed._timeout_countdown - timed_out
+        if remaining < 0:
+            return "this job has reached its time limit as often as it may, so it is not started again by itself"
+        if timed_out:
+            delayed.set_timeout(delayed._timeout_min, remaining)
+            partial = pickled.with_suffix(".partial")
+            delayed.dump(partial)
+            partial.replace(pickled)
+        if job.cluster == "local":
+            print(f"the time limit is reached; started again ({remaining} times more at most)")
+        job._requeue(remaining)
+        return ""
+
+
+class Ending:
+    """Ends the process with `status`, which is 1 unless somebody sets it, when all that belongs to its end is done.
+
+    What is left then is to take down the process group, which waits for threads of gloo that may wait for the
+    interpreter: seen with PyTorch 2.11, a rank that does not end, and a job that holds its nodes until its time limit.
+    """
+
+    def __init__(self) -> None:
+        self.status = 1
+        atexit.register(self._leave)  # what is registered later is done before
+
+    def _leave(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.status)
+
+
+def seconds_left(shown: str) -> int | None:
+    """What is left of the time limit, in seconds, by the text of `scontrol show job`; None without a limit.
+
+    Not by its EndTime, which a preemption brings forward.
+
+    Examples:
+        >>> seconds_left("RunTime=03:58:30 TimeLimit=04:00:00")
+        90
+        >>> seconds_left("RunTime=1-00:00:01 TimeLimit=2-00:00:00")
+        86399
+        >>> seconds_left("RunTime=00:00:01 TimeLimit=UNLIMITED") is None
+        True
+    """
+    seconds = []
+    for name in ("RunTime", "TimeLimit"):
+        match = re.search(rf"\b{name}=(?:(\d+)-)?(\d+):(\d+):(\d+)\b", shown)
+        if match is None:
+            return None
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+        seconds.append(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    run_time, limit = seconds
+    return limit - run_time
+
+
+def _show_job(job_id: str) -> str:
+    command = ["scontrol", "show", "job", job_id]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=SCONTROL_SECONDS).stdout
+
+
+def _send_again(number: int, _: FrameType | None) -> None:
+    """A warning while the ranks still gather waits for the first step, after which training stops with a checkpoint."""
+    timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+
+
+def _leave_result(job: JobEnvironment, message: str) -> None:
+    """What submitit would write after an error; for a stop there is no traceback that could help."""
+    partial = job.paths.result_pickle.with_suffix(".partial")
+    cloudpickle_dump(("error", message), partial)
+    partial.replace(job.paths.result_pickle)

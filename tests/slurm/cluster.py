@@ -1,10 +1,14 @@
 """A private Slurm of four nodes on this one machine, from Debian's packages, for as long as one command runs.
 
     python tests/slurm/cluster.py python launch/slurm.py --nodes 4 --config debug:image --wait
+    python tests/slurm/cluster.py bash        a shell with sbatch, squeue, scancel ... of that cluster, to try things
 
 Everything lies in a fresh directory under /tmp: the configuration, a munge daemon with its own key and socket, state,
 logs; the ports are free ones. So a Slurm or a munge that the machine already has is never spoken to. The nodes are
 called 127.0.0.2 to 127.0.0.5: names that resolve everywhere, without a line in /etc/hosts.
+
+A job of the partition `urgent` takes nodes away from one of `debug`, which is warned 30 seconds before. A node that
+does not answer for 20 seconds is down. A requeued job starts again after about 10 seconds instead of two minutes.
 """
 
 from __future__ import annotations
@@ -14,15 +18,18 @@ import getpass
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 NUM_NODES = 4
+NODE_NAMES = tuple(f"127.0.0.{2 + node}" for node in range(NUM_NODES))
 CPUS_PER_NODE = 4
 INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "squeue", "scancel", "sinfo")
@@ -47,11 +54,16 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 ReturnToService=2
-KillWait=5
+KillWait=4
 MessageTimeout=20
+SlurmdTimeout=20
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000"
 
@@ -74,67 +86,152 @@ def why_not() -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def private_slurm() -> Iterator[Path]:
-    """Start the cluster and yield its slurm.conf (for SLURM_CONF); at the end cancel its jobs and stop it.
+class Cluster:
+    """The running cluster; `environ` is the environment for commands that shall talk to it."""
 
-    Raises RuntimeError with the ends of the daemons' logs if the nodes do not become idle.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    directory.chmod(0o755)  # munged trusts its socket only in a directory that everyone can reach
-    for name in ("state", "spool", "log"):
-        (directory / name).mkdir()
-    conf = directory / "slurm.conf"
-    conf.write_text(_configuration(directory))
-    key = directory / "munge.key"
-    key.touch(mode=0o600)
-    key.write_bytes(secrets.token_bytes(128))
-    environ = os.environ | {"SLURM_CONF": str(conf), "PATH": _path()}
-    munged = ["munged", "--foreground", f"--key-file={key}", f"--socket={directory}/munge.socket"]
-    munged += [f"--{name}-file={directory}/munged.{name}" for name in ("pid", "seed", "log")]
-    daemons = [_start(munged, environ, directory)]
-    try:
-        _wait_until(lambda: (directory / "munge.socket").exists(), daemons, directory)
-        daemons.append(_start(["slurmctld", "-D", "-f", str(conf)], environ, directory))
-        for name in _node_names():
-            daemons.append(_start(["slurmd", "-D", "-f", str(conf), "-N", name], environ, directory))
-        _wait_until(lambda: _output(["sinfo", "-h", "-o", "%T %D"], environ) == f"idle {NUM_NODES}", daemons, directory)
-        yield conf
-    finally:
-        _output(["scancel", "--user", getpass.getuser()], environ)
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._conf = directory / "slurm.conf"
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.environ = os.environ | {"SLURM_CONF": str(self._conf), "PATH": _path()}
+
+    def start(self) -> None:
+        """Raises RuntimeError with the ends of the daemons' logs if the nodes do not become idle."""
+        directory = self._directory
+        key = directory / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        self._conf.write_text(_configuration(directory))
+        munged = ["munged", "--foreground", f"--key-file={key}", f"--socket={directory}/munge.socket"]
+        self._start(
+            "munged", [*munged, *(f"--{name}-file={directory}/munged.{name}" for name in ("pid", "seed", "log"))]
+        )
+        self._wait_until(lambda: (directory / "munge.socket").exists())
+        self._start("slurmctld", ["slurmctld", "-D", "-f", str(self._conf)])
+        for name in NODE_NAMES:
+            self.start_node(name)
+        self._wait_until(lambda: self.output("sinfo", "-h", "-p", "debug", "-o", "%T %D") == f"idle {NUM_NODES}")
+
+    def stop(self) -> None:
+        self.output("scancel", "--user", getpass.getuser())
         with contextlib.suppress(RuntimeError):
-            _wait_until(lambda: _output(["squeue", "-h"], environ) == "", daemons, directory)
-        for daemon in reversed(daemons):
+            self._wait_until(lambda: self.output("squeue", "-h") == "")
+        for daemon in reversed(self._daemons.values()):
             daemon.terminate()
-        for daemon in reversed(daemons):
+        for daemon in reversed(self._daemons.values()):
             try:
                 daemon.wait(timeout=15)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+    def output(self, *command: str) -> str | None:
+        """What a Slurm command prints; None if it fails, as it does while slurmctld is not up."""
+        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
+        return None if done.returncode else done.stdout.strip()
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What `scontrol show job` says, such as JobState and Restarts; it forgets a job minutes after its end."""
+        shown = self.output("scontrol", "show", "job", job_id) or ""
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def ranks(self, job_id: str) -> list[int]:
+        """The process ids of the ranks of a job, in rank order: what the step's slurmstepds have started."""
+        return [rank.pid for _, rank in sorted(self._tasks(job_id).items())]
+
+    def children(self, pid: int) -> list[int]:
+        """The processes that one has forked, which run the same program: the data workers of a rank."""
+        program = Path(f"/proc/{pid}/exe").resolve()
+        children = [process.pid for process in _processes() if process.parent == pid]
+        return [child for child in children if Path(f"/proc/{child}/exe").resolve() == program]
+
+    def kill_node(self, name: str) -> None:
+        """What a power cut does: slurmd dies, and whatever runs on that node, without a word to anybody."""
+        slurmd = self._daemons.pop(name)
+        on_node = [process for process in _processes() if self._is_on(process, name)]
+        stepds = [process for process in _processes() if process.pid in {child.parent for child in on_node}]
+        slurmd.kill()
+        for process in [stepd for stepd in stepds if stepd.name.startswith("slurmstepd")] + on_node:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        slurmd.wait()
+
+    def start_node(self, name: str) -> None:
+        self._start(name, ["slurmd", "-D", "-f", str(self._conf), "-N", name])
+
+    def _tasks(self, job_id: str) -> dict[int, _Process]:
+        by_pid = {process.pid: process for process in _processes()}
+        return {
+            int(process.environ["SLURM_PROCID"]): process
+            for process in by_pid.values()
+            if process.environ.get("SLURM_JOB_ID") == job_id
+            and process.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+            and "SLURM_STEP_ID" in process.environ
+            and self._is_on(process, process.environ.get("SLURMD_NODENAME", ""))
+            and process.parent in by_pid
+            and by_pid[process.parent].name.startswith("slurmstepd")
+        }
+
+    def _is_on(self, process: _Process, node: str) -> bool:
+        environ = process.environ
+        return environ.get("SLURM_CONF") == str(self._conf) and environ.get("SLURMD_NODENAME") == node
+
+    def _start(self, name: str, command: list[str]) -> None:
+        with (self._directory / "log" / f"{command[0]}.console").open("ab") as console:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environ, cwd=self._directory, stdout=console, stderr=console
+            )
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not condition():
+            dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
+            if dead or time.monotonic() > deadline:
+                logs = "\n".join(f"{path.name}: {path.read_text()[-800:]}" for path in self._directory.glob("log/*"))
+                problem = f"{dead} ended" if dead else f"not ready after {TIMEOUT_SECONDS} s"
+                raise RuntimeError(f"the private Slurm did not start or stop: {problem}\n{logs}")
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def private_slurm() -> Iterator[Cluster]:
+    """Start the cluster; at the end cancel its jobs and stop it. Raises RuntimeError if it does not start."""
+    directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    directory.chmod(0o755)  # munged trusts its socket only in a directory that everyone can reach
+    for name in ("state", "spool", "log"):
+        (directory / name).mkdir()
+    cluster = Cluster(directory)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
         shutil.rmtree(directory)
 
 
-def _start(command: list[str], environ: dict[str, str], directory: Path) -> subprocess.Popen[bytes]:
-    with (directory / "log" / f"{command[0]}.console").open("ab") as console:
-        return subprocess.Popen(command, env=environ, cwd=directory, stdout=console, stderr=console)
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    parent: int
+    name: str
+    environ: Mapping[str, str]
 
 
-def _output(command: list[str], environ: dict[str, str]) -> str | None:
-    """What a Slurm command prints; None if it fails, as it does while slurmctld is not up."""
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
-    return None if done.returncode else done.stdout.strip()
-
-
-def _wait_until(condition: Callable[[], bool], daemons: list[subprocess.Popen[bytes]], directory: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        dead = [daemon.args for daemon in daemons if daemon.poll() is not None]
-        if dead or time.monotonic() > deadline:
-            logs = "\n".join(f"{path.name}: {path.read_text()[-800:]}" for path in sorted(directory.glob("log/*")))
-            problem = f"{dead} ended" if dead else f"not ready after {TIMEOUT_SECONDS} s"
-            raise RuntimeError(f"the private Slurm did not start or stop: {problem}\n{logs}")
-        time.sleep(0.2)
+def _processes() -> list[_Process]:
+    """All processes of this machine that this user may look into, by /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+            entries = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            found.append(
+                _Process(
+                    pid=int(path.name),
+                    parent=int((path / "stat").read_text().rpartition(")")[2].split()[1]),
+                    name=(path / "comm").read_text().strip(),
+                    environ=dict(entry.split("=", 1) for entry in entries if "=" in entry),
+                )
+            )
+    return found
 
 
 def _configuration(directory: Path) -> str:
@@ -142,13 +239,9 @@ def _configuration(directory: Path) -> str:
     ports = _free_ports(1 + NUM_NODES)
     nodes = [
         NODE.format(name=name, host=host, port=port, cpus=CPUS_PER_NODE)
-        for name, port in zip(_node_names(), ports[1:], strict=True)
+        for name, port in zip(NODE_NAMES, ports[1:], strict=True)
     ]
     return CONF.format(host=host, user=getpass.getuser(), directory=directory, ports=ports, nodes="\n".join(nodes))
-
-
-def _node_names() -> list[str]:
-    return [f"127.0.0.{2 + node}" for node in range(NUM_NODES)]
 
 
 def _path() -> str:
@@ -168,8 +261,8 @@ def main() -> None:
         raise SystemExit(f"usage: {Path(__file__).name} COMMAND...")
     if reason := why_not():
         raise SystemExit(f"error: {reason}")
-    with private_slurm() as conf:
-        status = subprocess.run(sys.argv[1:], env=os.environ | {"SLURM_CONF": str(conf)}).returncode
+    with private_slurm() as cluster:
+        status = subprocess.run(sys.argv[1:], env=cluster.environ).returncode
     raise SystemExit(status)
 
 
