@@ -171,7 +171,7 @@ def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(kind: str,
 
 
 def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None:
-    """With a small learning rate, where few ReLUs are pushed over zero: to 1e-5 at first, and to 1e-4 in all 20 steps."""
+    """With a small learning rate, where few ReLUs are pushed over zero: to 1e-5 at first, to 1e-4 in all 20 steps."""
     config = configure(data, "debug:image", ["optimizer.learning_rate=0.003"])
     for num_ranks in (1, 2):
         run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
