@@ -32,7 +32,7 @@ from submitit.helpers import clean_env
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.errors import UserError, run_command
-from launch.job import TrainJob
+from launch.job import AFTER_SRUN, TrainJob
 from launch.resources import Gathered, Resources, Wishes, gather, parse_fields, resources_for, told_origins
 from launch.snapshot import python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import (
@@ -40,6 +40,7 @@ from launch.submitted import (
     first_error,
     in_queue,
     last_submission,
+    queue_for,
     queued_jobs,
     record,
     refuse_if_active,
@@ -110,6 +111,7 @@ def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_ti
         # Since 22.05 Slurm does not hand sbatch's --cpus-per-task on to srun. A rank that dies takes the others with
         # it, which would otherwise wait for it.
         "srun_args": [f"--cpus-per-task={resources.cpus_per_task}", "--kill-on-bad-exit=1"],
+        "teardown": list(AFTER_SRUN),
         "additional_parameters": {"requeue": True}
         | {name: value for name, value in resources.sbatch.items() if value is not False},
     }
@@ -152,7 +154,13 @@ def submit(plan: Plan, *, command: str) -> list[submitit.Job[None]]:
             claim(member.run_dir, member.config).close()
         write_snapshot(snapshot, into=plan.home)
         train_jobs = [
-            TrainJob(run_dir=member.run_dir.path, command=command, local_port=_free_port()) for member in plan.members
+            TrainJob(
+                run_dir=member.run_dir.path,
+                command=command,
+                local_port=_free_port(),
+                warning_seconds=WARNING_SECONDS,
+            )
+            for member in plan.members
         ]
         jobs = _submit_here(train_jobs, plan, code) if plan.executor == "local" else _sbatch(train_jobs, plan, code)
     except (UserError, OSError) as error:
@@ -438,7 +446,7 @@ def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
 
 def still_to_do(plan: Plan) -> list[Member]:
     """The members of a study that neither are finished nor have a job; says which ones are left out."""
-    queue = queued_jobs()
+    queue = queue_for([member.run_dir for member in plan.members])
     left = []
     for member in plan.members:
         status = run_status(member.run_dir, queue) if member.run_dir.config.is_file() else None
@@ -459,7 +467,7 @@ def main() -> None:
         return
     if arguments.study is None:
         (member,) = plan.members
-        refuse_if_active(member.run_dir, queued_jobs())
+        refuse_if_active(member.run_dir, queue_for([member.run_dir]))
         (job,) = submit(plan, command=command_line())
         where = "this machine" if plan.executor == "local" else f"{plan.resources.nodes} node(s)"
         print(f"job {job.job_id}: {plan.resources.num_ranks} rank(s) on {where}")

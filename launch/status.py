@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_pipeline.errors import UserError, run_command
 from launch.slurm import Member, Plan, submit, tell_study
-from launch.submitted import RunStatus, last_submission, queued_jobs, run_status
+from launch.submitted import RunStatus, last_submission, queue_for, run_status
 from trainer.config import read_config
 from trainer.provenance import command_line
 from trainer.rundir import RunDir
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--resubmit-failed", action="store_true", help="submit those that failed again, and no others")
     arguments = parser.parse_args()
     runs = runs_in(arguments.directory.absolute())
-    queue = queued_jobs()
+    queue = queue_for(runs)
     statuses = {run_dir: run_status(run_dir, queue) for run_dir in runs}
     print(table({run_dir.path.name: status for run_dir, status in statuses.items()}))
     if arguments.resubmit_failed:

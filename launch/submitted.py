@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -98,6 +98,14 @@ def queued_jobs() -> dict[str, str] | None:
     if done.returncode:
         raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
     return parse_queue(done.stdout)
+
+
+def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
+    """`queued_jobs`, but Slurm is left alone where none of these runs was ever submitted to it."""
+    submissions = [last_submission(run_dir) for run_dir in run_dirs]
+    if any(submission is not None and submission.executor == "slurm" for submission in submissions):
+        return queued_jobs()
+    return {}
 
 
 def parse_queue(text: str) -> dict[str, str]:
@@ -199,7 +207,7 @@ class RankError:
 
 
 def first_error(submission: Submission) -> RankError | None:
-    """Of the ranks that raised an exception, the first: the others have lost it. None if none left a result of that."""
+    """The first exception, which the others follow from, and the lowest rank that raised it; None if none is known."""
     errors: list[tuple[float, int, str]] = []
     for rank in range(submission.resources.num_ranks):
         path = JobPaths(submission.logs, job_id=submission.job_id, task_id=rank).result_pickle
@@ -211,8 +219,8 @@ def first_error(submission: Submission) -> RankError | None:
     if not errors:
         return None
     newest = max(errors)[0]
-    _, rank, line = min(error for error in errors if newest - error[0] <= _SAME_CAUSE_SECONDS)
-    return RankError(rank, line)
+    first = min(error for error in errors if newest - error[0] <= _SAME_CAUSE_SECONDS)[2]
+    return RankError(min(rank for _, rank, line in errors if line == first), first)
 
 
 def _num_steps(config: RunConfig) -> int | None:

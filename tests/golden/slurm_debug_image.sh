@@ -23,3 +23,13 @@ export PYTHONSAFEPATH=1
 export SUBMITIT_EXECUTOR=slurm
 srun --unbuffered --output RUN_DIR/logs/%j_%t_log.out --cpus-per-task=2 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit RUN_DIR/logs
 
+
+# teardown
+status=$?
+running() { [[ $(scontrol show job $SLURM_JOB_ID) == *JobState=RUNNING* ]]; }
+answer() { timeout 60 srun --overlap --cpus-per-task=1 --nodes=$1 --ntasks=$1 "${@:2}" true; }
+if ((status && SLURM_RESTART_COUNT < 100)) && running && answer 1 --nodelist=$SLURMD_NODENAME && ! answer $SLURM_JOB_NUM_NODES --ntasks-per-node=1 && running; then
+    echo "a node of this job does not answer: asking Slurm to start it again, from the newest checkpoint"
+    scontrol requeue $SLURM_JOB_ID
+fi
+exit $status

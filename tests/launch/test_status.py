@@ -16,10 +16,11 @@ from submitit.core.utils import cloudpickle_dump
 from configs import resolve_recipe
 from data_pipeline.errors import UserError
 from launch import status as status_module
+from launch import submitted as submitted_module
 from launch.resources import Resources
 from launch.slurm import Plan
 from launch.status import resubmit, runs_in, table
-from launch.submitted import Submission, last_submission, record, refuse_if_active, run_status
+from launch.submitted import Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir, write_json
 
@@ -106,6 +107,9 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> Non
     leave_result(run_dir, 0, "error", "Traceback\nRuntimeError: Connection closed by peer", seconds_ago=1)
     leave_result(run_dir, 1, "error", "Traceback\n  File x\nValueError: the loss is nan at step 3\n", seconds_ago=2)
     assert state_of(run_dir) == ("failed", "rank 1: ValueError: the loss is nan at step 3")
+    leave_result(run_dir, 0, "error", "Traceback\nValueError: the loss is nan at step 3", seconds_ago=1)
+    assert state_of(run_dir) == ("failed", "rank 0: ValueError: the loss is nan at step 3"), "raised by both"
+    leave_result(run_dir, 0, "error", "Traceback\nRuntimeError: Connection closed by peer", seconds_ago=1)
     leave_result(run_dir, 1, "error", "Traceback\nValueError: long ago, in an earlier start", seconds_ago=4_000)
     assert state_of(run_dir) == ("failed", "rank 0: RuntimeError: Connection closed by peer")
 
@@ -160,7 +164,7 @@ def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatc
         (tmp_path, 2, RESOURCES),
         (tmp_path / "other", 1, RESOURCES),
     ]
-    monkeypatch.setattr(status_module, "queued_jobs", dict)
+    monkeypatch.setattr(status_module, "queue_for", lambda runs: {})
     monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path), "--resubmit-failed"])
     plans.clear()
     status_module.main()
@@ -193,6 +197,18 @@ def test_a_local_job_is_active_while_its_process_is(tmp_path: Path) -> None:
             own.kill()
             other.kill()
     refuse_if_active(run_dir, None)
+
+
+def test_slurm_is_asked_only_about_its_own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have Slurm's programs and no cluster."""
+    monkeypatch.setattr(submitted_module, "queued_jobs", lambda: {"7_0": "RUNNING"})
+    never, on_slurm = make_run(tmp_path, "a", job_id=None), make_run(tmp_path, "b")
+    assert queue_for([never]) == {}
+    assert queue_for([never, on_slurm]) == {"7_0": "RUNNING"}
+    submission = last_submission(on_slurm)
+    assert submission is not None
+    record(on_slurm, submission.model_copy(update={"executor": "local"}))
+    assert queue_for([never, on_slurm]) == {}
 
 
 def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:
