@@ -8,6 +8,7 @@ somebody has cancelled, or one after an error.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from types import FrameType
 from typing import Final
 
 import submitit
+import wandb
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import cloudpickle_dump
 from submitit.helpers import DelayedSubmission
@@ -99,6 +101,8 @@ class TrainJob:
         """Ask for this job, which has run for `seconds`, to be started again; returns this rank's exit status."""
         if not stopped.is_first_rank:
             return 0  # quietly: an error here would end the first rank before it has spoken for all
+        with contextlib.suppress(Exception):  # it may have been ended by the warning
+            wandb.teardown()  # its process, which Slurm would end under it
         try:
             refusal = self._start_again(job, seconds=seconds)
         except SystemExit as end:  # submitit's local executor is asked by an exit status

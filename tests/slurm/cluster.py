@@ -5,7 +5,7 @@
 
 Everything lies in a fresh directory under /tmp: the configuration, a munge daemon with its own key and socket, state,
 logs; the ports are free ones. So a Slurm or a munge that the machine already has is never spoken to. The nodes are
-called 127.0.0.2 to 127.0.0.5: names that resolve everywhere, without a line in /etc/hosts.
+called 127.0.0.2 to 127.0.0.5, and a spare one 127.0.0.6: names that resolve everywhere, without /etc/hosts.
 
 A job of the partition `urgent` takes nodes away from one of `debug`, which is warned 30 seconds before. A node that
 does not answer for 20 seconds is down. A requeued job starts again after about 10 seconds instead of two minutes.
@@ -30,6 +30,7 @@ from pathlib import Path
 
 NUM_NODES = 4
 NODE_NAMES = tuple(f"127.0.0.{2 + node}" for node in range(NUM_NODES))
+SPARE = f"127.0.0.{2 + NUM_NODES}"  # belongs to no partition of the four, until one of them dies
 CPUS_PER_NODE = 4
 INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "squeue", "scancel", "sinfo")
@@ -62,8 +63,9 @@ SlurmdTimeout=20
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=spare Nodes={spare} State=UP
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000"
 
@@ -108,8 +110,8 @@ class Cluster:
         )
         self._wait_until(lambda: (directory / "munge.socket").exists())
         self._start("slurmctld", ["slurmctld", "-D", "-f", str(self._conf)])
-        for name in NODE_NAMES:
-            self.start_node(name)
+        for name in (*NODE_NAMES, SPARE):
+            self._start(name, ["slurmd", "-D", "-f", str(self._conf), "-N", name])
         self._wait_until(lambda: self.output("sinfo", "-h", "-p", "debug", "-o", "%T %D") == f"idle {NUM_NODES}")
 
     def stop(self) -> None:
@@ -156,8 +158,11 @@ class Cluster:
                 os.kill(process.pid, signal.SIGKILL)
         slurmd.wait()
 
-    def start_node(self, name: str) -> None:
-        self._start(name, ["slurmd", "-D", "-f", str(self._conf), "-N", name])
+    def replace_node(self, name: str) -> None:
+        """Let the spare node stand in for a dead one, as an administrator would."""
+        names = ",".join(SPARE if node == name else node for node in NODE_NAMES)
+        for partition in ("debug", "urgent"):
+            assert self.output("scontrol", "update", f"PartitionName={partition}", f"Nodes={names}") is not None
 
     def _tasks(self, job_id: str) -> dict[int, _Process]:
         by_pid = {process.pid: process for process in _processes()}
@@ -236,12 +241,20 @@ def _processes() -> list[_Process]:
 
 def _configuration(directory: Path) -> str:
     host = socket.gethostname().partition(".")[0]
-    ports = _free_ports(1 + NUM_NODES)
+    ports = _free_ports(2 + NUM_NODES)
     nodes = [
         NODE.format(name=name, host=host, port=port, cpus=CPUS_PER_NODE)
-        for name, port in zip(NODE_NAMES, ports[1:], strict=True)
+        for name, port in zip((*NODE_NAMES, SPARE), ports[1:], strict=True)
     ]
-    return CONF.format(host=host, user=getpass.getuser(), directory=directory, ports=ports, nodes="\n".join(nodes))
+    return CONF.format(
+        host=host,
+        user=getpass.getuser(),
+        directory=directory,
+        ports=ports,
+        nodes="\n".join(nodes),
+        names=",".join(NODE_NAMES),
+        spare=SPARE,
+    )
 
 
 def _path() -> str:

@@ -25,14 +25,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.slurm.cluster import NODE_NAMES, Cluster
+from tests.slurm.cluster import CPUS_PER_NODE, NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir
 
 wandb_internal_pb2: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")  # made at import, without types
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 1200
+NUM_STEPS = 320
 STEPS_PER_EPOCH = 4
 CHECKPOINT_EVERY = 40
 A_FEW_STEPS = 12  # that are done after a start before the next blow
@@ -61,9 +61,9 @@ class Training:
     job_id: str = ""
     table: list[Row] = field(default_factory=list)
 
-    def submit(self) -> None:
+    def submit(self, *more: str) -> None:
         command = [sys.executable, "launch/slurm.py", "--nodes", "4", "--config", "debug:image"]
-        command += ["--run-dir", str(self.run_dir.path), "--time-minutes", "60"]
+        command += ["--run-dir", str(self.run_dir.path), "--time-minutes", "60", *more]
         command += [word for setting in self.settings for word in ("--set", setting)]
         done = subprocess.run(command, cwd=ROOT, env=self.cluster.environ, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
@@ -166,11 +166,18 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def reference(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A job beside the disturbed one, to which nothing happens; it runs while that one waits to be started again."""
     training = Training(cluster, RunDir(tmp_path_factory.mktemp("undisturbed") / "run"), settings)
-    training.submit()
-    assert training.wait_for_the_end()["JobState"] == "COMPLETED", training.log()
-    return training.run_dir
+    training.submit("--partition", "urgent")
+    return training
+
+
+@pytest.fixture(scope="module")
+def undisturbed(reference: Training) -> RunDir:
+    job = reference.wait_for_the_end()
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), reference.log()
+    return reference.run_dir
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +197,11 @@ def table() -> Iterator[list[Row]]:
 
 @pytest.fixture(scope="module")
 def warned(
-    cluster: Cluster, settings: list[str], table: list[Row], tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster,
+    settings: list[str],
+    reference: Training,
+    table: list[Row],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Training:
     """The job that Slurm and its users disturb."""
     training = Training(cluster, RunDir(tmp_path_factory.mktemp("warned") / "run"), settings, table=table)
@@ -242,8 +253,8 @@ def test_preemption(warned: Training) -> None:
     warned.wait_for_a_few_steps(num_starts=3)
 
     def preempt() -> None:
-        urgent = ["sbatch", "--partition=urgent", "--nodes=1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-        assert warned.cluster.output(*urgent) is not None
+        urgent = ["sbatch", "--partition=urgent", "--nodes=1", f"--cpus-per-task={CPUS_PER_NODE - 1}"]
+        assert warned.cluster.output(*urgent, "--output=/dev/null", "--wrap=sleep 1") is not None
 
     row = warned.started_again("preempted with notice of 30 s", preempt)
     check_requeued(warned, row, restarts=3)
@@ -252,7 +263,7 @@ def test_preemption(warned: Training) -> None:
 
 def test_a_time_limit(warned: Training) -> None:
     """Two minutes are left, and so Slurm warns when it next looks at the limits, which it does every 30 seconds."""
-    warned.wait_for_a_few_steps(num_starts=4)
+    warned.wait_for(lambda: len(warned.starts()) == 4, "start")
     pickled = warned.run_dir.path / "logs" / f"{warned.job_id}_submitted.pkl"
     before = pickled.read_bytes()
 
@@ -266,14 +277,14 @@ def test_a_time_limit(warned: Training) -> None:
     assert pickled.read_bytes() != before, "time limits are counted"
 
 
+@pytest.mark.usefixtures("undisturbed")  # which has ended, for the node was one of its own
 def test_a_node_that_dies(warned: Training) -> None:
-    """Without its slurmd and all its processes from one moment to the next; another one stands in for it later."""
+    """Its slurmd and all its processes are gone from one moment to the next; another one stands in for it."""
     warned.wait_for_a_few_steps(num_starts=5)
 
     def die() -> None:
         warned.cluster.kill_node(NODE_NAMES[3])
-        warned.wait_for(lambda: warned.job()["Restarts"] == "5", "requeue")
-        warned.cluster.start_node(NODE_NAMES[3])
+        warned.cluster.replace_node(NODE_NAMES[3])
 
     row = warned.started_again("a node dies", die)
     check_requeued(warned, row, restarts=5, lost=range(CHECKPOINT_EVERY + 1))

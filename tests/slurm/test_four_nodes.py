@@ -1,4 +1,4 @@
-"""`launch/slurm.py` on a real Slurm of four nodes: the curve of one process, an end with an error, a requeue."""
+"""`launch/slurm.py` on a real Slurm of four nodes: one curve however it is launched, and how it ends with an error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +49,14 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
-    alone = run(sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone", environ=slurm)
-    assert alone.returncode == 0, alone.stderr
+    """And so do four ranks of torchrun; tests/launch has two of them, and submitit's local executor."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    ways = {"alone": [sys.executable], "torchrun": torchrun}
+    for name, command in ways.items():
+        environ = slurm | {"OMP_NUM_THREADS": "1"}
+        done = run(*command, "launch/train.py", *recipe, "--run-dir", tmp_path / name, environ=environ)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "torchrun") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
     run_dir = RunDir(tmp_path / "nodes")
     job = slurm_py("--nodes", "4", *recipe, "--run-dir", run_dir.path, "--wait", environ=slurm)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -76,6 +80,17 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
     assert provenance["finished_step"] == NUM_STEPS
     assert provenance["starts"][0]["slurm_job_id"] == job_id
     assert "launch/slurm.py --nodes 4" in provenance["command"]
+
+
+def test_deepspeed_on_four_nodes_follows_ddp(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
+    """Its optimizer is cut into four pieces (ZeRO 2); in float32, which is what it knows."""
+    for engine in ("ddp", "deepspeed"):
+        settings = ["--set", "precision=float32", "--set", f"engine.kind={engine}"]
+        job = slurm_py("--nodes", "4", *recipe, *settings, "--run-dir", tmp_path / engine, "--wait", environ=slurm)
+        assert job.returncode == 0, job.stdout + job.stderr
+        assert f"engine {engine}" in job.stdout
+    assert len(losses(tmp_path / "deepspeed")) == NUM_STEPS
+    assert losses(tmp_path / "deepspeed") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-4)
 
 
 def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -126,29 +141,3 @@ def test_what_sbatch_refuses_leaves_nothing_behind(slurm: dict[str, str], recipe
     assert "sbatch refused the job (Invalid partition name specified)" in job.stderr
     assert len(job.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_preempted_job_is_requeued_and_goes_on(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
-    """Slurm warns by USR2, as submitit asks it to, before a preemption and before the time limit."""
-    run_dir = RunDir(tmp_path / "run")
-    num_steps = 4 * 25
-    job = slurm_py("--nodes", "2", *recipe, "--set", "num_epochs=25", "--run-dir", run_dir.path, environ=slurm)
-    assert job.returncode == 0, job.stderr
-    (job_id,) = re.findall(r"^job (\d+):", job.stdout)
-    wait_for(lambda: run_dir.latest_step() is not None)
-    assert run("scancel", "--signal", "USR2", job_id, environ=slurm).returncode == 0
-    wait_for(lambda: (run_dir.path / "logs" / f"{job_id}_1_result.pkl").is_file())
-    wait_for(lambda: run("squeue", "--noheader", environ=slurm).stdout == "")
-    starts = json.loads(run_dir.provenance.read_text())["starts"]
-    assert [start["slurm_job_id"] for start in starts] == [job_id, job_id]
-    assert starts[0]["start_step"] == 0
-    assert 4 <= starts[1]["start_step"] < num_steps
-    assert run_dir.latest_step() == num_steps
-    assert len(losses(run_dir.path)) == num_steps
-
-
-def wait_for(condition: Callable[[], bool], *, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
