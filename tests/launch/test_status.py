@@ -15,10 +15,11 @@ from submitit.core.utils import cloudpickle_dump
 
 from configs import resolve_recipe
 from data_pipeline.errors import UserError
+from launch import slurm as slurm_module
 from launch import status as status_module
 from launch import submitted as submitted_module
 from launch.resources import Resources
-from launch.slurm import Plan
+from launch.slurm import Member, Plan, wait_for_study
 from launch.status import resubmit, runs_in, table
 from launch.submitted import Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset
@@ -209,6 +210,43 @@ def test_slurm_is_asked_only_about_its_own_jobs(tmp_path: Path, monkeypatch: pyt
     assert submission is not None
     record(on_slurm, submission.model_copy(update={"executor": "local"}))
     assert queue_for([never, on_slurm]) == {}
+
+
+def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, failed = make_run(tmp_path, "a", job_id="7_0"), make_run(tmp_path, "b", job_id="7_1")
+    write_json(done.provenance, {"finished_step": 16, "starts": []})
+    leave_result(failed, 0, "error", "Traceback\nValueError: no")
+    members = [Member(run_dir, resolve_recipe("debug:image")) for run_dir in (done, failed)]
+    queues: list[Mapping[str, str] | UserError] = [
+        {"7_0": "RUNNING", "7_1": "PENDING (Priority)"},
+        {"7_0": "RUNNING", "7_1": "PENDING (Priority)"},
+        UserError("squeue failed"),
+        {"7_1": "RUNNING"},
+        {},
+    ]
+
+    def queued() -> Mapping[str, str]:
+        answer = queues.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm_module, "queued_jobs", queued)
+    monkeypatch.setattr(slurm_module, "POLL_SECONDS", 0.0)
+    with pytest.raises(SystemExit) as end:
+        wait_for_study(members)
+    assert end.value.code == 1
+    said = capsys.readouterr()
+    assert said.err == "squeue failed\n"
+    assert said.out.splitlines() == [
+        "a: running",
+        "b: waiting PENDING (Priority)",
+        "a: finished",
+        "b: running",
+        "b: failed rank 0: ValueError: no",
+    ]
 
 
 def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from configs import resolve_recipe
 from data_pipeline.errors import UserError, run_command
 from launch.job import TrainJob
-from launch.resources import Resources, gather, told_origins
+from launch.resources import Resources, gather, resources_for, told_origins
 from launch.slurm import Member, Plan, _outside_any_job, _reason, check_shared, main, refusal, sbatch_script
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir
@@ -151,6 +151,19 @@ def test_flag_before_environment_before_file(
         f"# comment: a from {user_file}",
         "# exclusive: True from FEATURE_DROPOUT_SLURM_SBATCH",
     ]
+
+
+def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
+    """A rank a GPU; a core for it and for each data worker of the run that has most of them."""
+    few, many = (resolve_recipe("debug:image", [f"data.num_workers={number}"]) for number in (1, 3))
+    wishes = gather({"gpus_per_node": 4, "partition": "a"}, environ={}, files=[]).wishes
+    resources = resources_for(wishes, [few, many], nodes=2)
+    assert (resources.num_ranks, resources.cpus_per_task, resources.threads_per_task) == (8, 4, 1)
+    assert (resources.gpus_per_node, resources.partition) == (4, "a")
+    wishes = gather({"cpus_per_task": 12, "tasks_per_node": 2}, environ={}, files=[]).wishes
+    assert resources_for(wishes, [few], nodes=1).threads_per_task == 11
+    with pytest.raises(UserError, match="3 ranks do not divide the global batch of 32 of debug-image"):
+        resources_for(wishes.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
 
 
 def test_without_any_wish_the_cluster_decides() -> None:
