@@ -140,17 +140,15 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
     repository = tmp_path / "repository"
     for package in ("data_pipeline", "trainer", "configs", "launch"):
         shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["scontrol", "update", "partition=debug", "state=down"], env=slurm, check=True, timeout=60)
-    try:
-        command = [sys.executable, str(repository / "launch" / "slurm.py"), "--config", "debug:image", *settings]
-        command += ["--run-dir", str(tmp_path / "run"), "--nodes", "2", "--cpus-per-task", "4"]
-        environ = slurm | {"PYTHONPATH": str(repository)}
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        (job_id,) = re.findall(r"^job (\d+):", done.stdout)
-        shutil.rmtree(repository)
-    finally:
-        subprocess.run(["scontrol", "update", "partition=debug", "state=up"], env=slurm, check=True, timeout=60)
+    command = [sys.executable, str(repository / "launch" / "slurm.py"), "--config", "debug:image", *settings]
+    command += ["--run-dir", str(tmp_path / "run"), "--nodes", "2", "--cpus-per-task", "4", "--sbatch", "hold"]
+    environ = slurm | {"PYTHONPATH": str(repository)}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (job_id,) = re.findall(r"^job (\d+):", done.stdout)
+    assert f"{job_id} PENDING JobHeldUser" in squeue(slurm)
+    shutil.rmtree(repository)
+    subprocess.run(["scontrol", "release", job_id], env=slurm, check=True, timeout=60)
     run_dir = RunDir(tmp_path / "run")
     wait_for(lambda: job_id not in squeue(slurm))
     log = (run_dir.path / "logs" / f"{job_id}_0_log.out").read_text()
