@@ -25,7 +25,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.slurm.cluster import CPUS_PER_NODE, NODE_NAMES, Cluster
+from tests.slurm.cluster import NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir
 
@@ -248,36 +248,36 @@ def test_a_signal_to_the_job(warned: Training) -> None:
     check_requeued(warned, row, restarts=2)
 
 
-def test_preemption(warned: Training) -> None:
-    """Another job takes a node away; Slurm gives notice of it by SIGTERM, and would itself requeue after 30 seconds."""
-    warned.wait_for_a_few_steps(num_starts=3)
-
-    def preempt() -> None:
-        urgent = ["sbatch", "--partition=urgent", "--nodes=1", f"--cpus-per-task={CPUS_PER_NODE - 1}"]
-        assert warned.cluster.output(*urgent, "--output=/dev/null", "--wrap=sleep 1") is not None
-
-    row = warned.started_again("preempted with notice of 30 s", preempt)
-    check_requeued(warned, row, restarts=3)
-    assert "as SIGTERM asked; it goes on from there when the job starts again" in warned.log()
-
-
 def test_a_time_limit(warned: Training) -> None:
     """Two minutes are left, and so Slurm warns when it next looks at the limits, which it does every 30 seconds."""
-    warned.wait_for(lambda: len(warned.starts()) == 4, "start")
+    warned.wait_for(lambda: len(warned.starts()) == 3, "start")
     pickled = warned.run_dir.path / "logs" / f"{warned.job_id}_submitted.pkl"
     before = pickled.read_bytes()
 
     def limit() -> None:
         set_time_limit(warned, 2)
-        warned.wait_for(lambda: warned.job()["Restarts"] == "4", "requeue")
+        warned.wait_for(lambda: warned.job()["Restarts"] == "3", "requeue")
         set_time_limit(warned, 60)
 
     row = warned.started_again("time limit", limit)
-    check_requeued(warned, row, restarts=4)
+    check_requeued(warned, row, restarts=3)
     assert pickled.read_bytes() != before, "time limits are counted"
 
 
-@pytest.mark.usefixtures("undisturbed")  # which has ended, for the node was one of its own
+@pytest.mark.usefixtures("undisturbed")  # which has ended, and left its share of the nodes
+def test_preemption(warned: Training) -> None:
+    """Another job takes a node away; Slurm gives notice of it by SIGTERM, and would itself requeue after 30 seconds."""
+    warned.wait_for_a_few_steps(num_starts=4)
+
+    def preempt() -> None:
+        urgent = ["sbatch", "--partition=urgent", "--nodes=1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+        assert warned.cluster.output(*urgent) is not None
+
+    row = warned.started_again("preempted with notice of 30 s", preempt)
+    check_requeued(warned, row, restarts=4)
+    assert "as SIGTERM asked; it goes on from there when the job starts again" in warned.log()
+
+
 def test_a_node_that_dies(warned: Training) -> None:
     """Its slurmd and all its processes are gone from one moment to the next; another one stands in for it."""
     warned.wait_for_a_few_steps(num_starts=5)
