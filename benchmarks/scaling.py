@@ -17,7 +17,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import tempfile
+import socket
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks import record
@@ -34,6 +33,8 @@ from benchmarks.step_throughput import configure, step_of
 from data_pipeline.errors import UserError, run_command
 from data_pipeline.sample import NO_LABEL, Batch
 from trainer.accounting import Accounts
+from trainer.distributed.collectives import barrier
+from trainer.distributed.env import WorldEnv, destroy_process_group, init_process_group
 from trainer.memory import keep_freed_memory
 from trainer.players import build_players
 
@@ -49,19 +50,18 @@ def held_batch(rank: int, size: int) -> Batch:
     return Batch(0, 0, torch.arange(size) + rank * size, pictures, pictures, None, None, nothing, nothing)
 
 
-def worker(rank: int, core: int, size: int, directory: str, start: Barrier, pipe: Connection) -> None:
+def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection) -> None:
     """Answers "together" and "apart" with the seconds of so many steps, and "count" with the bytes sent in one."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     keep_freed_memory()
     device = torch.device("cpu")
     batch = held_batch(rank, size)
-    number = 0
     while (asked := pipe.recv()) != "end":
-        number += 1
         if asked != "apart":
-            store = f"file://{directory}/{number}"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES)
+            port = pipe.recv()
+            world = WorldEnv(rank, NUM_PROCESSES, rank, NUM_PROCESSES, 0, "127.0.0.1", port, "torchrun", {})
+            init_process_group(world, device)
         num_ranks = 1 if asked == "apart" else NUM_PROCESSES
         run = step_of(configure(Path("unread"), global_batch_size=size * num_ranks), device)
         run(batch)
@@ -77,8 +77,15 @@ def worker(rank: int, core: int, size: int, directory: str, start: Barrier, pipe
                 run(batch)
             pipe.send(time.perf_counter() - began)
         if asked != "apart":
-            dist.barrier()
-            dist.destroy_process_group()
+            barrier()
+            destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def least_bytes(size: int) -> int:
@@ -104,34 +111,34 @@ def main() -> None:
         raise UserError(f"this benchmark needs {NUM_PROCESSES} cores, and this process may use {len(cores)}")
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(NUM_PROCESSES)
-    with tempfile.TemporaryDirectory() as directory:
-        pipes: list[Connection] = []
-        for rank in range(NUM_PROCESSES):
-            ours, theirs = context.Pipe()
-            context.Process(
-                target=worker, args=(rank, cores[rank], size, directory, start, theirs), daemon=True
-            ).start()
-            pipes.append(ours)
+    pipes: list[Connection] = []
+    for rank in range(NUM_PROCESSES):
+        ours, theirs = context.Pipe()
+        context.Process(target=worker, args=(rank, cores[rank], size, start, theirs), daemon=True).start()
+        pipes.append(ours)
 
-        def ask(what: str) -> list[Any]:
-            for pipe in pipes:
-                pipe.send(what)
-            return [pipe.recv() for pipe in pipes]
-
-        def rate(how: str) -> float:
-            slower: float = max(ask(how))
-            return NUM_PROCESSES * NUM_STEPS * float(size) / slower
-
-        line = ratio_line(
-            f"two processes of {size} samples, together",
-            {"ours": lambda: rate("together"), "apart": lambda: rate("apart")},
-            against="apart",
-            target=0.93,
-        )
-        speed = record.measure(line, num_rounds=arguments.rounds)
-        sent = ask("count")[0]
+    def ask(what: str) -> list[Any]:
+        port = free_port()
         for pipe in pipes:
-            pipe.send("end")
+            pipe.send(what)
+            if what != "apart":
+                pipe.send(port)
+        return [pipe.recv() for pipe in pipes]
+
+    def rate(how: str) -> float:
+        slower: float = max(ask(how))
+        return NUM_PROCESSES * NUM_STEPS * float(size) / slower
+
+    line = ratio_line(
+        f"two processes of {size} samples, together",
+        {"ours": lambda: rate("together"), "apart": lambda: rate("apart")},
+        against="apart",
+        target=0.93,
+    )
+    speed = record.measure(line, num_rounds=arguments.rounds)
+    sent = ask("count")[0]
+    for pipe in pipes:
+        pipe.send("end")
     least = least_bytes(size)
     ratio = sum(sent.values()) / least
     traffic = {

@@ -69,7 +69,10 @@ def our_step(config: RunConfig, players: Players) -> Step:
     }
     objective = build_run_objective(config, players.encoder, num_samples=50_000, device=torch.device("cpu"))
     step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
-    rates = {name: learning_rate_at(each, step=0, num_steps=1) for name, each in config.player_optimizers.items()}
+    rates = {
+        name: learning_rate_at(each, step=0, num_steps=1, global_batch_size=config.global_batch_size)
+        for name, each in config.player_optimizers.items()
+    }
     return lambda batch: step(batch, learning_rates=rates).metrics["train/loss"].item()
 
 

@@ -1,6 +1,7 @@
 """The run directory: the only thing that passes from training to probe, analysis, report and restart.
 
 RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled.txt  wandb/  wandb_run_id
+         job.json  code/  logs/  (of a job that was submitted)
          checkpoints/step_00010000/ ...  LATEST  probes/step_00010000/base.json overlay.json
          analysis/*.json *.png  report.html
 """

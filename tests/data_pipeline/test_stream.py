@@ -391,7 +391,7 @@ def test_the_shards_of_a_step_are_those_that_hold_its_samples(
     datasets: dict[int, tuple[Path, list[Sample]]], shuffle_shards: int | None
 ) -> None:
     location, samples = datasets[17]
-    shard_of = {}
+    shard_of: dict[str, str] = {}
     for shard in sorted(location.glob("*.tar")):
         with tarfile.open(shard) as tar:
             shard_of |= {member.name.partition(".")[0]: shard.name for member in tar}
