@@ -7,8 +7,8 @@
         assert run_ranks(sum_of_ranks, 2, 10) == [21.0, 21.0]
 
 The function finds the default process group initialised on gloo. Give each rank different data (index it by `rank()`):
-equal data hides most mistakes. Ranks are forked from a server process that has torch and the trainer imported and has never computed
-anything, so a call costs tens of milliseconds, no state passes from test to test, and forking is safe whatever threads
+equal data hides most mistakes. Ranks are forked from a server process that has imported torch and the trainer and has
+never computed anything, so a call costs tens of milliseconds, no state passes from test to test, and forking is safe whatever threads
 pytest runs. A rank that raises, dies or does not return in time ends all ranks; the error carries the rank's traceback.
 """
 
