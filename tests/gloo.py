@@ -8,8 +8,9 @@
 
 The function finds the default process group initialised on gloo. Give each rank different data (index it by `rank()`):
 equal data hides most mistakes. Ranks are forked from a server process that has imported torch and the trainer and has
-never computed anything, so a call costs tens of milliseconds, no state passes from test to test, and forking is safe whatever threads
-pytest runs. A rank that raises, dies or does not return in time ends all ranks; the error carries the rank's traceback.
+never computed anything, so a call costs tens of milliseconds, no state passes from test to test, and forking is safe
+whatever threads pytest runs. A rank that raises, dies or does not return in time ends all ranks; the error carries the
+rank's traceback.
 """
 
 from __future__ import annotations
