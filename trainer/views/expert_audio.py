@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor, nn
 
-from data_pipeline.audio.log_mel import MelConfig, log_mel, power_mel
+from data_pipeline.audio.log_mel import MelConfig, frames_that_hear, log_mel, power_mel
 from data_pipeline.counter_rng import DrawKeys, normal, uniform
 from data_pipeline.schema import Schema
 from trainer.views.speed_and_pitch import change_pitch, change_speed
@@ -134,7 +134,9 @@ class Spectral(nn.Module):
             ValueError: the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
-        power_BMN = mask_power(power_mel(waveforms_BT, self.mel), draw_masks(self.config, keys, self.mel))
+        draws = draw_masks(self.config, keys, self.mel)
+        needed_BN = ~_inside(draws.first_frame_B, draws.num_frames_B, self.mel.num_frames)
+        power_BMN = mask_power(power_mel(waveforms_BT, self.mel, needed_BN=needed_BN), draws)
         views_BMN = log_mel(power_BMN, self.mel)
         if self.config.noise_std:
             noise_BX = normal(keys, power_BMN[0].numel(), purpose=_SPECTRAL_NOISE)
@@ -163,7 +165,13 @@ class Waveform(nn.Module):
         Raises:
             ValueError: the waveforms do not have the points of the spectrogram.
         """
-        return clean_spectrogram(self.augment(waveforms_BT, keys), self.mel)
+        check_waveforms(waveforms_BT, self.mel)
+        draws = draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1])
+        needed_BN = frames_that_hear(draws.first_B, draws.length_B, self.mel)
+        if self.config.noise_std:
+            needed_BN |= ~draws.crops_last_B[:, None]
+        power_BMN = power_mel(self._augment(waveforms_BT, keys, draws), self.mel, needed_BN=needed_BN)
+        return log_mel(power_BMN, self.mel)[:, None]
 
     @torch.no_grad()
     def augment(self, waveforms_BT: Tensor, keys: DrawKeys) -> Tensor:
@@ -173,30 +181,36 @@ class Waveform(nn.Module):
             ValueError: the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
-        draws = draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1])
-        # On a CPU a few at a time, whose numbers stay in the cache: twice as fast.
-        at_once = _ROWS_ON_CPU if waveforms_BT.device.type == "cpu" else len(waveforms_BT)
-        parts = []
-        for first in range(0, len(waveforms_BT), at_once):
-            rows = slice(first, first + at_once)
-            part_keys = dataclasses.replace(keys, index_B=keys.index_B[rows])
-            parts.append(self._augment(waveforms_BT[rows], part_keys, draws.rows(rows)))
-        return torch.cat(parts)
+        return self._augment(waveforms_BT, keys, draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1]))
 
-    def _augment(self, x_BT: Tensor, keys: DrawKeys, draws: WaveformDraws) -> Tensor:
-        num_points = x_BT.shape[1]
+    def _augment(self, waveforms_BT: Tensor, keys: DrawKeys, draws: WaveformDraws) -> Tensor:
+        if waveforms_BT.device.type != "cpu":
+            x_BT = self._change(waveforms_BT, draws)
+            return crop_and_add(x_BT, self._noise(keys, x_BT.dtype), draws)
+        # On a CPU a few at a time, whose numbers stay in the cache: twice as fast.
+        views_BT = torch.empty_like(waveforms_BT)
+        for first in range(0, len(waveforms_BT), _ROWS_ON_CPU):
+            rows = slice(first, first + _ROWS_ON_CPU)
+            part_keys, part_draws = dataclasses.replace(keys, index_B=keys.index_B[rows]), draws.rows(rows)
+            part_BT = views_BT[rows]
+            noise_BT = self._noise(part_keys, waveforms_BT.dtype, out_BT=part_BT)
+            crop_and_add_by_row(self._change(waveforms_BT[rows], part_draws), noise_BT, part_draws, out_BT=part_BT)
+        return views_BT
+
+    def _change(self, x_BT: Tensor, draws: WaveformDraws) -> Tensor:
         if draws.speed_B is not None:
             x_BT = change_speed(x_BT, draws.speed_B, max_factor=self.max_speed)
         if draws.semitones_B is not None:
             x_BT = change_pitch(
                 x_BT, draws.semitones_B, sample_rate=self.mel.sample_rate, max_semitones=self.max_semitones
             )
-        noise_BT = None
-        if self.config.noise_std:
-            normal_BK = normal(keys, num_points // 2 + 1, purpose=_WHITE_NOISE).to(x_BT.dtype)
-            noise_BT = white_noise(normal_BK, num_points, std=self.config.noise_std)
-        add = crop_and_add_by_row if x_BT.device.type == "cpu" else crop_and_add
-        return add(x_BT, noise_BT, draws)
+        return x_BT
+
+    def _noise(self, keys: DrawKeys, dtype: torch.dtype, *, out_BT: Tensor | None = None) -> Tensor | None:
+        if not self.config.noise_std:
+            return None
+        normal_BK = normal(keys, self.mel.num_points // 2 + 1, purpose=_WHITE_NOISE).to(dtype)
+        return white_noise(normal_BK, self.mel.num_points, std=self.config.noise_std, out_BT=out_BT)
 
 
 def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
@@ -252,7 +266,7 @@ def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) ->
     )
 
 
-def white_noise(normal_BK: Tensor, num_points: int, *, std: float) -> Tensor:
+def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tensor | None = None) -> Tensor:
     """Noise that is the same backwards, (B, T = num_points), out of numbers of the standard normal law, (B, K = T // 2
     + 1): the law of the inverse Fourier transform of so many real normal numbers, which is the published noise.
 
@@ -261,17 +275,17 @@ def white_noise(normal_BK: Tensor, num_points: int, *, std: float) -> Tensor:
     for the constant and for what alternates from point to point; so here both are scaled down, and nothing is
     transformed.
     """
-    half_BK = normal_BK * std
+    num_half = normal_BK.shape[1]
+    noise_BT = normal_BK.new_empty(len(normal_BK), num_points) if out_BT is None else out_BT
+    half_BK = torch.mul(normal_BK, std, out=noise_BT[:, :num_half])
     is_even = num_points % 2 == 0
     own_mirrors_BX = half_BK[:, :: num_points // 2] if is_even else half_BK[:, :1]
-    own_mirrors_BX *= math.sqrt(0.5)  # half of what they are to be: a sum counts every other point twice
-    every = 2 if is_even else 1  # what alternates: even points have a mean of their own, and so have odd ones
-    parts = [half_BK[:, first::every] for first in range(every)]
-    means_B1 = [part_BX.sum(dim=1, keepdim=True) * (2 * every / num_points) for part_BX in parts]
-    own_mirrors_BX *= 2
-    for part_BX, mean_B1 in zip(parts, means_B1, strict=True):
-        part_BX -= (1 - math.sqrt(0.5)) * mean_B1
-    return torch.cat([half_BK, half_BK[:, 1 : 1 + num_points - half_BK.shape[1]].flip(1)], dim=1)
+    own_mirrors_BX *= math.sqrt(2)
+    noise_BT[:, num_half:] = half_BK[:, 1 : 1 + num_points - num_half].flip(1)
+    # What alternates: even points have a mean of their own, and so have odd ones. As a complex number for each two.
+    parts_BX = torch.view_as_complex(noise_BT.view(len(noise_BT), -1, 2)) if is_even else noise_BT
+    parts_BX -= (1 - math.sqrt(0.5)) * parts_BX.mean(dim=1, keepdim=True)
+    return noise_BT
 
 
 def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
@@ -284,18 +298,23 @@ def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformD
     return cropped_BT.addcmul_(noise_BT, kept_BT.clamp_(min=is_whole_B1))
 
 
-def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
-    """`crop_and_add` one after the other, which is several times as fast on a CPU: it only touches what is kept."""
-    is_whole_B = ~draws.crops_last_B if noise_BT is not None else torch.zeros_like(draws.crops_last_B)
-    views_BT = torch.zeros_like(waveforms_BT) if noise_BT is None else noise_BT.clone()
-    ranges = zip(draws.first_B.tolist(), (draws.first_B + draws.length_B).tolist(), is_whole_B.tolist(), strict=True)
+def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws, *, out_BT: Tensor) -> None:
+    """`crop_and_add` one after the other, which is several times as fast on a CPU: it only touches what is kept.
+
+    The result goes to `out_BT`, which may be the memory of the noise, but not that of the waveforms.
+    """
+    if noise_BT is None:
+        out_BT.zero_()
+    elif noise_BT is not out_BT:
+        out_BT.copy_(noise_BT)
+    clears_B = draws.crops_last_B if noise_BT is not None else torch.zeros_like(draws.crops_last_B)
+    ranges = zip(draws.first_B.tolist(), (draws.first_B + draws.length_B).tolist(), clears_B.tolist(), strict=True)
     # NumPy's views of the same memory: a slice takes it a fifth of torch's time.
-    for view_T, waveform_T, (first, end, is_whole) in zip(views_BT.numpy(), waveforms_BT.numpy(), ranges, strict=True):
+    for view_T, waveform_T, (first, end, clears) in zip(out_BT.numpy(), waveforms_BT.numpy(), ranges, strict=True):
         view_T[first:end] += waveform_T[first:end]
-        if not is_whole:
+        if clears:
             view_T[:first] = 0
             view_T[end:] = 0
-    return views_BT
 
 
 def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, log_mel, mel_config, power_mel
+from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, frames_that_hear, log_mel, mel_config, power_mel
 from data_pipeline.audio.waveform import decode_wav, fit_length, to_float
 from data_pipeline.errors import UserError
 from data_pipeline.sources.background import read_sounds
@@ -117,6 +117,31 @@ def test_a_sound_is_the_same_in_any_batch(config: MelConfig) -> None:
     together = ours(waveforms_BT, config)
     alone = torch.cat([ours(waveform[None], config) for waveform in waveforms_BT])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
+
+
+@CONFIGS
+@pytest.mark.parametrize("has_gradients", [False, True], ids=["without gradients", "with gradients"])
+def test_frames_that_are_not_needed_are_zero_and_the_others_as_ever(config: MelConfig, has_gradients: bool) -> None:
+    waveforms_BT = sounds(config, torch.float64).repeat(4, 1).requires_grad_(has_gradients)
+    needed_BN = torch.rand(20, 64, generator=torch.Generator().manual_seed(0)) < 0.6
+    needed_BN[:3] = False  # a whole part without a frame
+    needed_BN[7] = True
+    needed_BN[-1] = False
+    power_BMN = power_mel(waveforms_BT, config, needed_BN=needed_BN)
+    expected = power_mel(waveforms_BT, config) * needed_BN[:, None, :]
+    torch.testing.assert_close(power_BMN, expected, rtol=1e-12, atol=1e-12)
+    assert power_BMN.is_contiguous() or has_gradients
+    assert not power_mel(waveforms_BT, config, needed_BN=torch.zeros_like(needed_BN)).any()
+
+
+@CONFIGS
+def test_frames_that_hear_a_range_are_those_with_power(config: MelConfig) -> None:
+    first_B = torch.tensor([0, 1, config.n_fft // 2, config.hop, config.num_points // 3, config.num_points - 1])
+    length_B = torch.tensor([1, 2, 1, config.hop, config.num_points // 5, 1])
+    place_T = torch.arange(config.num_points)
+    is_inside_BT = (place_T >= first_B[:, None]) & (place_T < (first_B + length_B)[:, None])
+    ones_power_BMN = power_mel(is_inside_BT.double(), config)
+    assert torch.equal(frames_that_hear(first_B, length_B, config), ones_power_BMN.sum(dim=1) > 0)
 
 
 def test_gradients_after_first_use_without_them() -> None:

@@ -144,7 +144,9 @@ def test_cropping_by_row_equals_cropping_at_once(dtype: torch.dtype) -> None:
     draws = draw_waveform(WaveformConfig(), keys(24), num_points=FSDD.num_points)
     assert 0 < int(draws.crops_last_B.sum()) < 24
     for added in (noise, None):
-        assert torch.equal(crop_and_add_by_row(x, added, draws), crop_and_add(x, added, draws))
+        by_row = torch.full_like(x, torch.nan)
+        crop_and_add_by_row(x, added, draws, out_BT=by_row)
+        assert torch.equal(by_row, crop_and_add(x, added, draws))
 
 
 @MELS
@@ -235,6 +237,13 @@ def test_speed_then_pitch_come_before_crop_and_noise() -> None:
     changed = change_pitch(changed, draws.semitones_B, sample_rate=8_000, max_semitones=3)
     expected = Waveform(WaveformConfig(), FSDD).augment(changed, keys(6))
     assert torch.equal(Waveform(config, FSDD).augment(x, keys(6)), expected)
+
+
+@pytest.mark.parametrize("noise_std", [0, 0.01], ids=["no noise", "noise"])
+def test_frames_that_are_left_out_change_nothing(noise_std: float) -> None:
+    x, policy = sounds(24, FSDD, torch.float64), Waveform(WaveformConfig(noise_std=noise_std), FSDD)
+    expected = clean_spectrogram(policy.augment(x, keys(24)), FSDD)
+    torch.testing.assert_close(policy(x, keys(24)), expected, rtol=0, atol=1e-9)
 
 
 def test_what_is_switched_off_leaves_the_sound_as_it_is() -> None:
