@@ -273,7 +273,7 @@ def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tenso
     Its points are normal with deviation `std` (the first, and that half-way, are their own mirror images: sqrt(2) of
     it). Of points that are also independent of one another the transform is normal too, but with twice the variance
     for the constant and for what alternates from point to point; so here both are scaled down, and nothing is
-    transformed.
+    transformed. The result goes to `out_BT` where it is given.
     """
     num_half = normal_BK.shape[1]
     noise_BT = normal_BK.new_empty(len(normal_BK), num_points) if out_BT is None else out_BT
