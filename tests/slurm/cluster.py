@@ -142,10 +142,10 @@ class Cluster:
         return [rank.pid for _, rank in sorted(self._tasks(job_id).items())]
 
     def children(self, pid: int) -> list[int]:
-        """The processes that one has forked, which run the same program: the data workers of a rank."""
-        program = Path(f"/proc/{pid}/exe").resolve()
+        """The processes that one has forked and that still run its program, such as the data workers of a rank."""
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
         children = [process.pid for process in _processes() if process.parent == pid]
-        return [child for child in children if Path(f"/proc/{child}/exe").resolve() == program]
+        return [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes() == command_line]
 
     def kill_node(self, name: str) -> None:
         """What a power cut does: slurmd dies, and whatever runs on that node, without a word to anybody."""

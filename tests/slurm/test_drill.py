@@ -59,9 +59,11 @@ class Training:
     run_dir: RunDir
     settings: Sequence[str]
     job_id: str = ""
+    num_starts: int = 0
     table: list[Row] = field(default_factory=list)
 
     def submit(self, *more: str) -> None:
+        self.num_starts += 1
         command = [sys.executable, "launch/slurm.py", "--nodes", "4", "--config", "debug:image"]
         command += ["--run-dir", str(self.run_dir.path), "--time-minutes", "60", *more]
         command += [word for setting in self.settings for word in ("--set", setting)]
@@ -92,10 +94,10 @@ class Training:
             assert time.monotonic() < deadline, f"no {what}: {self.job()}\n{self.log()[-6000:]}"
             time.sleep(0.1)
 
-    def wait_for_a_few_steps(self, *, num_starts: int) -> None:
+    def wait_for_a_few_steps(self) -> None:
         def has_trained() -> bool:
             starts = self.starts()
-            return len(starts) == num_starts and self.step() >= starts[-1]["start_step"] + A_FEW_STEPS
+            return len(starts) == self.num_starts and self.step() >= starts[-1]["start_step"] + A_FEW_STEPS
 
         self.wait_for(has_trained, "steps")
 
@@ -118,6 +120,7 @@ class Training:
             return False
 
         self.wait_for(has_started, f"start after {fault}", seconds=180)
+        self.num_starts += 1
         start_step = self.starts()[-1]["start_step"]
         self.wait_for(lambda: self.step() > start_step, "step")
         return self._add(fault, "started again by Slurm", last - start_step, time.monotonic() - moment)
@@ -225,13 +228,14 @@ def check_requeued(training: Training, row: Row, *, restarts: int, lost: range =
     starts = training.starts()
     assert [start["slurm_job_id"] for start in starts] == [training.job_id] * (restarts + 1)
     assert row.lost in lost
-    assert starts[-1]["start_step"] > starts[-2]["start_step"]
+    assert starts[-1]["start_step"] >= starts[-2]["start_step"]
+    assert starts[-1]["start_step"] + row.lost > starts[-2]["start_step"]
     steps = [entry["step"] for entry in map(json.loads, training.run_dir.metrics.read_text().splitlines())]
     assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_signal_to_one_rank(warned: Training) -> None:
-    warned.wait_for_a_few_steps(num_starts=1)
+    warned.wait_for_a_few_steps()
     row = warned.started_again("SIGUSR2 to rank 2 alone", lambda: warned.signal_rank(2, signal.SIGUSR2))
     check_requeued(warned, row, restarts=1)
     step = warned.starts()[-1]["start_step"]
@@ -243,14 +247,13 @@ def test_a_signal_to_one_rank(warned: Training) -> None:
 
 def test_a_signal_to_the_job(warned: Training) -> None:
     """With --full the shell of the batch script and srun get it too, and must not die of it."""
-    warned.wait_for_a_few_steps(num_starts=2)
+    warned.wait_for_a_few_steps()
     row = warned.started_again("scancel --signal=USR2 --full", lambda: warned.scancel("--signal=USR2", "--full"))
     check_requeued(warned, row, restarts=2)
 
 
 def test_a_time_limit(warned: Training) -> None:
     """Two minutes are left, and so Slurm warns when it next looks at the limits, which it does every 30 seconds."""
-    warned.wait_for(lambda: len(warned.starts()) == 3, "start")
     pickled = warned.run_dir.path / "logs" / f"{warned.job_id}_submitted.pkl"
     before = pickled.read_bytes()
 
@@ -267,7 +270,7 @@ def test_a_time_limit(warned: Training) -> None:
 @pytest.mark.usefixtures("undisturbed")  # which has ended, and left its share of the nodes
 def test_preemption(warned: Training) -> None:
     """Another job takes a node away; Slurm gives notice of it by SIGTERM, and would itself requeue after 30 seconds."""
-    warned.wait_for_a_few_steps(num_starts=4)
+    warned.wait_for_a_few_steps()
 
     def preempt() -> None:
         urgent = ["sbatch", "--partition=urgent", "--nodes=1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
@@ -280,7 +283,7 @@ def test_preemption(warned: Training) -> None:
 
 def test_a_node_that_dies(warned: Training) -> None:
     """Its slurmd and all its processes are gone from one moment to the next; another one stands in for it."""
-    warned.wait_for_a_few_steps(num_starts=5)
+    warned.wait_for_a_few_steps()
 
     def die() -> None:
         warned.cluster.kill_node(NODE_NAMES[3])
@@ -302,8 +305,10 @@ def test_after_all_that_it_is_the_run_that_nothing_disturbed(warned: Training, u
     for number, (steps, start) in enumerate(zip(by_start, warned.starts(), strict=True)):
         assert steps[0] == start["start_step"] + 1
         assert steps == list(range(steps[0], steps[-1] + 1))
-        if number not in {0, 5}:  # the last one follows the death of a node, and repeats what that has cost
+        if number in {1, 2, 3}:
             assert steps[0] == by_start[number - 1][-1] + 1
+        if number == 4:  # SIGTERM has reached W&B's own process too, and its last steps are in metrics.jsonl alone
+            assert 0 < steps[0] - by_start[number - 1][-1] <= 1 + A_FEW_STEPS
     assert by_start[-1][-1] == NUM_STEPS
 
 
@@ -343,7 +348,7 @@ def wandb_steps(path: Path) -> list[int]:
 
 def test_a_rank_that_is_killed(killed: Training) -> None:
     killed.submit()
-    killed.wait_for_a_few_steps(num_starts=1)
+    killed.wait_for_a_few_steps()
     row = killed.failed("a rank is killed (kill -9)", lambda: killed.signal_rank(2, signal.SIGKILL))
     check_failed(killed, row)
     assert (killed.run_dir.path / "stalled.txt").read_text().startswith("rank 2 ")
@@ -351,7 +356,7 @@ def test_a_rank_that_is_killed(killed: Training) -> None:
 
 def test_a_rank_that_freezes(killed: Training) -> None:
     killed.submit()
-    killed.wait_for_a_few_steps(num_starts=2)
+    killed.wait_for_a_few_steps()
     moment = time.monotonic()
     row = killed.failed("a rank freezes (kill -STOP)", lambda: killed.signal_rank(1, signal.SIGSTOP))
     assert time.monotonic() - moment < 60
@@ -364,11 +369,11 @@ def test_a_rank_that_freezes(killed: Training) -> None:
 def test_an_exception_in_one_rank(killed: Training) -> None:
     """The death of a process that decodes for a rank is an exception there, and a lost connection to the others."""
     killed.submit()
-    killed.wait_for_a_few_steps(num_starts=3)
+    killed.wait_for_a_few_steps()
 
     def end_the_reader() -> None:
-        (reader,) = killed.cluster.children(killed.cluster.ranks(killed.job_id)[3])
-        os.kill(reader, signal.SIGKILL)
+        for reader in killed.cluster.children(killed.cluster.ranks(killed.job_id)[3]):
+            os.kill(reader, signal.SIGKILL)
 
     row = killed.failed("a Python exception in rank 3", end_the_reader)
     check_failed(killed, row)
@@ -387,7 +392,7 @@ def check_failed(training: Training, row: Row) -> None:
 
 def test_what_is_cancelled_is_saved_and_stays_cancelled(killed: Training) -> None:
     killed.submit()
-    killed.wait_for_a_few_steps(num_starts=4)
+    killed.wait_for_a_few_steps()
     row = killed.failed("scancel", killed.scancel)
     job = killed.job()
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
@@ -401,6 +406,6 @@ def test_what_was_submitted_again_goes_on_to_the_same_end(
     killed.submit()
     assert killed.wait_for_the_end()["JobState"] == "COMPLETED"
     job_ids = [start["slurm_job_id"] for start in killed.starts()]
-    assert len(set(job_ids)) == len(job_ids) == 5
+    assert len(set(job_ids)) == len(job_ids) == killed.num_starts
     check_whole(killed.run_dir, undisturbed)
     assert len(table) == NUM_FAULTS
