@@ -70,7 +70,7 @@ class TrainJob:
     def __call__(self) -> None:
         """Called by submitit in every task; a run that was cut short goes on from its LATEST checkpoint.
 
-        Raises SystemExit once all ranks have stopped because one was warned: with status 0 where Slurm starts the job
+        Ends the process once all ranks have stopped because one was warned: with status 0 where Slurm starts the job
         again, else with another one on rank 0. Everything else that ends training is raised, and not requeued.
         """
         start = time.monotonic()
@@ -95,7 +95,7 @@ class TrainJob:
             ending.status = 0
         except StoppedError as stopped:
             ending.status = self._status_after(stopped, job, seconds=time.monotonic() - start)
-            raise SystemExit(ending.status) from None
+            ending.leave()  # at once: `stopped` holds the frames of training, and so the process group
 
     def _status_after(self, stopped: StoppedError, job: JobEnvironment, *, seconds: float) -> int:
         """Ask for this job, which has run for `seconds`, to be started again; returns this rank's exit status."""
@@ -165,9 +165,9 @@ class Ending:
 
     def __init__(self) -> None:
         self.status = 1
-        atexit.register(self._leave)  # what is registered later is done before
+        atexit.register(self.leave)  # what is registered later is done before
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self.status)

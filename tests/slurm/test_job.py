@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from submitit.core.utils import pickle_load
@@ -24,6 +23,15 @@ ROOT = Path(__file__).parents[2]
 RUNNING = "JobState=RUNNING Reason=None RunTime=00:10:00 TimeLimit=04:00:00"
 AT_ITS_LIMIT = "JobState=RUNNING Reason=None RunTime=03:58:01 TimeLimit=04:00:00"
 CANCELLED = "JobState=COMPLETING Reason=None RunTime=00:10:00 TimeLimit=04:00:00"
+
+
+class Ending:
+    """Lets this process live on."""
+
+    status = 1
+
+    def leave(self) -> None:
+        raise SystemExit(self.status)
 
 
 class StoppedJob:
@@ -49,7 +57,7 @@ class StoppedJob:
         (path / "config.json").touch()
         monkeypatch.setattr(launch.job, "read_config", lambda _: None)
         monkeypatch.setattr(launch.job, "run", self._run)
-        monkeypatch.setattr(launch.job, "Ending", SimpleNamespace)  # this process is to live on
+        monkeypatch.setattr(launch.job, "Ending", Ending)
         self._rank = rank
         self._job = TrainJob(run_dir=path, command="", local_port=1)
         delayed = DelayedSubmission(self._job)
