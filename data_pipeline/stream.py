@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -384,6 +385,11 @@ class _StreamedBatches(Dataset[Batch | UserError]):
             return error
 
 
+def _outlive_warnings(worker_id: int) -> None:
+    """A warning to all processes of a job is the training process's to act on; a worker ends with that process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class Stream:
     """One rank's batches for the steps `start_step` to `end_step - 1`; to resume at step k is to start at step k.
 
@@ -521,6 +527,7 @@ class Stream:
             sampler=self._steps,
             num_workers=self._read.num_workers,
             pin_memory=self._device.type == "cuda",
+            worker_init_fn=_outlive_warnings,
             generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
         )
         try:

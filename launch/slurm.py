@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import io
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -32,7 +33,7 @@ from submitit.helpers import clean_env
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.errors import UserError, run_command
-from launch.job import AFTER_SRUN, TrainJob
+from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
 from launch.resources import Gathered, Resources, Wishes, gather, parse_fields, resources_for, told_origins
 from launch.snapshot import python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import (
@@ -105,6 +106,7 @@ def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_ti
         "signal_delay_s": WARNING_SECONDS,
         "stderr_to_stdout": True,
         "setup": [
+            *BEFORE_SRUN,
             f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}",
             *shell_lines(code),
         ],
@@ -120,13 +122,19 @@ def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_ti
 
 def sbatch_script(plan: Plan, *, code: Path) -> str:
     """The batch script that `submit` hands to sbatch; needs no Slurm."""
-    executor = _ScriptWriter(plan.logs)
+    executor = _ScriptWriter(plan.logs, python=_python(code))
     executor.update_parameters(
         **slurm_parameters(plan.resources, job_name=plan.name, code=code, at_a_time=plan.at_a_time)
     )
     if len(plan.members) > 1:
         executor.parameters["map_count"] = len(plan.members)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
+
+
+def _python(code: Path) -> str:
+    """How a rank starts Python: deaf to warnings until it can act on them."""
+    start = code / "launch" / "deaf_start.py"
+    return shlex.join([sys.executable, "-I", "-S", str(start), sys.executable])
 
 
 class _ScriptWriter(submitit.SlurmExecutor):
@@ -243,7 +251,7 @@ def check_shared(home: Path, hosts: Sequence[str], *, this_host: str | None = No
 
 def _sbatch(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list[submitit.Job[None]]:
     """Raises `UserError` with sbatch's own words if it refuses."""
-    executor = submitit.SlurmExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS)
+    executor = submitit.SlurmExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS, python=_python(code))
     executor.update_parameters(
         **slurm_parameters(plan.resources, job_name=plan.name, code=code, at_a_time=plan.at_a_time)
     )

@@ -9,12 +9,14 @@ import json
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import wandb
 
 from data_pipeline.schema import Schema
+from trainer.preemption import WARNINGS
 from trainer.rundir import RunDir, write_atomically
 
 if TYPE_CHECKING:
@@ -59,16 +61,21 @@ class Tracker:
             self._guard(lambda: run.finish())
 
     def _start_wandb(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
-        self._wandb = wandb.init(
-            dir=run_dir.path,
-            project=config.tracking.wandb_project,
-            id=run_dir.wandb_run_id.read_text().strip(),
-            name=run_dir.path.name,
-            config=config.model_dump(mode="json"),
-            mode=mode,
-            resume="allow",
-            settings=wandb.Settings(silent=True, init_timeout=30),
-        )
+        # W&B's own process takes over what is blocked here: a warning to all processes of a job must not end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+        try:
+            self._wandb = wandb.init(
+                dir=run_dir.path,
+                project=config.tracking.wandb_project,
+                id=run_dir.wandb_run_id.read_text().strip(),
+                name=run_dir.path.name,
+                config=config.model_dump(mode="json"),
+                mode=mode,
+                resume="allow",
+                settings=wandb.Settings(silent=True, init_timeout=30),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _guard(self, call: Callable[[], None]) -> None:
         """Tracking may be lost, training may not: the first failure is reported and ends W&B for this process."""

@@ -52,7 +52,9 @@ def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: 
         StopRequests() as stop_requests,
         start_watchdog(run_dir, config.watchdog) as watchdog,
     ):
-        _train(config, run_dir, stop_requests, watchdog, device=device, command=command)
+        stopped_after = _train(config, run_dir, stop_requests, watchdog, device=device, command=command)
+    if stopped_after is not None:
+        raise StoppedError(stopped_after, stop_requests.signal_name)
 
 
 def _train(
@@ -63,7 +65,8 @@ def _train(
     *,
     device: torch.device,
     command: str,
-) -> None:
+) -> int | None:
+    """The step after which training stopped as it was asked to; None where it came to its end."""
     manifests = read_manifests(config.data)
     steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
@@ -80,7 +83,7 @@ def _train(
     start_step = restore(run_dir, engines, objective, extra=training_step.loss_scale.state())
     log_start(config, players, manifests.train, device=device, start_step=start_step, num_steps=num_steps)
     if start_step == num_steps:
-        return
+        return None
     stream = Stream(
         config.data.train_dir,
         read=config.data,
@@ -162,6 +165,8 @@ def _train(
         with watchdog.patience(CLOSING_SECONDS, "closing the log"):
             tracker.close()
     if completed < num_steps:
-        raise StoppedError(completed, stop_requests.signal_name)
+        # Not by an exception, which would keep DDP alive until after its process group: taking that down would hang.
+        return completed
     if first:
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(clock.total_seconds, 1))
+    return None

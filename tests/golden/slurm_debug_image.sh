@@ -15,13 +15,14 @@
 #SBATCH --wckey=submitit
 
 # setup
+trap : TERM USR1 USR2
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH=RUN_DIR/code/HASH${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output RUN_DIR/logs/%j_%t_log.out --cpus-per-task=2 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit RUN_DIR/logs
+srun --unbuffered --output RUN_DIR/logs/%j_%t_log.out --cpus-per-task=2 --kill-on-bad-exit=1 PYTHON -I -S RUN_DIR/code/HASH/launch/deaf_start.py PYTHON -u -m submitit.core._submit RUN_DIR/logs
 
 
 # teardown
