@@ -120,7 +120,7 @@ def test_cpus_per_task_reach_srun(slurm: dict[str, str], recipe: list[str], tmp_
     script = slurm_py(*asked, "--run-dir", tmp_path / "run", "--dry-run", environ=slurm).stdout
     srun = next(line for line in script.splitlines() if line.startswith("srun"))
     (tmp_path / "run/logs").mkdir(parents=True)
-    probe = re.sub(r"\S+ -u -m submitit.*$", "bash -c 'echo $SLURM_CPUS_PER_TASK'", srun)
+    probe = re.sub(r"\S+ -I -S \S+ \S+ -u -m submitit.*$", "bash -c 'echo $SLURM_CPUS_PER_TASK'", srun)
     (tmp_path / "job.sh").write_text(script.replace(srun, probe))
     assert run("sbatch", "--wait", tmp_path / "job.sh", environ=slurm).returncode == 0
     (first, second) = (tmp_path / "run/logs").glob("*_log.out")
