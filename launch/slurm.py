@@ -47,7 +47,7 @@ from launch.submitted import (
     refuse_if_active,
     run_status,
 )
-from launch.train import default_run_dir
+from launch.train import default_run_dir, positive
 from trainer.config import RunConfig
 from trainer.preflight import check_data, claim
 from trainer.provenance import command_line
@@ -377,12 +377,6 @@ def _free_port() -> int:
         return port
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -391,17 +385,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
     parser.add_argument("--study-dir", type=Path, metavar="DIR", help="of all runs of a study; default: runs/NAME")
-    parser.add_argument("--at-a-time", type=_positive, metavar="N", help="runs of a study at once; default: all")
-    parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="of each run; default: 1")
+    parser.add_argument("--at-a-time", type=positive, metavar="N", help="runs of a study at once; default: all")
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="of each run; default: 1")
     parser.add_argument(
-        "--tasks-per-node", type=_positive, metavar="N", help="ranks a node; default: one a GPU, or 1 without GPUs"
+        "--tasks-per-node", type=positive, metavar="N", help="ranks a node; default: one a GPU, or 1 without GPUs"
     )
     parser.add_argument(
-        "--cpus-per-task", type=_positive, metavar="N", help="default: 1 and one for each data worker of the recipe"
+        "--cpus-per-task", type=positive, metavar="N", help="default: 1 and one for each data worker of the recipe"
     )
-    parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: none")
-    parser.add_argument("--time-minutes", type=_positive, metavar="N", help="default: 240; then requeued")
-    parser.add_argument("--mem-gb", type=_positive, metavar="N", help="memory a node; default: the cluster's")
+    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="default: none")
+    parser.add_argument("--time-minutes", type=positive, metavar="N", help="default: 240; then requeued")
+    parser.add_argument("--mem-gb", type=positive, metavar="N", help="memory a node; default: the cluster's")
     parser.add_argument("--partition", metavar="NAME")
     parser.add_argument("--account", metavar="NAME")
     parser.add_argument("--qos", metavar="NAME")

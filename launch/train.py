@@ -59,7 +59,8 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         print(f"\nDeepSpeed is told\n{json.dumps(told, indent=2)}")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of nodes, tasks and the like, from the command line."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
@@ -78,9 +79,9 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
     parser.add_argument("--explain", action="store_true", help="print every setting and where it came from, and stop")
     parser.add_argument("--plan", action="store_true", help="print what the run would take of memory and net, and stop")
-    parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="of the plan; default: 1")
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="of the plan; default: 1")
     parser.add_argument(
-        "--tasks-per-node", type=_positive, default=1, metavar="N", help="ranks, of the plan; default: 1"
+        "--tasks-per-node", type=positive, default=1, metavar="N", help="ranks, of the plan; default: 1"
     )
     parser.add_argument("--gpu-gigabytes", type=float, metavar="GB", help="memory into which the plan fits a batch")
     arguments = parser.parse_args()

@@ -163,6 +163,11 @@ class RunConfig(Schema):
         viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
         return {"encoder": self.optimizer, **viewmaker}
 
+    @property
+    def engine_optimizers(self) -> dict[str, OptimizerConfig]:
+        """The optimizer of each engine that there may be: of the players, and of what the objective trains."""
+        return self.player_optimizers | {"objective": self.objective_optimizer}
+
 
 def flatten(config: Schema) -> dict[str, Any]:
     """Every setting by its dotted path, e.g. "optimizer.learning_rate"."""

@@ -35,7 +35,7 @@ def check_engine(config: RunConfig) -> None:
             config.engine,
             num_players=len(config.player_optimizers),
             precision=config.precision,
-            optimizer_kinds=[each.kind for each in (*config.player_optimizers.values(), config.objective_optimizer)],
+            optimizer_kinds=[optimizer.kind for optimizer in config.engine_optimizers.values()],
             copies_encoder=isinstance(config.objective, MoCoConfig),
         )
 
@@ -48,7 +48,7 @@ def build_engines(config: RunConfig, players: Mapping[str, nn.Module], objective
     modules = dict(players)
     if any(parameter.requires_grad for parameter in objective.parameters()):
         modules["objective"] = objective
-    optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
+    optimizers = config.engine_optimizers
     engines: dict[str, Engine] = {}
     for name, module in modules.items():
         match config.engine:

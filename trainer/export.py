@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from data_pipeline.errors import UserError, run_command
 from trainer.checkpoint import load_players
 from trainer.models.loading import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, named_as_published
 from trainer.players import Players
-from trainer.rundir import RunDir, open_run
+from trainer.rundir import RunDir, open_run, write_atomically
 
 
 def main() -> None:
@@ -71,7 +70,7 @@ def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
     )
     weights = {name: tensor.contiguous() for name, tensor in named_as_published(players.encoder).state_dict().items()}
     # One key alone, because safetensors writes several in an order that differs from process to process.
-    _write_atomically(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
+    _write(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
 
 
 def _git_commit(run_dir: RunDir, players: Players) -> str | None:
@@ -84,19 +83,10 @@ def _git_commit(run_dir: RunDir, players: Players) -> str | None:
     return before[-1] if before else None
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes) -> None:
     """A reader sees no file, or the earlier one, or the new one whole. Raises `UserError` where it is not allowed."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_atomically(path, data)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UserError(f"cannot export to {path}: {error.strerror} ({error.filename}); pass another --out") from None
 

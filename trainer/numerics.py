@@ -5,7 +5,7 @@ Nothing here makes the host wait for a GPU: what is decided there stays there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +40,8 @@ class LossScale:
             self._good_steps = torch.where(grows, 0, good_steps)
 
     def state(self) -> dict[str, Tensor]:
+        """The tensors in use, to be saved and to be written into; none where there is nothing to scale."""
         return {"loss_scale": self._scale, "good_steps": self._good_steps} if self._enabled else {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        if self._enabled and "loss_scale" in state:
-            self._scale = state["loss_scale"].to(self._scale.device)
-            self._good_steps = state["good_steps"].to(self._scale.device)
 
 
 class HeldState:

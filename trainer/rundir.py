@@ -120,13 +120,13 @@ def open_run(path: Path) -> RunDir:
     return run_dir
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one, never a part, even after a power cut."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content` so that a reader sees the old file or the new one, never a part, even after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

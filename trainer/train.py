@@ -108,6 +108,7 @@ def _train(
     if first:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
+    optimizers = config.engine_optimizers
     alarms = Alarms(config.alarms)
     clock = Clock(device=device, every=config.log_every_steps)
     with (
@@ -117,7 +118,6 @@ def _train(
         watchdog.beat(start_step, doing="reading", shards=stream.shards_of(start_step))
         for batch in clock.timed(stream):
             watchdog.beat(batch.step, doing="training")
-            optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
             rates = {
                 name: learning_rate_at(
                     optimizers[name],
