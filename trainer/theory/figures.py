@@ -1,0 +1,121 @@
+"""Figures of the experiments, as PNG: panels of curves with their bands, and maps of a quantity over a grid."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import CenteredNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+Values = Sequence[float] | Tensor
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by most eyes
+_INK, DPI = "#333333", 110
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line or, with `style` "", markers; `low` and `high` are shaded; `color` counts through `COLORS`."""
+
+    x: Values
+    y: Values
+    label: str = ""
+    color: int = 0
+    style: str = "-"
+    marker: str = ""
+    low: Values | None = None
+    high: Values | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves in one pair of axes; `vertical` marks values of x, such as the step at which something starts."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    vertical: Sequence[float] = field(default_factory=tuple)
+    y_range: tuple[float, float] | None = None
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
+class Map:
+    """A quantity over a grid, (Y, X) values, coloured about 0 or from its least to its greatest value."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    values_YX: Tensor
+    centred: bool = True
+
+
+def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tuple[float, float] = (3.7, 2.9)) -> bytes:
+    """The panels row by row as one PNG; `panel_size` in inches at `DPI` pixels each."""
+    num_rows = -(-len(panels) // num_columns)
+    figure = Figure(figsize=(panel_size[0] * num_columns, panel_size[1] * num_rows), layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, squeeze=False)
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        if isinstance(panel, Panel):
+            _draw_curves(axis, panel)
+        else:
+            _draw_map(figure, axis, panel)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()
+
+
+def _draw_curves(axis: Any, panel: Panel) -> None:
+    for curve in panel.curves:
+        x, color = _array(curve.x), COLORS[curve.color % len(COLORS)]
+        if curve.low is not None and curve.high is not None:
+            axis.fill_between(x, _array(curve.low), _array(curve.high), color=color, alpha=0.18, linewidth=0)
+        line = curve.style or "none"
+        axis.plot(x, _array(curve.y), line, color=color, marker=curve.marker, markersize=4, label=curve.label or None)
+    for x_mark in panel.vertical:
+        axis.axvline(x_mark, color=_INK, linewidth=0.8, linestyle=":")
+    if panel.y_range is not None:
+        axis.set_ylim(*panel.y_range)
+    if panel.log_x:
+        axis.set_xscale("log")
+    if panel.log_y:
+        axis.set_yscale("log")
+    axis.grid(alpha=0.2, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    if any(curve.label for curve in panel.curves):
+        axis.legend(fontsize=7, frameon=False)
+    _name(axis, panel)
+
+
+def _draw_map(figure: Figure, axis: Any, panel: Map) -> None:
+    values_YX = panel.values_YX.double().numpy()
+    norm = CenteredNorm() if panel.centred else None
+    image = axis.imshow(
+        values_YX, origin="lower", aspect="auto", norm=norm, cmap="RdBu_r" if panel.centred else "viridis"
+    )
+    for values, set_ticks in ((panel.x, axis.set_xticks), (panel.y, axis.set_yticks)):
+        shown = range(0, len(values), max(1, -(-len(values) // 8)))
+        set_ticks(list(shown), [f"{values[place]:g}" for place in shown])
+    figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
+    _name(axis, panel)
+
+
+def _name(axis: Any, panel: Panel | Map) -> None:
+    axis.set_title(panel.title, fontsize=9)
+    axis.set_xlabel(panel.x_label, fontsize=8)
+    axis.set_ylabel(panel.y_label, fontsize=8)
+    axis.tick_params(labelsize=7, colors=_INK)
+
+
+def _array(values: Values) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(values.cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
