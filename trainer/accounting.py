@@ -49,8 +49,9 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d":
-            self.sent_bytes[func.name().removeprefix("c10d::").strip("_").removesuffix("_base")] += _sent(func, args)
+        if func.namespace in {"c10d", "neighbours"}:
+            name = func.name().partition("::")[2].strip("_").removesuffix("_base").removesuffix("_sum")
+            self.sent_bytes[name] += _sent(func, args)
         # What `torch.tensor` makes of Python's numbers is first seen as an argument.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
@@ -79,5 +80,5 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _sent(func: Any, args: tuple[Any, ...]) -> int:
     """The bytes of what goes in: of a gather into one tensor and a scatter from one, that is the second argument."""
     takes_output_first = any(word in func.name() for word in ("allgather", "reduce_scatter"))
-    given = args[1] if takes_output_first else args[0]
+    given = args[1] if takes_output_first and len(args) > 1 else args[0]
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(given) if isinstance(leaf, Tensor))

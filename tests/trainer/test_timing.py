@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from configs import resolve_recipe
 from data_pipeline.resident import Rows
@@ -19,6 +18,7 @@ from data_pipeline.stream import Draws
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.distributed.ddp_engine import DDPEngine
+from trainer.distributed.neighbours import Neighbours
 from trainer.models.encoder import Encoder
 from trainer.rundir import RunDir
 from trainer.timing import Clock, slowest, stage
@@ -34,7 +34,7 @@ DELAYED: dict[str, tuple[Any, str]] = {
     "forward": (Encoder, "forward"),
     "backward": (DDPEngine, "backward"),
     "optimizer": (DDPEngine, "step"),
-    "communication": (dist, "all_gather_into_tensor"),
+    "communication": (Neighbours, "_meet"),
 }
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from data_pipeline.errors import UserError
 from trainer.distributed import meeting
+from trainer.distributed.collectives import leave_neighbours, meet_neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,8 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
         gathered: list[_RankRow | None] | None = [None] * world.world_size if world.rank == 0 else None
         dist.gather_object(row, gathered)
         rows = [row for row in gathered or () if row is not None]
+    if device.type == "cpu" and world.world_size == world.local_world_size:
+        meet_neighbours(timeout_seconds=timeout_seconds)
     if world.rank == 0:
         for line in _rank_table(rows, world.launcher):
             logger.info(line)
@@ -183,6 +186,7 @@ def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
 
 def destroy_process_group() -> None:
     """Leave the process group, if there is one."""
+    leave_neighbours()
     if dist.is_initialized():
         dist.destroy_process_group()
 

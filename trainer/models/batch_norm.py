@@ -193,16 +193,16 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x_BCHW, weight_C, mean_C, var_C, total = ctx.saved_tensors
-        # With the statistics held constant; the second and third are the sums of grad * normalised x and of grad.
-        grad_x_BCHW, grad_weight_C, grad_bias_C = torch.ops.aten.native_batch_norm_backward(
-            grad_BCHW, x_BCHW, weight_C, mean_C, var_C, None, None, False, ctx.eps, [True, True, True]
+        # The sums of grad * normalised x and of grad; the statistics are as constants in them.
+        _, grad_weight_C, grad_bias_C = torch.ops.aten.native_batch_norm_backward(
+            grad_BCHW, x_BCHW, weight_C, mean_C, var_C, None, None, False, ctx.eps, [False, True, True]
         )
-        # Through the statistics: -weight / std * (mean of grad + normalised x * mean of grad * normalised x), which is
-        # itself a batch norm of x.
+        # weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x), where all but the first
+        # term is itself a batch norm of x.
         sums_2C = all_reduce_sum(torch.cat([grad_weight_C, grad_bias_C]))
-        scale_C = -weight_C * torch.rsqrt(var_C + ctx.eps) / total
-        through_weight_C, through_bias_C = (sums_2C * scale_C.repeat(2)).chunk(2)
-        grad_x_BCHW += F.batch_norm(
+        scale_C = weight_C * torch.rsqrt(var_C + ctx.eps)
+        through_weight_C, through_bias_C = (sums_2C * (-scale_C / total).repeat(2)).chunk(2)
+        grad_x_BCHW = F.batch_norm(
             x_BCHW, mean_C, var_C, through_weight_C, through_bias_C, training=False, eps=ctx.eps
-        )
+        ).addcmul_(grad_BCHW, scale_C.view(-1, *(1,) * (x_BCHW.dim() - 2)))
         return grad_x_BCHW, grad_weight_C, grad_bias_C, None
