@@ -57,10 +57,7 @@ def configure(train_dir: Path, **changes: Any) -> RunConfig:
 
 def step_of(config: RunConfig, device: torch.device) -> Callable[[Batch], None]:
     """A step of training from fresh weights, as the loop does it."""
-    players = build_players(config)
-    memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-    players.encoder.to(device).to(memory_format=memory_format).train()  # type: ignore[call-overload]
-    players.view_policy.to(device)
+    players = build_players(config).to(device)
     objective = build_run_objective(config, players.encoder, num_samples=1, device=device)
     engines = build_engines(config, players.trained_modules, objective)
     step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)

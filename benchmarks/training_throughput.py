@@ -76,9 +76,7 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
 
 def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer:
     config = config_of(name, arguments)
-    players = build_players(config)
-    for module in (players.encoder, players.view_policy):
-        module.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    players = build_players(config).to(device)
     objective = build_run_objective(config, players.encoder, num_samples=1, device=device)
     engines = build_engines(config, players.trained_modules, objective)
     if config.compile:

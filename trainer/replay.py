@@ -157,10 +157,7 @@ def replay(
             f"step {record.step} gives other samples than are recorded, so {config.data.train_dir} is not the dataset "
             "that the run was trained on; put that back"
         )
-    players = build_players(config)
-    memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-    for player in (players.encoder, players.view_policy):
-        player.to(where, config.parameter_dtype).to(memory_format=memory_format).train()  # type: ignore[call-overload]
+    players = build_players(config).to(where, config.parameter_dtype)
     objective = build_run_objective(config, players.encoder, num_samples=stream.manifest.num_samples, device=where)
     modules = dict(players.trained_modules)
     try:

@@ -71,10 +71,7 @@ def _train(
     steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
 
-    players = build_players(config)
-    memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-    for module in (players.encoder, players.view_policy):
-        module.to(device, config.parameter_dtype).to(memory_format=memory_format).train()  # type: ignore[call-overload]
+    players = build_players(config).to(device, config.parameter_dtype)
     objective = build_run_objective(config, players.encoder, num_samples=manifests.train.num_samples, device=device)
     engines = build_engines(config, players.trained_modules, objective)
     if config.compile:

@@ -82,10 +82,7 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
     index_B = torch.arange(size) + rank() * size
     batch = Batch(0, 0, index_B, pictures, pictures, masks, masks, labels, labels.clone())
 
-    players = build_players(config)
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    for module in (players.encoder, players.view_policy):
-        module.to(dtype=config.parameter_dtype).to(memory_format=layout).train()  # type: ignore[call-overload]
+    players = build_players(config).to(torch.device("cpu"), config.parameter_dtype)
     objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
     modules = players.trained_modules | {"objective": objective}
     optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
