@@ -1,59 +1,181 @@
-"""`python -m trainer.probe RUN_DIR`: one linear probe and one kNN vote for each label, from the frozen encoder.
+"""`python -m trainer.probe RUN_DIR...`: one linear probe and one kNN vote for each label, from the frozen encoder.
 
-Comes in: a run directory and the shards its config names. Goes out: RUN_DIR/probes/step_00010000/base.json, and
-overlay.json where something was drawn on the pictures, or mixed into the sounds. What may never happen: a changed
-encoder or checkpoint.
+Comes in: run directories and the shards that their configs name. Goes out, under RUN_DIR/probes/: of each checkpoint,
+step_00010000/base.json, and overlay.json where something was drawn on the pictures or mixed into the sounds, with the
+trained heads in heads.safetensors; and curves.json over all that was probed. What may never happen: a changed encoder
+or checkpoint, or a result that depends on the number of ranks.
+
+Alone, or for more speed `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or under srun.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from data_pipeline.errors import UserError, run_command
 from data_pipeline.progress import Progress
+from data_pipeline.stream import num_steps_per_epoch
 from trainer.checkpoint import load_players
+from trainer.config import read_config
+from trainer.distributed.collectives import broadcast_object, rank
+from trainer.distributed.env import choose_device, destroy_process_group, init_process_group, read_env
 from trainer.players import Players
+from trainer.preflight import on_first_rank, read_manifests
+from trainer.probes.curve import Curve, read_curves
 from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures, read_pictures
+from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
-from trainer.probes.linear import Target, probe_linear
+from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear
 from trainer.probes.result import ProbeResult
-from trainer.rundir import open_run, write_json
+from trainer.probes.targets import label_targets, readable_labels
+from trainer.rundir import RunDir, open_run, write_json
 
 
 def main() -> None:
+    arguments = _parser().parse_args()
+    world = read_env(os.environ)
+    device = choose_device(world)
+    init_process_group(world, device)
+    changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
+    try:
+        on_first_rank(lambda: [open_run(path) for path in arguments.run_dirs])  # all, before the first is worked on
+        for path in arguments.run_dirs:
+            probe_run(
+                RunDir(path),
+                steps="all" if arguments.all_steps else arguments.step,
+                labels=None if arguments.label is None else [arguments.label],
+                num_draws=arguments.overlay_draws,
+                changes={name: value for name, value in changes.items() if value is not None},
+                device=device,
+            )
+    finally:
+        destroy_process_group()
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.probe", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="checkpoint to probe; 0 is the untrained encoder (default: the newest)")
+    which.add_argument("--all-steps", action="store_true", help="probe every checkpoint that is there")
+    parser.add_argument("--label", choices=LABEL_SPACES, help="probe this one alone (default: all that there are)")
     parser.add_argument(
-        "--step", type=int, help="checkpoint to probe; 0 is the untrained encoder (default: the newest)"
+        "--overlay-draws", type=_positive, default=1, metavar="N", help="test under N draws of the overlays (default 1)"
     )
-    arguments = parser.parse_args()
-    run_dir = open_run(arguments.run_dir)
-    players = load_players(run_dir, step=arguments.step)
-    data = players.config.data
+    fit = parser.add_argument_group("linear probe", "by default as the run's config says; else files bear the change")
+    fit.add_argument("--views", choices=["policy", "none"], help="none: fast, on features that are computed once")
+    fit.add_argument("--batch-norm", choices=["eval", "train"], help="train: batch statistics, as originally published")
+    fit.add_argument("--epochs", type=_positive, metavar="N")
+    return parser
+
+
+def probe_run(
+    run_dir: RunDir,
+    *,
+    steps: int | str | None,
+    labels: Sequence[LabelSpace] | None,
+    num_draws: int,
+    changes: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Probe checkpoints of a run, and write what was found; every rank calls this.
+
+    `steps`: one of them, "all", or None for the newest. `changes` are those to the probe of the run's config; results
+    are then filed under names that say so. Raises `UserError`.
+    """
+    config = read_config(run_dir.config)
+    probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
+    changed = {name: value for name, value in changes.items() if value != getattr(config.probe, name)}
+    suffix = "".join(f"-{name}_{value}" for name, value in changed.items())
+
+    def check() -> list[int | None]:
+        manifests = read_manifests(config.data)
+        readable_labels(manifests.train, manifests.test, wanted=labels)
+        check_ranks(probe_config)
+        return checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
+
+    chosen = broadcast_object(on_first_rank(check)) or []
+    players = _load(run_dir, chosen[0])  # a run that has none is told so before its data are read
+    data = config.data
     train, test = read_pictures(data.train_dir, read=data), read_pictures(data.test_dir, read=data)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    results = probe(players, train=train, test=test, device=device)
-    for space, result in results.items():
-        write_json(run_dir.probes(players.step) / f"{space}.json", result.model_dump(mode="json"))
-    print(table(results))
-    print(run_dir.probes(players.step))
+    if num_draws > 1 and not test.is_drawn_online and rank() == 0:
+        print(f"nothing is drawn on {data.test_dir} as it is read, so there is one draw and no spread", file=sys.stderr)
+    other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
+    for number, step in enumerate(chosen):
+        players = players if number == 0 else _load(run_dir, step)
+        readout = probe(
+            players,
+            train=train,
+            test=test,
+            device=device,
+            config=probe_config,
+            labels=labels,
+            other_draws=other_draws,
+        )
+        if rank() == 0:
+            directory = run_dir.probes(players.step)
+            write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
+            for space, result in readout.results.items():
+                write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
+            print(table(readout.results))
+            print(directory)
+    if rank() == 0:
+        steps_per_epoch = num_steps_per_epoch(train.manifest.num_samples, config.global_batch_size)
+        curves = read_curves(run_dir, steps_per_epoch=steps_per_epoch)
+        write_json(run_dir.path / "probes" / "curves.json", curves.model_dump(mode="json"))
+        if len(chosen) > 1 and not suffix:
+            print(curve_table(curves.curves))
 
 
-def probe(players: Players, *, train: Pictures, test: Pictures, device: torch.device) -> dict[LabelSpace, ProbeResult]:
-    """Read out every label the pictures have. Raises `UserError` where train and test set have different classes."""
+def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
+    """The steps of all checkpoints, ascending. Raises `UserError` where there is none."""
+    names = [path.name.removeprefix("step_") for path in run_dir.checkpoints.glob("step_*")]
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    if not steps:
+        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
+    return [*steps]
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The results of one checkpoint by label, and the trained heads."""
+
+    results: Mapping[LabelSpace, ProbeResult]
+    heads: Heads
+
+
+def probe(
+    players: Players,
+    *,
+    train: Pictures,
+    test: Pictures,
+    device: torch.device,
+    config: ProbeConfig | None = None,
+    labels: Sequence[LabelSpace] | None = None,
+    other_draws: Sequence[Pictures] = (),
+) -> Readout:
+    """Read out `labels`, or every one the pictures have, by the run's own probe or by `config`; every rank calls this.
+
+    Raises `UserError` where train and test set have different classes, or not a label that is asked for.
+    """
     started = time.monotonic()
-    targets = label_targets(train, test)
+    targets = label_targets(train, test, wanted=labels)
     memory_format = torch.channels_last if players.config.channels_last else torch.contiguous_format
     encoder, view_policy = players.encoder.to(device), players.view_policy.to(device)
     for module in (encoder, view_policy):
         module.to(memory_format=memory_format)  # type: ignore[call-overload]
-    config = players.config.probe
-    with Progress(f"probe of step {players.step}", total=config.num_epochs) as progress:
+    config = players.config.probe if config is None else config
+    title = f"probe of step {players.step}"
+    with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
             progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
@@ -66,15 +188,16 @@ def probe(players: Players, *, train: Pictures, test: Pictures, device: torch.de
             targets=targets,
             config=config,
             device=device,
+            other_draws=other_draws,
             on_epoch=on_epoch,
         )
-    knn = probe_knn(encoder, train=train, test=test, targets=targets, device=device)
+    knn = probe_knn(encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
     seconds = round(time.monotonic() - started, 1)
-    return {
+    results = {
         space: ProbeResult(
             label=space,
             checkpoint_step=players.step,
-            linear=linear[space],
+            linear=linear[space].result,
             knn=knn[space],
             chance=1 / target.num_classes,
             majority_share=majority_share(target),
@@ -88,21 +211,13 @@ def probe(players: Players, *, train: Pictures, test: Pictures, device: torch.de
         )
         for space, target in targets.items()
     }
+    made_by = f"probe with {', '.join(f'{name} {value}' for name, value in _protocol(config).items())}"
+    return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
 
 
-def label_targets(train: Pictures, test: Pictures) -> dict[LabelSpace, Target]:
-    """The labels there are to read out: `base`, and `overlay` where something was drawn."""
-    targets: dict[LabelSpace, Target] = {}
-    for space in LABEL_SPACES:
-        names, test_names = train.class_names(space), test.class_names(space)
-        if names != test_names:
-            raise UserError(
-                f"label_{space} has classes {', '.join(names) or 'none'} in the train set but "
-                f"{', '.join(test_names) or 'none'} in the test set; build both from the same dataset"
-            )
-        if names:
-            targets[space] = Target(train.labels(space), test.labels(space), num_classes=len(names))
-    return targets
+def _protocol(config: ProbeConfig) -> dict[str, Any]:
+    """What decides a head, of the settings."""
+    return {name: value for name, value in config.model_dump().items() if not name.startswith("online_")}
 
 
 def majority_share(target: Target) -> float:
@@ -112,7 +227,7 @@ def majority_share(target: Target) -> float:
 
 
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
-    """Test accuracies in per cent, one line a label."""
+    """Test accuracies in per cent, one line a label; and one more for the draws of the test overlays, if several."""
     lines = [f"{'test accuracy, %':18}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
         best = f"({100 * result.linear.best_accuracy:.1f}, {result.linear.best_epoch})"
@@ -120,7 +235,35 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
             f"{'label_' + space:18}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
             f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
+        if result.linear.draws is not None and result.knn.draws is not None:
+            linear, knn = (
+                f"{100 * draws.mean:.1f} ± {100 * draws.deviation:.1f}"
+                for draws in (result.linear.draws, result.knn.draws)
+            )
+            lines.append(f"  {len(result.linear.draws.accuracies)} draws of the test overlays: {linear}, kNN {knn}")
     return "\n".join(lines)
+
+
+def curve_table(curves: Sequence[Curve]) -> str:
+    """The last and the best checkpoint of each curve, in per cent."""
+    lines = [f"{'over checkpoints, %':26}{'last (step)':>18}{'best on the test set (step)':>30}"]
+    for curve in curves:
+        last, best = (f"{100 * point.accuracy:.1f} ({point.step})" for point in (curve.last, curve.best))
+        lines.append(f"{f'label_{curve.label}, {curve.method}':26}{last:>18}{best:>30}")
+    return "\n".join(lines)
+
+
+def _load(run_dir: RunDir, step: int | None) -> Players:
+    """The players that the first rank finds, on every rank."""
+    players = on_first_rank(lambda: load_players(run_dir, step=step))
+    found = broadcast_object(None if players is None else players.step)
+    return load_players(run_dir, step=found) if players is None else players
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 The picture of a sound is its log-mel spectrogram: what the encoder sees of it without a view. A view is made from the
 waveform, so that is kept as well.
 
+With several ranks each of them computes its share of the features and all get the whole. The shares are cut by place
+alone, so a feature has the same bits on any number of ranks.
+
 Shapes: N samples, B batch, C channels, H height, W width, T points of a waveform, F features.
 """
 
@@ -11,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,16 +26,19 @@ from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
-from data_pipeline.overlays import Overlay, evaluation_keys
+from data_pipeline.overlays import Overlay, evaluation_keys, no_mask
+from data_pipeline.randomness import generator
 from data_pipeline.resident import Rows, place
 from data_pipeline.sample import Batch
 from data_pipeline.store import SampleStore
 from data_pipeline.stream import Draws, ReadConfig, check_bad_share, read_all
+from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.views.expert_audio import clean_spectrogram
 
 LabelSpace = Literal["base", "overlay"]
 LABEL_SPACES: tuple[LabelSpace, ...] = ("base", "overlay")
 _CHUNK = 1024  # samples that are drawn on at a time
+_ENCODED_AT_ONCE = 128  # no setting: bits may depend on it
 _DEFAULT_READ = ReadConfig()
 
 
@@ -140,6 +147,19 @@ class Pictures:
         drawn = self.online.overlay(self.online.clean_NCHW[row_B], keys(self.index_N[row_B]))
         return InputBatch(drawn.inputs, drawn.masks_BHW, labels | {"overlay": drawn.label_B})
 
+    @property
+    def is_drawn_online(self) -> bool:
+        return self.online is not None or (self.sounds is not None and self.sounds.overlay is not None)
+
+    def with_draw(self, draw: int) -> Pictures:
+        """The same samples under another draw of their overlay; themselves where nothing is drawn online."""
+        if not self.is_drawn_online:
+            return self
+        if self.sounds is not None:
+            return _of_sounds(replace(self.sounds, draw=draw))
+        assert self.online is not None
+        return _of_pictures(self.manifest, self.index_N, self.label_base_N, self.online, draw=draw)
+
     def seen(self, inputs: Tensor) -> Tensor:
         """What the encoder sees without a view, of pictures in [0, 1] or of waveforms as `redraw` gives them."""
         return inputs if self.sounds is None else clean_spectrogram(inputs, self.sounds.mel)
@@ -165,30 +185,58 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     batches = list(
         read_all(location, batch_size=_CHUNK, draw=None, remote=read.remote, max_bad_share=read.max_bad_share)
     )
-    clean_NCHW, index_N = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs_a", "index_B"))
-    label_base_N, label_overlay_N, masks_NHW = (
+    images_NCHW, index_N, label_base_N, label_overlay_N, masks_NHW = (
         torch.cat([getattr(batch, name) for batch in batches])
-        for name in ("label_base_B", "label_overlay_B", "masks_BHW")
+        for name in ("inputs_a", "index_B", "label_base_B", "label_overlay_B", "masks_BHW")
     )
-    images_NCHW = clean_NCHW
     if store.overlay is not None:
-        drawn = [
-            store.overlay(clean_BCHW, evaluation_keys(index_B, draw=draw))
-            for clean_BCHW, index_B in zip(torch.split(clean_NCHW, _CHUNK), torch.split(index_N, _CHUNK), strict=True)
-        ]
-        images_NCHW = torch.cat([part.inputs for part in drawn])
-        label_overlay_N, masks_NHW = (
-            torch.cat([part.label_B for part in drawn]),
-            torch.cat([part.masks_BHW for part in drawn]),
+        return _of_pictures(
+            store.manifest, index_N, label_base_N, OnlinePictures(images_NCHW, store.overlay), draw=draw
         )
+    return Pictures(store.manifest, images_NCHW, masks_NHW, index_N, label_base_N, label_overlay_N)
+
+
+def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ) -> Pictures:
+    """As `read_pictures`, of `num` samples (of all, if there are fewer) that are chosen by chance, the same each time.
+
+    Samples among them that cannot be read are left out. Raises `UserError` where there is no dataset, or none can be.
+    """
+    store = SampleStore(location, remote=read.remote)
+    chosen = np.sort(generator(0, "samples of an online probe").permutation(len(store))[:num]).astype(np.int64)
+    stored = store.decode(chosen)
+    good = [row for row in range(len(chosen)) if row not in stored.bad]
+    if not good:
+        raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
+    rows = Rows.of(stored, store.manifest).take(torch.tensor(good))
+    if store.manifest.sample_rate is not None:
+        return _of_sounds(Sounds(store.manifest, rows, store.overlay, mel_config(store.manifest.sample_rate), draw=0))
+    assert rows.pictures_BCHW is not None
+    if store.overlay is not None:
+        online = OnlinePictures(rows.pictures_BCHW, store.overlay)
+        return _of_pictures(store.manifest, rows.index_B, rows.label_base_B, online, draw=0)
+    masks_BHW = no_mask(rows.pictures_BCHW) if rows.masks_BHW is None else rows.masks_BHW
     return Pictures(
-        manifest=store.manifest,
-        images_NCHW=images_NCHW,
-        masks_NHW=masks_NHW,
+        store.manifest, rows.pictures_BCHW, masks_BHW, rows.index_B, rows.label_base_B, rows.label_overlay_B
+    )
+
+
+def _of_pictures(
+    manifest: Manifest, index_N: Tensor, label_base_N: Tensor, online: OnlinePictures, *, draw: int
+) -> Pictures:
+    drawn = [
+        online.overlay(clean_BCHW, evaluation_keys(index_B, draw=draw))
+        for clean_BCHW, index_B in zip(
+            torch.split(online.clean_NCHW, _CHUNK), torch.split(index_N, _CHUNK), strict=True
+        )
+    ]
+    return Pictures(
+        manifest=manifest,
+        images_NCHW=torch.cat([part.inputs for part in drawn]),
+        masks_NHW=torch.cat([part.masks_BHW for part in drawn]),
         index_N=index_N,
         label_base_N=label_base_N,
-        label_overlay_N=label_overlay_N,
-        online=None if store.overlay is None else OnlinePictures(clean_NCHW, store.overlay),
+        label_overlay_N=torch.cat([part.label_B for part in drawn]),
+        online=online,
     )
 
 
@@ -204,18 +252,21 @@ def _read_sounds(store: SampleStore, location: Path | str, *, max_bad_share: flo
     check_bad_share(tuple(bad.values()), num_samples=len(store), max_share=max_bad_share, where=location)
     good = [row for row in range(len(store)) if row not in bad]
     rows = placed.resident.rows.take(torch.tensor(good, dtype=torch.int64))
-    sounds = Sounds(store.manifest, rows, store.overlay, mel, draw)
+    return _of_sounds(Sounds(store.manifest, rows, store.overlay, mel, draw))
+
+
+def _of_sounds(sounds: Sounds) -> Pictures:
     labels, images = [], []
-    for row_B in torch.split(torch.arange(len(good)), _CHUNK):
+    for row_B in torch.split(torch.arange(len(sounds.rows.index_B)), _CHUNK):
         batch = sounds.evaluated(row_B)
-        images.append(clean_spectrogram(batch.inputs_a, mel))
+        images.append(clean_spectrogram(batch.inputs_a, sounds.mel))
         labels.append(batch.label_overlay_B)
     return Pictures(
-        manifest=store.manifest,
+        manifest=sounds.manifest,
         images_NCHW=torch.cat(images),
         masks_NHW=None,
-        index_N=rows.index_B,
-        label_base_N=rows.label_base_B,
+        index_N=sounds.rows.index_B,
+        label_base_N=sounds.rows.label_base_B,
         label_overlay_N=torch.cat(labels),
         sounds=sounds,
     )
@@ -237,13 +288,32 @@ def frozen(*modules: object) -> Iterator[None]:
 
 
 def extract(
-    function: Callable[[Tensor], Tensor], images_NCHW: Tensor, *, device: torch.device, batch_size: int = 128
+    function: Callable[[Tensor], Tensor],
+    images_NCHW: Tensor,
+    *,
+    device: torch.device,
+    batch_size: int = _ENCODED_AT_ONCE,
 ) -> Tensor:
     """(N, F) features of pictures (N, C, H, W), uint8 or normalised, without views: row i is of picture i, and of it
-    alone if `function` treats pictures apart, as an encoder in eval mode does.
+    alone if `function` treats pictures apart, as an encoder in eval mode does. Every rank calls this, and gets all.
     """
     with torch.no_grad():
-        return torch.cat([function(to_float(part, device)) for part in torch.split(images_NCHW, batch_size)])
+        return shared_rows(lambda part: function(to_float(part, device)), images_NCHW, chunk_size=batch_size)
+
+
+def shared_rows(function: Callable[[Tensor], Tensor], x_N: Tensor, *, chunk_size: int) -> Tensor:
+    """`function` of each chunk of rows, one under the other, on every rank; each chunk is the work of one rank.
+
+    A rank with less to do than another does its last chunk twice, so that `function` may itself wait for all ranks.
+    """
+    chunks = torch.split(x_N, chunk_size)
+    if world_size() == 1:
+        return torch.cat([function(chunk) for chunk in chunks])
+    num_of_rank = math.ceil(len(chunks) / world_size())
+    first = rank() * num_of_rank
+    parts = [function(chunks[min(number, len(chunks) - 1)]) for number in range(first, first + num_of_rank)]
+    whole = [torch.cat([part, part.new_zeros(chunk_size - len(part), *part.shape[1:])]) for part in parts]
+    return all_gather_rows(torch.cat(whole))[: len(x_N)]
 
 
 def to_float(inputs: Tensor, device: torch.device) -> Tensor:

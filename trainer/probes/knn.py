@@ -1,30 +1,55 @@
-"""kNN read-out of a frozen encoder as Huang et al. (2021) measure it: a weighted vote of the nearest train pictures.
+"""kNN read-out of a frozen encoder as Huang et al. 2023 measure it: a weighted vote of the nearest train pictures.
 
-Shapes: N bank pictures, Q queries, C pooled channels, K classes, R neighbours (the k of kNN).
+With several ranks each votes for its share of the queries; the result has the same bits on any number of them.
+
+Shapes: N bank pictures, Q queries, B queries at a time, C pooled channels, K classes, L labels, R neighbours (the k of
+kNN).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.schema import Schema
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, extract, frozen
-from trainer.probes.linear import Target
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, extract, frozen, shared_rows
+from trainer.probes.linear import Spread, Target, spread
 
 NUM_NEIGHBORS = 200
 TEMPERATURE = 0.1
+_QUERIES_AT_ONCE = 512  # no setting: bits may depend on it
 
 
 class KNNResult(Schema):
-    """Test accuracy in [0, 1], and what it was measured with; `num_neighbors` is at most the size of the train set."""
+    """Test accuracy in [0, 1], and what it was measured with; `num_neighbors` is at most the size of the train set.
+    `draws` is None where the test overlays were drawn once.
+    """
 
     accuracy: float
     num_neighbors: int
     temperature: float
+    draws: Spread | None = None
+
+
+def nearest(bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int) -> tuple[Tensor, Tensor]:
+    """The largest cosines (B, R) of each query with the bank, in no order, and the rows (B, R) of the bank they are of.
+
+    All are there if the bank has fewer. Features are brought to unit length here, in float32.
+    """
+    bank_NC, queries_BC = F.normalize(bank_NC.float(), dim=1), F.normalize(queries_BC.float(), dim=1)
+    cosine_BR, neighbor_BR = (queries_BC @ bank_NC.T).topk(min(num_neighbors, len(bank_NC)), dim=1, sorted=False)
+    return cosine_BR, neighbor_BR
+
+
+def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: float = TEMPERATURE) -> Tensor:
+    """Classes (B,) int64: argmax over classes of the sum of exp(cosine / temperature) over the neighbours."""
+    # A product and not a scatter: on a GPU a scatter adds up in another order each time.
+    is_class_BRK = F.one_hot(label_BR, num_classes).to(cosine_BR.dtype)
+    return torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK).argmax(1)
 
 
 def knn_predict(
@@ -35,22 +60,32 @@ def knn_predict(
     num_classes: int,
     num_neighbors: int = NUM_NEIGHBORS,
     temperature: float = TEMPERATURE,
-    chunk_size: int = 512,
+    chunk_size: int = _QUERIES_AT_ONCE,
 ) -> Tensor:
-    """Predicted classes (Q,) int64: argmax over classes of the sum of exp(cosine / temperature) over the neighbours.
-
-    The neighbours are the `num_neighbors` of the bank (or all, if there are fewer) with the largest cosine. Features
-    are brought to unit length here, in float32. At most (chunk_size, N) cosines are held at a time.
-    """
-    bank_NC, queries_QC = F.normalize(bank_NC.float(), dim=1), F.normalize(queries_QC.float(), dim=1)
-    num_neighbors = min(num_neighbors, len(bank_NC))
+    """Predicted classes (Q,) int64: `vote` of the `nearest`. At most (chunk_size, N) cosines are held at a time."""
     predicted = []
     for chunk_BC in torch.split(queries_QC, chunk_size):
-        cosine_BR, neighbor_BR = (chunk_BC @ bank_NC.T).topk(num_neighbors, dim=1, sorted=False)
-        score_BK = torch.zeros(len(chunk_BC), num_classes, device=chunk_BC.device)
-        score_BK.scatter_add_(1, bank_label_N[neighbor_BR], (cosine_BR / temperature).exp())
-        predicted.append(score_BK.argmax(1))
+        cosine_BR, neighbor_BR = nearest(bank_NC, chunk_BC, num_neighbors=num_neighbors)
+        predicted.append(vote(cosine_BR, bank_label_N[neighbor_BR], num_classes=num_classes, temperature=temperature))
     return torch.cat(predicted)
+
+
+def knn_accuracies(
+    bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
+) -> dict[LabelSpace, float]:
+    """Test accuracy of every target, from features of its train and test pictures. Every rank calls this."""
+    labels = [(target.train_N.to(bank_NC.device), target.num_classes) for target in targets.values()]
+
+    def predict(chunk_BC: Tensor) -> Tensor:
+        cosine_BR, neighbor_BR = nearest(bank_NC, chunk_BC, num_neighbors=NUM_NEIGHBORS)
+        votes = [vote(cosine_BR, label_N[neighbor_BR], num_classes=num_classes) for label_N, num_classes in labels]
+        return torch.stack(votes, dim=1)
+
+    with torch.no_grad():
+        predicted_QL = shared_rows(predict, queries_QC, chunk_size=chunk_size)
+    right_L = [predicted_QL[:, i] == target.test_N.to(bank_NC.device) for i, target in enumerate(targets.values())]
+    num_right: list[int] = torch.stack(right_L).sum(1).tolist()
+    return {name: num / len(queries_QC) for name, num in zip(targets, num_right, strict=True)}
 
 
 def probe_knn(
@@ -60,17 +95,26 @@ def probe_knn(
     test: Pictures,
     targets: Mapping[LabelSpace, Target],
     device: torch.device,
+    other_draws: Sequence[Pictures] = (),
 ) -> dict[LabelSpace, KNNResult]:
-    """kNN accuracy for every target, from pooled features of the pictures without views; the encoder is unchanged."""
+    """kNN accuracy for every target, from pooled features of the pictures without views; the encoder is unchanged.
+
+    `other_draws` are the test pictures under other overlays. Every rank calls this with the same arguments.
+    """
+    accuracies: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     with frozen(encoder):
         bank_NC = extract(encoder.pooled, train.images_NCHW, device=device)
-        queries_QC = extract(encoder.pooled, test.images_NCHW, device=device)
-    results: dict[LabelSpace, KNNResult] = {}
-    for name, target in targets.items():
-        predicted_Q = knn_predict(bank_NC, target.train_N.to(device), queries_QC, num_classes=target.num_classes)
-        results[name] = KNNResult(
-            accuracy=float((predicted_Q == target.test_N.to(device)).sum().item()) / len(predicted_Q),
+        for pictures in (test, *other_draws):
+            queries_QC = extract(encoder.pooled, pictures.images_NCHW, device=device)
+            of_draw = {name: replace(target, test_N=pictures.labels(name)) for name, target in targets.items()}
+            for name, accuracy in knn_accuracies(bank_NC, queries_QC, of_draw).items():
+                accuracies[name].append(accuracy)
+    return {
+        name: KNNResult(
+            accuracy=values[0],
             num_neighbors=min(NUM_NEIGHBORS, len(bank_NC)),
             temperature=TEMPERATURE,
+            draws=spread(values),
         )
-    return results
+        for name, values in accuracies.items()
+    }

@@ -5,6 +5,9 @@ without views. As the encoder is frozen, the heads of several labels are trained
 they share nothing but the input, so each is bit for bit the head that would have been trained alone. What is a picture
 here may be a sound, of which the encoder sees the spectrogram.
 
+With several ranks each encodes whole steps for all, and every rank then takes all steps: the heads have the same bits
+on any number of ranks.
+
 Shapes: N pictures, B batch, C channels, F features, K classes of a label.
 """
 
@@ -12,8 +15,9 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -25,6 +29,7 @@ from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.randomness import generator
 from data_pipeline.schema import Schema
+from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
 
 PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
@@ -37,7 +42,11 @@ class ProbeConfig(Schema):
 
     `views="policy"` trains on one view of the pretraining policy per picture and epoch; `"none"` on the pictures.
     `batch_norm="eval"` uses the encoder's running statistics throughout. `"train"` is what the original code did
-    without saying so: batch statistics while the head is trained, which move the running statistics of the test.
+    without saying so: batch statistics while the head is trained, which move the running statistics of the test; one
+    process does it.
+
+    `online_every_steps`: while the encoder is trained, kNN and ridge regression on up to `online_num_train` pictures of
+    the train set and `online_num_test` of the test set, as often as this; None: never (see `trainer.probes.online`).
     """
 
     num_epochs: PositiveInt = 100
@@ -48,11 +57,34 @@ class ProbeConfig(Schema):
     views: Literal["policy", "none"] = "policy"
     batch_norm: Literal["eval", "train"] = "eval"
     seed: Annotated[int, Field(ge=0)] = 0
+    online_every_steps: PositiveInt | None = None
+    online_num_train: PositiveInt = 4096
+    online_num_test: PositiveInt = 1024
+
+
+class Spread(Schema):
+    """Test accuracies under several draws of the test overlays, first the one that is reported; `deviation` is that of
+    a sample (divisor n - 1).
+    """
+
+    accuracies: tuple[float, ...]
+    mean: float
+    deviation: float
+
+
+def spread(accuracies: Sequence[float]) -> Spread | None:
+    """None for less than two draws."""
+    if len(accuracies) < 2:
+        return None
+    return Spread(
+        accuracies=tuple(accuracies), mean=statistics.fmean(accuracies), deviation=statistics.stdev(accuracies)
+    )
 
 
 class LinearResult(Schema):
-    """Test accuracies in [0, 1]. `accuracy`, the one to report, is the last epoch's; to choose the best epoch by its
-    test accuracy would be optimistic, so `best_accuracy` is only shown beside it. Epochs count from 1.
+    """Test accuracies in [0, 1]. `accuracy`, the one to report, is the last epoch's; `best_accuracy` is of an epoch
+    that was chosen on the test set, so it is optimistic and only shown beside it. Epochs count from 1. `draws` is None
+    where the test overlays were drawn once.
     """
 
     accuracy: float
@@ -60,6 +92,31 @@ class LinearResult(Schema):
     best_epoch: int
     accuracy_by_epoch: tuple[float, ...]
     train_accuracy_by_epoch: tuple[float, ...]
+    best_chosen_on: Literal["test"] = "test"
+    draws: Spread | None = None
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """A trained head: logits (B, K) = features (B, F) times `weight_KF` transposed, plus `bias_K`."""
+
+    weight_KF: Tensor
+    bias_K: Tensor
+
+    def logits(self, features_BF: Tensor) -> Tensor:
+        return F.linear(features_BF, self.weight_KF, self.bias_K)
+
+    def accuracy(self, features_NF: Tensor, label_N: Tensor) -> float:
+        right_N = self.logits(features_NF).argmax(1) == label_N.to(features_NF.device)
+        return float(right_N.sum().item()) / len(label_N)
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """What a probe measured, and the head of its last epoch."""
+
+    result: LinearResult
+    head: LinearHead
 
 
 @dataclass(frozen=True)
@@ -86,7 +143,7 @@ def fit_linear_probe(
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
-) -> dict[LabelSpace, LinearResult]:
+) -> dict[LabelSpace, LinearProbe]:
     """Train one head per target by SGD on the cross entropy, all in one pass over the features.
 
     `batches(epoch)` yields the steps of an epoch; `test_features()` returns (N_test, F) and is asked for after each.
@@ -107,9 +164,12 @@ def fit_linear_probe(
         test_NF = test_features()
         for name, head in heads.items():
             train_accuracy[name].append(head.end_epoch(name, epoch))
-            test_accuracy[name].append(head.score(test_NF))
+            test_accuracy[name].append(head.frozen.accuracy(test_NF, targets[name].test_N))
         on_epoch(epoch + 1, {name: curve[-1] for name, curve in test_accuracy.items()})
-    return {name: _result(test_accuracy[name], train_accuracy[name]) for name in targets}
+    return {
+        name: LinearProbe(_result(test_accuracy[name], train_accuracy[name]), head.frozen)
+        for name, head in heads.items()
+    }
 
 
 def probe_linear(
@@ -121,14 +181,19 @@ def probe_linear(
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
     device: torch.device,
+    other_draws: Sequence[Pictures] = (),
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
-) -> dict[LabelSpace, LinearResult]:
+) -> dict[LabelSpace, LinearProbe]:
     """Linear probes of a frozen encoder for every target; encoder and policy are left as they were, bit for bit.
 
     The order of an epoch, every online overlay and every view follow from (config.seed, epoch, sample index): nothing
     is drawn from torch's or numpy's ambient random state, and none of it is changed. Overlays are drawn anew in every
     epoch, as while the encoder was trained, unless the probe is fitted without views: then features are computed once.
+
+    `other_draws` are the test pictures under other overlays: the last epoch's heads are tested on them as well. Every
+    rank calls this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
     """
+    check_ranks(config)
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
     with frozen(live, view_policy):
         cached: Tensor | None = None
@@ -137,32 +202,69 @@ def probe_linear(
             if config.views == "none":
                 cached = extract(live.features, train.images_NCHW, device=device)
 
+        def encoded(row_B: Tensor, epoch: int) -> FeatureBatch:
+            if cached is not None:
+                return FeatureBatch(cached[row_B.to(device)], {space: train.labels(space)[row_B] for space in targets})
+
+            def keys(index_B: Tensor) -> DrawKeys:
+                return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
+
+            batch = train.redraw(row_B, keys)
+            inputs = to_float(batch.inputs, device)
+            if config.views == "policy":
+                masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
+                views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)
+            else:
+                views_BCHW = train.seen(inputs)
+            live.train(config.batch_norm == "train")
+            features_BF = live.features(views_BCHW)
+            live.eval()
+            return FeatureBatch(features_BF, {space: batch.labels[space].to(device) for space in targets})
+
         def batches(epoch: int) -> Iterable[FeatureBatch]:
-            for row_B in epoch_rows(len(train), epoch=epoch, config=config):
-                if cached is not None:
-                    labels = {space: train.labels(space)[row_B] for space in targets}
-                    yield FeatureBatch(cached[row_B.to(device)], labels)
-                    continue
-
-                def keys(index_B: Tensor) -> DrawKeys:
-                    return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
-
-                batch = train.redraw(row_B, keys)
-                inputs = to_float(batch.inputs, device)
-                if config.views == "policy":
-                    masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
-                    views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)
-                else:
-                    views_BCHW = train.seen(inputs)
-                live.train(config.batch_norm == "train")
-                features_BF = live.features(views_BCHW)
-                live.eval()
-                yield FeatureBatch(features_BF, batch.labels)
+            rows = epoch_rows(len(train), epoch=epoch, config=config)
+            if cached is not None or world_size() == 1:
+                yield from (encoded(row_B, epoch) for row_B in rows)
+                return
+            for first in range(0, len(rows), world_size()):
+                # What is left over at the end is for the first ranks; the others take the last step as well.
+                mine = encoded(rows[min(first + rank(), len(rows) - 1)], epoch)
+                yield from _of_all_ranks(mine)[: len(rows) - first]
 
         def test_features() -> Tensor:
             return test_NF if config.batch_norm == "eval" else extract(live.features, test.images_NCHW, device=device)
 
-        return fit_linear_probe(batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch)
+        probes = fit_linear_probe(
+            batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch
+        )
+        accuracies = {space: [one.result.accuracy] for space, one in probes.items()}
+        for test_again in other_draws:
+            test_NF = extract(live.features, test_again.images_NCHW, device=device)
+            for space, one in probes.items():
+                accuracies[space].append(one.head.accuracy(test_NF, test_again.labels(space)))
+    return {
+        space: replace(one, result=one.result.model_copy(update={"draws": spread(accuracies[space])}))
+        for space, one in probes.items()
+    }
+
+
+def check_ranks(config: ProbeConfig) -> None:
+    """Raises `UserError` where several ranks cannot fit the probe."""
+    if config.batch_norm == "train" and world_size() > 1:
+        raise UserError(
+            f"a probe with batch_norm train moves the running statistics step by step, and {world_size()} ranks take "
+            "steps at once; start it as one process"
+        )
+
+
+def _of_all_ranks(batch: FeatureBatch) -> list[FeatureBatch]:
+    """The batches of all ranks, equally large, in rank order."""
+    features = all_gather_rows(batch.features_BF).chunk(world_size())
+    labels = {space: all_gather_rows(label_B).chunk(world_size()) for space, label_B in batch.labels.items()}
+    return [
+        FeatureBatch(features_BF, {space: labels[space][number] for space in labels})
+        for number, features_BF in enumerate(features)
+    ]
 
 
 def epoch_rows(num: int, *, epoch: int, config: ProbeConfig) -> Sequence[Tensor]:
@@ -190,7 +292,6 @@ class _Head:
         self._optimizer = torch.optim.SGD(
             [self._weight_KF, self._bias_K], lr=config.learning_rate, momentum=config.momentum
         )
-        self._test_N = target.test_N.to(device)
         self._num_right, self._loss = torch.zeros((), device=device), torch.zeros((), device=device)
         self._num_seen = 0
 
@@ -221,9 +322,9 @@ class _Head:
         self._num_seen = 0
         return accuracy
 
-    def score(self, test_NF: Tensor) -> float:
-        logits_NK = F.linear(test_NF, self._weight_KF, self._bias_K)
-        return float((logits_NK.argmax(1) == self._test_N).sum().item()) / len(self._test_N)
+    @property
+    def frozen(self) -> LinearHead:
+        return LinearHead(self._weight_KF.detach(), self._bias_K.detach())
 
 
 def _result(test_accuracy: Sequence[float], train_accuracy: Sequence[float]) -> LinearResult:

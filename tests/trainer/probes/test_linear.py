@@ -36,7 +36,7 @@ CONFIG = ProbeConfig(num_epochs=20, batch_size=32)
 def run(
     encoder: ToyEncoder, policy: Any = None, *, targets: Mapping[LabelSpace, Target] = TARGETS, **config: Any
 ) -> Any:
-    return probe_linear(
+    probes = probe_linear(
         encoder,
         view_policy=policy or Spy(),
         train=TRAIN,
@@ -45,6 +45,7 @@ def run(
         config=CONFIG.model_copy(update=config),
         device=CPU,
     )
+    return {space: one.result for space, one in probes.items()}
 
 
 def feature_batches(train_NF: Tensor, *, epoch: int, config: ProbeConfig) -> list[FeatureBatch]:
@@ -73,12 +74,13 @@ def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
     train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
 
     def fit(targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, LinearResult]:
-        return fit_linear_probe(
+        probes = fit_linear_probe(
             lambda epoch: feature_batches(train_NF, epoch=epoch, config=CONFIG),
             test_features=lambda: test_NF,
             targets=targets,
             config=CONFIG,
         )
+        return {space: one.result for space, one in probes.items()}
 
     together = fit(TARGETS)
     assert len(set(together["base"].accuracy_by_epoch)) > 3
@@ -112,7 +114,7 @@ def test_equals_a_plain_torch_loop_with_multi_step_schedule() -> None:
         targets={"overlay": TARGETS["overlay"]},
         config=config,
     )
-    assert results["overlay"].accuracy_by_epoch == tuple(expected)
+    assert results["overlay"].result.accuracy_by_epoch == tuple(expected)
 
 
 @pytest.mark.parametrize("batch_norm", ["eval", "train"])

@@ -16,10 +16,11 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.config import RunConfig
 from trainer.players import build_players
-from trainer.probe import label_targets, main, majority_share, probe
+from trainer.probe import main, majority_share, probe
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.linear import Target
 from trainer.probes.result import read_result
+from trainer.probes.targets import label_targets
 from trainer.rundir import RunDir
 
 

@@ -19,10 +19,11 @@ from data_pipeline.stream import ReadConfig, Stream, read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
 from trainer.analysis.views import analyze_views
 from trainer.players import build_players
-from trainer.probe import label_targets, main, probe
+from trainer.probe import main, probe
 from trainer.probes.features import read_pictures
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, probe_linear
+from trainer.probes.targets import label_targets
 from trainer.rundir import RunDir
 from trainer.views.expert_audio import Spectral, SpectralConfig, clean_spectrogram
 
@@ -100,8 +101,8 @@ def test_what_can_be_heard_is_read_out(data: Path) -> None:
             config=ProbeConfig(num_epochs=30, batch_size=32, views=views),
             device=CPU,
         )
-        assert results["base"].accuracy > 0.9
-        assert results["overlay"].accuracy > 0.9
+        assert results["base"].result.accuracy > 0.9
+        assert results["overlay"].result.accuracy > 0.9
     assert probe_knn(Bands(), train=train, test=test, targets=targets, device=CPU)["base"].accuracy > 0.9
 
 
@@ -117,7 +118,7 @@ def test_probes_of_a_run_are_the_same_again_and_leave_the_players_alone(data: Pa
     results = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        results.append(probe(players, train=train, test=test, device=CPU))
+        results.append(probe(players, train=train, test=test, device=CPU).results)
     for space in ("base", "overlay"):
         first, second = (result[space].model_dump(exclude={"seconds"}) for result in results)
         assert first == second
@@ -135,7 +136,7 @@ def test_the_commands_work_on_an_untrained_run(
     run_dir.config.write_text(json.dumps(config))
     monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path), "--step", "0"])
     main()
-    assert {path.name for path in run_dir.probes(0).iterdir()} == {"base.json", "overlay.json"}
+    assert {path.name for path in run_dir.probes(0).iterdir()} == {"base.json", "overlay.json", "heads.safetensors"}
     png, result = analyze_views(run_dir, step=0)
     numbers = json.loads(result.read_text())
     assert (numbers["num_pictures"], numbers["selectivity_box"]) == (41, None)

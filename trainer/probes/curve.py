@@ -1,0 +1,83 @@
+"""Accuracies over checkpoints, with the last and the best of them: RUN_DIR/probes/curves.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from data_pipeline.schema import Schema
+from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.result import read_result
+from trainer.rundir import RunDir
+
+Method = Literal["linear", "knn", "online_knn", "online_ridge"]
+
+
+class Point(Schema):
+    """Test accuracy in [0, 1] after `step` steps of training, which are `epoch` epochs, with its fraction."""
+
+    step: int
+    epoch: float
+    accuracy: float
+
+
+class Curve(Schema):
+    """`last` is the one to report. `best`, the first of the highest, was chosen on the test set, as Huang et al. 2023
+    choose theirs: it is optimistic. `online_` methods read some of the samples while the encoder is trained.
+    """
+
+    label: LabelSpace
+    method: Method
+    points: tuple[Point, ...]
+    last: Point
+    best: Point
+    best_chosen_on: Literal["test"] = "test"
+
+
+class Curves(Schema):
+    curves: tuple[Curve, ...]
+
+
+def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> Curve:
+    """The curve through at least one point, which come in any order."""
+    in_order = sorted(points, key=lambda point: point.step)
+    best = max(in_order, key=lambda point: point.accuracy)
+    return Curve(label=label, method=method, points=tuple(in_order), last=in_order[-1], best=best)
+
+
+def read_curves(run_dir: RunDir, *, steps_per_epoch: int) -> Curves:
+    """All that a run's probe results and metrics tell, but of the untrained encoder. Raises `UserError` for a damaged
+    file.
+    """
+    points: dict[tuple[LabelSpace, Method], list[Point]] = {}
+
+    def add(label: LabelSpace, method: Method, step: int, accuracy: float) -> None:
+        point = Point(step=step, epoch=step / steps_per_epoch, accuracy=accuracy)
+        points.setdefault((label, method), []).append(point)
+
+    for step in run_dir.probe_steps():
+        for space in LABEL_SPACES:
+            path = _result_path(run_dir, step, space)
+            if step > 0 and path.is_file():
+                result = read_result(path)
+                add(space, "linear", step, result.linear.accuracy)
+                add(space, "knn", step, result.knn.accuracy)
+    for entry in run_dir.read_metrics():
+        for space in LABEL_SPACES:
+            for method, name in _ONLINE.items():
+                if (accuracy := _number(entry, f"probe/{space}/{name}")) is not None:
+                    add(space, method, entry["step"], accuracy)
+    return Curves(curves=tuple(curve_of(*key, of_key) for key, of_key in points.items()))
+
+
+_ONLINE: Mapping[Method, str] = {"online_knn": "knn", "online_ridge": "ridge"}
+
+
+def _result_path(run_dir: RunDir, step: int, space: LabelSpace) -> Path:
+    return run_dir.probes(step) / f"{space}.json"
+
+
+def _number(entry: Mapping[str, Any], name: str) -> float | None:
+    value = entry.get(name)
+    return float(value) if isinstance(value, int | float) else None

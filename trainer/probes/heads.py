@@ -1,0 +1,66 @@
+"""Trained linear heads as a file beside the results of their probe: what analyses judge views with.
+
+RUN_DIR/probes/step_00010000/heads.safetensors holds head/base/weight (K, F) and head/base/bias (K,), head/overlay/... ,
+float32: logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. Its metadata say what
+made the heads and on which train set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from data_pipeline.errors import UserError
+from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.linear import LinearHead
+from trainer.rundir import write_atomically
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one checkpoint by label; `made_by` tells in words how they were fitted."""
+
+    by_label: Mapping[LabelSpace, LinearHead]
+    made_by: str
+    train_manifest_sha256: str
+
+
+def write_heads(path: Path, heads: Heads) -> None:
+    """Write heads whole. Those of other labels that the file holds stay in it, if they were made in the same way."""
+    if path.is_file():
+        there = read_heads(path)
+        if (there.made_by, there.train_manifest_sha256) == (heads.made_by, heads.train_manifest_sha256):
+            heads = replace(heads, by_label={**there.by_label, **heads.by_label})
+    tensors = {
+        f"head/{space}/{name}": tensor.cpu().contiguous()
+        for space, head in heads.by_label.items()
+        for name, tensor in (("weight", head.weight_KF), ("bias", head.bias_K))
+    }
+    metadata = {"made_by": heads.made_by, "train_manifest_sha256": heads.train_manifest_sha256}
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
+
+
+def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
+    """The heads in a file. Raises `UserError` where there is none, or it is damaged."""
+    run_dir = path.parents[2]
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; fit the heads with `python -m trainer.probe {run_dir}`")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            names, metadata = set(file.keys()), file.metadata() or {}
+            by_label = {
+                space: LinearHead(file.get_tensor(f"head/{space}/weight"), file.get_tensor(f"head/{space}/bias"))
+                for space in LABEL_SPACES
+                if f"head/{space}/weight" in names
+            }
+        return Heads(by_label, metadata["made_by"], metadata["train_manifest_sha256"])
+    except (SafetensorError, KeyError):
+        mend = f"remove it and run `python -m trainer.probe {run_dir}`"
+        raise UserError(f"{path} is damaged or not a file of heads; {mend}") from None

@@ -1,0 +1,114 @@
+"""Probes while the encoder is trained: how well some test samples are read out, every so many steps.
+
+Comes in: the encoder in the middle of its training, and some samples of the train and the test set, chosen once, in
+evaluation form. Goes out: for each label the accuracy of kNN and of ridge regression, both on pooled features that are
+computed once. What may never happen: a changed weight, gradient, running statistic, mode or random state of training.
+
+Shapes: N bank pictures, M test pictures, C pooled channels, K classes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.config import RunConfig
+from trainer.memory import buffers_untouched
+from trainer.models.batch_norm import settle_running_statistics
+from trainer.models.encoder import Encoder
+from trainer.probes.features import LabelSpace, Pictures, extract, frozen, read_some
+from trainer.probes.knn import knn_accuracies
+from trainer.probes.linear import Target
+from trainer.probes.targets import label_targets
+
+RIDGE_PENALTY = 1e-3
+
+
+def ridge_predict(
+    train_NC: Tensor, label_N: Tensor, test_MC: Tensor, *, num_classes: int, penalty: float = RIDGE_PENALTY
+) -> Tensor:
+    """Classes (M,) int64 by ridge regression of the one-hot classes on features with an intercept, in float64.
+
+    Features are scaled so that their channels have a mean variance of 1; `penalty` is relative to N. The linear head
+    with the least squared error, in closed form: no learning rate, no draw, and a fraction of the time of a head
+    trained by steps.
+    """
+    train_NC, test_MC = train_NC.double(), test_MC.double()
+    mean_C = train_NC.mean(0)
+    scale = (train_NC - mean_C).square().mean().sqrt().clamp_min(1e-12)
+    x_NC, x_MC = (train_NC - mean_C) / scale, (test_MC - mean_C) / scale
+    y_NK = F.one_hot(label_N, num_classes).double()
+    share_K = y_NK.mean(0)
+    penalties_CC = penalty * torch.eye(x_NC.shape[1], dtype=torch.float64, device=x_NC.device)
+    gram_CC = x_NC.T @ x_NC / len(x_NC) + penalties_CC
+    # Without a check of what it solved, for which the host would wait: features that are not finite are no reason to
+    # end training here.
+    weight_CK = torch.linalg.solve_ex(gram_CC, x_NC.T @ (y_NK - share_K) / len(x_NC)).result
+    score_MK: Tensor = x_MC @ weight_CK + share_K
+    return score_MK.argmax(1)
+
+
+class OnlineProbe:
+    """Reads `encoder` out on fixed samples whenever it is called; every rank calls it at the same steps.
+
+    Each rank encodes its share of the samples; the accuracies are the same on any number of ranks.
+    """
+
+    def __init__(
+        self, encoder: Encoder, *, train: Pictures, test: Pictures, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """`dtype` is that of the convolutions: bfloat16 and float16 by autocast, as in training. Raises `UserError`
+        where train and test samples have different classes.
+        """
+        targets = label_targets(train, test)
+        self._encoder, self._device, self._dtype = encoder, device, dtype
+        self._targets = {
+            space: Target(target.train_N.to(device), target.test_N.to(device), num_classes=target.num_classes)
+            for space, target in targets.items()
+        }
+        self._num_train = len(train)
+        self._images_NCHW = torch.cat([train.images_NCHW, test.images_NCHW]).to(device)
+
+    def __call__(self) -> dict[str, float]:
+        """probe/LABEL/knn and probe/LABEL/ridge in [0, 1] for each label, and probe/seconds, which it took here."""
+        started = time.perf_counter()
+        encoder = self._encoder
+        is_half = self._dtype in {torch.bfloat16, torch.float16}
+        with buffers_untouched(encoder), frozen(encoder):
+            settle_running_statistics(encoder)  # on copies, which are forgotten
+            with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
+                features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
+            bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]
+            metrics = {
+                f"probe/{space}/knn": accuracy
+                for space, accuracy in knn_accuracies(bank_NC, queries_MC, self._targets).items()
+            } | _ridge_accuracies(bank_NC, queries_MC, self._targets)
+        return metrics | {"probe/seconds": time.perf_counter() - started}
+
+
+def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[LabelSpace, Target]) -> dict[str, float]:
+    right = [
+        ridge_predict(bank_NC, target.train_N, queries_MC, num_classes=target.num_classes) == target.test_N
+        for target in targets.values()
+    ]
+    num_right: list[int] = torch.stack(right).sum(1).tolist()
+    return {f"probe/{space}/ridge": num / len(queries_MC) for space, num in zip(targets, num_right, strict=True)}
+
+
+def online_probe(config: RunConfig, encoder: Encoder, *, device: torch.device) -> Callable[[int], dict[str, float]]:
+    """What the training loop calls after each step, with the number of steps done: metrics, {} where no probe is due.
+
+    Reads the samples here, if the config wants the probe. Raises `UserError` where they cannot be had.
+    """
+    every = config.probe.online_every_steps
+    if every is None:
+        return lambda completed: {}
+    train = read_some(config.data.train_dir, num=config.probe.online_num_train, read=config.data)
+    test = read_some(config.data.test_dir, num=config.probe.online_num_test, read=config.data)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
+    probe = OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype)
+    return lambda completed: probe() if completed % every == 0 else {}

@@ -1,0 +1,51 @@
+"""Which labels two datasets have to read out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from data_pipeline.errors import UserError
+from data_pipeline.manifest import Manifest
+from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures
+from trainer.probes.linear import Target
+
+
+def readable_labels(
+    train: Manifest, test: Manifest, *, wanted: Sequence[LabelSpace] | None = None
+) -> dict[LabelSpace, tuple[str, ...]]:
+    """The class names of each label there is, `base`, and `overlay` where something was drawn; or of those `wanted`.
+
+    Raises `UserError` where train and test set have different classes or inputs, or not a label that is wanted.
+    """
+    if (train.medium, train.input_shape) != (test.medium, test.input_shape):
+        raise UserError(
+            f"the train set holds {train.medium}s of shape {train.input_shape} but the test set {test.medium}s of "
+            f"{test.input_shape}; build both from the same dataset"
+        )
+    found: dict[LabelSpace, tuple[str, ...]] = {}
+    for space in LABEL_SPACES:
+        names, test_names = (getattr(manifest.label_names, space) for manifest in (train, test))
+        if names != test_names:
+            raise UserError(
+                f"label_{space} has classes {', '.join(names) or 'none'} in the train set but "
+                f"{', '.join(test_names) or 'none'} in the test set; build both from the same dataset"
+            )
+        if names:
+            found[space] = names
+    for space in wanted or ():
+        if space not in found:
+            raise UserError(
+                f"the samples have no label_{space}, only {', '.join(f'label_{name}' for name in found)}; probe that, "
+                "or build a dataset on which something is drawn"
+            )
+    return {space: names for space, names in found.items() if wanted is None or space in wanted}
+
+
+def label_targets(
+    train: Pictures, test: Pictures, *, wanted: Sequence[LabelSpace] | None = None
+) -> dict[LabelSpace, Target]:
+    """The labels to read out. Raises `UserError` as `readable_labels`."""
+    return {
+        space: Target(train.labels(space), test.labels(space), num_classes=len(names))
+        for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items()
+    }
