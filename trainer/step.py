@@ -10,9 +10,10 @@ Shape suffixes: B samples of this rank, C channels, H height, W width, D embeddi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,17 +75,17 @@ class Compared:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves for the log, all detached: metric tensors, and this rank's views with the inputs that the
-    first were made from; `mel` says how inputs that are waveforms are seen, `bounded` whether the views are pictures in
-    [0, 1]. `views_b_BCHW` and `masks_BHW` are None
-    where they are of other inputs than the first views, or absent.
+    """What a step leaves for the log, all detached: metric tensors, and this rank's views with a way to the inputs that
+    the first were made from; `mel` says how inputs that are waveforms are seen, `bounded` whether the views are
+    pictures in [0, 1]. `views_b_BCHW` and `masks_BHW` are None where they are of other inputs than the first views, or
+    absent.
 
     `skipped` is a bool scalar, equal on all ranks: a gradient was not finite, and nothing was learned or changed.
     """
 
     metrics: dict[str, Tensor]
     skipped: Tensor
-    inputs: Tensor
+    inputs: Callable[[], InputPair]
     mel: MelConfig | None
     bounded: bool
     views_a_BCHW: Tensor
@@ -98,7 +99,8 @@ class StepOutput:
 
         Costs a little, so only logged steps ask.
         """
-        images_BCHW = self.inputs if self.mel is None else clean_spectrogram(self.inputs, self.mel)
+        inputs = self.inputs().a
+        images_BCHW = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
         health = view_health(self.views_a_BCHW, self.views_b_BCHW, images_BCHW, self.masks_BHW, bounded=self.bounded)
         embeddings = embedding_health(self.z_a_BD, self.z_b_BD)
         return (
@@ -282,15 +284,14 @@ class TrainingStep:
         return Compared(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD), loss
 
     def _output(self, batch: Batch, compared: Compared, skip: Tensor) -> StepOutput:
-        inputs = self._to_inputs(batch)
         return StepOutput(
             metrics=compared.metrics,
             skipped=skip,
-            inputs=inputs.a,
+            inputs=partial(self._to_inputs, batch),
             mel=self._mel,
             bounded=self._mel is None and self._config.views.kind != "random_mask",  # whose views double what they keep
             views_a_BCHW=compared.views_a_BCHW,
-            views_b_BCHW=compared.views_b_BCHW if inputs.a is inputs.b else None,
+            views_b_BCHW=compared.views_b_BCHW if batch.inputs_a is batch.inputs_b else None,
             masks_BHW=batch.masks_BHW,
             z_a_BD=compared.z_a_BD,
             z_b_BD=compared.z_b_BD,
