@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from data_pipeline.errors import UserError, nearest, run_command
-from trainer.theory import linear_contrastive
+from trainer.theory import linear_contrastive, sparse_coding
 from trainer.theory.claim import claim_table
 from trainer.theory.experiment import RESULT, Experiment, default_out, override, run_experiment
 
 EXPERIMENTS: Mapping[str, Experiment[Any]] = {
     "linear_contrastive": linear_contrastive.EXPERIMENT,
+    "sparse_coding": sparse_coding.EXPERIMENT,
 }
 
 
