@@ -78,6 +78,30 @@ class Arms:
         return "; ".join(told)
 
 
+def growth_claims(growth: Mapping[bool, Tensors]) -> list[ClaimResult]:
+    """Of `measure_growth` with the mask (True) and without."""
+    predicted = "Neurons without bias grow by Sigma - diag(Sigma) with the mask, by Sigma without."
+    cases = (
+        (True, "along", "growth with mask, along atoms", "E[z^2] less the diagonal's share"),
+        (True, "across", "growth with mask, across atoms", "slightly below 0"),
+        (False, "along", "growth without mask, along atoms", "E[z^2] + sigma^2"),
+        (False, "across", "growth without mask, across atoms", "sigma^2"),
+    )
+    results = []
+    for masked, direction, name, value in cases:
+        closed_S, sampled_S = growth[masked][direction], growth[masked][f"{direction}_sampled"]
+        results.append(
+            judge(
+                Claim(name=name, statement=f"{predicted} Here: {value}.", source=_DECOUPLING),
+                t_interval(sampled_S / closed_S - 1),
+                measured=f"Monte-Carlo over closed form ({closed_S.mean():.5f}), less 1",
+                at_least=-_GROWTH_TOLERANCE,
+                at_most=_GROWTH_TOLERANCE,
+            )
+        )
+    return results
+
+
 def steps_to_reach(log_SL: Tensor, *, every: int, share: float = _REACHED) -> Tensor:
     """(S,) the first logged step at which a curve has done `share` of its way from its first value to its highest."""
     first_S1, highest_S1 = log_SL[:, :1], log_SL.amax(1, keepdim=True)

@@ -30,8 +30,8 @@ class SparseCodingSettings(TheorySettings):
         at D = 16, in proportion to sqrt(ln D / D). In between it grows by 1 + learning_rate / D a step.
     label_counts: how many labelled items the probes learn from; `num_test_items` more choose the penalty, and as many
         again measure.
-    trained_loss_fall, settled_share: an arm has not trained if its loss fell by less than this share of its first value,
-        and still trains if more than that share of the fall was in the last quarter of the steps.
+    trained_loss_fall, settled_share: an arm has not trained if its loss fell by less than this share of its first
+        value, and still trains if more than that share of the fall was in the last quarter of the steps.
     seeds_per_part: how many seeds train in one computation, and are lost when it is killed. On a GPU, all of them.
     """
 
