@@ -1,38 +1,133 @@
-"""`python -m trainer.analyze NAME RUN_DIR...`: figures and numbers that explain a run, in RUN_DIR/analysis/."""
+"""`python -m trainer.analyze NAME RUN_DIR...`: figures and numbers that explain runs, in RUN_DIR/analysis/."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+
+import torch
+import yaml
 
 from data_pipeline.errors import UserError, nearest, run_command
-from trainer.analysis.views import analyze_views
+from data_pipeline.schema import Schema
+from trainer.analysis.alignment import AlignmentConfig, analyze_alignment
+from trainer.analysis.collision import CollisionConfig, analyze_collision
+from trainer.analysis.concentration import ConcentrationConfig, analyze_concentration
+from trainer.analysis.embedding import EmbeddingConfig, analyze_embedding
+from trainer.analysis.feature_dropout import FeatureDropoutConfig, analyze_feature_dropout
+from trainer.analysis.filters import FiltersConfig, analyze_filters
+from trainer.analysis.subject import Look
+from trainer.analysis.views import ViewsAnalysisConfig, analyze_views
 from trainer.rundir import RunDir, open_run
 
 
-class Analysis(Protocol):
-    """Looks at one run, at `step` or the newest checkpoint; returns the files it wrote."""
+@dataclass(frozen=True)
+class Analysis:
+    """What an analysis asks, its settings, and what makes its files, from run directories, settings and a `Look`."""
 
-    def __call__(self, run_dir: RunDir, /, *, step: int | None = None) -> list[Path]: ...
+    question: str
+    config: type[Schema]
+    make: Callable[[Sequence[RunDir], Any, Look], Iterator[Path]]
 
 
-ANALYSES: Mapping[str, Analysis] = {"views": analyze_views}
+def _of_each(analyze: Callable[..., list[Path]]) -> Callable[[Sequence[RunDir], Any, Look], Iterator[Path]]:
+    """An analysis of one run, for several one after the other."""
+
+    def make(run_dirs: Sequence[RunDir], config: Any, look: Look) -> Iterator[Path]:
+        for run_dir in run_dirs:
+            yield from analyze(run_dir, config=config, look=look)
+
+    return make
+
+
+def _of_all(run_dirs: Sequence[RunDir], config: Any, look: Look) -> Iterator[Path]:
+    yield from analyze_feature_dropout(run_dirs, config=config, look=look)
+
+
+ANALYSES: Mapping[str, Analysis] = {
+    "views": Analysis(
+        "what does the view policy do to pictures, and where?", ViewsAnalysisConfig, _of_each(analyze_views)
+    ),
+    "feature_dropout": Analysis(
+        "how often do the views of one run destroy what another can read? (two runs or more)",
+        FeatureDropoutConfig,
+        _of_all,
+    ),
+    "alignment": Analysis(
+        "are views of a sample close, and classes far apart?", AlignmentConfig, _of_each(analyze_alignment)
+    ),
+    "concentration": Analysis(
+        "which pair of transforms brings pictures of a class together?",
+        ConcentrationConfig,
+        _of_each(analyze_concentration),
+    ),
+    "embedding": Analysis("do the features form clusters?", EmbeddingConfig, _of_each(analyze_embedding)),
+    "collision": Analysis(
+        "how fast do transforms, used again and again, make pictures alike?",
+        CollisionConfig,
+        _of_each(analyze_collision),
+    ),
+    "filters": Analysis(
+        "how sparsely do features fire, and do they see more than colour?", FiltersConfig, _of_each(analyze_filters)
+    ),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.analyze", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(ANALYSES)}")
+    width = max(map(len, ANALYSES))
+    listing = "\n".join(f"  {name:{width}}  {analysis.question}" for name, analysis in ANALYSES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.analyze",
+        description=__doc__,
+        epilog=f"NAME is one of\n{listing}\ndocs/analyses.md explains their numbers.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME")
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--step", type=int, help="checkpoint to look at; 0 is untrained (default: the newest)")
+    parser.add_argument("--seed", type=int, help="of all that is drawn (default: the seed of the run)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the analysis; may be repeated"
+    )
     arguments = parser.parse_args()
     if arguments.name not in ANALYSES:
         raise UserError(f'there is no analysis "{arguments.name}"{nearest(arguments.name, ANALYSES)}')
+    if arguments.seed is not None and arguments.seed < 0:
+        raise UserError(f"--seed must not be negative, got {arguments.seed}")
+    analysis = ANALYSES[arguments.name]
+    config = _settings(analysis.config, arguments.name, arguments.set)
+    look = Look(step=arguments.step, device=_device(arguments.device), seed=arguments.seed)
     runs = [open_run(path) for path in arguments.run_dirs]  # all of them before the first is worked on
-    for run_dir in runs:
-        for path in ANALYSES[arguments.name](run_dir, step=arguments.step):
-            print(path)
+    for path in analysis.make(runs, config, look):
+        print(path)
+
+
+def _settings(config: type[Schema], name: str, overrides: Sequence[str]) -> Schema:
+    values = {}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator:
+            raise UserError(f'--set {override} has no "="; write --set name=value')
+        try:
+            values[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(f"--set {override}: the value is not valid YAML; quote it") from None
+    return config.parse(values, where=f"settings of {name}")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f'--device {name}: this machine has no such device; take "cpu" or leave it out') from None
+    return device
 
 
 if __name__ == "__main__":

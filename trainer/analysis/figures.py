@@ -1,4 +1,4 @@
-"""Figures made of pictures: a grid of inputs, their views and what the views changed.
+"""Figures as PNG, and those made of pictures: a grid of inputs, their views and what the views changed.
 
 Shapes: N pictures (columns of the grid), H height, W width.
 """
@@ -42,7 +42,7 @@ def difference_pictures(difference_NHWC: NDArray[np.float32], *, gain: int) -> N
 def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> bytes:
     """A PNG of the rows, one below the other. Every pixel of a picture is the same whole number of pixels wide.
 
-    Equal input gives equal bytes: the file holds no date and no version.
+    Equal input gives equal bytes.
     """
     num_columns, height, width = rows[0].pictures_NHWC.shape[:3]
     scale = max(1, round(PICTURE_SIZE / width))
@@ -63,6 +63,11 @@ def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> by
         y = 1 - (TOP - 8) / full_height
         figure.text(x, y, title, ha="center", va="bottom", fontsize=10, color="#444444")
     figure.figimage(canvas_HWC, vmin=0.0, vmax=1.0)
+    return to_png(figure)
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a PNG that holds no date and no version."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()

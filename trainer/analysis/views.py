@@ -16,18 +16,22 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.schema import Schema
 from trainer.analysis.figures import GridRow, difference_gain, difference_pictures, picture_grid
-from trainer.checkpoint import load_players
-from trainer.probes.features import Pictures, ViewFunction, frozen, read_pictures, to_float
-from trainer.rundir import RunDir, write_json
+from trainer.analysis.subject import CPU, Look, open_subject, view_batches, write_result
+from trainer.probes.features import Pictures, ViewFunction
+from trainer.rundir import RunDir
 
-NUM_SHOWN = 8
-NUM_MEASURED = 1024
+
+class ViewsAnalysisConfig(Schema):
+    """How many test pictures are measured, and how many are shown."""
+
+    num_pictures: PositiveInt = 1024
+    num_shown: PositiveInt = 8
 
 
 class ViewsResult(Schema):
@@ -50,6 +54,9 @@ class ViewsResult(Schema):
     test_manifest_sha256: str
 
 
+_DEFAULT, _NEWEST = ViewsAnalysisConfig(), Look()
+
+
 @dataclass(frozen=True)
 class Change:
     """Mean absolute change everywhere and where the mask is at least at a level; None where it never is."""
@@ -59,17 +66,17 @@ class Change:
     in_object: float | None
 
 
-def analyze_views(run_dir: RunDir, *, step: int | None = None) -> list[Path]:
+def analyze_views(run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, look: Look = _NEWEST) -> list[Path]:
     """Write analysis/views.json and views.png of a run; returns their paths. Raises `UserError` if data is missing."""
-    players = load_players(run_dir, step=step)
-    test = read_pictures(players.config.data.test_dir, read=players.config.data)
-    seed, policy = players.config.seed, players.view_policy
-    measured = slice(0, NUM_MEASURED)
-    picture_NCHW, view_NCHW = draw_views(policy, test, torch.arange(len(test))[measured], seed=seed, view=0)
+    subject = open_subject(run_dir, look)
+    players, test, seed, device = subject.players, subject.test, subject.seed, subject.device
+    policy = players.view_policy
+    measured = torch.arange(len(test))[: config.num_pictures]
+    picture_NCHW, view_NCHW = draw_views(policy, test, measured, seed=seed, view=0, device=device)
     masks_NHW = None if test.masks_NHW is None else test.masks_NHW[measured]
     change = mean_change(view_NCHW - picture_NCHW, masks_NHW)
-    shown = choose_pictures(test, NUM_SHOWN)
-    grid, gain = view_grid(policy, test, shown, seed=seed)
+    shown = choose_pictures(test, config.num_shown)
+    grid, gain = view_grid(policy, test, shown, seed=seed, device=device)
     result = ViewsResult(
         checkpoint_step=players.step,
         views=players.config.views.kind,
@@ -77,31 +84,21 @@ def analyze_views(run_dir: RunDir, *, step: int | None = None) -> list[Path]:
         change=change.overall,
         change_in_box=change.in_box,
         change_in_object=change.in_object,
-        selectivity_box=_ratio(change.in_box, change.overall),
-        selectivity_object=_ratio(change.in_object, change.overall),
+        selectivity_box=ratio(change.in_box, change.overall),
+        selectivity_object=ratio(change.in_object, change.overall),
         difference_gain=gain,
         shown=tuple(test.index_N[shown].tolist()),
         test_manifest_sha256=test.manifest.sha256,
     )
-    json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
-    run_dir.analysis.mkdir(exist_ok=True)
-    png_path.write_bytes(grid)
-    write_json(json_path, result.model_dump(mode="json"))  # last: the numbers are there only if the picture is
-    return [png_path, json_path]
+    return write_result(run_dir, "views", result, grid)
 
 
 def draw_views(
-    policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, view: int
+    policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, view: int, device: torch.device = CPU
 ) -> tuple[Tensor, Tensor]:
     """Pictures of `rows_N` and one view of each, both (N, C, H, W) float32 on the CPU, drawn as in the first epoch."""
-    image_parts, view_parts = [], []
-    with frozen(policy):
-        for rows_B in torch.split(rows_N, 256):
-            batch = pictures.inputs(rows_B)
-            inputs = to_float(batch.inputs, torch.device("cpu"))
-            keys = DrawKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B], view=view)
-            image_parts.append(pictures.seen(inputs))
-            view_parts.append(policy(inputs, keys, batch.masks_BHW).float())
+    batches = view_batches(policy, pictures, rows_N, seed=seed, view=view, device=device)
+    image_parts, view_parts = zip(*((batch.seen_BCHW.cpu(), batch.views_BCHW.cpu()) for batch in batches), strict=True)
     return torch.cat(image_parts), torch.cat(view_parts)
 
 
@@ -128,14 +125,16 @@ def choose_pictures(pictures: Pictures, num: int) -> Tensor:
     return torch.tensor([row for _, _, row in sorted(turn)[:num]])
 
 
-def view_grid(policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int) -> tuple[bytes, int]:
+def view_grid(
+    policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, device: torch.device = CPU
+) -> tuple[bytes, int]:
     """The grid as PNG and the gain of its difference rows: picture, view 1, difference, view 2, difference.
 
     Spectrograms are shown in grey from their lowest value in black to their highest in white, low bands below; the gain
     is then of that range.
     """
-    picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0)
-    _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1)
+    picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0, device=device)
+    _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1, device=device)
     parts = [picture_NCHW, first_NCHW, second_NCHW]
     if pictures.sounds is not None:
         low, high = picture_NCHW.min(), picture_NCHW.max()
@@ -162,5 +161,6 @@ def _to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
     return array
 
 
-def _ratio(part: float | None, whole: float) -> float | None:
+def ratio(part: float | None, whole: float) -> float | None:
+    """`part / whole`; None where there is no part, or the whole is nothing."""
     return part / whole if part is not None and whole > 0 else None
