@@ -1,6 +1,8 @@
 """Metrics: always to RUN_DIR/metrics.jsonl, and to Weights & Biases, which may fail without harm to the run.
 
 One W&B run for all ranks (only the first rank has a tracker) and all restarts (its id is kept in RUN_DIR/wandb_run_id).
+W&B's own process writes in blocks, and dies of the signals that end a job: what it then had not written is handed to it
+by the next start, from metrics.jsonl. What may never happen: a step that W&B has twice, or never gets.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import wandb
+from wandb.util import get_core_path
 
 from data_pipeline.schema import Schema
 from trainer.preemption import WARNINGS
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
     from trainer.config import RunConfig
 
 logger = logging.getLogger(__name__)
+
+_READ_SECONDS = 60
+_HEAD_CHARACTERS = 80  # of a line that W&B's reader prints, in which it says what it is
 
 
 class TrackingConfig(Schema):
@@ -39,20 +47,21 @@ class Tracker:
         _forget_steps_after(run_dir, start_step)
         self._file = run_dir.metrics.open("a")
         self._wandb: wandb.Run | None = None
+        self._wandb_step = 0  # the last one that W&B has
         mode = _wandb_mode(config.tracking)
         if mode == "disabled":
             return
         if not run_dir.wandb_run_id.is_file():
             write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
         self._guard(lambda: self._start_wandb(run_dir, config, mode))
+        for entry in run_dir.read_metrics():
+            self._send(entry["step"], {name: value for name, value in entry.items() if name != "step"})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of metrics after `step` steps; names are paths such as train/loss."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
-        if self._wandb is not None:
-            run = self._wandb
-            self._guard(lambda: run.log(dict(metrics), step=step))
+        self._send(step, metrics)
 
     def close(self) -> None:
         self._file.close()
@@ -60,7 +69,15 @@ class Tracker:
             run = self._wandb
             self._guard(lambda: run.finish())
 
+    def _send(self, step: int, metrics: Mapping[str, float]) -> None:
+        """To W&B, unless it has this step already: from before a node died, and the run went back to a checkpoint."""
+        if self._wandb is not None and step > self._wandb_step:
+            run, self._wandb_step = self._wandb, step
+            self._guard(lambda: run.log(dict(metrics), step=step))
+
     def _start_wandb(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
+        if mode == "offline":
+            self._wandb_step = _last_offline_step(run_dir)
         # W&B's own process takes over what is blocked here: a warning to all processes of a job must not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         try:
@@ -76,6 +93,8 @@ class Tracker:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if mode == "online":  # after a resume the server says where to go on
+            self._wandb_step = self._wandb.starting_step - 1
 
     def _guard(self, call: Callable[[], None]) -> None:
         """Tracking may be lost, training may not: the first failure is reported and ends W&B for this process."""
@@ -92,6 +111,24 @@ def _wandb_mode(config: TrackingConfig) -> Literal["online", "offline", "disable
     if config.wandb != "auto":
         return config.wandb
     return "online" if wandb.login(prompt=False) else "offline"
+
+
+def _last_offline_step(run_dir: RunDir) -> int:
+    """By W&B's own reader; 0 where there is none. A start may have died before its first step was written."""
+    run_id = run_dir.wandb_run_id.read_text().strip()
+    files = run_dir.path.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        if steps := offline_steps(path):
+            return steps[-1]
+    return 0
+
+
+def offline_steps(path: Path) -> list[int]:
+    """The steps in a file that W&B has left in RUN_DIR/wandb/offline-run-*, as far as it was written."""
+    command = [get_core_path(), "leet", "inspect", "-no-observability", "-json", "-run-file", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_READ_SECONDS)
+    lines = (line for line in done.stdout.splitlines() if '"type":"history"' in line[:_HEAD_CHARACTERS])
+    return [int(json.loads(line)["history"]["item"]["_step"]) for line in lines]
 
 
 def _forget_steps_after(run_dir: RunDir, step: int) -> None:

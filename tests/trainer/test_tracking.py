@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,36 @@ import wandb
 
 from configs import resolve_recipe
 from trainer.rundir import RunDir
+from trainer.tracking import Tracker, offline_steps
+
+ROOT = Path(__file__).parents[2]
+ENDED_WITH_ITS_JOB = """
+import os, signal, sys, time
+from pathlib import Path
+from configs import resolve_recipe
+from trainer.rundir import RunDir
 from trainer.tracking import Tracker
+tracker = Tracker(RunDir(Path(sys.argv[1])), config=resolve_recipe("debug:image"), start_step=0)
+for step in range(1, 5):
+    tracker.log(step, {"train/loss": 1.0 / step})
+(core,) = (
+    int(path.parent.name)
+    for path in Path("/proc").glob("[0-9]*/stat")
+    if "(wandb-core)" in path.read_text() and int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid()
+)
+os.kill(core, signal.SIGTERM)
+while Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+    time.sleep(0.05)
+tracker.log(5, {"train/loss": 0.2})
+os._exit(0)
+"""
+
+
+def wandb_steps(run_dir: RunDir) -> list[int]:
+    """Of all starts, one after another."""
+    paths = sorted(run_dir.path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert len({path.name for path in paths}) == 1
+    return [step for path in paths for step in offline_steps(path)]
 
 
 def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
@@ -39,10 +70,35 @@ def test_two_starts_offline_are_one_wandb_run(tmp_path: Path, monkeypatch: pytes
             tracker.log(step, {"train/loss": 1.0 / step})
         tracker.close()
     run_id = run_dir.wandb_run_id.read_text().strip()
-    written = list((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    assert len(written) == 2
-    assert all(path.stat().st_size > 0 for path in written)
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))) == 2
+    assert wandb_steps(run_dir) == [1, 2, 3, 4]
     assert [entry["step"] for entry in run_dir.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM comes to all processes of a job, and W&B's own leaves at once, with what it holds in memory."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # else it would join that of this process
+    run_dir = RunDir(tmp_path)
+    subprocess.run([sys.executable, "-c", ENDED_WITH_ITS_JOB, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
+    assert wandb_steps(run_dir) != [1, 2, 3, 4, 5], "nothing was lost, so this test shows nothing"
+    tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=5)
+    tracker.log(6, {"train/loss": 0.1})
+    tracker.close()
+    assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+def test_wandb_gets_no_step_twice_where_a_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = RunDir(tmp_path)
+    for start_step, last in ((0, 4), (2, 6)):
+        tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=start_step)
+        for step in range(start_step + 1, last + 1):
+            tracker.log(step, {"train/loss": 1.0})
+        tracker.close()
+    assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_failing_wandb_is_reported_once_and_training_goes_on(
