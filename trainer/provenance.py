@@ -56,6 +56,7 @@ def write_provenance(
         "world_size": world_size,
         "host": platform.node(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+        "slurm_restart_count": _slurm_restart_count(),
         "git_commit": code.git_commit,
         "snapshot_sha256": code.snapshot_sha256,
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
@@ -96,6 +97,11 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _slurm_restart_count() -> int | None:
+    """How often Slurm had started this job again; it says nothing at a first start. None outside of Slurm."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) if "SLURM_JOB_ID" in os.environ else None
 
 
 def _git(*arguments: str) -> str | None:
