@@ -188,13 +188,27 @@ def seconds_left(shown: str) -> int | None:
     """
     seconds = []
     for name in ("RunTime", "TimeLimit"):
-        match = re.search(rf"\b{name}=(?:(\d+)-)?(\d+):(\d+):(\d+)\b", shown)
-        if match is None:
+        match = re.search(rf"\b{name}=(\S+)", shown)
+        value = parse_seconds(match[1]) if match is not None else None
+        if value is None:
             return None
-        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-        seconds.append(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+        seconds.append(value)
     run_time, limit = seconds
     return limit - run_time
+
+
+def parse_seconds(text: str) -> int | None:
+    """Slurm's "days-hours:minutes:seconds"; None for UNLIMITED and the like.
+
+    Examples:
+        >>> parse_seconds("1-00:02:03"), parse_seconds("00:02:03"), parse_seconds("UNLIMITED")
+        (86523, 123, None)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def _show_job(job_id: str) -> str:

@@ -33,7 +33,8 @@ from submitit.helpers import clean_env
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.errors import UserError, run_command
-from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
+from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob, parse_seconds
+from launch.ports import free_ports
 from launch.resources import Gathered, Resources, Wishes, gather, parse_fields, resources_for, told_origins
 from launch.snapshot import python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import (
@@ -165,7 +166,7 @@ def submit(plan: Plan, *, command: str) -> list[submitit.Job[None]]:
             TrainJob(
                 run_dir=member.run_dir.path,
                 command=command,
-                local_port=_free_port(),
+                local_port=free_ports(1)[0],
                 warning_seconds=WARNING_SECONDS,
             )
             for member in plan.members
@@ -205,6 +206,8 @@ def _check_with_slurm(plan: Plan, *, code: Path) -> None:
     with _outside_any_job():
         nodes = _run_slurm("sinfo", "--noheader", "--Node", "--format", "%N %n %P %T").stdout
         check_shared(plan.home, [line.split()[1] for line in nodes.splitlines()])
+        partitions = _run_slurm("scontrol", "show", "partition", "--oneliner").stdout
+        check_time_limit(plan.resources, partitions)
         test = _run_slurm("sbatch", "--test-only", text=sbatch_script(plan, code=code))
     if test.returncode and (reason := refusal(test.stderr, nodes=nodes, resources=plan.resources)):
         raise UserError(f"sbatch refused the job ({reason}); change what is asked for, or ask with sinfo")
@@ -235,6 +238,35 @@ def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
 def _is_up(state: str) -> bool:
     """Whether sinfo's word for a node's state is of one that takes jobs; a star says that it does not answer."""
     return "*" not in state and state.rstrip("~#!%$@^-+") in {"idle", "mixed", "allocated", "completing", "planned"}
+
+
+def check_time_limit(resources: Resources, partitions: str) -> None:
+    """Raises `UserError` if the job asks for more time than any of its partitions allows, by `scontrol show partition`:
+    many a Slurm takes such a job, and lets it wait for ever. A QOS may allow more, so where one is asked for Slurm
+    decides.
+
+    Examples:
+        >>> asked = Resources(nodes=1, tasks_per_node=1, cpus_per_task=1, threads_per_task=1, time_minutes=61)
+        >>> check_time_limit(asked, "PartitionName=a Default=YES MaxTime=1-00:00:00")
+        >>> check_time_limit(asked, "PartitionName=a Default=YES MaxTime=01:00:00")
+        Traceback (most recent call last):
+        data_pipeline.errors.UserError: --time-minutes 61, but the partition a allows 60; ask for no more: a run that \
+takes longer is started again and goes on
+    """
+    asked = None if resources.partition is None else resources.partition.split(",")
+    limits: dict[str, float] = {}
+    for line in partitions.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        name = fields.get("PartitionName", "")
+        if name in asked if asked is not None else fields.get("Default") == "YES":
+            seconds = parse_seconds(fields.get("MaxTime", ""))
+            limits[name] = float("inf") if seconds is None else seconds // 60
+    if resources.qos is None and limits and max(limits.values()) < resources.time_minutes:
+        name = max(limits, key=lambda name: limits[name])
+        raise UserError(
+            f"--time-minutes {resources.time_minutes}, but the partition {name} allows {limits[name]:.0f}; ask for no "
+            "more: a run that takes longer is started again and goes on"
+        )
 
 
 def check_shared(home: Path, hosts: Sequence[str], *, this_host: str | None = None) -> None:
@@ -368,13 +400,6 @@ def _now(submission: Submission) -> str | None:
         return in_queue(submission, queued_jobs())
     except UserError as error:  # Slurm is away for a while
         return str(error)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ RUN_DIR/job.json names the job. What may never happen: a run that is called fail
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import re
@@ -189,6 +190,8 @@ def why_it_ended(run_dir: RunDir, submission: Submission) -> str:
         return error.line if error.line.startswith(_STOPPED) else f"rank {error.rank}: {error.line}"
     text = _end_of(submission.log)
     if text is None:
+        if submission.executor == "slurm" and _was_cancelled(submission.job_id):
+            return f"{_CANCELLED} while it waited"
         return f"no log: it was cancelled while it waited, or the nodes cannot write to {submission.logs}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
@@ -196,6 +199,19 @@ def why_it_ended(run_dir: RunDir, submission: Submission) -> str:
             return "its time limit was reached" if "TIME LIMIT" in match[1] else f"{_CANCELLED}{match[1].lower()}"
     wrong = [line for line in lines if re.search(r"\b\w*(?:[Ee]rror|Exception)\b|Killed|oom", line)]
     return (wrong or lines or ["its log is empty"])[-1]
+
+
+def _was_cancelled(job_id: str) -> bool:
+    """By slurmctld, which forgets a job minutes after its end, else by the accounting, which many clusters lack."""
+    ways = (("scontrol", "show", "job"), ("sacct", "--noheader", "--allocations", "--format=State", "--jobs"))
+    for command in ways:
+        if shutil.which(command[0]) is None:
+            continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run([*command, job_id], capture_output=True, text=True, timeout=SQUEUE_SECONDS)
+            if re.search(r"^\s*(?:JobState=)?CANCELLED\b", done.stdout, re.MULTILINE):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -80,7 +81,7 @@ def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
     assert state_of(run_dir, None)[0] == "unknown"
 
 
-def test_states_after_the_job(tmp_path: Path) -> None:
+def test_states_after_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never = make_run(tmp_path, "never", job_id=None)
     assert state_of(never) == ("pending", "not submitted")
     done = make_run(tmp_path, "done", job_id="1")
@@ -96,10 +97,37 @@ def test_states_after_the_job(tmp_path: Path) -> None:
     leave_result(warned, 0, "error", "stopped after step 5, as SIGTERM asked; start it again")
     assert state_of(warned) == ("stopped", "stopped after step 5, as SIGTERM asked; start it again")
     unseen = make_run(tmp_path, "unseen", job_id="5")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert state_of(unseen) == (
         "failed",
         f"no log: it was cancelled while it waited, or the nodes cannot write to {tmp_path}/logs",
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "says", "state"),
+    [
+        ("scontrol", "JobId=5 JobName=CANCELLED\n   JobState=CANCELLED Reason=None", "stopped"),
+        ("scontrol", "JobId=5 JobName=CANCELLED\n   JobState=FAILED Reason=None", "failed"),
+        ("sacct", "CANCELLED by 0 ", "stopped"),
+        ("sacct", "    FAILED ", "failed"),
+    ],
+)
+def test_a_job_that_was_cancelled_while_it_waited_has_not_failed(
+    program: str, says: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm is asked, for such a job leaves nothing."""
+    script = tmp_path / "bin" / program
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/bash\n[[ ${{!#}} == 5 ]] && echo '{says}'")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:/bin")
+    run_dir = make_run(tmp_path, "a", job_id="5")
+    if program == "sacct":
+        monkeypatch.setattr(shutil, "which", lambda name: name if name == "sacct" else None)
+    shown, reason = state_of(run_dir)
+    assert shown == state
+    assert (reason == "cancelled while it waited") == (state == "stopped")
 
 
 def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:

@@ -16,7 +16,17 @@ from configs import resolve_recipe
 from data_pipeline.errors import UserError, run_command
 from launch.job import TrainJob
 from launch.resources import Resources, gather, resources_for, told_origins
-from launch.slurm import Member, Plan, _outside_any_job, _reason, check_shared, main, refusal, sbatch_script
+from launch.slurm import (
+    Member,
+    Plan,
+    _outside_any_job,
+    _reason,
+    check_shared,
+    check_time_limit,
+    main,
+    refusal,
+    sbatch_script,
+)
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir
 
@@ -229,6 +239,29 @@ def test_nodes_that_are_down_for_the_moment_are_no_reason_to_refuse() -> None:
         "Invalid partition name specified"
     )
     assert refused("allocation failure: Required node not available (down, drained or reserved)\n", up) is None
+
+
+def test_more_time_than_a_partition_allows_is_refused() -> None:
+    """It would wait for ever, with PENDING (PartitionTimeLimit)."""
+    shown = (
+        "PartitionName=short AllowGroups=ALL Default=YES MaxTime=00:59:00 State=UP\n"
+        "PartitionName=long AllowGroups=ALL Default=NO MaxTime=1-00:00:00 State=UP\n"
+        "PartitionName=endless AllowGroups=ALL Default=NO MaxTime=UNLIMITED State=UP\n"
+    )
+
+    def check(**wishes: str | int | None) -> None:
+        check_time_limit(RESOURCES.model_copy(update={"partition": None, "qos": None} | wishes), shown)
+
+    check(time_minutes=59)
+    check(partition="long", time_minutes=24 * 60)
+    check(partition="endless", time_minutes=1_000_000)
+    check(partition="short,long", time_minutes=60)
+    check(partition="unknown", time_minutes=60)
+    check(qos="high", time_minutes=60)
+    with pytest.raises(UserError, match="--time-minutes 60, but the partition short allows 59;"):
+        check(time_minutes=60)
+    with pytest.raises(UserError, match="--time-minutes 1441, but the partition long allows 1440;"):
+        check(partition="short,long", time_minutes=1441)
 
 
 def test_sbatchs_reason_is_found_in_what_it_says() -> None:

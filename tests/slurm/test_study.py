@@ -162,12 +162,29 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
     assert ("fewer cores than the job asked for (SLURM_CPUS_PER_TASK): rank 0 (" in log) == few
 
 
+def test_a_job_that_is_cancelled_while_it_waits(
+    call: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
+) -> None:
+    done = call("slurm.py", "--config", "debug:image", *settings, "--run-dir", tmp_path / "run", "--sbatch", "hold")
+    assert done.status == 0, done.stderr
+    (job_id,) = re.findall(r"^job (\d+):", done.stdout)
+    subprocess.run(["scancel", job_id], env=slurm, check=True, timeout=60)
+    wait_for(lambda: job_id not in squeue(slurm))
+    shown = call("status.py", tmp_path / "run").stdout.splitlines()
+    assert re.fullmatch(r"run +stopped +0/4 +cancelled while it waited", shown[1])
+    assert "nothing has failed" in call("status.py", tmp_path / "run", "--resubmit-failed").stdout
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
         (["--nodes", "16"], "--nodes 16, but the partition debug has 4)"),
         (["--cpus-per-task", "99"], "sbatch refused the job (Requested node configuration is not available)"),
+        (
+            ["--partition", "other", "--time-minutes", "1441"],
+            "1441, but the partition other allows 1440; ask for no more",
+        ),
         (["--sbatch", "reservation=none"], "sbatch refused the job (Requested reservation is invalid)"),
         (["--set", "num_epoch=1"], 'unknown key "num_epoch"'),
         (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
