@@ -5,10 +5,11 @@
 
 Everything lies in a fresh directory under /tmp: the configuration, a munge daemon with its own key and socket, state,
 logs; the ports are free ones. So a Slurm or a munge that the machine already has is never spoken to. The nodes are
-called 127.0.0.2 to 127.0.0.5, and a spare one 127.0.0.6: names that resolve everywhere, without /etc/hosts.
+called 127.0.0.2 to 127.0.0.5: names that resolve everywhere, without /etc/hosts. Several clusters may run at once.
 
 A job of the partition `urgent` takes nodes away from one of `debug`, which is warned 30 seconds before. A node that
-does not answer for 20 seconds is down. A requeued job starts again after about 10 seconds instead of two minutes.
+does not answer for 20 seconds is down, and 127.0.0.6 can stand in for it. The partition `other` has four nodes of its
+own. A requeued job starts again after about 10 seconds instead of two minutes.
 """
 
 from __future__ import annotations
@@ -24,20 +25,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from launch.ports import free_ports
 
 NUM_NODES = 4
 NODE_NAMES = tuple(f"127.0.0.{2 + node}" for node in range(NUM_NODES))
 SPARE = f"127.0.0.{2 + NUM_NODES}"  # belongs to no partition of the four, until one of them dies
+OTHERS = tuple(f"127.0.0.{3 + NUM_NODES + node}" for node in range(NUM_NODES))
+ALL_NAMES = (*NODE_NAMES, SPARE, *OTHERS)
 CPUS_PER_NODE = 4
 INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "squeue", "scancel", "sinfo")
 TIMEOUT_SECONDS = 60
 
 CONF = """\
-ClusterName=private
+ClusterName={cluster_name}
+FirstJobId={first_job_id}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
@@ -66,6 +72,7 @@ PreemptMode=REQUEUE
 PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 PartitionName=spare Nodes={spare} State=UP
+PartitionName=other Nodes={others} MaxTime=24:00:00 State=UP
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000"
 
@@ -110,14 +117,18 @@ class Cluster:
         )
         self._wait_until(lambda: (directory / "munge.socket").exists())
         self._start("slurmctld", ["slurmctld", "-D", "-f", str(self._conf)])
-        for name in (*NODE_NAMES, SPARE):
-            self._start(name, ["slurmd", "-D", "-f", str(self._conf), "-N", name])
-        self._wait_until(lambda: self.output("sinfo", "-h", "-p", "debug", "-o", "%T %D") == f"idle {NUM_NODES}")
+        for name in ALL_NAMES:
+            self._start(name, self._slurmd(name))
+        self._wait_until_idle()
+
+    def cancel_all(self) -> None:
+        """End all jobs, and wait until they have ended; raises RuntimeError if they do not."""
+        self.output("scancel", "--user", getpass.getuser())
+        self._wait_until(lambda: self.output("squeue", "-h") == "")
 
     def stop(self) -> None:
-        self.output("scancel", "--user", getpass.getuser())
         with contextlib.suppress(RuntimeError):
-            self._wait_until(lambda: self.output("squeue", "-h") == "")
+            self.cancel_all()
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in reversed(self._daemons.values()):
@@ -160,9 +171,27 @@ class Cluster:
 
     def replace_node(self, name: str) -> None:
         """Let the spare node stand in for a dead one, as an administrator would."""
-        names = ",".join(SPARE if node == name else node for node in NODE_NAMES)
+        self._use([SPARE if node == name else node for node in NODE_NAMES])
+
+    def repair_node(self, name: str) -> None:
+        """Undo `kill_node` and `replace_node`, if they were called."""
+        if name in self._daemons:
+            return
+        self._start(name, self._slurmd(name))
+        self._use(NODE_NAMES)
+        self._wait_until_idle()
+
+    def _use(self, nodes: Sequence[str]) -> None:
         for partition in ("debug", "urgent"):
-            assert self.output("scontrol", "update", f"PartitionName={partition}", f"Nodes={names}") is not None
+            changed = self.output("scontrol", "update", f"PartitionName={partition}", f"Nodes={','.join(nodes)}")
+            assert changed is not None, f"slurmctld does not let {nodes} be the nodes of {partition}"
+
+    def _slurmd(self, name: str) -> list[str]:
+        return ["slurmd", "-D", "-f", str(self._conf), "-N", name]
+
+    def _wait_until_idle(self) -> None:
+        idle = f"idle {NUM_NODES}"
+        self._wait_until(lambda: self.output("sinfo", "-h", "-p", "debug", "-o", "%T %D") == idle)
 
     def _tasks(self, job_id: str) -> dict[int, _Process]:
         by_pid = {process.pid: process for process in _processes()}
@@ -241,12 +270,15 @@ def _processes() -> list[_Process]:
 
 def _configuration(directory: Path) -> str:
     host = socket.gethostname().partition(".")[0]
-    ports = _free_ports(2 + NUM_NODES)
+    ports = free_ports(1 + len(ALL_NAMES))
     nodes = [
         NODE.format(name=name, host=host, port=port, cpus=CPUS_PER_NODE)
-        for name, port in zip((*NODE_NAMES, SPARE), ports[1:], strict=True)
+        for name, port in zip(ALL_NAMES, ports[1:], strict=True)
     ]
     return CONF.format(
+        # By these two the ranks of a job find each other, and no rank of another cluster on this machine.
+        cluster_name=f"private{ports[0]}",
+        first_job_id=ports[0],
         host=host,
         user=getpass.getuser(),
         directory=directory,
@@ -254,19 +286,12 @@ def _configuration(directory: Path) -> str:
         nodes="\n".join(nodes),
         names=",".join(NODE_NAMES),
         spare=SPARE,
+        others=",".join(OTHERS),
     )
 
 
 def _path() -> str:
     return os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/sbin"
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def main() -> None:

@@ -1,0 +1,480 @@
+"""Everything that can happen to a job of four nodes, done to real ones: what is lost, what starts again, what does not.
+
+One job suffers, one after another, what Slurm and its users do to jobs, and ends in the bits of an undisturbed run.
+Another run dies of what nobody warned it of, and is submitted again each time. Both, and the undisturbed one, go on at
+the same time, each in a thread; a test waits for its moment and looks at what was seen then. DRILL_TABLE=FILE writes
+the table that the last test prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from submitit.helpers import DelayedSubmission
+
+from launch.slurm import MAX_TIMEOUTS
+from tests.slurm.cluster import NODE_NAMES, Cluster
+from tests.tiny_data import write_tiny_pair
+from trainer.rundir import RunDir
+from trainer.tracking import offline_steps
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 160
+STEPS_PER_EPOCH = 4
+CHECKPOINT_EVERY = 20
+A_FEW_STEPS = 6  # that are done after a start before the next blow
+WATCHDOG_SECONDS = 6.0
+PATIENCE_SECONDS = 300.0  # for anything that has to come, on a machine that is busy with other tests
+POLL_SECONDS = 0.2
+NODE_FAULT = 4  # among the moments of the job that is warned
+CHECKPOINT = ["checkpoint.json", "encoder.safetensors", "encoder_optimizer.safetensors"]
+SECONDS_TO_REPORT_A_FREEZE = 60
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is seen when a job has gone on after a fault, or is over.
+
+    `last_step` is the last that was logged before, and `seconds` is until the next new one; None where none came.
+    """
+
+    fault: str
+    last_step: int
+    seconds: float | None
+    ended_after: float | None
+    job: dict[str, str]
+    starts: list[dict[str, Any]]
+    steps: list[int]
+    saved_step: int
+    saved: list[str]
+    log: str
+    stalled: str
+
+    @property
+    def steps_lost(self) -> int:
+        """That were, or have to be, done twice."""
+        return self.last_step - (self.saved_step if self.seconds is None else int(self.starts[-1]["start_step"]))
+
+    def row(self) -> str:
+        if self.seconds is not None:
+            happened = f"job {self.job['Restarts']} times started again by Slurm"
+            return f"| {self.fault} | {happened} | {self.steps_lost} | {self.seconds:.0f} |"
+        happened = f"{self.job['JobState']} after {self.ended_after:.0f} s, not started again"
+        return f"| {self.fault} | {happened} | {self.steps_lost} | |"
+
+
+class Training:
+    """A run, by way of `launch/slurm.py` on four nodes."""
+
+    def __init__(self, cluster: Cluster, path: Path, settings: Sequence[str], *, flags: Sequence[str]) -> None:
+        self.cluster = cluster
+        self.run_dir = RunDir(path)
+        self._settings, self._flags = settings, flags
+        self.job_id = ""
+        self.is_given_up = threading.Event()
+        self._num_starts = 0
+        self._last_step = 0
+
+    def submit(self) -> None:
+        self._num_starts += 1
+        self._last_step = self.step()
+        command = [sys.executable, "launch/slurm.py", "--nodes", "4", "--config", "debug:image", *self._flags]
+        command += ["--run-dir", str(self.run_dir.path)]
+        command += [word for setting in self._settings for word in ("--set", setting)]
+        done = subprocess.run(command, cwd=ROOT, env=self.cluster.environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (self.job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", done.stdout, re.MULTILINE)
+
+    def step(self) -> int:
+        """The last one that was logged."""
+        metrics = self.run_dir.read_metrics()
+        return metrics[-1]["step"] if metrics else 0
+
+    def starts(self) -> list[dict[str, Any]]:
+        path = self.run_dir.provenance
+        starts: list[dict[str, Any]] = json.loads(path.read_text())["starts"] if path.is_file() else []
+        return starts
+
+    def job(self) -> dict[str, str]:
+        return self.cluster.job(self.job_id)
+
+    def log(self, rank: int = 0) -> str:
+        path = self.run_dir.path / "logs" / f"{self.job_id}_{rank}_log.out"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what}: {self.job()}\n{self.log()[-6000:]}"
+            assert not self.is_given_up.wait(POLL_SECONDS), f"given up while it waited for the {what}"
+
+    def wait_for_a_few_steps(self) -> None:
+        """Of this start: what a run had logged before is there until it has started again."""
+        self.wait_for(lambda: self.step() >= self._last_step + A_FEW_STEPS, "steps")
+
+    def wait_for_the_end(self) -> None:
+        """Until it is over, and so not to be started again."""
+        self.wait_for(lambda: self.job().get("JobState") in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}, "end")
+
+    def started_again(self, fault: str, do: Callable[[], object]) -> Moment:
+        """Do something to the job, and wait until Slurm has started it again and it has gone on."""
+        moment, last = time.monotonic(), self.step()
+        do()
+        self._num_starts += 1
+
+        def has_started() -> bool:
+            nonlocal last
+            if len(self.starts()) == self._num_starts:
+                return True
+            last = max(last, self.step())
+            return False
+
+        self.wait_for(has_started, f"start after {fault}")
+        self.wait_for(lambda: self.step() > last, "new step")
+        self._last_step = last
+        return self._look(fault, seconds=time.monotonic() - moment)
+
+    def ended(self, fault: str, do: Callable[[], object]) -> Moment:
+        """Do something to the job, and wait until it is over."""
+        moment = time.monotonic()
+        do()
+        self.wait_for_the_end()
+        ended_after = time.monotonic() - moment
+        self._last_step = self.step()
+        return self._look(fault, ended_after=ended_after)
+
+    def _look(self, fault: str, *, seconds: float | None = None, ended_after: float | None = None) -> Moment:
+        lines = self.run_dir.metrics.read_text().splitlines(keepends=True)
+        stalled = self.run_dir.path / "stalled.txt"
+        starts = self.starts()
+        saved_step = int(starts[-1]["start_step"]) if ended_after is None else self.run_dir.latest_step() or 0
+        checkpoint = self.run_dir.checkpoint(saved_step)
+        return Moment(
+            fault=fault,
+            last_step=self._last_step,
+            seconds=seconds,
+            ended_after=ended_after,
+            job=self.job(),
+            starts=starts,
+            steps=[json.loads(line)["step"] for line in lines if line.endswith("\n")],
+            saved_step=saved_step,
+            saved=sorted(path.name for path in checkpoint.iterdir()) if checkpoint.is_dir() else [],
+            log=self.log(),
+            stalled=stalled.read_text() if stalled.is_file() else "",
+        )
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.cluster.ranks(self.job_id)[rank], number)
+
+    def run_slurm(self, *command: str) -> None:
+        assert self.cluster.output(*command) is not None, f"{' '.join(command)} failed"
+
+
+class Story(threading.Thread):
+    """What is done to a run, beside the other runs; each moment of it can be waited for."""
+
+    def __init__(self, training: Training, tell: Callable[[Training], Iterator[Moment]]) -> None:
+        super().__init__(daemon=True)
+        self.training = training
+        self.moments: list[Moment] = []
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for moment in self._tell(self.training):
+                print(moment.row(), flush=True)
+                with self._changed:
+                    self.moments.append(moment)
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def moment(self, number: int) -> Moment:
+        """The moment of that number, once it is over; raises what ended the story before."""
+        with self._changed:
+            while len(self.moments) <= number and self.is_alive() and self._error is None:
+                self._changed.wait(1.0)
+        if len(self.moments) <= number:
+            raise AssertionError(f"the story ended after {len(self.moments)} moments") from self._error
+        return self.moments[number]
+
+    def end(self) -> Training:
+        self.join()
+        if self._error is not None:
+            raise AssertionError("the story ended before its time") from self._error
+        return self.training
+
+
+def warn_all_that_start(training: Training) -> None:
+    """The job has two minutes, of which Slurm warns when it next looks at the limits: every 30 seconds.
+
+    The ranks are held until that has happened, while they still start, so that no step depends on when it does.
+    """
+    cluster = training.cluster
+
+    def are_deaf() -> bool:
+        ranks = cluster.ranks(training.job_id)
+        return len(ranks) == 4 and all(signal.SIGUSR2 in signals(rank, "SigBlk") for rank in ranks)
+
+    training.wait_for(are_deaf, "rank that blocks signals")
+    ranks = cluster.ranks(training.job_id)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    training.wait_for(lambda: all(signal.SIGUSR2 in signals(rank, "ShdPnd") for rank in ranks), "warning by Slurm")
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    training.wait_for(lambda: len(training.starts()) == 1, "start")
+    training.wait_for(lambda: training.job()["Restarts"] == "1", "requeue")
+    training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
+
+
+def signals(pid: int, name: str) -> set[int]:
+    """A set of signals that /proc/PID/status names, such as those that are blocked (SigBlk) or pending (ShdPnd)."""
+    found = re.search(rf"^{name}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return {number + 1 for number in range(64) if int(found[1], 16) >> number & 1}
+
+
+def warnings(training: Training) -> Iterator[Moment]:
+    """What Slurm and its users do to a job that goes on by itself."""
+    cluster = training.cluster
+    training.submit()
+    yield training.started_again("time limit reached while the ranks start", lambda: warn_all_that_start(training))
+    training.wait_for_a_few_steps()
+    yield training.started_again("SIGUSR2 to one rank alone", lambda: training.signal_rank(2, signal.SIGUSR2))
+    training.wait_for_a_few_steps()
+    scancel = ("scancel", "--signal=USR2", "--full", training.job_id)
+    yield training.started_again("`scancel --signal=USR2 --full`", lambda: training.run_slurm(*scancel))
+    training.wait_for_a_few_steps()
+    urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    yield training.started_again("preempted, with notice of 30 s (SIGTERM)", lambda: training.run_slurm(*urgent))
+    training.wait_for_a_few_steps()
+    training.wait_for(lambda: training.step() % CHECKPOINT_EVERY > A_FEW_STEPS // 2, "step some way from a checkpoint")
+
+    def die() -> None:
+        cluster.kill_node(NODE_NAMES[3])
+        cluster.replace_node(NODE_NAMES[3])
+
+    yield training.started_again("a node's slurmd and all its processes die", die)
+    yield training.ended("nothing more", lambda: None)
+
+
+def deaths(training: Training) -> Iterator[Moment]:
+    """What ends a job; it is submitted again, by hand, after each of them but the last."""
+    cluster = training.cluster
+
+    def end_the_reader() -> None:
+        for reader in cluster.children(cluster.ranks(training.job_id)[3]):
+            os.kill(reader, signal.SIGKILL)
+
+    blows: dict[str, Callable[[], object]] = {
+        "a rank is killed (`kill -9`)": lambda: training.signal_rank(2, signal.SIGKILL),
+        "a rank freezes (`kill -STOP`)": lambda: training.signal_rank(1, signal.SIGSTOP),
+        "a Python exception in one rank": end_the_reader,
+        "`scancel`": lambda: training.run_slurm("scancel", training.job_id),
+    }
+    for fault, do in blows.items():
+        training.submit()
+        training.wait_for_a_few_steps()
+        yield training.ended(fault, do)
+
+
+def nothing(training: Training) -> Iterator[Moment]:
+    training.submit()
+    yield training.ended("nothing", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Story]]:
+    """All of them have begun; at the end the cluster is left as it was found, however far they came."""
+    data = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=16 * STEPS_PER_EPOCH, num_test=20)
+    settings = [
+        f"data.train_dir={data / 'train'}",
+        f"data.test_dir={data / 'test'}",
+        "global_batch_size=16",
+        "encoder.batch_norm=local",
+        f"num_epochs={NUM_STEPS // STEPS_PER_EPOCH}",
+        f"checkpoint_every_steps={CHECKPOINT_EVERY}",
+        f"watchdog.startup_seconds={PATIENCE_SECONDS}",
+        "tracking.wandb=offline",
+    ]
+    whole = [*settings, "data.num_workers=0"]
+    streamed = [*settings, "data.num_workers=1", "data.placement=stream", f"watchdog.limit_seconds={WATCHDOG_SECONDS}"]
+    runs = tmp_path_factory.mktemp("runs")
+    other = ["--partition", "other", "--time-minutes", "60"]
+    stories = {
+        "warnings": Story(Training(cluster, runs / "warned", whole, flags=["--time-minutes", "2"]), warnings),
+        "nothing": Story(Training(cluster, runs / "undisturbed", whole, flags=other), nothing),
+        "deaths": Story(Training(cluster, runs / "killed", streamed, flags=other), deaths),
+    }
+    yield stories
+    for story in stories.values():
+        story.training.is_given_up.set()
+        story.join()
+    cluster.cancel_all()
+    cluster.repair_node(NODE_NAMES[3])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stories: dict[str, Story]) -> RunDir:
+    job = stories["nothing"].moment(0).job
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
+    return stories["nothing"].training.run_dir
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (0, "as SIGUSR2 asked"),
+        (1, "as a signal to another rank asked"),
+        (2, "as SIGUSR2 asked"),
+        (3, "as SIGTERM asked"),
+    ],
+    ids=["time_limit", "one_rank", "scancel_signal", "preempted"],
+)
+def test_who_is_warned_saves_and_is_started_again(number: int, why: str, stories: dict[str, Story]) -> None:
+    """One requeue, of the same job; one complete checkpoint, of the step after which all stopped; no step is lost."""
+    moment = stories["warnings"].moment(number)
+    check_requeued(moment, restarts=number + 1)
+    assert moment.steps_lost == 0
+    step = moment.starts[-1]["start_step"]
+    assert moment.log.count(f"stopped after step {step}, {why}; it goes on from there when the job starts again") == 1
+    assert moment.log.count("when the job starts again") == number + 1
+
+
+def test_a_time_limit_is_counted(stories: dict[str, Story]) -> None:
+    moment = stories["warnings"].moment(3)
+    pickled = stories["warnings"].training.run_dir.path / "logs" / f"{moment.job['JobId']}_submitted.pkl"
+    submission = DelayedSubmission.load(pickled)
+    assert submission._timeout_countdown == MAX_TIMEOUTS - 1, "once, and no other warning"
+
+
+def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(stories: dict[str, Story]) -> None:
+    moment = stories["warnings"].moment(NODE_FAULT)
+    check_requeued(moment, restarts=5)
+    assert 0 < moment.steps_lost <= CHECKPOINT_EVERY
+    spared = moment.starts[-2]["start_step"]
+    newest = max(spared, moment.last_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY)
+    assert moment.starts[-1]["start_step"] == newest
+
+
+def check_requeued(moment: Moment, *, restarts: int) -> None:
+    assert moment.job["Restarts"] == str(restarts)
+    starts = moment.starts
+    assert [start["slurm_job_id"] for start in starts] == [moment.job["JobId"]] * (restarts + 1)
+    assert [start["slurm_restart_count"] for start in starts] == list(range(restarts + 1))
+    assert [start["start_step"] for start in starts] == sorted(start["start_step"] for start in starts)
+    assert moment.steps == list(range(1, len(moment.steps) + 1))
+    assert moment.saved == CHECKPOINT
+
+
+def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: dict[str, Story], undisturbed: RunDir) -> None:
+    """On a CPU: the parameters and the losses, bit for bit, and in W&B one run with every step once."""
+    job = stories["warnings"].moment(5).job
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "5")
+    run_dir = stories["warnings"].training.run_dir
+    assert run_dir.latest_step() == NUM_STEPS
+    names = sorted(path.name for path in undisturbed.checkpoint(NUM_STEPS).glob("*.safetensors"))
+    assert names
+    for name in names:
+        expected, found = (
+            safetensors.torch.load_file(directory.checkpoint(NUM_STEPS) / name) for directory in (undisturbed, run_dir)
+        )
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert losses(run_dir) == losses(undisturbed)
+    assert list(losses(run_dir)) == list(range(1, NUM_STEPS + 1))
+    check_wandb(run_dir, last_step=NUM_STEPS, num_starts=6)
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "found"),
+    [
+        (0, r"\Arank 2 on \S+ is dead \(killed by SIGKILL", ""),
+        (1, r"\Arank 1 on \S+ is stopped by a signal", ""),
+        (2, "", r"RuntimeError: DataLoader worker .* is killed"),
+    ],
+    ids=["killed", "frozen", "exception"],
+)
+def test_what_nobody_warned_of_ends_the_job(
+    number: int, said: str, found: str, stories: dict[str, Story], undisturbed: RunDir
+) -> None:
+    """With an error, not started again, and it says why; at most the steps since the last checkpoint are lost."""
+    moment = stories["deaths"].moment(number)
+    check_over(moment, starts=number + 1)
+    assert moment.job["JobState"] == "FAILED"
+    assert moment.job["ExitCode"] != "0:0"
+    assert moment.ended_after is not None
+    assert moment.ended_after < SECONDS_TO_REPORT_A_FREEZE
+    assert 0 <= moment.steps_lost <= CHECKPOINT_EVERY
+    assert re.search(said, moment.stalled)
+    logs = stories["deaths"].training.run_dir.path / "logs"
+    assert re.search(found, (logs / f"{moment.job['JobId']}_3_log.out").read_text())
+    if said:
+        for rank in range(4):
+            assert re.search(rf"^=== rank {rank} on \S+, process \d+ ===$", moment.stalled, re.MULTILINE)
+        assert "/train/" in moment.stalled or "shard" in moment.stalled
+
+
+def test_what_is_cancelled_is_saved_and_stays_cancelled(stories: dict[str, Story], undisturbed: RunDir) -> None:
+    moment = stories["deaths"].moment(3)
+    check_over(moment, starts=4)
+    assert moment.job["JobState"] == "CANCELLED"
+    assert moment.steps_lost == 0
+    assert "is not asked for anything" in moment.log
+    run_dir = stories["deaths"].training.run_dir
+    expected = losses(undisturbed)
+    assert losses(run_dir) == {step: expected[step] for step in moment.steps}, "submitted again, it is the same run"
+    assert stories["deaths"].training.cluster.output("squeue", "--noheader", "--partition=other") == ""
+
+
+def check_over(moment: Moment, *, starts: int) -> None:
+    assert moment.job["Restarts"] == "0"
+    assert len(moment.starts) == len({start["slurm_job_id"] for start in moment.starts}) == starts
+    assert moment.steps == list(range(1, moment.last_step + 1))
+    assert moment.saved == (CHECKPOINT if moment.saved_step else [])
+
+
+def check_wandb(run_dir: RunDir, *, last_step: int, num_starts: int) -> None:
+    """One run id, and every step once, in order, over the files of all starts; by W&B's own reader."""
+    files = sorted(run_dir.path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.name)
+    assert len(files) == num_starts
+    assert {path.stem for path in files} == {f"run-{run_dir.wandb_run_id.read_text().strip()}"}
+    assert [step for path in files for step in offline_steps(path)] == list(range(1, last_step + 1))
+
+
+def losses(run_dir: RunDir) -> dict[int, float]:
+    return {entry["step"]: entry["train/loss"] for entry in run_dir.read_metrics()}
+
+
+def test_the_table(stories: dict[str, Story], capsys: pytest.CaptureFixture[str]) -> None:
+    stories["warnings"].end()
+    stories["deaths"].end()
+    moments = [*stories["warnings"].moments[:-1], *stories["deaths"].moments]
+    assert len({moment.fault for moment in moments}) == 9
+    header = "| fault | what happened | steps lost | seconds to the next new step |\n|---|---|---|---|\n"
+    text = header + "".join(f"{moment.row()}\n" for moment in moments)
+    with capsys.disabled():
+        print(f"\n{text}")
+    if path := os.environ.get("DRILL_TABLE"):
+        Path(path).write_text(text)
