@@ -169,10 +169,7 @@ def probe(
     """
     started = time.monotonic()
     targets = label_targets(train, test, wanted=labels)
-    memory_format = torch.channels_last if players.config.channels_last else torch.contiguous_format
-    encoder, view_policy = players.encoder.to(device), players.view_policy.to(device)
-    for module in (encoder, view_policy):
-        module.to(memory_format=memory_format)  # type: ignore[call-overload]
+    players = players.to(device)
     config = players.config.probe if config is None else config
     title = f"probe of step {players.step}"
     with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
@@ -181,8 +178,8 @@ def probe(
             progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
 
         linear = probe_linear(
-            encoder,
-            view_policy=view_policy,
+            players.encoder,
+            view_policy=players.view_policy,
             train=train,
             test=test,
             targets=targets,
@@ -191,7 +188,7 @@ def probe(
             other_draws=other_draws,
             on_epoch=on_epoch,
         )
-    knn = probe_knn(encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
+    knn = probe_knn(players.encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
     seconds = round(time.monotonic() - started, 1)
     results = {
         space: ProbeResult(

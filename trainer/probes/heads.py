@@ -1,12 +1,14 @@
 """Trained linear heads as a file beside the results of their probe: what analyses judge views with.
 
 RUN_DIR/probes/step_00010000/heads.safetensors holds head/base/weight (K, F) and head/base/bias (K,), head/overlay/... ,
-float32: logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. Its metadata say what
-made the heads and on which train set.
+float32: logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. Its metadata, a JSON
+object under "heads", say what made them and on which train set.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +36,7 @@ class Heads:
 
 def write_heads(path: Path, heads: Heads) -> None:
     """Write heads whole. Those of other labels that the file holds stay in it, if they were made in the same way."""
-    if path.is_file():
+    with contextlib.suppress(UserError):  # there is none, or it is damaged
         there = read_heads(path)
         if (there.made_by, there.train_manifest_sha256) == (heads.made_by, heads.train_manifest_sha256):
             heads = replace(heads, by_label={**there.by_label, **heads.by_label})
@@ -43,8 +45,9 @@ def write_heads(path: Path, heads: Heads) -> None:
         for space, head in heads.by_label.items()
         for name, tensor in (("weight", head.weight_KF), ("bias", head.bias_K))
     }
-    metadata = {"made_by": heads.made_by, "train_manifest_sha256": heads.train_manifest_sha256}
-    write_atomically(path, safetensors.torch.save(tensors, metadata))
+    origin = {"made_by": heads.made_by, "train_manifest_sha256": heads.train_manifest_sha256}
+    # One entry, because several are written in any order, and the same heads are to be the same bytes.
+    write_atomically(path, safetensors.torch.save(tensors, {"heads": json.dumps(origin)}))
 
 
 def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
@@ -54,13 +57,13 @@ def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
         raise UserError(f"{path} does not exist; fit the heads with `python -m trainer.probe {run_dir}`")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            names, metadata = set(file.keys()), file.metadata() or {}
+            names, origin = set(file.keys()), json.loads((file.metadata() or {})["heads"])
             by_label = {
                 space: LinearHead(file.get_tensor(f"head/{space}/weight"), file.get_tensor(f"head/{space}/bias"))
                 for space in LABEL_SPACES
                 if f"head/{space}/weight" in names
             }
-        return Heads(by_label, metadata["made_by"], metadata["train_manifest_sha256"])
-    except (SafetensorError, KeyError):
+        return Heads(by_label, origin["made_by"], origin["train_manifest_sha256"])
+    except (SafetensorError, KeyError, ValueError):
         mend = f"remove it and run `python -m trainer.probe {run_dir}`"
         raise UserError(f"{path} is damaged or not a file of heads; {mend}") from None

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -14,10 +18,13 @@ from configs import debug
 from data_pipeline.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
+from trainer.checkpoint import load_players
 from trainer.config import RunConfig
 from trainer.players import build_players
 from trainer.probe import main, majority_share, probe
+from trainer.probes.curve import Curves, Point, curve_of
 from trainer.probes.features import Pictures, read_pictures
+from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
 from trainer.probes.result import read_result
 from trainer.probes.targets import label_targets
@@ -41,6 +48,15 @@ def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=103, num_test=41)
+
+
+def add_checkpoint(run_dir: RunDir, step: int, factor: float) -> None:
+    """One more, with all weights of the first times `factor`."""
+    state = safetensors.torch.load_file(run_dir.checkpoint(10) / "encoder.safetensors")
+    run_dir.checkpoint(step).mkdir()
+    other = {name: (factor * tensor).to(tensor.dtype) for name, tensor in state.items()}
+    safetensors.torch.save_file(other, run_dir.checkpoint(step) / "encoder.safetensors")
+    run_dir.latest.write_text(f"step_{step:08d}\n")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
@@ -110,6 +126,156 @@ def test_real_players_come_out_as_they_went_in(recipe: Any, data: Path) -> None:
             assert torch.equal(tensor, before[name][key]), f"{name}.{key}"
 
 
+def test_the_heads_that_are_kept_score_what_was_reported(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", data)
+    call(monkeypatch, run_dir.path, "--step", 0)
+    heads, test = read_heads(run_dir.probes(0) / "heads.safetensors"), read_pictures(data / "test")
+    encoder = build_players(debug.image()).encoder.eval()
+    with torch.no_grad():
+        features_NF = encoder.features(test.images_NCHW / 255)
+    for space, head in heads.by_label.items():
+        reported = read_result(run_dir.probes(0) / f"{space}.json").linear.accuracy
+        assert head.accuracy(features_NF, test.labels(space)) == reported
+    assert list(heads.by_label) == ["base", "overlay"]
+    assert heads.train_manifest_sha256 == read_pictures(data / "train").manifest.sha256
+    tensors = safetensors.torch.load_file(run_dir.probes(0) / "heads.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "head/base/weight": (2, features_NF.shape[1]),
+        "head/base/bias": (2,),
+        "head/overlay/weight": (3, features_NF.shape[1]),
+        "head/overlay/bias": (3,),
+    }
+
+
+def test_one_label_alone_is_the_same_and_leaves_the_other_heads(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, one = make_run(tmp_path / "both", data), make_run(tmp_path / "one", data)
+    call(monkeypatch, both.path, one.path, "--epochs", 2)
+    [of_both, of_one] = [run.probes(10) / "heads-num_epochs_2.safetensors" for run in (both, one)]
+    assert of_one.read_bytes() == of_both.read_bytes()
+    call(monkeypatch, one.path, "--epochs", 2, "--label", "overlay")
+    assert of_one.read_bytes() == of_both.read_bytes()
+    alone, together = (
+        read_result(run.probes(10) / "overlay-num_epochs_2.json").model_dump(exclude={"seconds"}) for run in (one, both)
+    )
+    assert alone == together
+    of_one.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"heads-num_epochs_2\.safetensors is damaged or not a file of heads; remove"):
+        read_heads(of_one)
+    call(monkeypatch, one.path, "--epochs", 2, "--label", "overlay")
+    assert list(read_heads(of_one).by_label) == ["overlay"]
+    with pytest.raises(UserError, match=r"heads\.safetensors does not exist; fit the heads with"):
+        read_heads(of_one.with_name("heads.safetensors"))
+
+
+def test_another_protocol_is_filed_under_its_name(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = make_run(tmp_path / "run", data)
+    call(monkeypatch, run_dir.path, "--batch-norm", "train", "--views", "none", "--epochs", 5)  # 5 are the run's own
+    names = {path.name for path in run_dir.probes(10).iterdir()}
+    suffix = "-views_none-batch_norm_train"
+    assert names == {f"base{suffix}.json", f"overlay{suffix}.json", f"heads{suffix}.safetensors"}
+    result = read_result(run_dir.probes(10) / f"base{suffix}.json")
+    assert (result.probe_config.views, result.probe_config.batch_norm) == ("none", "train")
+    assert "batch_norm train" in read_heads(run_dir.probes(10) / f"heads{suffix}.safetensors").made_by
+
+
+def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "run", data)
+    for step, factor in ((6, 0.25), (12, 3.0)):
+        add_checkpoint(run_dir, step, factor)
+    run_dir.metrics.write_text('{"step": 3, "epoch": 1, "probe/base/knn": 0.25, "train/loss": 1.0}\n')
+    call(monkeypatch, run_dir.path, "--step", 0)
+    call(monkeypatch, run_dir.path, "--all-steps")
+    assert run_dir.probe_steps() == [0, 6, 10, 12]
+    curves = Curves.parse(json.loads((run_dir.path / "probes" / "curves.json").read_text()), where="curves.json")
+    by_name = {(curve.label, curve.method): curve for curve in curves.curves}
+    assert set(by_name) == {("base", "linear"), ("base", "knn"), ("overlay", "linear"), ("overlay", "knn")} | {
+        ("base", "online_knn")
+    }
+    knn = by_name["overlay", "knn"]
+    of_steps = {step: read_result(run_dir.probes(step) / "overlay.json").knn.accuracy for step in (6, 10, 12)}
+    assert {point.step: point.accuracy for point in knn.points} == of_steps
+    assert (knn.last.step, knn.last.epoch, knn.last.accuracy) == (12, 4.0, of_steps[12])  # 103 // 32 steps an epoch
+    assert knn.best.accuracy == max(of_steps.values())
+    assert knn.best_chosen_on == "test"
+    assert by_name["base", "online_knn"].last == Point(step=3, epoch=1.0, accuracy=0.25)
+    shown = capsys.readouterr().out
+    assert f"{100 * of_steps[12]:.1f} (12)" in shown
+    assert "best on the test set" in shown
+
+
+def test_the_best_is_the_first_of_the_highest() -> None:
+    points = [Point(step=step, epoch=step / 10, accuracy=value) for step, value in ((30, 0.5), (10, 0.7), (20, 0.7))]
+    curve = curve_of("base", "knn", points)
+    assert [point.step for point in curve.points] == [10, 20, 30]
+    assert (curve.last.step, curve.best.step) == (30, 10)
+
+
+def test_draws_of_the_test_overlays_and_their_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=103, num_test=41, overlay="online")
+    run_dir = make_run(tmp_path / "run", data)
+    call(monkeypatch, run_dir.path, "--overlay-draws", 5)
+    result = read_result(run_dir.probes(10) / "overlay.json")
+    for method in (result.linear, result.knn):
+        assert method.draws is not None
+        assert len(set(method.draws.accuracies)) > 1
+        assert method.draws.accuracies[0] == method.accuracy
+        assert method.draws.mean == pytest.approx(np.mean(method.draws.accuracies))
+        assert method.draws.deviation == pytest.approx(np.std(method.draws.accuracies, ddof=1))
+    assert result.linear.draws is not None
+    shown = capsys.readouterr().out
+    assert f"5 draws of the test overlays: {100 * result.linear.draws.mean:.1f} ± " in shown
+    test = read_pictures(data / "test")
+    for draw in (0, 3):
+        again, read = test.with_draw(draw), read_pictures(data / "test", draw=draw)
+        assert torch.equal(again.images_NCHW, read.images_NCHW)
+        assert torch.equal(again.labels("overlay"), read.labels("overlay"))
+        assert torch.equal(again.images_NCHW, test.images_NCHW) == (draw == 0)
+    heads = read_heads(run_dir.probes(10) / "heads.safetensors").by_label
+    encoder = load_players(run_dir).encoder
+    third = test.with_draw(3)
+    with torch.no_grad():
+        features_NF = encoder.features(third.images_NCHW / 255)
+    assert heads["overlay"].accuracy(features_NF, third.labels("overlay")) == result.linear.draws.accuracies[3]
+
+
+def test_baked_overlays_have_one_draw(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "run", data)
+    call(monkeypatch, run_dir.path, "--overlay-draws", 5)
+    result = read_result(run_dir.probes(10) / "overlay.json")
+    assert result.linear.draws is None
+    assert result.knn.draws is None
+    assert "so there is one draw and no spread" in capsys.readouterr().err
+
+
+def test_torchrun_finds_what_one_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=230, num_test=103)
+    alone, together = make_run(tmp_path / "alone", data), make_run(tmp_path / "together", data)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [*torchrun, "-m", "trainer.probe", str(together.path)], env=environ, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.count("label_overlay") == 1
+    call(monkeypatch, alone.path)
+    for space in ("base", "overlay"):
+        found = [
+            read_result(run.probes(10) / f"{space}.json").model_dump(exclude={"seconds"}) for run in (alone, together)
+        ]
+        assert found[0] == found[1]
+    heads = [(run.probes(10) / "heads.safetensors").read_bytes() for run in (alone, together)]
+    assert heads[0] == heads[1]
+
+
 def test_no_overlay_no_overlay_probe() -> None:
     def plain(seed: int) -> Pictures:
         pictures = toy_pictures(20, seed=seed)
@@ -126,6 +292,18 @@ def test_no_overlay_no_overlay_probe() -> None:
     assert list(label_targets(plain(0), plain(1))) == ["base"]
     with pytest.raises(UserError, match="label_overlay has classes none in the train set but low, middle, high"):
         label_targets(plain(0), toy_pictures(20, seed=1))
+    with pytest.raises(UserError, match="the samples have no label_overlay, only label_base; probe that, or build"):
+        label_targets(plain(0), plain(1), wanted=["overlay"])
+
+
+def test_train_and_test_set_of_different_size_are_said(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    write_tiny_pair(tmp_path / "large", num_train=40, num_test=20, overlay="online")
+    run_dir = make_run(tmp_path / "run", data)
+    config = json.loads(run_dir.config.read_text())
+    config["data"]["test_dir"] = str(tmp_path / "large" / "test")
+    run_dir.config.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"pictures of shape \(3, 16, 16\) but the test set pictures of \(3, 32, 32\)"):
+        call(monkeypatch, run_dir.path)
 
 
 def test_majority_share_is_that_of_the_train_sets_commonest_class() -> None:
@@ -139,6 +317,12 @@ def test_wrong_input_is_said_in_one_sentence(data: Path, tmp_path: Path, monkeyp
     run_dir = make_run(tmp_path / "run", data)
     with pytest.raises(UserError, match=r"no checkpoint of step 99; it has those of steps 0, 10"):
         call(monkeypatch, run_dir.path, "--step", 99)
+    bare = make_run(tmp_path / "bare", data)
+    shutil.rmtree(bare.checkpoints)
+    bare.latest.unlink()
+    for which in ((), ("--all-steps",)):
+        with pytest.raises(UserError, match=r"bare has no checkpoint yet; train it, or ask for step 0"):
+            call(monkeypatch, bare.path, *which)
     gone = make_run(tmp_path / "gone", tmp_path / "no_data")
     with pytest.raises(UserError, match=r"no_data/train does not exist; build it with"):
         call(monkeypatch, gone.path)

@@ -17,6 +17,7 @@ from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.stream import ReadConfig, Stream, read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
+from trainer.analysis.subject import Look
 from trainer.analysis.views import analyze_views
 from trainer.players import build_players
 from trainer.probe import main, probe
@@ -137,7 +138,7 @@ def test_the_commands_work_on_an_untrained_run(
     monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path), "--step", "0"])
     main()
     assert {path.name for path in run_dir.probes(0).iterdir()} == {"base.json", "overlay.json", "heads.safetensors"}
-    png, result = analyze_views(run_dir, step=0)
+    png, result = analyze_views(run_dir, look=Look(step=0))
     numbers = json.loads(result.read_text())
     assert (numbers["num_pictures"], numbers["selectivity_box"]) == (41, None)
     if config["views"]["kind"] == "viewmaker":

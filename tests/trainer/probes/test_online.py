@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs import debug
+from data_pipeline.errors import UserError
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.trainer.probes.toy import toy_pictures
+from trainer.config import RunConfig
+from trainer.distributed.collectives import rank
+from trainer.players import build_players
+from trainer.probes.features import LABEL_SPACES, read_pictures, read_some
+from trainer.probes.knn import probe_knn
+from trainer.probes.online import OnlineProbe, online_probe
+from trainer.probes.targets import label_targets
+
+CPU = torch.device("cpu")
+TRAIN, TEST = toy_pictures(303, seed=0), toy_pictures(103, seed=1, num_wrong=13)
+
+
+def recipe(batch_norm: str, **probe: Any) -> RunConfig:
+    config = debug.image().model_dump()
+    config["encoder"] |= {"batch_norm": batch_norm, "batch_norm_splits": 4}
+    config["probe"] |= probe
+    return RunConfig.model_validate(config)
+
+
+def train_some_steps(batch_norm: str, probes: bool) -> dict[str, Any]:
+    """Everything that a probe must not touch, after steps on this rank's own pictures; and what the probes said."""
+    encoder = build_players(recipe(batch_norm)).encoder.train()
+    encoder.trunk.eval()  # some parts do not train: they must come back as they were
+    encoder.trunk.layer4.train()  # type: ignore[union-attr]
+    for parameter in list(encoder.parameters())[:3]:
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in encoder.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    online = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(rank())
+    metrics, gradients = {}, []
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(encoder(torch.rand(8, 3, 8, 8)).square().mean())
+        gradients.append({name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None})
+        if probes:
+            metrics = online()  # gradients and graph of the step are still there
+        optimizer.step()
+    return {
+        "metrics": metrics,
+        "gradients": gradients,
+        "state": encoder.state_dict(),
+        "momentum": optimizer.state_dict()["state"],
+        "random": (torch.get_rng_state(), np.random.get_state()[1], random.getstate()),  # type: ignore[index]  # noqa: NPY002
+        "training": [module.training for module in encoder.modules()],
+        "requires_grad": [parameter.requires_grad for parameter in encoder.parameters()],
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("batch_norm", ["synchronized", "split"])
+def test_training_has_the_same_bits_with_and_without_probes(batch_norm: str, world_size: int) -> None:
+    with_probes = run_ranks(train_some_steps, world_size, batch_norm, True)
+    without = run_ranks(train_some_steps, world_size, batch_norm, False)
+    for one, other in zip(with_probes, without, strict=True):
+        assert {"probe/base/knn", "probe/base/ridge", "probe/overlay/knn"} < set(one.pop("metrics"))
+        other.pop("metrics")
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def metrics_of_ranks(batch_norm: str) -> dict[str, float]:
+    encoder = build_players(recipe(batch_norm)).encoder.train()
+    metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
+    assert metrics.pop("probe/seconds") > 0
+    return metrics
+
+
+def test_the_numbers_do_not_depend_on_the_ranks() -> None:
+    [alone] = run_ranks(metrics_of_ranks, 1, "synchronized")
+    assert len(alone) == 4
+    for world_size in (2, 3):
+        assert run_ranks(metrics_of_ranks, world_size, "synchronized") == [alone] * world_size
+
+
+def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
+    encoder = build_players(recipe("synchronized")).encoder
+    metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
+    whole = probe_knn(encoder, train=TRAIN, test=TEST, targets=label_targets(TRAIN, TEST), device=CPU)
+    assert {space: metrics[f"probe/{space}/knn"] for space in whole} == {s: r.accuracy for s, r in whole.items()}
+    assert 0.5 < metrics["probe/base/ridge"] <= 90 / 103
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, float("nan"), float("inf")])
+def test_features_without_information_end_nothing(value: float) -> None:
+    """A collapsed encoder, and one that diverged: training goes on, with an accuracy at or below chance."""
+    encoder = build_players(recipe("synchronized")).encoder
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.fill_(value)
+    metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
+    assert all(0 <= metrics[f"probe/base/{method}"] < 0.65 for method in ("knn", "ridge"))
+
+
+@pytest.mark.parametrize("overlay", ["baked", "online", "none", "sound"])
+def test_the_samples_are_some_of_those_that_the_probe_command_reads(overlay: Any, tmp_path: Path) -> None:
+    if overlay == "sound":
+        write_tiny_sound_pair(tmp_path, num_train=40, num_test=20)
+    else:
+        write_tiny_pair(tmp_path, num_train=40, num_test=20, overlay=overlay)
+    whole, some = read_pictures(tmp_path / "train"), read_some(tmp_path / "train", num=17)
+    rows = some.index_N
+    assert len(rows) == 17
+    assert rows.tolist() == sorted(set(rows.tolist())) != list(range(17))
+    torch.testing.assert_close(some.images_NCHW, whole.images_NCHW[rows], rtol=1e-5, atol=1e-5)
+    for space in LABEL_SPACES:
+        assert torch.equal(some.labels(space), whole.labels(space)[rows])
+    if whole.masks_NHW is not None:
+        assert some.masks_NHW is not None
+        assert torch.equal(some.masks_NHW, whole.masks_NHW[rows])
+    assert len(read_some(tmp_path / "train", num=1000)) == 40
+    assert torch.equal(read_some(tmp_path / "train", num=17).index_N, rows)
+
+
+def test_the_loop_asks_after_each_step_and_is_answered_at_those_that_are_due(tmp_path: Path) -> None:
+    write_tiny_pair(tmp_path, num_train=40, num_test=20)
+    where = {"train_dir": str(tmp_path / "train"), "test_dir": str(tmp_path / "test")}
+    config = recipe("synchronized", online_every_steps=3, online_num_train=30)
+    config = config.model_copy(update={"data": config.data.model_copy(update=where)})
+    after = online_probe(config, build_players(config).encoder, device=CPU)
+    assert [bool(after(completed)) for completed in range(1, 8)] == [False, False, True, False, False, True, False]
+
+
+def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
+    off = recipe("synchronized")
+    assert off.probe.online_every_steps is None
+    encoder = build_players(off).encoder
+    assert online_probe(off, encoder, device=CPU)(10) == {}
+    with pytest.raises(UserError, match="data/debug/train does not exist; build it"):
+        online_probe(recipe("synchronized", online_every_steps=1), encoder, device=CPU)
+    with pytest.raises(UserError, match="label_base has classes dark, bright in the train set but"):
+        OnlineProbe(encoder, train=TRAIN, test=_renamed(), device=CPU, dtype=torch.float32)
+
+
+def _renamed() -> Any:
+    pictures = toy_pictures(20, seed=0)
+    names = pictures.manifest.label_names.model_copy(update={"base": ("cat", "dog")})
+    object.__setattr__(pictures, "manifest", pictures.manifest.model_copy(update={"label_names": names}))
+    return pictures
