@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Literal, Self
 
 import torch
@@ -119,6 +120,35 @@ def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Ten
     mean = values_S.mean(0)
     half = float(student_t.ppf(0.5 + confidence / 2, num - 1)) * values_S.std(0) / math.sqrt(num)
     return mean, mean - half, mean + half
+
+
+def moment_bounds(
+    mean_P: Tensor, mean_square_P: Tensor, *, num: int, confidence: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Low and high bound of means over many (`num`) independent values, from their two moments, by the normal law.
+
+    For bounds that hold together at P points pass `simultaneous(confidence, P)`.
+    """
+    variance_P = (mean_square_P - mean_P**2).clamp(min=0) / (num - 1)
+    half_P = NormalDist().inv_cdf(0.5 + confidence / 2) * variance_P.sqrt()
+    return mean_P - half_P, mean_P + half_P
+
+
+def simultaneous(confidence: float, num: int) -> float:
+    """The confidence of each of `num` intervals at which all of them hold with `confidence` (Bonferroni)."""
+    return 1 - (1 - confidence) / num
+
+
+def worst(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_most: float | None = None) -> int:
+    """The point whose interval speaks most against "at least, at most", so that its verdict is that of all points.
+
+    Where the claim does not hold anywhere, one such point; else where it is not decidable, one such point.
+    """
+    least = -math.inf if at_least is None else at_least
+    most = math.inf if at_most is None else at_most
+    surely_P = torch.maximum(least - high_P, low_P - most)
+    perhaps_P = torch.maximum(least - low_P, high_P - most)
+    return int((surely_P if bool((surely_P > 0).any()) else perhaps_P).argmax())
 
 
 def at_most_interval(value: float, *, kind: str) -> Interval:

@@ -1,7 +1,7 @@
 """An experiment: settings, parts that are computed one after the other, and the claims judged from all of them.
 
 Every finished part is filed at once, so a run that is killed goes on where it was. A part is filed under a hash of the
-settings and of the experiment's module: one that was made otherwise is never taken for it.
+settings and of the experiment's code: one that was made otherwise is never taken for it.
 
 OUT/ settings.json  parts/HASH/NAME.safetensors  NAME.png ...  result.json
 """
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,8 +143,12 @@ def settings_sha256(settings: TheorySettings) -> str:
 
 
 def code_sha256(experiment: Experiment[S]) -> str:
-    """Of the module in which the experiment's parts are written."""
-    return hashlib.sha256(Path(experiment.parts.__code__.co_filename).read_bytes()).hexdigest()
+    """Of the module in which the experiment's parts are written, and of those of this folder that it takes from."""
+    module = sys.modules[experiment.parts.__module__]
+    taken = {getattr(value, "__module__", None) for value in vars(module).values()}
+    names = {module.__name__, *(name for name in taken if isinstance(name, str) and name.startswith(f"{__package__}."))}
+    files = [Path(file) for name in sorted(names) if (file := sys.modules[name].__file__)]
+    return hashlib.sha256(b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
 
 
 def run_experiment(

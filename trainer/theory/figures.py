@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 Values = Sequence[float] | Tensor
@@ -40,7 +41,7 @@ class Panel:
     y_label: str
     curves: Sequence[Curve]
     vertical: Sequence[float] = field(default_factory=tuple)
-    y_range: tuple[float, float] | None = None
+    y_range: tuple[float | None, float | None] | None = None
     log_x: bool = False
     log_y: bool = False
 
@@ -72,7 +73,10 @@ def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tup
         axis.set_visible(False)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
-    return file.getvalue()
+    small = io.BytesIO()
+    with Image.open(file) as image:  # a palette is a third of the bytes
+        image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def _draw_curves(axis: Any, panel: Panel) -> None:
@@ -88,6 +92,10 @@ def _draw_curves(axis: Any, panel: Panel) -> None:
         axis.set_ylim(*panel.y_range)
     if panel.log_x:
         axis.set_xscale("log")
+        values = sorted({float(x) for curve in panel.curves for x in _array(curve.x)})
+        if len(values) <= 8:  # those of a sweep
+            axis.set_xticks(values, [f"{value:g}" for value in values])
+            axis.set_xticks([], minor=True)
     if panel.log_y:
         axis.set_yscale("log")
     axis.grid(alpha=0.2, linewidth=0.6)
@@ -107,6 +115,11 @@ def _draw_map(figure: Figure, axis: Any, panel: Map) -> None:
         shown = range(0, len(values), max(1, -(-len(values) // 8)))
         set_ticks(list(shown), [f"{values[place]:g}" for place in shown])
     figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
+    if values_YX.size <= 64:
+        for (row, column), value in np.ndenumerate(values_YX):
+            shade = image.to_rgba(value)[:3]
+            ink = "white" if 0.3 * shade[0] + 0.59 * shade[1] + 0.11 * shade[2] < 0.5 else _INK
+            axis.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=7, color=ink)
     _name(axis, panel)
 
 
