@@ -140,8 +140,7 @@ def _band(x: Sequence[float], values_SX: Tensor, label: str, color: int, *, mark
 
 def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]:
     problem, counts = arms.problem, settings.label_counts
-    every = max(1, problem.num_steps // settings.num_logs)
-    steps = [every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
+    steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
     start = arms.of(MASK_BIAS, "bias_start").double().mean().item()
     training = [
         Panel(
@@ -164,10 +163,11 @@ def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]
     labels = []
     for name, title in (("r2", "Regression of <w*, z>: R²"), ("accuracy", "Classification: right signs")):
         curves = [
-            _band(counts, arms.of(arm, f"{name}_labels"), arm.name, color, marker="o")
+            _band(counts, arms.of(arm, f"{name}_labels"), "" if name == "r2" else arm.name, color, marker="o")
             for color, arm in enumerate(problem.arms)
         ]
-        curves.append(_band(counts, arms.metrics[f"raw_{name}_labels"][:, 0], "x itself", 4, marker="s"))
+        raw_SC = arms.metrics[f"raw_{name}_labels"][:, 0]
+        curves.append(_band(counts, raw_SC, "" if name == "r2" else "x itself", 4, marker="s"))
         if name == "r2":
             ceiling = [arms.linear_ceiling] * len(counts)
             curves.append(Curve(counts, ceiling, "best linear function of x", 6, ":"))
@@ -175,7 +175,7 @@ def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]
     return {
         "sparse_training": draw(training, num_columns=2),
         "sparse_labels": draw(labels, num_columns=2, panel_size=(4.2, 3.3)),
-        "sparse_atoms": draw([_atom_map(arms, arm) for arm in (MASK_BIAS, NONE_BIAS)], num_columns=2),
+        "sparse_atoms": draw([_atom_map(arms, MASK_BIAS), _neurons_by_cosine(arms)], num_columns=2),
     }
 
 
@@ -184,7 +184,18 @@ def _atom_map(arms: Arms, arm: Arm) -> Map:
     cosine_MD = arms.of(arm, "atom_cosine")[0]
     order_M = (cosine_MD.argmax(1) - 0.5 * cosine_MD.amax(1)).argsort()
     M, D = cosine_MD.shape
-    return Map(arm.name, "neuron", "atom", range(M), range(D), cosine_MD[order_M].mT, centred=False)
+    title = f"|cosine| of weights to atoms: {arm.name}"
+    return Map(title, "neuron, by its closest atom", "atom", range(M), range(D), cosine_MD[order_M].mT, centred=False)
+
+
+def _neurons_by_cosine(arms: Arms) -> Panel:
+    """Of every arm, the neurons from the one closest to an atom to the one farthest from all."""
+    M = arms.problem.num_neurons
+    curves = [
+        _band(range(1, M + 1), arms.of(arm, "atom_cosine").amax(-1).sort(-1, descending=True).values, arm.name, color)
+        for color, arm in enumerate(arms.problem.arms)
+    ]
+    return Panel("Largest cosine to an atom, all neurons", "neuron, by its largest cosine", "largest cosine", curves)
 
 
 def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[str, bytes]:

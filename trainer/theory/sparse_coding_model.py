@@ -240,7 +240,6 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
         if (arms := [arm for arm in problem.arms if arm.masked == masked])
     ]
     assert [arm for group in groups for arm in group.arms] == list(problem.arms)
-    every = max(1, problem.num_steps // settings.num_logs)
     logs: list[list[Tensor]] = []
     losses = torch.zeros(len(atoms_SDP), len(problem.arms), device=device)
     num = problem.num_positives + problem.num_negatives
@@ -257,9 +256,11 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
                 views = masked_views(positive_SBP, lane_keys, mask_share=settings.mask_share)
             step_losses.append(train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step))
         losses += torch.cat(step_losses, dim=1)
-        if (step + 1) % every == 0:
+        if (step + 1) % problem.log_every == 0:
             parts = [measure_atoms(group, atoms_SDP) for group in groups]
-            logs.append([losses / every, *(torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))])
+            logs.append(
+                [losses / problem.log_every, *(torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))]
+            )
             losses = torch.zeros_like(losses)
     loss_SAL, share_SAL, cosine_SAL, bias_SAL = (torch.stack(column, dim=-1) for column in zip(*logs, strict=True))
     return Trained(atoms_SDP, groups, loss_SAL, share_SAL, cosine_SAL, bias_SAL)

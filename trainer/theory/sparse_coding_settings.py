@@ -60,7 +60,7 @@ class SparseCodingSettings(TheorySettings):
     trained_loss_fall: float = Field(default=0.03, gt=0, lt=1)
     settled_share: float = Field(default=0.2, gt=0, lt=1)
     seeds_per_part: PositiveInt = 2
-    noise_variances: tuple[NonNegativeFloat, ...] = (0.02, 0.04, 0.06, 0.08, 0.1041, 0.15)
+    noise_variances: tuple[NonNegativeFloat, ...] = (0.03, 0.05, 0.07, 0.1041, 0.16)
     pixel_counts: tuple[PositiveInt, ...] = (32, 64, 128, 256, 512)
     feature_counts: tuple[int, ...] = (16, 24, 32)
     growth_pixels: PositiveInt = 256
@@ -110,6 +110,7 @@ class Problem:
     feature_probability: float
     noise_variances: tuple[float, ...]
     num_steps: int
+    log_every: int
     bias_first: float
     bias_cap: float
 
@@ -144,6 +145,7 @@ def _problem(settings: SparseCodingSettings, D: int, P: int | None) -> Problem:
         feature_probability=probability,
         noise_variances=settings.noise_variances if settings.study == "noise" else (variance,),
         num_steps=steps,
+        log_every=max(1, steps // settings.num_logs),
         bias_first=min(settings.bias_first or 0.2 * threshold, cap),
         bias_cap=cap,
     )

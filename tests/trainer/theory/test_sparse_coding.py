@@ -1,0 +1,311 @@
+"""The sparse coding model: draws, growth matrices, closed-form gradient, the bias' schedule, training in lockstep."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, relu
+
+from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.errors import UserError
+from trainer.theory.experiment import override
+from trainer.theory.sparse_coding_model import (
+    TRAINING,
+    Learners,
+    Trained,
+    contrast,
+    draw_atoms,
+    draw_codes,
+    growth_matrix,
+    growth_rates,
+    masked_views,
+    measure_atoms,
+    new_learners,
+    raise_bias,
+    soft_threshold,
+    train,
+)
+from trainer.theory.sparse_coding_probes import measure_growth
+from trainer.theory.sparse_coding_settings import (
+    MASK_BIAS,
+    MASK_LINEAR,
+    NONE_BIAS,
+    NONE_LINEAR,
+    Problem,
+    SparseCodingSettings,
+    problems,
+)
+
+CPU = torch.device("cpu")
+SMALL = SparseCodingSettings(
+    num_features=8,
+    feature_probability=0.15,
+    noise_variance=0.1,
+    pixels_per_feature=8,
+    num_steps=40,
+    num_logs=4,
+    learning_rate=1.0,
+    num_seeds=3,
+    label_counts=(32, 64),
+    num_test_items=64,
+    bias_growth_start=1.2,
+)
+
+
+def problem_of(settings: SparseCodingSettings) -> Problem:
+    (problem,) = problems(settings)
+    return problem
+
+
+def train_small(settings: SparseCodingSettings, seeds: tuple[int, ...] | None = None) -> Trained:
+    return train(problem_of(settings), settings, seeds=settings.seeds if seeds is None else seeds, device=CPU)
+
+
+def keys_of(*seeds: int, epoch: int = 0) -> DrawKeys:
+    return DrawKeys(seed=0, epoch=epoch, index_B=torch.tensor(seeds), view=TRAINING)
+
+
+def arm_weights(trained: Trained) -> Tensor:
+    """(S, A, M, P) in the order of the problem's arms."""
+    return torch.cat([group.weights_by_arm for group in trained.groups], dim=1)
+
+
+@pytest.mark.parametrize("kind", ["random", "even"])
+def test_atoms_are_orthonormal(kind: str) -> None:
+    atoms_SDP = draw_atoms(keys_of(0, 5), num_features=8, num_pixels=50, kind=kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(atoms_SDP @ atoms_SDP.mT, torch.eye(8).double().expand(2, 8, 8), atol=1e-12, rtol=0)
+    assert not torch.allclose(atoms_SDP[0], atoms_SDP[1])
+    if kind == "even":
+        torch.testing.assert_close(atoms_SDP.square().sum(1), torch.full((2, 50), 8 / 50).double())
+
+
+def test_codes_have_their_probabilities() -> None:
+    z_SND = draw_codes(keys_of(0), 40_000, num_features=4, probability=0.2)
+    counts = [(z_SND == value).double().mean().item() for value in (-1, 0, 1)]
+    assert counts == pytest.approx([0.1, 0.8, 0.1], abs=0.003)
+
+
+def test_masked_views_share_no_coordinate_and_sum_to_twice_the_example() -> None:
+    x_SBP = torch.randn(2, 50, 40)
+    first, second = masked_views(x_SBP, keys_of(0, 1))
+    torch.testing.assert_close(first + second, 2 * x_SBP)
+    assert not (first * second).any()
+    assert (first != 0).double().mean().item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_share_of_masked_positives() -> None:
+    x_SBP = torch.randn(1, 2000, 20)
+    first, second = masked_views(x_SBP, keys_of(0), mask_share=0.25)
+    plain = (first == x_SBP).all(-1)
+    assert torch.equal(second[plain], x_SBP[plain])
+    assert plain.double().mean().item() == pytest.approx(0.75, abs=0.03)
+
+
+def test_growth_matrix_of_evenly_spread_atoms() -> None:
+    atoms_SDP = draw_atoms(keys_of(0), num_features=16, num_pixels=256, kind="even")
+    with_mask = growth_matrix(atoms_SDP, probability=0.1, noise_variance=0.1)
+    along, across = growth_rates(with_mask, atoms_SDP)
+    assert along.item() == pytest.approx(0.1 * (1 - 16 / 256))
+    assert across.item() == pytest.approx(-0.1 * 16 / 256)
+    without = growth_matrix(atoms_SDP, probability=0.1, noise_variance=0.1, mask_share=0.0)
+    assert [rate.item() for rate in growth_rates(without, atoms_SDP)] == pytest.approx([0.2, 0.1])
+
+
+def test_growth_matrix_is_that_of_sampled_views() -> None:
+    """Entry by entry, within five standard errors of the mean of products."""
+    D, P, num, share = 4, 12, 40_000, 0.6
+    keys = keys_of(3)
+    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind="random")
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, num, P, generator=generator, dtype=torch.float64)
+    x_SNP = draw_codes(keys, num, num_features=D, probability=0.3).double() @ atoms_SDP + 0.5 * noise
+    first, second = masked_views(x_SNP, keys, mask_share=share)
+    products_NPP = first[0, :, :, None] * second[0, :, None, :]
+    error_PP = products_NPP.std(0) / math.sqrt(num)
+    closed_PP = growth_matrix(atoms_SDP[0], probability=0.3, noise_variance=0.25, mask_share=share)
+    assert ((products_NPP.mean(0) - closed_PP).abs() <= 5 * error_PP + 1e-12).all()
+
+
+def test_measured_growth_agrees_with_the_closed_form() -> None:
+    settings = SMALL.model_copy(update={"growth_pixels": 64, "num_growth_samples": 20_000})
+    for masked in (True, False):
+        found = measure_growth(settings, masked=masked, device=CPU)
+        for name in ("along", "across"):
+            closed_S, sampled_S = found[name], found[f"{name}_sampled"]
+            torch.testing.assert_close(sampled_S, closed_S, rtol=0.05, atol=0)
+
+
+def test_soft_threshold_is_the_difference_of_two_relus() -> None:
+    u, bias = torch.randn(100, 5), torch.rand(5)
+    torch.testing.assert_close(soft_threshold(u, bias), relu(u - bias) - relu(-u - bias))
+    assert torch.equal(soft_threshold(u, torch.zeros(5)), u)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("bias_scale", [0.0, 0.5])
+def test_closed_form_gradient_is_that_of_autograd(temperature: float, bias_scale: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    first, second, negative = (torch.randn(3, num, 20, generator=generator, dtype=torch.float64) for num in (6, 6, 9))
+    weights_SMP = (0.4 * torch.randn(3, 7, 20, generator=generator, dtype=torch.float64)).requires_grad_()
+    bias_S1M = bias_scale * torch.rand(3, 1, 7, generator=generator, dtype=torch.float64)
+
+    def features(x: Tensor) -> Tensor:
+        u = x @ weights_SMP.mT
+        return relu(u - bias_S1M) - relu(-u - bias_S1M)
+
+    positive_SB1 = (features(first) * features(second).detach()).sum(-1, keepdim=True)
+    logits = torch.cat([positive_SB1, features(first) @ features(negative).detach().mT], dim=-1) / temperature
+    loss_S = temperature * torch.stack([cross_entropy(rows, torch.zeros(6, dtype=torch.long)) for rows in logits])
+    (gradient_SMP,) = torch.autograd.grad(loss_S.sum(), weights_SMP)
+    with torch.no_grad():
+        u_first, u_second, u_negative = (x @ weights_SMP.mT for x in (first, second, negative))
+        ours_S, coefficient_SBM = contrast(u_first, u_second, u_negative, bias_S1M, temperature=temperature)
+    torch.testing.assert_close(ours_S, loss_S.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(-coefficient_SBM.mT @ first, gradient_SMP, rtol=1e-10, atol=1e-13)
+
+
+def test_contrast_of_far_apart_similarities_is_finite() -> None:
+    u = torch.full((1, 2, 3), 40.0)
+    loss, coefficient = contrast(u, -u, u, torch.zeros(1, 1, 3), temperature=1.0)
+    assert loss.item() == pytest.approx(2 * 4800 + math.log(2))
+    assert coefficient.isfinite().all()
+
+
+def schedule(norms: list[float], **settings: float) -> list[float]:
+    """The bias of a masked arm's single neuron whose norm goes through `norms`."""
+    config = SMALL.model_copy(update=settings)
+    problem = dataclasses.replace(problem_of(config), bias_first=0.1, bias_cap=0.5)
+    learners = new_learners([MASK_BIAS, MASK_LINEAR], torch.tensor([[[1.0, 0.0]]]))
+    biases = []
+    for step, norm in enumerate(norms):
+        raise_bias(learners, torch.full((1, 2, 1), norm), problem=problem, settings=config, step=step)
+        biases.append(learners.bias_SAM[0, 0, 0].item())
+        assert learners.bias_SAM[0, 1, 0] == 0
+    return biases
+
+
+def test_bias_waits_grows_follows_the_norm_and_stops_at_its_cap() -> None:
+    biases = schedule([2.0, 3.0, 3.0, 6.0, 6.0, 1.0], bias_growth_start=3.0, learning_rate=0.8)
+    assert biases == pytest.approx([0.0, 0.3, 0.33, 0.66, 0.726, 0.5])
+
+
+def test_bias_starts_when_the_last_neuron_has_grown() -> None:
+    learners = new_learners([NONE_BIAS], torch.eye(2)[None])
+    for step, (one, other) in enumerate([(5.0, 1.0), (5.0, 1.1), (5.0, 1.3), (5.0, 5.0)]):
+        norms_SAM = torch.tensor([[[one, other]]])
+        raise_bias(learners, norms_SAM, problem=problem_of(SMALL), settings=SMALL, step=step)
+    assert learners.start_SA.item() == 2
+
+
+def test_no_mask_is_the_unmasked_arm() -> None:
+    trained = train_small(SMALL.model_copy(update={"mask_share": 0.0}))
+    weights = arm_weights(trained)
+    order = problem_of(SMALL).arms
+    for masked, plain in ((MASK_BIAS, NONE_BIAS), (MASK_LINEAR, NONE_LINEAR)):
+        assert torch.equal(weights[:, order.index(masked)], weights[:, order.index(plain)])
+    assert (trained.groups[0].start_SA[:, 0] >= 0).all()  # the bias did start
+    assert not torch.equal(*(weights[:, order.index(arm)] for arm in (MASK_BIAS, MASK_LINEAR)))
+
+
+def test_without_noise_what_is_across_the_atoms_only_decays() -> None:
+    """Unmasked examples lie in the span of the atoms, so no step can move weights out of it."""
+    settings = SMALL.model_copy(update={"noise_variance": 0.0, "weight_decay": 0.01})
+    trained = train_small(settings)
+    start_SDP = train_small(settings.model_copy(update={"learning_rate": 1e-12}))
+
+    def across(run: Trained) -> Tensor:
+        weights = arm_weights(run)[:, 2:]
+        return weights - weights @ run.atoms_SDP[:, None].mT @ run.atoms_SDP[:, None]
+
+    expected = across(start_SDP) * (1 - 0.01) ** settings.num_steps
+    torch.testing.assert_close(across(trained), expected, rtol=0, atol=1e-6)
+    share_SA = torch.cat([measure_atoms(group, trained.atoms_SDP)[0] for group in trained.groups], dim=1)
+    assert (share_SA[:, 2:] > 0.9).all()
+
+
+def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
+    """Where similarities are still 0, weights grow by 1 + rate (growth N / (N + 1) - decay) a step, in both parts."""
+    settings = SMALL.model_copy(
+        update={"initial_scale": 1e-4, "positives_per_feature": 64, "num_steps": 30, "bias_growth_start": 1e9,
+                "atoms": "even"}
+    )  # fmt: skip
+    before = train_small(settings.model_copy(update={"learning_rate": 1e-12}))
+    after = train_small(settings)
+    atoms_S1DP, N = before.atoms_SDP[:, None], problem_of(settings).num_negatives
+    for arm, share in ((1, 1.0), (3, 0.0)):
+        closed = growth_matrix(before.atoms_SDP.double(), probability=0.15, noise_variance=0.1, mask_share=share)
+        for part, growth_S in enumerate(growth_rates(closed, before.atoms_SDP.double())):
+            sizes = []
+            for run in (before, after):
+                weights = arm_weights(run)[:, arm : arm + 1]
+                along = weights @ atoms_S1DP.mT @ atoms_S1DP
+                start = arm_weights(before)[:, arm : arm + 1]
+                start = (start @ atoms_S1DP.mT @ atoms_S1DP, start - start @ atoms_S1DP.mT @ atoms_S1DP)[part]
+                sizes.append(((along, weights - along)[part] * start).sum((-1, -2, -3)))  # noise has no direction
+            factor_S = (1 + settings.learning_rate * (growth_S * N / (N + 1) - settings.weight_decay)) ** 30
+            ratio_S = sizes[1] / sizes[0]
+            assert ratio_S.mean().item() == pytest.approx(factor_S.mean().item(), rel=0.06), (arm, part)
+
+
+def test_seeds_trained_together_are_those_trained_alone() -> None:
+    together, alone = train_small(SMALL), train_small(SMALL, seeds=(1,))
+    torch.testing.assert_close(arm_weights(together)[1:2], arm_weights(alone), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(together.loss_SAL[1:2], alone.loss_SAL, rtol=1e-5, atol=0)
+    assert torch.equal(torch.cat([g.start_SA for g in together.groups], 1)[1:2],
+                       torch.cat([g.start_SA for g in alone.groups], 1))  # fmt: skip
+
+
+def test_noise_levels_trained_together_are_those_trained_alone() -> None:
+    levels = (0.05, 0.2)
+    together = train_small(SMALL.model_copy(update={"study": "noise", "noise_variances": levels}))
+    for place, variance in enumerate(levels):
+        alone = train_small(SMALL.model_copy(update={"study": "noise", "noise_variances": (variance,)}))
+        lanes = slice(place * SMALL.num_seeds, (place + 1) * SMALL.num_seeds)
+        torch.testing.assert_close(arm_weights(together)[lanes], arm_weights(alone), rtol=1e-4, atol=1e-6)
+
+
+def test_arms_start_from_the_same_weights_and_see_the_same_examples() -> None:
+    """Two arms that differ in the bias alone are one until it starts."""
+    trained = train_small(SMALL.model_copy(update={"bias_growth_start": 1e9}))
+    for group in trained.groups:
+        weights_SAMP = group.weights_by_arm
+        assert torch.equal(weights_SAMP[:, 0], weights_SAMP[:, 1])
+
+
+def test_full_theta_formulas_of_the_default() -> None:
+    problem = problem_of(SparseCodingSettings())
+    assert problem.feature_probability == pytest.approx(0.0637, abs=1e-4)
+    assert problem.noise_variances == pytest.approx((0.1041,), abs=1e-4)
+    assert (problem.bias_first, problem.bias_cap) == pytest.approx((0.2, 0.45))
+    assert (problem.num_pixels, problem.num_neurons) == (512, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("pixels_per_feature=0", "pixels_per_feature"),
+        ("growth_pixels=16", "growth_pixels"),
+        ("label_counts=[64, 32]", "label_counts"),
+        ("study=noises", "study"),
+        ("nose_variance=1", "noise_variance"),
+    ],
+)
+def test_mistakes_in_settings_are_named(text: str, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        override(SparseCodingSettings(), [text], where="sparse_coding")
+
+
+def test_fewer_pixels_than_atoms_are_refused() -> None:
+    with pytest.raises(UserError, match="16 atoms do not fit 8 pixels"):
+        override(SparseCodingSettings(), ["study=pixels", "pixel_counts=[8]"], where="sparse_coding")
+
+
+def test_learners_keep_their_arms_apart() -> None:
+    learners: Learners = new_learners([MASK_BIAS, MASK_LINEAR], torch.randn(2, 3, 5))
+    x_SBP = torch.randn(2, 4, 5)
+    expected = torch.einsum("sbp,samp->sabm", x_SBP, learners.weights_by_arm)
+    torch.testing.assert_close(learners.project(x_SBP), expected)

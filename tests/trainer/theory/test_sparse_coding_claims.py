@@ -1,0 +1,226 @@
+"""The sparse coding experiment: probes of planted features, verdicts of planted metrics, runs, one of them resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_pipeline.counter_rng import DrawKeys
+from trainer.theory import sparse_coding
+from trainer.theory.experiment import run_experiment
+from trainer.theory.sparse_coding import EXPERIMENT, gather, parts
+from trainer.theory.sparse_coding_claims import Arms, arm_claims, gap_claim, steps_to_reach
+from trainer.theory.sparse_coding_model import TRAINING, Trained, draw_atoms, new_learners
+from trainer.theory.sparse_coding_probes import measure, probe_curves
+from trainer.theory.sparse_coding_settings import MASK_BIAS, NONE_BIAS, SparseCodingSettings, problems
+
+CPU = torch.device("cpu")
+TINY = SparseCodingSettings(
+    num_features=4,
+    feature_probability=0.3,
+    noise_variance=0.1,
+    pixels_per_feature=8,
+    num_steps=8,
+    num_logs=4,
+    num_seeds=3,
+    label_counts=(32, 64),
+    num_test_items=64,
+    noise_variances=(0.05, 0.2),
+    pixel_counts=(16, 32),
+    feature_counts=(4, 6),
+    growth_pixels=16,
+    num_growth_samples=2000,
+)
+
+
+def planted_targets(num_items: int) -> tuple[Tensor, Tensor]:
+    """Codes (1, 1, T, D) and targets <w, z> and its sign (1, 1, T, 2)."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 1, num_items, 5)
+    z = (torch.rand(shape, generator=generator) < 0.3) * torch.randn(shape, generator=generator)
+    y = z @ torch.randn(5, 1, generator=generator)
+    return z, torch.cat([y, y.sign()], dim=-1)
+
+
+def test_probes_read_a_linear_code() -> None:
+    z, targets = planted_targets(1200)
+    features = torch.cat([z @ torch.randn(5, 9), torch.zeros(1, 1, 1200, 1)], dim=-1)
+    r2, accuracy = probe_curves(features, targets, counts=(50, 200), num_test=500)
+    assert r2.shape == accuracy.shape == (1, 1, 2)
+    assert (r2 > 0.999).all()
+    assert (accuracy > 0.9).all()
+
+
+def test_probes_find_nothing_in_noise() -> None:
+    _, targets = planted_targets(5000)
+    r2, accuracy = probe_curves(torch.randn(1, 1, 5000, 9), targets, counts=(1000,), num_test=2000)
+    assert r2.item() == pytest.approx(0.0, abs=0.02)
+    assert accuracy.item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_probes_of_silent_features_are_0() -> None:
+    _, targets = planted_targets(300)
+    r2, accuracy = probe_curves(torch.zeros(1, 1, 300, 4), targets, counts=(100,), num_test=100)
+    assert (r2.item(), accuracy.item()) == (0.0, 0.0)
+
+
+def test_probe_penalty_is_not_chosen_on_the_items_that_measure() -> None:
+    """Whatever their labels are, what was learned stays: R^2 of turned labels is far below 0."""
+    z, targets = planted_targets(400)
+    turned = targets.clone()
+    turned[:, :, -100:] *= -1
+    r2, accuracy = probe_curves(z, turned, counts=(200,), num_test=100)
+    assert r2.item() < -2.5
+    assert accuracy.item() < 0.1
+
+
+def test_metrics_of_planted_neurons() -> None:
+    """Neurons that are the atoms, with a bias above the noise: signal alone is seen, and noise fires nothing."""
+    settings = TINY.model_copy(update={"noise_variance": 1e-4, "label_counts": (500,), "neurons_per_feature": 1})
+    (problem,) = problems(settings)
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(settings.seeds), view=TRAINING)
+    atoms_SDP = draw_atoms(keys, num_features=4, num_pixels=32, kind="random").float()
+    groups = [new_learners(arms, atoms_SDP) for arms in (problem.arms[:2], problem.arms[2:])]
+    for group in groups:
+        group.bias_SAM = torch.full_like(group.bias_SAM, 0.1)
+    log = torch.ones(len(atoms_SDP), 4, 4)
+    found = measure(Trained(atoms_SDP, groups, log, log, log, log), problem, settings, seeds=settings.seeds)
+    assert (found["coverage"] == 4).all()
+    assert found["atoms_per_neuron"].sub(1).abs().max() < 1e-5
+    assert (found["active_on_noise"] == 0).all()
+    assert (found["active"] - 0.3).abs().max() < 0.05
+    assert (found["signal_cosine"] > 0.99).all()
+    assert (found["noise_cosine"] == 0).all()
+    assert (found["r2_labels"] > 0.99).all()
+
+
+def planted_arms(
+    *, losses: Mapping[str, list[float]], r2: Mapping[str, float], settings: SparseCodingSettings = TINY
+) -> Arms:
+    """Three seeds whose metrics are planted: `losses` at four logged steps and the last R^2, by arm."""
+    problem = problems(settings)[0]
+    spread_S = torch.tensor([-0.001, 0.0, 0.001])
+    num = len(problem.arms)
+    loss_SAL = torch.stack([torch.tensor(losses[arm.name]) for arm in problem.arms]).expand(3, num, 4)
+    r2_SAC = torch.stack([torch.tensor([0.0, r2[arm.name]]) for arm in problem.arms]) + spread_S[:, None, None]
+    ones_SA = torch.ones(3, num)
+    names = ("noise_cosine", "signal_cosine", "active_on_noise", "coverage")
+    metrics = dict.fromkeys(names, ones_SA) | {
+        "loss_log": loss_SAL,
+        "share_log": torch.tensor([0.0, 1.0, 1.0, 1.0]).expand(3, num, 4),
+        "cosine_log": torch.tensor([0.0, 0.1, 0.5, 1.0]).expand(3, num, 4) * torch.arange(num, 0, -1)[:, None],
+        "r2_labels": r2_SAC,
+        "accuracy_labels": r2_SAC,
+        "raw_r2_labels": torch.zeros(3, 1, 2),
+    }
+    return Arms(problem, 0.1, metrics)
+
+
+LOW, HIGH = [2.0, 0.6, 0.5, 0.5], [3.4, 3.1, 3.0, 3.0]  # of 3.5 at the start
+GOOD = {"mask, growing bias": 0.9, "mask, no bias": 0.2, "no mask, growing bias": 0.3, "no mask, no bias": 0.2}
+SETTLED = {"mask, growing bias": HIGH, "mask, no bias": HIGH, "no mask, growing bias": LOW, "no mask, no bias": LOW}
+
+
+def verdicts(arms: Arms) -> dict[str, str]:
+    return {result.claim.name: result.verdict for result in arm_claims(arms, TINY)}
+
+
+def test_verdicts_of_planted_metrics() -> None:
+    found = verdicts(planted_arms(losses=SETTLED, r2=GOOD))
+    assert found["low loss without mask"] == found["the lower loss has the worse features"] == "holds"
+    assert found["good regression with mask"] == found["the subspace comes first"] == "holds"
+    assert found["noise fires nothing with mask"] == "does not hold"  # planted: all of them fire
+    swapped = GOOD | {"mask, growing bias": 0.3, "no mask, growing bias": 0.9}
+    found = verdicts(planted_arms(losses=SETTLED, r2=swapped))
+    assert found["the lower loss has the worse features"] == found["bad regression without mask"] == "does not hold"
+
+
+@pytest.mark.parametrize("losses", [[3.5, 3.5, 3.49, 3.48], [3.5, 3.4, 3.2, 2.0]])
+def test_an_arm_that_has_not_trained_is_not_judged(losses: list[float]) -> None:
+    """Neither one whose loss is near its start nor one whose loss still falls."""
+    arms = planted_arms(losses=SETTLED | {"no mask, growing bias": losses}, r2=GOOD | {"no mask, growing bias": 0.95})
+    results = {result.claim.name: result for result in arm_claims(arms, TINY)}
+    for name in ("low loss without mask", "bad regression without mask", "the lower loss has the worse features"):
+        assert results[name].verdict == "not decidable here"
+        assert '"no mask, growing bias"' in results[name].measured
+    assert results["good regression with mask"].verdict == "holds"
+
+
+def test_an_unsettled_arm_leaves_the_grid_undecided() -> None:
+    settings = TINY.model_copy(update={"study": "noise"})
+    arms = planted_arms(losses=SETTLED, r2=GOOD, settings=settings)
+    assert gap_claim(arms, settings).verdict == "holds"
+    arms = planted_arms(losses=SETTLED | {"mask, growing bias": [3.5] * 4}, r2=GOOD, settings=settings)
+    assert gap_claim(arms, settings).verdict == "not decidable here"
+
+
+def test_steps_to_reach_most_of_a_rise() -> None:
+    log_SL = torch.tensor([[0.2, 0.5, 1.2, 1.0], [0.0, 0.0, 0.0, 0.1]])
+    assert steps_to_reach(log_SL, every=10).tolist() == [30, 40]
+
+
+def test_ratios_of_a_problem() -> None:
+    arms = planted_arms(losses=SETTLED, r2=GOOD)
+    assert arms.linear_ceiling == pytest.approx(0.75)
+    assert arms.noise_over_signal == pytest.approx(32 * 0.1 / (4 * 0.3))
+    assert arms.bias_over_noise == pytest.approx(arms.problem.bias_cap / 0.1**0.5)
+    assert Arms(arms.problem, 0.0, arms.metrics).bias_over_noise == float("inf")
+
+
+@pytest.mark.parametrize("study", ["arms", "noise", "pixels", "features"])
+def test_every_study_runs_and_its_parts_come_together(study: str) -> None:
+    settings = SparseCodingSettings.model_validate(TINY.model_dump() | {"study": study})
+    found = {name: part(CPU) for name, part in parts(settings).items()}
+    grid = gather(settings, found)
+    assert len(grid) == (1 if study == "arms" else 2)
+    for arms in grid:
+        assert arms.of(MASK_BIAS, "r2").shape == arms.of(NONE_BIAS, "loss").shape == (3,)
+        assert arms.of(MASK_BIAS, "atom_cosine").shape == (3, arms.problem.num_neurons, arms.problem.num_features)
+    outcome = EXPERIMENT.conclude(settings, found)
+    assert len({result.claim.name for result in outcome.claims}) == len(outcome.claims)
+    assert all(png.startswith(b"\x89PNG") for png in outcome.figures.values())
+    assert [row["noise_variance"] for row in outcome.tables["grid"]] == [arms.noise_variance for arms in grid]
+
+
+def test_metrics_of_a_seed_do_not_depend_on_the_others() -> None:
+    """Nor on the noise levels beside it."""
+    settings = TINY.model_copy(update={"study": "noise"})
+    found = [gather(each, {name: part(CPU) for name, part in parts(each).items()})[1] for each in (
+        settings, settings.model_copy(update={"seeds_per_part": 3}))]  # fmt: skip
+    for name in ("r2_labels", "noise_cosine", "loss_log", "raw_r2_labels"):
+        torch.testing.assert_close(found[0].metrics[name], found[1].metrics[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path / "whole", device=CPU, show_progress=False)
+    calls: list[Any] = []
+    original = measure
+
+    def killed_at_second(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["seeds"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    cut = tmp_path / "cut"
+    monkeypatch.setattr(sparse_coding, "measure", killed_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment("sparse_coding", EXPERIMENT, TINY, out=cut, device=CPU, show_progress=False)
+    again = run_experiment("sparse_coding", EXPERIMENT, TINY, out=cut, device=CPU, show_progress=False)
+    assert calls == [(0, 1), (2,), (2,)]  # the first part was not computed again
+    assert again.claims == whole.claims
+    assert again.tables == whole.tables
+    for figure in whole.figures:
+        assert (cut / figure).read_bytes() == (tmp_path / "whole" / figure).read_bytes()
+
+
+def test_eight_steps_decide_nothing_on_training(tmp_path: Path) -> None:
+    result = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path, device=CPU, show_progress=False)
+    trained = [claim for claim in result.claims if claim.claim.source != "Wen and Li 2021, feature decoupling"]
+    assert len(trained) == 13
+    assert {claim.verdict for claim in trained} == {"not decidable here"}
