@@ -18,8 +18,9 @@ from data_pipeline.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analysis.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
+from trainer.analysis.subject import Look
 from trainer.analysis.views import analyze_views, choose_pictures, draw_views, mean_change
-from trainer.analyze import main
+from trainer.analyze import ANALYSES, main
 from trainer.players import build_players
 from trainer.probes.features import read_pictures
 from trainer.rundir import RunDir
@@ -90,7 +91,7 @@ def test_shown_pictures_take_the_classes_in_turn() -> None:
 
 
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:
-    png_path, json_path = analyze_views(run_dir, step=0)
+    png_path, json_path = analyze_views(run_dir, look=Look(step=0))
     result = json.loads(json_path.read_text())
     players = build_players(debug.viewmaker())
     test = read_pictures(Path(run_dir.path / "test"))
@@ -107,7 +108,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     assert Image.open(png_path).size[0] > 1000
 
     before = png_path.read_bytes(), json_path.read_bytes()
-    analyze_views(run_dir, step=0)
+    analyze_views(run_dir, look=Look(step=0))
     assert (png_path.read_bytes(), json_path.read_bytes()) == before
 
 
@@ -131,6 +132,13 @@ def test_wrong_input_is_said_in_one_sentence(
         (["views", str(tmp_path)], "is not a run directory"),
         (["views", str(run_dir.path)], "has no checkpoint yet"),
         (["views", str(run_dir.path), "--step", "7"], "no checkpoint of step 7"),
+        (["feature_dropout", str(run_dir.path)], "name two different run directories or more"),
+        (["views", str(run_dir.path), "--seed", "-1"], "--seed must not be negative"),
+        (["views", str(run_dir.path), "--device", "tpu9"], "--device tpu9: this machine has no such device"),
+        (["views", str(run_dir.path), "--set", "num_pictures"], 'has no "="; write --set name=value'),
+        (["views", str(run_dir.path), "--set", "num_picture=3"], 'unknown key "num_picture"; did you mean "num_pict'),
+        (["alignment", str(run_dir.path), "--set", "num_views=1"], "settings of alignment: num_views: .* got 1"),
+        (["filters", str(run_dir.path), "--set", "num_shown=["], "the value is not valid YAML"),
     ):
         monkeypatch.setattr(sys, "argv", ["analyze", *arguments])
         with pytest.raises(UserError, match=message):
@@ -141,3 +149,27 @@ def test_wrong_input_is_said_in_one_sentence(
         str(run_dir.analysis / "views.png"),
         str(run_dir.analysis / "views.json"),
     ]
+
+
+def test_help_names_every_analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["analyze", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in ANALYSES)
+
+
+def test_settings_and_seed_reach_the_analysis_of_every_run(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = RunDir(tmp_path)
+    other.config.write_text(run_dir.config.read_text())
+    paths = [str(run_dir.path), str(other.path)]
+    options = ["--seed", "5", "--set", "num_pictures=9", "--set", "max_uses=3", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["analyze", "collision", *paths, *options])
+    main()
+    json_paths = capsys.readouterr().out.split()[1::2]
+    assert json_paths == [f"{path}/analysis/collision.json" for path in paths]
+    for path in json_paths:
+        result = json.loads(Path(path).read_text())
+        assert (result["num_pictures"], result["seed"], result["uses"]) == (9, 5, [0, 1, 2, 3])

@@ -158,9 +158,9 @@ def activating_pictures(
 ) -> Tensor:
     """Pictures (F, C, H, W) in [0, 1] on the device of `channels_F`, each found to drive one channel of `pooled`.
 
-    Adam on the pixels' logits, from that of `NUM_STARTS` cloudy pictures which drives the channel most: where none does,
-    there is no gradient to follow. Each step looks at the pictures shifted by some pixels, the same for all, or the
-    pictures would be patterns of single pixels.
+    Adam on the pixels' logits, from that of `NUM_STARTS` cloudy pictures which drives the channel most: where none
+    does, there is no gradient to follow. Each step looks at the pictures shifted by some pixels, the same for all, or
+    the pictures would be patterns of single pixels.
     """
     draw = generator(seed, "activating pictures")
     clouds = torch.from_numpy(draw.standard_normal((NUM_STARTS, shape[0], 4, 4))).float()
