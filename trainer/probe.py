@@ -31,7 +31,7 @@ from trainer.distributed.env import choose_device, destroy_process_group, init_p
 from trainer.players import Players
 from trainer.preflight import on_first_rank, read_manifests
 from trainer.probes.curve import Curve, read_curves
-from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures, read_pictures
+from trainer.probes.features import LABEL_SPACES, TRAIN_DRAW, LabelSpace, Pictures, read_pictures
 from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear
@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.probe", description=__doc__.partition("\n")[0])
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="checkpoint to probe; 0 is the untrained encoder (default: the newest)")
+    which.add_argument(
+        "--step", type=_whole, help="checkpoint to probe; 0 is the untrained encoder (default: the newest)"
+    )
     which.add_argument("--all-steps", action="store_true", help="probe every checkpoint that is there")
     parser.add_argument("--label", choices=LABEL_SPACES, help="probe this one alone (default: all that there are)")
     parser.add_argument(
@@ -106,7 +108,7 @@ def probe_run(
     chosen = broadcast_object(on_first_rank(check)) or []
     players = _load(run_dir, chosen[0])  # a run that has none is told so before its data are read
     data = config.data
-    train, test = read_pictures(data.train_dir, read=data), read_pictures(data.test_dir, read=data)
+    train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
         print(f"nothing is drawn on {data.test_dir} as it is read, so there is one draw and no spread", file=sys.stderr)
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
@@ -130,9 +132,10 @@ def probe_run(
             print(directory)
     if rank() == 0:
         steps_per_epoch = num_steps_per_epoch(train.manifest.num_samples, config.global_batch_size)
-        curves = read_curves(run_dir, steps_per_epoch=steps_per_epoch)
-        write_json(run_dir.path / "probes" / "curves.json", curves.model_dump(mode="json"))
-        if len(chosen) > 1 and not suffix:
+        curves = read_curves(run_dir, suffix=suffix, steps_per_epoch=steps_per_epoch)
+        if curves.curves:
+            write_json(run_dir.path / "probes" / f"curves{suffix}.json", curves.model_dump(mode="json"))
+        if len(chosen) > 1:
             print(curve_table(curves.curves))
 
 
@@ -255,6 +258,12 @@ def _load(run_dir: RunDir, step: int | None) -> Players:
     players = on_first_rank(lambda: load_players(run_dir, step=step))
     found = broadcast_object(None if players is None else players.step)
     return load_players(run_dir, step=found) if players is None else players
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.schema import Schema
@@ -12,6 +11,9 @@ from trainer.probes.result import read_result
 from trainer.rundir import RunDir
 
 Method = Literal["linear", "knn", "online_knn", "online_ridge"]
+
+
+_ONLINE: Mapping[Method, str] = {"online_knn": "knn", "online_ridge": "ridge"}  # the names in metrics, probe/LABEL/NAME
 
 
 class Point(Schema):
@@ -46,9 +48,10 @@ def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> Curv
     return Curve(label=label, method=method, points=tuple(in_order), last=in_order[-1], best=best)
 
 
-def read_curves(run_dir: RunDir, *, steps_per_epoch: int) -> Curves:
-    """All that a run's probe results and metrics tell, but of the untrained encoder. Raises `UserError` for a damaged
-    file.
+def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:
+    """All that a run's probe results, in files of this suffix, and its metrics tell, but of the untrained encoder.
+
+    Raises `UserError` for a damaged file.
     """
     points: dict[tuple[LabelSpace, Method], list[Point]] = {}
 
@@ -58,7 +61,7 @@ def read_curves(run_dir: RunDir, *, steps_per_epoch: int) -> Curves:
 
     for step in run_dir.probe_steps():
         for space in LABEL_SPACES:
-            path = _result_path(run_dir, step, space)
+            path = run_dir.probes(step) / f"{space}{suffix}.json"
             if step > 0 and path.is_file():
                 result = read_result(path)
                 add(space, "linear", step, result.linear.accuracy)
@@ -69,13 +72,6 @@ def read_curves(run_dir: RunDir, *, steps_per_epoch: int) -> Curves:
                 if (accuracy := _number(entry, f"probe/{space}/{name}")) is not None:
                     add(space, method, entry["step"], accuracy)
     return Curves(curves=tuple(curve_of(*key, of_key) for key, of_key in points.items()))
-
-
-_ONLINE: Mapping[Method, str] = {"online_knn": "knn", "online_ridge": "ridge"}
-
-
-def _result_path(run_dir: RunDir, step: int, space: LabelSpace) -> Path:
-    return run_dir.probes(step) / f"{space}.json"
 
 
 def _number(entry: Mapping[str, Any], name: str) -> float | None:

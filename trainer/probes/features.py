@@ -37,6 +37,9 @@ from trainer.views.expert_audio import clean_spectrogram
 
 LabelSpace = Literal["base", "overlay"]
 LABEL_SPACES: tuple[LabelSpace, ...] = ("base", "overlay")
+TRAIN_DRAW = (
+    1_000_000  # a probe's train samples are of this draw: of 0, number i would bear the overlay of test sample i
+)
 _CHUNK = 1024  # samples that are drawn on at a time
 _ENCODED_AT_ONCE = 128  # no setting: bits may depend on it
 _DEFAULT_READ = ReadConfig()
@@ -196,7 +199,7 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     return Pictures(store.manifest, images_NCHW, masks_NHW, index_N, label_base_N, label_overlay_N)
 
 
-def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ) -> Pictures:
+def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
     """As `read_pictures`, of `num` samples (of all, if there are fewer) that are chosen by chance, the same each time.
 
     Samples among them that cannot be read are left out. Raises `UserError` where there is no dataset, or none can be.
@@ -209,11 +212,12 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
     rows = Rows.of(stored, store.manifest).take(torch.tensor(good))
     if store.manifest.sample_rate is not None:
-        return _of_sounds(Sounds(store.manifest, rows, store.overlay, mel_config(store.manifest.sample_rate), draw=0))
+        mel = mel_config(store.manifest.sample_rate)
+        return _of_sounds(Sounds(store.manifest, rows, store.overlay, mel, draw))
     assert rows.pictures_BCHW is not None
     if store.overlay is not None:
         online = OnlinePictures(rows.pictures_BCHW, store.overlay)
-        return _of_pictures(store.manifest, rows.index_B, rows.label_base_B, online, draw=0)
+        return _of_pictures(store.manifest, rows.index_B, rows.label_base_B, online, draw=draw)
     masks_BHW = no_mask(rows.pictures_BCHW) if rows.masks_BHW is None else rows.masks_BHW
     return Pictures(
         store.manifest, rows.pictures_BCHW, masks_BHW, rows.index_B, rows.label_base_B, rows.label_overlay_B

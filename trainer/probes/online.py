@@ -20,7 +20,7 @@ from trainer.config import RunConfig
 from trainer.memory import buffers_untouched
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.models.encoder import Encoder
-from trainer.probes.features import LabelSpace, Pictures, extract, frozen, read_some
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import Target
 from trainer.probes.targets import label_targets
@@ -107,8 +107,9 @@ def online_probe(config: RunConfig, encoder: Encoder, *, device: torch.device) -
     every = config.probe.online_every_steps
     if every is None:
         return lambda completed: {}
-    train = read_some(config.data.train_dir, num=config.probe.online_num_train, read=config.data)
-    test = read_some(config.data.test_dir, num=config.probe.online_num_test, read=config.data)
+    data, num_train, num_test = config.data, config.probe.online_num_train, config.probe.online_num_test
+    train = read_some(data.train_dir, num=num_train, read=data, draw=TRAIN_DRAW)
+    test = read_some(data.test_dir, num=num_test, read=data)
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
     probe = OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype)
     return lambda completed: probe() if completed % every == 0 else {}

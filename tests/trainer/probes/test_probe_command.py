@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import trainer.probe
 from configs import debug
 from data_pipeline.errors import UserError
 from tests.tiny_data import write_tiny_pair
@@ -22,7 +23,7 @@ from trainer.checkpoint import load_players
 from trainer.config import RunConfig
 from trainer.players import build_players
 from trainer.probe import main, majority_share, probe
-from trainer.probes.curve import Curves, Point, curve_of
+from trainer.probes.curve import Curve, Curves, Point, curve_of
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
@@ -57,6 +58,11 @@ def add_checkpoint(run_dir: RunDir, step: int, factor: float) -> None:
     other = {name: (factor * tensor).to(tensor.dtype) for name, tensor in state.items()}
     safetensors.torch.save_file(other, run_dir.checkpoint(step) / "encoder.safetensors")
     run_dir.latest.write_text(f"step_{step:08d}\n")
+
+
+def read_curves_file(path: Path) -> dict[tuple[str, str], Curve]:
+    curves = Curves.parse(json.loads(path.read_text()), where=path.name).curves
+    return {(curve.label, curve.method): curve for curve in curves}
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
@@ -192,8 +198,7 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     call(monkeypatch, run_dir.path, "--step", 0)
     call(monkeypatch, run_dir.path, "--all-steps")
     assert run_dir.probe_steps() == [0, 6, 10, 12]
-    curves = Curves.parse(json.loads((run_dir.path / "probes" / "curves.json").read_text()), where="curves.json")
-    by_name = {(curve.label, curve.method): curve for curve in curves.curves}
+    by_name = read_curves_file(run_dir.path / "probes" / "curves.json")
     assert set(by_name) == {("base", "linear"), ("base", "knn"), ("overlay", "linear"), ("overlay", "knn")} | {
         ("base", "online_knn")
     }
@@ -207,6 +212,10 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     shown = capsys.readouterr().out
     assert f"{100 * of_steps[12]:.1f} (12)" in shown
     assert "best on the test set" in shown
+    call(monkeypatch, run_dir.path, "--all-steps", "--views", "none")
+    fast = read_curves_file(run_dir.path / "probes" / "curves-views_none.json")
+    assert [point.step for point in fast["base", "linear"].points] == [6, 10, 12]
+    assert by_name == read_curves_file(run_dir.path / "probes" / "curves.json")
 
 
 def test_the_best_is_the_first_of_the_highest() -> None:
@@ -244,6 +253,27 @@ def test_draws_of_the_test_overlays_and_their_spread(
     with torch.no_grad():
         features_NF = encoder.features(third.images_NCHW / 255)
     assert heads["overlay"].accuracy(features_NF, third.labels("overlay")) == result.linear.draws.accuracies[3]
+
+
+def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=103, num_test=41, overlay="online")
+    run_dir = make_run(tmp_path / "run", data)
+    config = json.loads(run_dir.config.read_text())
+    config["data"]["test_dir"] = config["data"]["train_dir"]
+    run_dir.config.write_text(json.dumps(config))
+    seen: dict[str, Any] = {}
+
+    def look(players: Any, **pictures: Any) -> Any:
+        seen.update(pictures)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.probe, "probe", look)
+    with pytest.raises(KeyboardInterrupt):
+        call(monkeypatch, run_dir.path)
+    same_NHW = (seen["train"].images_NCHW == seen["test"].images_NCHW).all(1)
+    assert not same_NHW.flatten(1).all(1).any()
 
 
 def test_baked_overlays_have_one_draw(
