@@ -56,14 +56,14 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
         environ = slurm | {"OMP_NUM_THREADS": "1"}
         done = run(*command, "launch/train.py", *recipe, "--run-dir", tmp_path / name, environ=environ)
         assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "torchrun") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert losses(tmp_path / "torchrun") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
     run_dir = RunDir(tmp_path / "nodes")
     job = slurm_py("--nodes", "4", *recipe, "--run-dir", run_dir.path, "--wait", environ=slurm)
     assert job.returncode == 0, job.stdout + job.stderr
     assert ": RUNNING\n" in job.stdout
 
     assert len(losses(run_dir.path)) == NUM_STEPS
-    assert losses(run_dir.path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert losses(run_dir.path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
 
     (job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", job.stdout, re.MULTILINE)
     assert f"run directory: {run_dir.path}" in job.stdout
@@ -82,15 +82,20 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
     assert "launch/slurm.py --nodes 4" in provenance["command"]
 
 
-def test_deepspeed_on_four_nodes_follows_ddp(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
-    """Its optimizer is cut into four pieces (ZeRO 2); in float32, which is what it knows."""
-    for engine in ("ddp", "deepspeed"):
-        settings = ["--set", "precision=float32", "--set", f"engine.kind={engine}"]
-        job = slurm_py("--nodes", "4", *recipe, *settings, "--run-dir", tmp_path / engine, "--wait", environ=slurm)
-        assert job.returncode == 0, job.stdout + job.stderr
-        assert f"engine {engine}" in job.stdout
-    assert len(losses(tmp_path / "deepspeed")) == NUM_STEPS
-    assert losses(tmp_path / "deepspeed") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-4)
+def test_deepspeed_on_four_nodes_follows_one_process(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
+    """Its optimizer is cut into four pieces (ZeRO 2), and it knows float32 alone: there one ReLU that rounding pushes
+    over zero is seen in the next loss, so the steps are few and small. With twice the rate the curves are 1e-3 apart.
+    """
+    recipe = [*recipe, "--set", "precision=float32", "--set", "optimizer.learning_rate=0.001", "--set", "num_epochs=1"]
+    environ = slurm | {"OMP_NUM_THREADS": "1"}
+    alone = run(sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone", environ=environ)
+    assert alone.returncode == 0, alone.stderr
+    settings = ["--set", "engine.kind=deepspeed", "--run-dir", tmp_path / "nodes", "--wait"]
+    job = slurm_py("--nodes", "4", *recipe, *settings, environ=slurm)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "engine deepspeed" in job.stdout
+    assert len(losses(tmp_path / "nodes")) == NUM_STEPS // 2
+    assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_job_that_is_cancelled_while_it_waits(
     subprocess.run(["scancel", job_id], env=slurm, check=True, timeout=60)
     wait_for(lambda: job_id not in squeue(slurm))
     shown = call("status.py", tmp_path / "run").stdout.splitlines()
-    assert re.fullmatch(r"run +stopped +0/4 +cancelled while it waited", shown[1])
+    assert re.fullmatch(r"run +stopped +0/2 +cancelled while it waited", shown[1])
     assert "nothing has failed" in call("status.py", tmp_path / "run", "--resubmit-failed").stdout
 
 
