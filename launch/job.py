@@ -88,6 +88,8 @@ class TrainJob:
                 LOCAL_WORLD_SIZE=str(job.num_tasks),
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(self.local_port),
+                # It was free when the job was submitted; if it no longer is, ranks with this token meet at another.
+                FEATURE_DROPOUT_MEETING=f"local/{job.job_id}/{self.local_port}",
             )
         ending = Ending()
         try:
