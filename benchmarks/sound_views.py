@@ -1,30 +1,35 @@
 """Expert views of sounds, a batch at a time, against NumPy and librosa one sound after the other.
 
-    python -m benchmarks.sound_views [--batch-size B] [--rounds R]
+    python -m benchmarks.sound_views [--batch-size B] [--rounds R] [--out JSON]
 
 The peers make one view of each waveform of 50,000 points at 48 kHz: masks and noise on the spectrogram; crop and white
 noise on the waveform, then the spectrogram. "as published" is the way of the code by Tamkin et al. (2022), which puts
 a sound among NumPy's zeros, so in float64, before librosa gets it; "in float32" is kinder to librosa. Ratios are to the
-first. Peers take turns, round by round, so that a machine that slows down does so for all; printed are medians. One
-thread, and its processor time. Changes of pitch and of speed, off by default, are timed against librosa, which
-resamples by soxr.
+first. Peers take turns, round by round, so that a machine that slows down does so for all. One thread, and its
+processor time. Changes of pitch and of speed, off by default, are timed against librosa, which resamples by soxr.
+`--out` files all that was measured, with the command, the commit and the load of the machine before it began.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 import librosa
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.record import print_rates
+from benchmarks import record
 from benchmarks.sounds import NUM_POINTS, Sound, librosa_log_mel
 from data_pipeline.audio.log_mel import AUDIOMNIST
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import run_command
+from trainer.memory import keep_freed_memory
 from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
 
 
@@ -108,20 +113,45 @@ def speed_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[
     }
 
 
+def rates(calls: Mapping[str, Callable[[], object]], num_sounds: int) -> record.Peers:
+    """Each call as a measurement: sounds in a second of processor time. It is made once before, unmeasured."""
+
+    def rate(call: Callable[[], object]) -> float:
+        start = time.process_time()
+        call()
+        return num_sounds / (time.process_time() - start)
+
+    for call in calls.values():
+        call()
+    return {name: partial(rate, call) for name, call in calls.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="expert views of sounds against NumPy and librosa one by one")
     parser.add_argument("--batch-size", type=int, default=128, metavar="B")
     parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a training process does
+    before = record.circumstances(packages=["torch", "librosa", "numpy", "soxr"])
     waveforms_BT = 0.1 * torch.randn(args.batch_size, NUM_POINTS, generator=torch.Generator().manual_seed(0))
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(args.batch_size), view=0)
     groups = {
-        "spectral views": spectral_peers(waveforms_BT, keys),
-        "waveform views": waveform_peers(waveforms_BT, keys),
-        "change of pitch": pitch_peers(waveforms_BT, keys),
-        "change of speed": speed_peers(waveforms_BT, keys),
+        "spectral views": (spectral_peers(waveforms_BT, keys), "librosa, as published", 8),
+        "waveform views": (waveform_peers(waveforms_BT, keys), "librosa, as published", 8),
+        "change of pitch": (pitch_peers(waveforms_BT, keys), "librosa one by one", None),
+        "change of speed": (speed_peers(waveforms_BT, keys), "librosa one by one", None),
     }
-    print_rates(groups, num_samples=args.batch_size, num_rounds=args.rounds, unit="sounds/s")
+    results = []
+    for title, (calls, against, target) in groups.items():
+        line = record.ratio_line(title, rates(calls, args.batch_size), against=against, target=target)
+        results.append(record.measure(line, num_rounds=args.rounds))
+        print(record.table(results[-1]), flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"rounds": args.rounds, "batch_size": args.batch_size}
+        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from data_pipeline.counter_rng import DrawKeys, integers, normal, uniform
 from tests.trainer.views.kolmogorov import ks_p_value
 
 KEYS = DrawKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
+GOLDEN_NORMALS = [[1.655105, 0.334297, -2.678616], [-0.128332, -1.346959, -0.824324]]  # of the samples 0 and 7
 
 
 def test_the_kolmogorov_test_accepts_equal_laws_and_rejects_others() -> None:
@@ -30,6 +31,24 @@ def test_the_hash_is_splitmix64() -> None:
     state_N = torch.arange(1, 4, dtype=torch.int64) * _GOLDEN
     values = [value & (2**64 - 1) for value in _mix(state_N).tolist()]
     assert values == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_numpys_hash_and_normals_are_torchs() -> None:
+    """A CPU draws by NumPy, other devices by torch."""
+    from data_pipeline.counter_rng import _GOLDEN, _box_muller, _hash, _key, _mix
+
+    key_B, num_pairs = _key(KEYS, 3), 1_000
+    bits_BN = _mix(key_B[:, None] + torch.arange(1, num_pairs + 1) * _GOLDEN)
+    assert torch.equal(_hash(key_B, num_pairs), bits_BN)
+    pairs_BN2 = torch.empty(len(key_B), num_pairs, 2)
+    _box_muller(bits_BN, out_BN2=pairs_BN2)
+    torch.testing.assert_close(normal(KEYS, 2 * num_pairs, purpose=3), pairs_BN2.flatten(1), rtol=1e-5, atol=1e-6)
+
+
+def test_normals_are_what_they_were() -> None:
+    """Runs that were recorded stay what they are."""
+    numbers = normal(dataclasses.replace(KEYS, index_B=torch.tensor([0, 7])), 3, purpose=94)
+    torch.testing.assert_close(numbers, torch.tensor(GOLDEN_NORMALS), rtol=1e-5, atol=1e-6)
 
 
 def test_draws_are_uniform_over_counters_and_over_every_part_of_the_key() -> None:
