@@ -130,6 +130,7 @@ class Learners:
     """Arms that see the same views: weights (S, A M, P), bias (S, A, M), and the stage of each."""
 
     arms: tuple[Arm, ...]
+    biased_A: Tensor
     weights_SQP: Tensor
     bias_SAM: Tensor
     first_norm_SAM: Tensor
@@ -153,6 +154,7 @@ def new_learners(arms: Sequence[Arm], weights_SMP: Tensor) -> Learners:
     norm_SAM = weights_SAMP.norm(dim=-1)
     return Learners(
         arms=tuple(arms),
+        biased_A=torch.tensor([arm.biased for arm in arms], device=weights_SMP.device),
         weights_SQP=weights_SAMP.flatten(1, 2),
         bias_SAM=torch.zeros_like(norm_SAM),
         first_norm_SAM=norm_SAM,
@@ -172,7 +174,8 @@ def train_step(
 ) -> Tensor:
     """One step of gradient descent and of the bias' schedule, in place; (S, A) loss before it."""
     first_SBP, second_SBP = views
-    u_first, u_second, u_negative = (learners.project(x) for x in (first_SBP, second_SBP, x_SNP))
+    u_first, u_negative = learners.project(first_SBP), learners.project(x_SNP)
+    u_second = u_first if second_SBP is first_SBP else learners.project(second_SBP)
     loss_SA, coefficient_SABM = contrast(
         u_first, u_second, u_negative, learners.bias_SAM[:, :, None], temperature=settings.temperature
     )
@@ -192,9 +195,8 @@ def raise_bias(
     started_SA1 = learners.start_SA[..., None] >= 0
     factor_SAM = torch.clamp(norm_SAM / old_SAM, min=1 + settings.learning_rate / problem.num_features)
     raised_SAM = torch.minimum(bias_SAM * factor_SAM, problem.bias_cap * norm_SAM)
-    biased_A = torch.tensor([arm.biased for arm in learners.arms], device=bias_SAM.device)
     grown_SA = (norm_SAM >= settings.bias_growth_start * learners.first_norm_SAM).all(-1)
-    set_SA1 = grown_SA[..., None] & biased_A[:, None] & ~started_SA1
+    set_SA1 = grown_SA[..., None] & learners.biased_A[:, None] & ~started_SA1
     learners.bias_SAM = torch.where(set_SA1, problem.bias_first * norm_SAM, raised_SAM)
     learners.start_SA = torch.where(set_SA1[..., 0], step, learners.start_SA)
     learners.norm_SAM = norm_SAM
