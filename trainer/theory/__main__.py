@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data_pipeline.errors import UserError, nearest, run_command
+from trainer.memory import keep_freed_memory
 from trainer.theory import linear_contrastive, sparse_coding
 from trainer.theory.claim import claim_table
 from trainer.theory.experiment import RESULT, Experiment, default_out, override, run_experiment
@@ -41,6 +42,7 @@ def main() -> None:
     if arguments.explain:
         print(settings.model_dump_json(indent=2))
         return
+    keep_freed_memory()
     out = arguments.out or default_out(name, settings, experiment.defaults)
     result = run_experiment(name, experiment, settings, out=out, device=choose_device(arguments.device))
     print(claim_table(result.claims))

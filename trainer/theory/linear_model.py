@@ -28,7 +28,7 @@ from data_pipeline.errors import UserError
 _INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST, _CHECK = range(7)
 
 # Numbers of the largest intermediate array of the grid: what stays in a processor's cache, and what fills a GPU.
-CHUNK_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
+CHUNK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
 def views_of(x_KD: Tensor, independent_KD: Tensor, alpha_K: Tensor) -> Tensor:
