@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.slurm.cluster import Cluster, private_slurm
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir
 
@@ -90,8 +91,8 @@ def test_deepspeed_on_four_nodes_follows_one_process(slurm: dict[str, str], reci
     environ = slurm | {"OMP_NUM_THREADS": "1"}
     alone = run(sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone", environ=environ)
     assert alone.returncode == 0, alone.stderr
-    settings = ["--set", "engine.kind=deepspeed", "--run-dir", tmp_path / "nodes", "--wait"]
-    job = slurm_py("--nodes", "4", *recipe, *settings, environ=slurm)
+    engine = ["--set", "engine.kind=deepspeed"]
+    job = slurm_py("--nodes", "4", *recipe, *engine, "--run-dir", tmp_path / "nodes", "--wait", environ=slurm)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "engine deepspeed" in job.stdout
     assert len(losses(tmp_path / "nodes")) == NUM_STEPS // 2
@@ -117,6 +118,19 @@ def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_p
     assert run(*batch, environ=slurm).returncode == 0
     world = json.loads(output.read_text())
     assert (world["launcher"], world["world_size"]) == ("none", 1), "a batch script is no rank"
+
+
+def test_two_clusters_at_once_share_nothing(cluster: Cluster) -> None:
+    """Ranks find each other by the cluster's name and the job's id, and all of these clusters are on one machine."""
+    with private_slurm() as other:
+        said = [
+            run("srun", "-N2", "-n2", "printenv", "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", environ=environ).stdout.split()
+            for environ in (cluster.environ, other.environ)
+        ]
+        assert [len(words) for words in said] == [4, 4]
+        assert not set(said[0]) & set(said[1])
+        assert other.job(said[1][1])["JobState"] == "COMPLETED"
+        assert cluster.job(said[1][1]) == {}
 
 
 def test_cpus_per_task_reach_srun(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
