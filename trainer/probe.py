@@ -204,20 +204,16 @@ def probe(
             class_names=train.class_names(space),
             num_train=len(train),
             num_test=len(test),
-            probe_config=config,
+            probe_config=config.protocol,
             train_manifest_sha256=train.manifest.sha256,
             test_manifest_sha256=test.manifest.sha256,
             seconds=seconds,
         )
         for space, target in targets.items()
     }
-    made_by = f"probe with {', '.join(f'{name} {value}' for name, value in _protocol(config).items())}"
+    settings = (f"{name} {value}" for name, value in config.protocol if not name.startswith("online_"))
+    made_by = f"probe with {', '.join(settings)}"
     return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
-
-
-def _protocol(config: ProbeConfig) -> dict[str, Any]:
-    """What decides a head, of the settings."""
-    return {name: value for name, value in config.model_dump().items() if not name.startswith("online_")}
 
 
 def majority_share(target: Target) -> float:

@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
@@ -28,6 +29,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
 from data_pipeline.overlays import Overlay, evaluation_keys, no_mask
 from data_pipeline.randomness import generator
+from data_pipeline.remote import is_remote
 from data_pipeline.resident import Rows, place
 from data_pipeline.sample import Batch
 from data_pipeline.store import SampleStore
@@ -41,6 +43,7 @@ TRAIN_DRAW = (
     1_000_000  # a probe's train samples are of this draw: of 0, number i would bear the overlay of test sample i
 )
 _CHUNK = 1024  # samples that are drawn on at a time
+_REMOTE_SHARDS = 8
 _ENCODED_AT_ONCE = 128  # no setting: bits may depend on it
 _DEFAULT_READ = ReadConfig()
 
@@ -200,12 +203,17 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
 
 
 def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
-    """As `read_pictures`, of `num` samples (of all, if there are fewer) that are chosen by chance, the same each time.
+    """As `read_pictures`, of `num` samples (of all, if there are fewer) that are chosen by chance, the same each time;
+    of a remote dataset, from a few of its shards, so that little is fetched.
 
     Samples among them that cannot be read are left out. Raises `UserError` where there is no dataset, or none can be.
     """
     store = SampleStore(location, remote=read.remote)
-    chosen = np.sort(generator(0, "samples of an online probe").permutation(len(store))[:num]).astype(np.int64)
+    chosen = _choose(
+        store.shard_ends,
+        num=num,
+        num_shards=min(_REMOTE_SHARDS, store.max_shards or _REMOTE_SHARDS) if is_remote(location) else None,
+    )
     stored = store.decode(chosen)
     good = [row for row in range(len(chosen)) if row not in stored.bad]
     if not good:
@@ -222,6 +230,15 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
     return Pictures(
         store.manifest, rows.pictures_BCHW, masks_BHW, rows.index_B, rows.label_base_B, rows.label_overlay_B
     )
+
+
+def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) -> NDArray[np.int64]:
+    """Ascending numbers of up to `num` samples, all alike probable, of up to `num_shards` shards."""
+    draw = generator(0, "samples of an online probe")
+    starts = np.concatenate([[0], shard_ends[:-1]])
+    shards = np.sort(draw.permutation(len(shard_ends))[:num_shards])
+    candidates = np.concatenate([np.arange(starts[shard], shard_ends[shard]) for shard in shards])
+    return np.sort(draw.permutation(candidates)[:num]).astype(np.int64)
 
 
 def _of_pictures(

@@ -61,6 +61,11 @@ class ProbeConfig(Schema):
     online_num_train: PositiveInt = 4096
     online_num_test: PositiveInt = 1024
 
+    @property
+    def protocol(self) -> ProbeConfig:
+        """These settings without those of the online probe, which decide no head."""
+        return ProbeConfig(**{name: value for name, value in self.model_dump().items() if "online" not in name})
+
 
 class Spread(Schema):
     """Test accuracies under several draws of the test overlays, first the one that is reported; `deviation` is that of

@@ -10,8 +10,10 @@ import torch
 
 from configs import debug
 from data_pipeline.errors import UserError
+from data_pipeline.remote import RemoteConfig
+from data_pipeline.stream import ReadConfig
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
@@ -124,6 +126,17 @@ def test_the_samples_are_some_of_those_that_the_probe_command_reads(overlay: Any
         assert torch.equal(some.masks_NHW, whole.masks_NHW[rows])
     assert len(read_some(tmp_path / "train", num=1000)) == 40
     assert torch.equal(read_some(tmp_path / "train", num=17).index_N, rows)
+
+
+def test_of_a_remote_dataset_a_few_shards_are_fetched(tmp_path: Path) -> None:
+    """40 shards of two samples; what is fetched lies in the cache."""
+    directory = write_tiny_dataset(tmp_path / "train", num_samples=80, num_samples_per_shard=2)
+    read = ReadConfig(remote=RemoteConfig(cache_dir=str(tmp_path / "cache")))
+    some = read_some(f"pipe:cat {directory}/{{name}}", num=10, read=read)
+    assert len(some) == 10
+    assert len(set((some.index_N // 2).tolist())) <= 8
+    assert torch.equal(some.images_NCHW, read_pictures(directory).images_NCHW[some.index_N])
+    assert 0 < len(list((tmp_path / "cache").rglob("shard-*.tar"))) <= 8
 
 
 def test_the_loop_asks_after_each_step_and_is_answered_at_those_that_are_due(tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ def test_the_heads_that_are_kept_score_what_was_reported(
         reported = read_result(run_dir.probes(0) / f"{space}.json").linear.accuracy
         assert head.accuracy(features_NF, test.labels(space)) == reported
     assert list(heads.by_label) == ["base", "overlay"]
+    assert heads.made_by.startswith("probe with num_epochs 5, batch_size 128, ")
+    assert "online" not in heads.made_by
     assert heads.train_manifest_sha256 == read_pictures(data / "train").manifest.sha256
     tensors = safetensors.torch.load_file(run_dir.probes(0) / "heads.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {

@@ -63,6 +63,10 @@ def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path,
     assert torch.equal(pictures.labels("overlay"), overlay_N)
     rows = torch.tensor([5, 2, 30])
     assert torch.equal(pictures.inputs(rows).inputs, waveforms_NT[rows])
+    again = read_pictures(data / split, draw=1).with_draw(draw)
+    assert torch.equal(again.images_NCHW, pictures.images_NCHW)
+    assert torch.equal(again.labels("overlay"), overlay_N)
+    assert torch.equal(again.inputs(rows).inputs, waveforms_NT[rows])
 
 
 def test_a_redraw_has_the_crop_and_the_background_that_training_would_draw(data: Path) -> None:
