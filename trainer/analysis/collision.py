@@ -150,7 +150,9 @@ def _figure(result: CollisionResult) -> bytes:
         left.plot(places, collision.relative_distance, **style)
         right.plot(places, collision.near_share, label=name, **style)
     left.set(ylabel="mean distance of two pictures, relative", ylim=(-0.03, None))
-    right.set(ylabel=f"share of pairs nearer than {result.config.near:g} of the mean at 0", ylim=(-0.03, 1.03))
+    right.set(
+        ylabel=f"share of pairs nearer than\n{result.config.near:g} of the mean distance at 0", ylim=(-0.03, 1.03)
+    )
     for axes in (left, right):
         axes.set_xticks(places, map(str, result.uses))
         axes.set_xlabel("times used")
