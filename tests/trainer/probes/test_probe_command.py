@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
-import os
 import shutil
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import torch
 import trainer.probe
 from configs import debug
 from data_pipeline.errors import UserError
+from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.checkpoint import load_players
@@ -24,7 +27,7 @@ from trainer.config import RunConfig
 from trainer.players import build_players
 from trainer.probe import main, majority_share, probe
 from trainer.probes.curve import Curve, Curves, Point, curve_of
-from trainer.probes.features import Pictures, read_pictures
+from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
 from trainer.probes.result import read_result
@@ -289,23 +292,36 @@ def test_baked_overlays_have_one_draw(
     assert "so there is one draw and no spread" in capsys.readouterr().err
 
 
-def test_torchrun_finds_what_one_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=230, num_test=103)
+def command_of_rank(*arguments: str) -> str:
+    """What the command prints as this rank of a process group that is there already."""
+    out = io.StringIO()
+    with ExitStack() as stack:
+        for name in ("init_process_group", "destroy_process_group"):
+            stack.enter_context(mock.patch.object(trainer.probe, name))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        sys.argv = ["probe", *arguments]
+        main()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_find_what_one_process_finds(world_size: int, tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=230, num_test=103, overlay="online")
     alone, together = make_run(tmp_path / "alone", data), make_run(tmp_path / "together", data)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environ = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        [*torchrun, "-m", "trainer.probe", str(together.path)], env=environ, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.count("label_overlay") == 1
-    call(monkeypatch, alone.path)
-    for space in ("base", "overlay"):
-        found = [
-            read_result(run.probes(10) / f"{space}.json").model_dump(exclude={"seconds"}) for run in (alone, together)
-        ]
-        assert found[0] == found[1]
-    heads = [(run.probes(10) / "heads.safetensors").read_bytes() for run in (alone, together)]
-    assert heads[0] == heads[1]
+    [printed] = run_ranks(command_of_rank, 1, str(alone.path), "--overlay-draws", "2")
+    by_rank = run_ranks(command_of_rank, world_size, str(together.path), "--overlay-draws", "2")
+    assert by_rank == [printed.replace(str(alone.path), str(together.path)), *[""] * (world_size - 1)]
+    for space in LABEL_SPACES:
+        one, other = (read_result(run.probes(10) / f"{space}.json") for run in (alone, together))
+        assert one.model_dump(exclude={"seconds"}) == other.model_dump(exclude={"seconds"})
+        assert one.num_test == 103
+    for name in ("probes/step_00000010/heads.safetensors", "probes/curves.json"):
+        assert (alone.path / name).read_bytes() == (together.path / name).read_bytes()
+
+
+def test_of_several_ranks_one_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"is not a run directory|SystemExit: 2"):
+        run_ranks(command_of_rank, 2, str(tmp_path))
 
 
 def test_no_overlay_no_overlay_probe() -> None:
