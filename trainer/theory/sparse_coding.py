@@ -204,8 +204,13 @@ def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[
         "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.noise_over_signal for arms in grid]),
         "features": ("features, D", [float(arms.problem.num_features) for arms in grid]),
     }[settings.study]
+    x = [float(f"{value:.3g}") for value in x]  # they are the ticks
     panels = []
-    for name, title in (("r2", "R² of the regression probe"), ("loss", "Loss"), ("coverage", "Share of atoms covered")):
+    for name, title, y_label in (
+        ("r2", "Regression of <w*, z>", "R²"),
+        ("loss", "Loss", "loss"),
+        ("coverage", "Atoms covered", "share of the atoms"),
+    ):
         curves = []
         for color, arm in ((0, MASK_BIAS), (2, NONE_BIAS)):
             scale_X = torch.tensor([arms.problem.num_features if name == "coverage" else 1 for arms in grid])
@@ -215,7 +220,7 @@ def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[
             curves.append(Curve(x, [arms.linear_ceiling for arms in grid], "best linear function of x", 6, ":"))
         if name == "loss":
             curves.append(Curve(x, [arms.problem.first_loss for arms in grid], "at the start", 6, ":"))
-        panels.append(Panel(title, label, name, curves, log_x=settings.study == "pixels"))
+        panels.append(Panel(title, label, y_label, curves, log_x=settings.study == "pixels"))
     return {f"sparse_{settings.study}": draw(panels)}
 
 
