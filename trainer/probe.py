@@ -34,7 +34,7 @@ from trainer.probes.curve import Curve, read_curves
 from trainer.probes.features import LABEL_SPACES, TRAIN_DRAW, LabelSpace, Pictures, read_pictures
 from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
-from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear
+from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear, spread
 from trainer.probes.result import ProbeResult
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.rundir import RunDir, open_run, write_json
@@ -48,7 +48,7 @@ def main() -> None:
     changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
     try:
         on_first_rank(lambda: [open_run(path) for path in arguments.run_dirs])  # all, before the first is worked on
-        for path in arguments.run_dirs:
+        of_runs = [
             probe_run(
                 RunDir(path),
                 steps="all" if arguments.all_steps else arguments.step,
@@ -57,6 +57,10 @@ def main() -> None:
                 changes={name: value for name, value in changes.items() if value is not None},
                 device=device,
             )
+            for path in arguments.run_dirs
+        ]
+        if len(of_runs) > 1 and rank() == 0:
+            print(runs_table(of_runs))
     finally:
         destroy_process_group()
 
@@ -88,8 +92,8 @@ def probe_run(
     num_draws: int,
     changes: Mapping[str, Any],
     device: torch.device,
-) -> None:
-    """Probe checkpoints of a run, and write what was found; every rank calls this.
+) -> Mapping[LabelSpace, ProbeResult]:
+    """Probe checkpoints of a run, and write what was found; returns the last one's. Every rank calls this.
 
     `steps`: one of them, "all", or None for the newest. `changes` are those to the probe of the run's config; results
     are then filed under names that say so. Raises `UserError`.
@@ -137,6 +141,7 @@ def probe_run(
             write_json(run_dir.path / "probes" / f"curves{suffix}.json", curves.model_dump(mode="json"))
         if len(chosen) > 1:
             print(curve_table(curves.curves))
+    return readout.results
 
 
 def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
@@ -237,6 +242,24 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
                 for draws in (result.linear.draws, result.knn.draws)
             )
             lines.append(f"  {len(result.linear.draws.accuracies)} draws of the test overlays: {linear}, kNN {knn}")
+    return "\n".join(lines)
+
+
+def runs_table(of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
+    """Mean and deviation (divisor n - 1) over runs, in per cent, one line a label."""
+    if len({result.test_manifest_sha256 for results in of_runs for result in results.values()}) > 1:
+        return "the runs were tested on different datasets, so there is no mean over them"
+    lines = []
+    for space in of_runs[0]:
+        linear, knn = (
+            spread([getattr(results[space], method).accuracy for results in of_runs]) for method in ("linear", "knn")
+        )
+        assert linear is not None
+        assert knn is not None
+        lines.append(
+            f"label_{space}, {len(of_runs)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
+            f"kNN {100 * knn.mean:.1f} ± {100 * knn.deviation:.1f}"
+        )
     return "\n".join(lines)
 
 

@@ -223,6 +223,19 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     assert by_name == read_curves_file(run_dir.path / "probes" / "curves.json")
 
 
+def test_several_runs_have_a_mean_and_a_deviation_if_they_share_a_test_set(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / f"seed{seed}", data, seed=seed) for seed in (0, 1, 2)]
+    call(monkeypatch, *(run.path for run in runs))
+    knn = [100 * read_result(run.probes(10) / "overlay.json").knn.accuracy for run in runs]
+    assert f"kNN {np.mean(knn):.1f} ± {np.std(knn, ddof=1):.1f}" in capsys.readouterr().out.splitlines()[-1]
+    write_tiny_pair(tmp_path / "other", num_train=40, num_test=20)
+    other = make_run(tmp_path / "run", tmp_path / "other")
+    call(monkeypatch, runs[0].path, other.path)
+    assert capsys.readouterr().out.strip().endswith("different datasets, so there is no mean over them")
+
+
 def test_the_best_is_the_first_of_the_highest() -> None:
     points = [Point(step=step, epoch=step / 10, accuracy=value) for step, value in ((30, 0.5), (10, 0.7), (20, 0.7))]
     curve = curve_of("base", "knn", points)
