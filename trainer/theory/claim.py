@@ -151,9 +151,9 @@ def worst(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_mo
     return int((surely_P if bool((surely_P > 0).any()) else perhaps_P).argmax())
 
 
-def at_most_interval(value: float, *, kind: str) -> Interval:
-    """Of an exact computation: from 0 to the largest deviation that was found."""
-    return Interval(value=value, low=0.0, high=value, kind=kind)
+def exactly(value: float, *, kind: str) -> Interval:
+    """Of what was computed and not estimated, such as the largest deviation of all that were looked at."""
+    return Interval(value=value, low=value, high=value, kind=kind)
 
 
 def claim_table(results: Sequence[ClaimResult], *, width: int = 110) -> str:

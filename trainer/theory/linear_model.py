@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
@@ -27,8 +27,10 @@ from data_pipeline.errors import UserError
 # Which of the draws under one key: of the training, of the grid's pairs, of the test samples, of the gradient check.
 _INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST, _CHECK = range(7)
 
-# Numbers of the largest intermediate array of the grid: what stays in a processor's cache, and what fills a GPU.
+# Numbers of the largest intermediate array, of the grid and of the training: what a processor's caches hold without
+# much waiting, and what fills a GPU.
 CHUNK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
+TRAINING_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 29}
 
 
 def views_of(x_KD: Tensor, independent_KD: Tensor, alpha_K: Tensor) -> Tensor:
@@ -303,6 +305,9 @@ class History:
     p_positive_AST: Tensor
     loss_AST: Tensor
 
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
 
 def train_arms(
     alpha_AK: Tensor,
@@ -317,12 +322,44 @@ def train_arms(
     noise_from_step: int,
     device: torch.device,
 ) -> History:
-    """Gradient descent on fresh batches, the same for every arm; all arms and seeds at once, float32.
+    """Gradient descent on fresh batches, the same for every arm; all arms and many seeds at once, float32.
 
     Before `noise_from_step` every arm sees the views with correlations `alpha_AK`. From then on feature k of a view is
     beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 nothing changes, to
     the bit. theta starts as N(0, initial_scale^2 / D).
     """
+    num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(alpha_AK) * num_pairs**2))
+    histories = [
+        _train_together(
+            alpha_AK,
+            beta_AK,
+            seeds=seeds[first : first + num_at_once],
+            dim=dim,
+            num_pairs=num_pairs,
+            learning_rate=learning_rate,
+            initial_scale=initial_scale,
+            num_steps=num_steps,
+            noise_from_step=noise_from_step,
+            device=device,
+        )
+        for first in range(0, len(seeds), num_at_once)
+    ]
+    return History(*(torch.cat(parts, dim=1) for parts in zip(*(one.parts() for one in histories), strict=True)))
+
+
+def _train_together(
+    alpha_AK: Tensor,
+    beta_AK: Tensor,
+    *,
+    seeds: Sequence[int],
+    dim: int,
+    num_pairs: int,
+    learning_rate: float,
+    initial_scale: float,
+    num_steps: int,
+    noise_from_step: int,
+    device: torch.device,
+) -> History:
     num_arms, num_features = alpha_AK.shape
     alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (alpha_AK, beta_AK))
     independent_KMA, noise_KMA = (1 - alpha_KMA**2).sqrt() - 1, (1 - beta_KMA**2).sqrt()

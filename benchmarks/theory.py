@@ -1,0 +1,126 @@
+"""Theorem 4.1's grid as one batched computation against a loop over its points.
+
+    python -m benchmarks.theory [--points N] [--out JSON]
+
+Both compute the speed of a feature and the mean p_ii in the same batches, from the same draws, which are made
+beforehand, in float64. The loop calls, for each point, the closed-form gradient over all batches at once, so it is not
+slow for a want of vectorisation within a point; it is measured on every 20th point. The other loop, for scale, calls
+autograd for each point. Seconds are processor time of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import record
+from benchmarks.record import Line, Measured
+from data_pipeline.errors import run_command
+from trainer.memory import keep_freed_memory
+from trainer.theory.linear_model import (
+    FeatureStates,
+    angular_speed_at_a_point,
+    angular_speeds,
+    contrastive_loss,
+    draw_pairs,
+    views_of,
+)
+
+NUM_PAIRS, STRIDE = 32, 20
+LOOP = "a loop over points, closed form"
+CPU = torch.device("cpu")
+REST = FeatureStates.product([45], [0.6], [0.7])
+
+
+def states(num_points: int) -> tuple[FeatureStates, FeatureStates]:
+    """Angles of the feature, and correlations of the other, each as many as the root of `num_points`."""
+    num = math.ceil(math.sqrt(num_points))
+    weak = FeatureStates.product(torch.linspace(5, 85, num).tolist(), [0.4], [0.5])
+    return weak, FeatureStates.product([15], [0.6], torch.linspace(0, 0.95, num).tolist())
+
+
+def as_one(weak: FeatureStates, other: FeatureStates, pairs: Tensor) -> int:
+    for first in range(0, len(pairs), 8):
+        angular_speeds(weak, other, REST, pairs[first : first + 8])
+    return len(weak) * len(other)
+
+
+def as_a_loop(
+    point: Callable[[FeatureStates, FeatureStates, Tensor], object],
+    weak: FeatureStates,
+    other: FeatureStates,
+    pairs: Tensor,
+) -> int:
+    numbers = range(0, len(weak) * len(other), STRIDE)
+    for number in numbers:
+        p, q = divmod(number, len(other))
+        point(weak[p : p + 1], other[q : q + 1], pairs)
+    return len(numbers)
+
+
+def by_closed_form(weak: FeatureStates, other: FeatureStates, pairs: Tensor) -> object:
+    return angular_speed_at_a_point(weak, other, REST, pairs)
+
+
+def by_autograd(weak: FeatureStates, other: FeatureStates, pairs: Tensor) -> object:
+    features = (weak, other, REST)
+    angle_K, norm_K, alpha_K = (
+        torch.cat([getattr(one, name) for one in features]) for name in ("angle_P", "norm_P", "alpha_P")
+    )
+    rows = pairs.transpose(1, 2)
+    x, v = rows, views_of(rows, rows.flip(-1), alpha_K)
+    theta_K2 = norm_K[:, None] * torch.stack([angle_K.cos(), angle_K.sin()], dim=1)
+    theta_RK2 = theta_K2.expand(len(x), -1, -1).clone().requires_grad_()
+    return torch.autograd.grad(contrastive_loss(theta_RK2, x, v).sum(), theta_RK2)
+
+
+def points_a_second(compute: Callable[[], int]) -> float:
+    start = time.process_time()
+    num = compute()
+    return num / (time.process_time() - start)
+
+
+def against_the_loop(measured: Measured) -> float:
+    return measured["ours"] / measured[LOOP]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a grid of the linear model against a loop over its points")
+    parser.add_argument("--points", type=int, default=1000, metavar="N", help="of the grid, rounded up to a square")
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], metavar="R", help="at each point")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    before = record.circumstances(packages=["torch"])
+    weak, other = states(args.points)
+    results = []
+    for num_batches in args.batches:
+        pairs = draw_pairs(0, 0, num_batches, num_pairs=NUM_PAIRS, num_features=2 + len(REST), device=CPU)
+        computed: dict[str, Callable[[], int]] = {
+            "ours": partial(as_one, weak, other, pairs),
+            LOOP: partial(as_a_loop, by_closed_form, weak, other, pairs),
+            "a loop over points, autograd": partial(as_a_loop, by_autograd, weak, other, pairs),
+        }
+        for compute in computed.values():
+            compute()
+        peers = {name: partial(points_a_second, compute) for name, compute in computed.items()}
+        title = f"{len(weak) * len(other)} points, {num_batches} batches of {NUM_PAIRS} pairs at each"
+        line = Line(title, "points/s", peers, against_the_loop, "ratio", 20.0)
+        results.append(record.measure(line, num_rounds=args.rounds))
+        print(record.table(results[-1]), flush=True)
+    if args.out is not None:
+        args.out.write_text(json.dumps({**before, "lines": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+from scipy import stats
+
+from trainer.theory.claim import (
+    Claim,
+    Interval,
+    claim_table,
+    decide,
+    exactly,
+    judge,
+    moment_bounds,
+    simultaneous,
+    t_bounds,
+    t_interval,
+    worst,
+)
+
+CLAIM = Claim(name="a name", statement="Something is positive.", source="Somebody 1999, Theorem 1")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "at_least", "at_most", "verdict"),
+    [
+        (0.0, 1.0, 0.0, None, "holds"),
+        (-1e-9, 1.0, 0.0, None, "not decidable here"),
+        (-1.0, -1e-9, 0.0, None, "does not hold"),
+        (0.0, 1.0, None, 1.0, "holds"),
+        (0.0, 1.1, None, 1.0, "not decidable here"),
+        (1.1, 2.0, None, 1.0, "does not hold"),
+        (-0.1, 0.1, -0.2, 0.2, "holds"),
+        (-0.3, 0.1, -0.2, 0.2, "not decidable here"),
+        (-0.3, 0.3, -0.2, 0.2, "not decidable here"),
+        (0.3, 0.4, -0.2, 0.2, "does not hold"),
+        (-0.4, -0.3, -0.2, 0.2, "does not hold"),
+        (2.0, 2.0, 2.0, 2.0, "holds"),
+    ],
+)
+def test_the_verdict_is_that_of_the_whole_interval(
+    low: float, high: float, at_least: float | None, at_most: float | None, verdict: str
+) -> None:
+    assert decide(low, high, at_least=at_least, at_most=at_most) == verdict
+
+
+def test_a_claim_without_a_prediction_is_refused() -> None:
+    with pytest.raises(ValueError, match="a least value, a greatest value, or both"):
+        decide(0.0, 1.0)
+    with pytest.raises(ValueError, match="at_least 2 is above at_most 1"):
+        decide(0.0, 1.0, at_least=2, at_most=1)
+
+
+def test_an_interval_is_in_order_and_finite() -> None:
+    with pytest.raises(ValidationError, match="low <= high"):
+        Interval(value=0.0, low=1.0, high=0.0, kind="any")
+    with pytest.raises(ValidationError):
+        Interval(value=0.0, low=math.nan, high=1.0, kind="any")
+
+
+def test_the_t_interval_is_that_of_scipy() -> None:
+    values = [0.3, -1.2, 2.5, 0.9, 0.1]
+    low, high = stats.t.interval(0.99, df=4, loc=stats.tmean(values), scale=stats.sem(values))
+    interval = t_interval(values, confidence=0.99)
+    assert interval.low == pytest.approx(low)
+    assert interval.high == pytest.approx(high)
+    assert interval.kind == "99 % t-interval, 5 seeds"
+
+
+def test_one_value_says_nothing_of_the_spread() -> None:
+    with pytest.raises(ValueError, match="at least 2 values, got 1"):
+        t_bounds(torch.tensor([1.0]))
+
+
+def test_t_intervals_cover_what_they_say() -> None:
+    """Of 4,000 samples of 5 values the 90 % intervals hold the mean in 90 %, within 4 standard errors (1.9 %)."""
+    values_SP = torch.randn(5, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _, low_P, high_P = t_bounds(values_SP, confidence=0.9)
+    assert ((low_P < 0) & (high_P > 0)).double().mean().item() == pytest.approx(0.9, abs=0.019)
+
+
+def test_moment_bounds_are_the_normal_interval_of_the_mean() -> None:
+    values_N = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
+    low, high = moment_bounds(values_N.mean(), (values_N**2).mean(), num=400)
+    expected = stats.norm.interval(0.95, loc=values_N.mean().item(), scale=stats.sem(values_N.numpy()))
+    assert (low.item(), high.item()) == pytest.approx(expected)
+
+
+def test_simultaneous_intervals_share_out_what_may_be_missed() -> None:
+    assert simultaneous(0.95, 1) == pytest.approx(0.95)
+    assert 1 - simultaneous(0.95, 10) == pytest.approx(0.005)
+
+
+def test_the_worst_point_decides_as_all_of_them_would() -> None:
+    low_P, high_P = torch.tensor([0.1, -0.5, 0.3]), torch.tensor([0.2, 0.4, 0.5])
+    assert worst(low_P, high_P, at_least=0) == 1
+    assert worst(low_P, high_P, at_most=0.45) == 2
+    surely_below = torch.tensor([-9.0, -0.2, 0.1]), torch.tensor([9.0, -0.1, 0.2])
+    assert worst(*surely_below, at_least=0) == 1, "a point that refutes outweighs one that is merely uncertain"
+
+
+def test_the_table_tells_verdict_source_and_numbers() -> None:
+    results = [
+        judge(CLAIM, t_interval([1.0, 1.1, 0.9]), measured="metres gained", at_least=0),
+        judge(CLAIM, exactly(0.5, kind="largest of 3"), measured="metres off", at_most=0.1),
+        judge(CLAIM, Interval(value=3, low=0, high=4, kind="a guess"), measured="metres", at_least=-1, at_most=1),
+    ]
+    table = claim_table(results)
+    assert "HOLDS               a name (Somebody 1999, Theorem 1)" in table
+    assert "metres gained: 1 (0.7516 to 1.248, 95 % t-interval, 3 seeds); predicted at least 0" in table
+    assert "NOT DECIDABLE HERE" in table
+    assert "DOES NOT HOLD" in table
+    assert "predicted -1 to 1" in table

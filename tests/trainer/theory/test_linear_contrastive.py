@@ -1,0 +1,353 @@
+"""The linear model against plain versions of itself, and verdicts in settings whose truth is known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_pipeline.counter_rng import DrawKeys, normal
+from data_pipeline.errors import UserError
+from trainer.theory import linear_model
+from trainer.theory.claim import ClaimResult
+from trainer.theory.experiment import TheoryResult, override, run_experiment
+from trainer.theory.linear_contrastive import EXPERIMENT, TrainingSettings, Variation
+from trainer.theory.linear_model import (
+    FeatureStates,
+    History,
+    angular_speed_at_a_point,
+    angular_speeds,
+    contrastive_loss,
+    downstream_error,
+    draw_pairs,
+    gradient_error,
+    loss_gradient,
+    speed_grid,
+    train_arms,
+    views_of,
+)
+
+CPU = torch.device("cpu")
+ONE_FEATURE_MORE = FeatureStates.product([45], [0.6], [0.7])
+NONE_BESIDE = FeatureStates.product([], [], [])
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run(out: Path, *overrides: str) -> dict[str, ClaimResult]:
+    """Claims by name."""
+    return {result.claim.name: result for result in outcome(out, *overrides).claims}
+
+
+def outcome(out: Path, *overrides: str) -> TheoryResult:
+    settings = override(EXPERIMENT.defaults, overrides, where="test")
+    return run_experiment("linear_contrastive", EXPERIMENT, settings, out=out, device=CPU, show_progress=False)
+
+
+def test_views_have_the_correlations_they_are_given() -> None:
+    x, independent = gaussian(200_000, 3, 2), gaussian(200_000, 3, 2, seed=1)
+    alpha_K = torch.tensor([0.0, 0.5, 0.9], dtype=torch.float64)
+    v = views_of(x, independent, alpha_K)
+    along = (x[..., 0] * v[..., 0]).mean(0)
+    assert torch.allclose(along, alpha_K, atol=0.01)
+    assert torch.allclose((v**2).mean(0), torch.ones(3, 2, dtype=torch.float64), atol=0.02)
+    assert (x[..., 1] * v[..., 1]).mean(0).abs().max() < 0.01
+
+
+def test_the_loss_is_what_its_definition_says() -> None:
+    theta, x, v = gaussian(2, 3), gaussian(4, 2, 3, seed=1), gaussian(4, 2, 3, seed=2)
+    total = 0.0
+    for i in range(4):
+        z = [sum(float((theta[k] @ x[i, k]) * (theta[k] @ v[j, k])) for k in range(2)) for j in range(4)]
+        total -= math.log(math.exp(z[i]) / sum(math.exp(one) for one in z)) / 4
+    assert contrastive_loss(theta, x, v).item() == pytest.approx(total, rel=1e-12)
+
+
+def test_the_closed_form_is_the_gradient() -> None:
+    assert gradient_error(seeds=[0, 1], num_pairs=8, num_features=3, dim=4, device=CPU).max() < 1e-14
+
+
+def test_a_wrong_closed_form_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = loss_gradient
+    monkeypatch.setattr(linear_model, "loss_gradient", lambda *given: right(*given) * (1 + 1e-9))
+    assert run(tmp_path, "studies=[gradient]")["gradient"].verdict == "does not hold"
+
+
+def test_the_grid_is_a_loop_over_its_points() -> None:
+    weak = FeatureStates.product([5, 60, 85], [0.3, 2.0], [0.2, 0.9])
+    other = FeatureStates.product([0, 40, 90], [0.5, 3.0], [0.0, 0.8])
+    pairs = draw_pairs(3, 0, 5, num_pairs=12, num_features=3, device=CPU)
+    grid = angular_speeds(weak, other, ONE_FEATURE_MORE, pairs)
+    for p in range(0, len(weak), 3):
+        for q in range(len(other)):
+            speed_R, p_positive_R = angular_speed_at_a_point(weak[p : p + 1], other[q : q + 1], ONE_FEATURE_MORE, pairs)
+            assert torch.allclose(grid.speed_RPQ[:, p, q], speed_R, rtol=1e-10, atol=1e-12)
+            assert torch.allclose(grid.p_positive_RPQ[:, p, q], p_positive_R, rtol=1e-10)
+
+
+def test_the_speed_is_that_of_plain_gradients_in_any_dimension() -> None:
+    """-<dL/dtheta, u> / |theta| by autograd, of whole rows of 6 numbers, averaged over 4,000 batches."""
+    num, num_pairs, dim = 4_000, 8, 6
+    states = FeatureStates.product([60], [0.8], [0.5]), FeatureStates.product([15], [1.2], [0.9])
+    angle_K, norm_K, alpha_K = (
+        torch.cat([getattr(state, name) for state in states]) for name in ("angle_P", "norm_P", "alpha_P")
+    )
+    theta_KD = torch.zeros(2, dim, dtype=torch.float64)
+    theta_KD[:, 0], theta_KD[:, 3] = norm_K * angle_K.cos(), norm_K * angle_K.sin()
+    towards_D = torch.zeros(dim, dtype=torch.float64)
+    towards_D[0], towards_D[3] = angle_K[0].sin(), -angle_K[0].cos()
+    x = gaussian(num, num_pairs, 2, dim)
+    v = views_of(x, gaussian(num, num_pairs, 2, dim, seed=1), alpha_K)
+    theta_RKD = theta_KD.expand(num, -1, -1).clone().requires_grad_()
+    (gradient_RKD,) = torch.autograd.grad(contrastive_loss(theta_RKD, x, v).sum(), theta_RKD)
+    plain_R = -(gradient_RKD[:, 0] @ towards_D) / norm_K[0]
+    pairs = draw_pairs(0, 0, num, num_pairs=num_pairs, num_features=2, device=CPU)
+    ours_R = angular_speeds(*states, NONE_BESIDE, pairs).speed_RPQ[:, 0, 0]
+    standard_error = math.hypot(plain_R.std() / math.sqrt(num), ours_R.std() / math.sqrt(num))
+    assert abs(plain_R.mean() - ours_R.mean()) < 4 * standard_error
+    assert standard_error < 0.05 * ours_R.mean().abs()
+    assert ours_R.std() < plain_R.std(), "what lies across theta was averaged out"
+
+
+def test_the_speed_is_the_angle_lost_in_a_small_step() -> None:
+    angle, norm, step = math.radians(40), 0.7, 1e-6
+    weak, other = FeatureStates.product([40], [norm], [0.6]), FeatureStates.product([20], [1.0], [0.8])
+    pairs = draw_pairs(0, 0, 1, num_pairs=16, num_features=2, device=CPU)
+    speed = angular_speeds(weak, other, NONE_BESIDE, pairs).speed_RPQ.item()
+    # The step of theta has a part along it, of which only the second order turns it.
+    across = norm * speed * step
+    after = angle - math.atan2(across, norm)
+    assert (angle - after) / step == pytest.approx(speed, rel=1e-5)
+
+
+def test_a_grid_does_not_depend_on_how_its_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    weak, other = FeatureStates.product([30, 60], [0.5], [0.5]), FeatureStates.product([10], [1.0], [0.1, 0.9])
+
+    def grid() -> Tensor:
+        found = speed_grid(
+            weak,
+            other,
+            ONE_FEATURE_MORE,
+            reference_Q=torch.tensor([1, 1]),
+            seed=4,
+            num_batches=7,
+            num_pairs=6,
+            device=CPU,
+        )
+        return torch.stack([found.speed_PQ, found.p_positive_PQ, found.gain_PQ])
+
+    whole = grid()
+    monkeypatch.setitem(linear_model.CHUNK_NUMBERS, "cpu", 1)
+    assert torch.allclose(grid(), whole, rtol=1e-12)
+
+
+def test_norms_beyond_float64_are_refused() -> None:
+    weak, other = FeatureStates.product([10], [60], [0.5]), FeatureStates.product([10], [60], [0.5])
+    with pytest.raises(UserError, match="norms of the grid are too large"):
+        angular_speeds(weak, other, NONE_BESIDE, draw_pairs(0, 0, 3, num_pairs=16, num_features=2, device=CPU))
+
+
+def test_an_unlearned_feature_gives_no_gain_and_a_learned_one_does() -> None:
+    weak = FeatureStates.product([60], [0.4], [0.5])
+    other = FeatureStates.product([90, 15], [1.2], [0.0, 0.9])
+    found = speed_grid(
+        weak,
+        other,
+        NONE_BESIDE,
+        reference_Q=torch.tensor([1, 1, 3, 3]),
+        seed=0,
+        num_batches=300,
+        num_pairs=32,
+        device=CPU,
+    )
+    unlearned, _, learned, _ = found.gain_PQ[0].tolist()
+    assert abs(unlearned) < 1e-15
+    assert learned > 0.01
+
+
+THEOREM = [
+    "studies=[theorem]",
+    "num_seeds=4",
+    "theorem.num_batches_a_seed=200",
+    "theorem.point_other_norm=1.2",
+    "theorem.point_other_correlations=[0, 0.5, 0.95]",
+]
+SMALL_GRID = [
+    "theorem.weak_angles_degrees=[60]",
+    "theorem.weak_norms=[0.4]",
+    "theorem.weak_correlations=[0.5]",
+    "theorem.other_angles_degrees=[15]",
+    "theorem.other_correlations=[0, 0.9]",
+]
+
+
+def test_theorem_4_1_holds_where_its_conditions_do(tmp_path: Path) -> None:
+    claims = run(tmp_path, *THEOREM, *SMALL_GRID, "theorem.other_norms=[1.2]")
+    assert {name: claim.verdict for name, claim in claims.items()} == {
+        "theorem at a point": "holds",
+        "theorem, step by step": "holds",
+        "nothing from an unlearned feature": "holds",
+        "the task gets harder": "holds",
+        "theorem over the grid": "holds",
+    }
+
+
+def test_theorem_4_1_is_not_decided_by_an_unlearned_feature(tmp_path: Path) -> None:
+    """At 90 degrees every gain is the same number but for the last bit, so nothing may be concluded from its sign."""
+    claims = run(tmp_path, *THEOREM, *SMALL_GRID[:3], "theorem.other_angles_degrees=[90]", "theorem.other_norms=[1.2]")
+    result = claims["theorem over the grid"]
+    assert result.verdict != "does not hold"
+    assert abs(result.interval.value) < 1e-10
+
+
+def test_one_bad_point_of_a_grid_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Planted: at one of three norms the speed rises with the other feature's correlation."""
+    right = linear_model.angular_speeds
+
+    def wrong(weak: FeatureStates, other: FeatureStates, rest: FeatureStates, pairs: Tensor) -> linear_model.Speeds:
+        found = right(weak, other, rest, pairs)
+        planted_Q = torch.where(other.norm_P == 1.0, 0.1 * other.alpha_P, 0.0)
+        return linear_model.Speeds(found.speed_RPQ + planted_Q, found.p_positive_RPQ)
+
+    monkeypatch.setattr(linear_model, "angular_speeds", wrong)
+    result = run(tmp_path, *THEOREM, *SMALL_GRID, "theorem.other_norms=[0.8, 1.0, 1.2]")["theorem over the grid"]
+    assert result.verdict == "does not hold"
+    assert "other norms 1," in result.measured
+
+
+def train(alpha_AK: Tensor, beta_AK: Tensor, **changed: int) -> History:
+    sizes = {"dim": 4, "num_pairs": 12, "num_steps": 5, "noise_from_step": 3} | changed
+    return train_arms(alpha_AK, beta_AK, seeds=[0, 5], learning_rate=0.5, initial_scale=0.5, device=CPU, **sizes)
+
+
+def test_training_is_gradient_descent_on_whole_views() -> None:
+    """The plain loop: views made for each arm and seed, float64, autograd; the draws are those of the training."""
+    alpha_AK = torch.tensor([[0.2, 0.9, 0.9], [0.6, 0.8, 0.5]], dtype=torch.float64)
+    beta_AK = torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 0.7]], dtype=torch.float64)
+    history = train(alpha_AK, beta_AK)
+    for seed_place, seed in enumerate([0, 5]):
+        for arm in range(2):
+
+            def draws(step: int, purpose: int, rows: int, seed: int = seed) -> Tensor:
+                keys = DrawKeys(seed=0, epoch=step, index_B=torch.tensor([seed]), view=0)
+                return normal(keys, 3 * rows * 4, purpose=purpose).double().view(3, rows, 4)
+
+            theta = (draws(0, 0, 1)[:, 0] * 0.25).requires_grad_()
+            for step in range(5):
+                x, n, w = (draws(step, purpose, 12).transpose(0, 1) for purpose in (1, 2, 3))
+                v = views_of(x, n, alpha_AK[arm])
+                if step >= 3:
+                    beta = beta_AK[arm][:, None]
+                    v = beta * v + (1 - beta**2).sqrt() * w
+                angle = torch.acos(theta[:, 0].abs() / theta.norm(dim=1)).rad2deg()
+                place = (arm, seed_place, step)
+                assert history.weak_AST[place].item() == pytest.approx(angle[0].item(), abs=1e-3)
+                assert history.second_AST[place].item() == pytest.approx(angle[1].item(), abs=1e-3)
+                assert history.dominant_AST[place].item() == pytest.approx(angle[1:].mean().item(), abs=1e-3)
+                loss = contrastive_loss(theta, x, v)
+                assert history.loss_AST[place].item() == pytest.approx(loss.item(), abs=1e-4)
+                (gradient,) = torch.autograd.grad(loss, theta)
+                theta = (theta - 0.5 * gradient).detach().requires_grad_()
+
+
+def test_noise_of_beta_one_is_no_noise_to_the_bit() -> None:
+    alpha_AK = torch.tensor([[0.3, 0.9, 0.9]] * 2)
+    ones = torch.ones(2, 3)
+    with_noise_step, without = train(alpha_AK, ones, noise_from_step=2), train(alpha_AK, ones, noise_from_step=5)
+    assert torch.equal(with_noise_step.weak_AST, without.weak_AST)
+    assert torch.equal(with_noise_step.p_positive_AST, without.p_positive_AST)
+
+
+def test_arms_are_the_same_until_the_noise_starts() -> None:
+    alpha_AK = torch.tensor([[0.3, 0.9, 0.9]] * 2)
+    beta_AK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.5, 0.5]])
+    history = train(alpha_AK, beta_AK)
+    assert torch.equal(history.weak_AST[0, :, :4], history.weak_AST[1, :, :4])
+    assert not torch.equal(history.p_positive_AST[0, :, 3], history.p_positive_AST[1, :, 3])
+
+
+def test_total_noise_leaves_nothing_to_learn_from() -> None:
+    """With beta 0 the views say nothing of any feature, so no angle falls further in expectation."""
+    alpha_AK, beta_AK = torch.full((1, 2), 0.9), torch.zeros(1, 2)
+    history = train(alpha_AK, beta_AK, num_pairs=64, num_steps=40, noise_from_step=10)
+    assert history.dominant_AST[0, :, 10].max() < 25
+    assert history.dominant_AST[0, :, -1].mean() > history.dominant_AST[0, :, 10].mean()
+
+
+TRAINING = [
+    "studies=[training]",
+    "num_seeds=8",
+    "training.num_pairs=48",
+    "training.learning_rate=0.3",
+    "training.num_dominant=24",
+    "training.fewer_dominant=[1]",
+    "training.fewer_noised=[5]",
+    "training.weak_correlation=0.3",
+    "training.weak_correlations=[0.3]",
+    "training.variations=[]",
+    "training.num_steps=60",
+    "training.noise_from_step=25",
+]
+FEW_STEPS = ["num_seeds=2", "training.num_steps=6", "training.noise_from_step=3"]
+
+
+def test_the_noise_helps_the_weak_feature(tmp_path: Path) -> None:
+    result = outcome(tmp_path, *TRAINING, "training.other_betas=[0]")
+    claims = {one.claim.name: one.verdict for one in result.claims}
+    assert claims["weak feature"] == "holds"
+    assert claims["p_ii drops"] == "holds"
+    assert claims["fewer dominant features"] == "holds"
+    assert claims["total noise"] == "holds"
+    assert result.figures == ("linear_contrastive_training.png", "linear_contrastive_sweeps.png")
+    assert all(10_000 < (tmp_path / name).stat().st_size < 150_000 for name in result.figures)
+
+
+def test_without_noise_nothing_is_claimed(tmp_path: Path) -> None:
+    """beta 1 in the noisy arm: both arms are the same, so p_ii does not drop and the weak feature gains exactly 0."""
+    result = outcome(tmp_path, *TRAINING, *FEW_STEPS, "training.noise_beta=1", "training.other_betas=[]")
+    claims = {one.claim.name: one for one in result.claims}
+    assert claims["p_ii drops"].verdict == "does not hold"
+    assert claims["weak feature"].interval.value == 0
+    assert "total noise" not in claims
+
+
+def test_a_training_that_diverges_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"diverged at training.learning_rate 1e\+30"):
+        run(tmp_path, *TRAINING, *FEW_STEPS, "training.learning_rate=1e30", "training.other_betas=[]")
+
+
+def test_a_variation_changes_one_setting_and_is_checked() -> None:
+    training = TrainingSettings()
+    varied = training.varied(Variation(setting="num_pairs", value=64))
+    assert varied.num_pairs == 64
+    assert varied.learning_rate == training.learning_rate
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        TrainingSettings(variations=(Variation(setting="dim", value=1),))
+
+
+def test_the_error_is_the_angle(tmp_path: Path) -> None:
+    claims = run(tmp_path, "studies=[error]", "num_seeds=8", "error.num_samples_a_seed=50000", "error.tolerance=0.01")
+    assert claims["error is the angle"].verdict == "holds"
+
+
+def test_an_error_that_is_not_the_angle_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Counted at angles 2 degrees larger than told."""
+    module = "trainer.theory.linear_contrastive.downstream_error"
+    monkeypatch.setattr(module, lambda angles, **given: downstream_error([angle + 2 for angle in angles], **given))
+    claims = run(tmp_path, "studies=[error]", "num_seeds=8", "error.num_samples_a_seed=50000")
+    assert claims["error is the angle"].verdict == "does not hold"
+
+
+def test_the_error_of_a_trained_direction_is_its_angle_in_ten_dimensions() -> None:
+    """Whole inputs, so that nothing rests on the plane of the two directions."""
+    theta, x = gaussian(10), gaussian(200_000, 10, seed=1)
+    angle = math.acos(float(theta[0] / theta.norm()))
+    error = ((x @ theta > 0) != (x[:, 0] > 0)).double().mean().item()
+    assert error == pytest.approx(angle / math.pi, abs=4 * math.sqrt(0.25 / 200_000))
+    in_plane = downstream_error([math.degrees(angle)], seeds=[0], num_samples=200_000, device=CPU).item()
+    assert in_plane == pytest.approx(error, abs=6 * math.sqrt(0.25 / 200_000))
