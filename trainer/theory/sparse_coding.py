@@ -21,18 +21,9 @@ from trainer.theory.claim import t_bounds
 from trainer.theory.experiment import Experiment, Outcome, Part, Tensors
 from trainer.theory.figures import Curve, Map, Panel, draw
 from trainer.theory.sparse_coding_claims import Arms, arm_claims, gap_claim, growth_claims
-from trainer.theory.sparse_coding_model import (
-    train,
-)
+from trainer.theory.sparse_coding_model import train
 from trainer.theory.sparse_coding_probes import measure, measure_growth
-from trainer.theory.sparse_coding_settings import (
-    MASK_BIAS,
-    NONE_BIAS,
-    Arm,
-    Problem,
-    SparseCodingSettings,
-    problems,
-)
+from trainer.theory.sparse_coding_settings import MASK_BIAS, NONE_BIAS, Arm, Problem, SparseCodingSettings, problems
 
 
 def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:

@@ -60,7 +60,7 @@ class SparseCodingSettings(TheorySettings):
     trained_loss_fall: float = Field(default=0.03, gt=0, lt=1)
     settled_share: float = Field(default=0.2, gt=0, lt=1)
     seeds_per_part: PositiveInt = 2
-    noise_variances: tuple[NonNegativeFloat, ...] = (0.03, 0.05, 0.07, 0.1041, 0.16)
+    noise_variances: tuple[PositiveFloat, ...] = (0.03, 0.05, 0.07, 0.1041, 0.16)
     pixel_counts: tuple[PositiveInt, ...] = (32, 64, 128, 256, 512)
     feature_counts: tuple[int, ...] = (16, 24, 32)
     growth_pixels: PositiveInt = 256
