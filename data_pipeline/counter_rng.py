@@ -56,31 +56,36 @@ def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tens
 
 
 def normal(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
-    """(B, num) float32 numbers of the standard normal law, at most 5.77 in magnitude.
+    """(B, num) float32 numbers of the standard normal law, at most 5.77 in magnitude: `normal_pairs`, pair by pair."""
+    return normal_pairs(keys, (num + 1) // 2, purpose=purpose).transpose(1, 2).flatten(1)[:, :num]
+
+
+def normal_pairs(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
+    """(B, 2, num) float32 numbers of the standard normal law, at most 5.77 in magnitude.
 
     By Box and Muller (1958) from one hash for each two of them: its upper 24 bits are the radius, its lower 24 the
     angle. Devices agree to the rounding of their logarithm and cosine.
     """
-    key_B, num_pairs = _key(keys, purpose), (num + 1) // 2
-    pairs_BN2 = torch.empty(len(key_B), num_pairs, 2, device=key_B.device)
-    if key_B.device.type != "cpu":
-        _box_muller(_hash(key_B, num_pairs), out_BN2=pairs_BN2)
+    key_B = _key(keys, purpose)
+    pairs_B2N = torch.empty(len(key_B), 2, num, device=key_B.device)
+    if not _serves_numpy(key_B):
+        _box_muller(_hash(key_B, num), out_B2N=pairs_B2N)
     else:  # a few keys at a time, whose numbers stay in the cache
-        size = max(1, _CACHED_HASHES // max(1, num_pairs))
-        for part_B, part_BN2 in zip(torch.split(key_B, size), torch.split(pairs_BN2, size), strict=True):
-            _box_muller_by_numpy(_hash_by_numpy(part_B.numpy(), num_pairs), out_BN2=part_BN2)
-    return pairs_BN2.flatten(1)[:, :num]
+        size = max(1, _CACHED_HASHES // max(1, num))
+        for part_B, part_B2N in zip(torch.split(key_B, size), torch.split(pairs_B2N, size), strict=True):
+            _box_muller_by_numpy(_hash_by_numpy(part_B.numpy(), num), out_B2N=part_B2N.numpy())
+    return pairs_B2N
 
 
-def _box_muller(bits_BN: torch.Tensor, *, out_BN2: torch.Tensor) -> None:
+def _box_muller(bits_BN: torch.Tensor, *, out_B2N: torch.Tensor) -> None:
     # 1 less the upper bits: above 0, so that it has a logarithm.
     radius_BN = _shift_right(bits_BN, 40).to(torch.float32).mul_(-(2.0**-24)).add_(1).log_().mul_(-2).sqrt_()
     angle_BN = bits_BN.bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(_TURN)
-    torch.mul(angle_BN.cos(), radius_BN, out=out_BN2[..., 0])
-    torch.mul(angle_BN.sin_(), radius_BN, out=out_BN2[..., 1])
+    torch.mul(angle_BN.cos(), radius_BN, out=out_B2N[:, 0])
+    torch.mul(angle_BN.sin_(), radius_BN, out=out_B2N[:, 1])
 
 
-def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_BN2: torch.Tensor) -> None:
+def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_B2N: NDArray[np.float32]) -> None:
     """The same on a CPU, where NumPy takes a third of torch's time for most of these."""
     angle_BN = _to_float(bits_BN.astype(np.uint32) & np.uint32((1 << 24) - 1))
     angle_BN *= np.float32(_TURN)
@@ -90,12 +95,13 @@ def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_BN2: torch.Tensor) 
     np.log(radius_BN, out=radius_BN)
     radius_BN *= np.float32(-2)
     np.sqrt(radius_BN, out=radius_BN)
-    first_BN = np.cos(angle_BN)
-    first_BN *= radius_BN
-    second_BN = np.sin(angle_BN, out=angle_BN)
-    second_BN *= radius_BN
-    # Side by side, as torch does it quicker than NumPy.
-    torch.complex(torch.from_numpy(first_BN), torch.from_numpy(second_BN), out=torch.view_as_complex(out_BN2))
+    np.multiply(np.cos(angle_BN), radius_BN, out=out_B2N[:, 0])
+    np.multiply(np.sin(angle_BN, out=angle_BN), radius_BN, out=out_B2N[:, 1])
+
+
+def _serves_numpy(x: torch.Tensor) -> bool:
+    """Whether NumPy may compute in the place of torch: on a CPU, and there are data (a plan's tensors have none)."""
+    return x.device.type == "cpu" and type(x) is torch.Tensor
 
 
 def _to_float(numbers: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -109,7 +115,7 @@ def _key(keys: DrawKeys, purpose: int) -> torch.Tensor:
 
 def _hash(key_B: torch.Tensor, num: int) -> torch.Tensor:
     """(B, num) int64, all 64 bits random: of the counters 1 to `num` under each key."""
-    if key_B.device.type == "cpu":
+    if _serves_numpy(key_B):
         return torch.from_numpy(_hash_by_numpy(key_B.numpy(), num).view(np.int64))
     counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device) * _GOLDEN
     return _mix(key_B[:, None] + counter_N[None, :])

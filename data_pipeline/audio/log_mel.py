@@ -157,7 +157,7 @@ def _serves_numpy(x: Tensor) -> bool:
     """Whether NumPy may compute in the place of torch, which takes up to four times as long for thin products and for
     logarithms on a CPU.
     """
-    return x.device.type == "cpu" and not x.requires_grad
+    return x.device.type == "cpu" and not x.requires_grad and type(x) is Tensor
 
 
 def frames_that_hear(first_B: Tensor, length_B: Tensor, config: MelConfig) -> Tensor:

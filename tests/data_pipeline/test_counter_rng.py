@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.counter_rng import DrawKeys, integers, normal, uniform
+from data_pipeline.counter_rng import DrawKeys, integers, normal, normal_pairs, uniform
 from tests.trainer.views.kolmogorov import ks_p_value
 
 KEYS = DrawKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
@@ -40,9 +40,11 @@ def test_numpys_hash_and_normals_are_torchs() -> None:
     key_B, num_pairs = _key(KEYS, 3), 1_000
     bits_BN = _mix(key_B[:, None] + torch.arange(1, num_pairs + 1) * _GOLDEN)
     assert torch.equal(_hash(key_B, num_pairs), bits_BN)
-    pairs_BN2 = torch.empty(len(key_B), num_pairs, 2)
-    _box_muller(bits_BN, out_BN2=pairs_BN2)
-    torch.testing.assert_close(normal(KEYS, 2 * num_pairs, purpose=3), pairs_BN2.flatten(1), rtol=1e-5, atol=1e-6)
+    pairs_B2N = torch.empty(len(key_B), 2, num_pairs)
+    _box_muller(bits_BN, out_B2N=pairs_B2N)
+    torch.testing.assert_close(normal_pairs(KEYS, num_pairs, purpose=3), pairs_B2N, rtol=1e-5, atol=1e-6)
+    in_turn = normal(KEYS, 2 * num_pairs, purpose=3)
+    torch.testing.assert_close(torch.stack([in_turn[:, ::2], in_turn[:, 1::2]], dim=1), pairs_B2N, rtol=1e-5, atol=1e-6)
 
 
 def test_normals_are_what_they_were() -> None:

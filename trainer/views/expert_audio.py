@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, frames_that_hear, log_mel, power_mel
-from data_pipeline.counter_rng import DrawKeys, normal, uniform
+from data_pipeline.counter_rng import DrawKeys, normal_pairs, uniform
 from data_pipeline.schema import Schema
 from trainer.views.speed_and_pitch import change_pitch, change_speed
 
@@ -139,7 +139,7 @@ class Spectral(nn.Module):
         power_BMN = mask_power(power_mel(waveforms_BT, self.mel, needed_BN=needed_BN), draws)
         views_BMN = log_mel(power_BMN, self.mel)
         if self.config.noise_std:
-            noise_BX = normal(keys, power_BMN[0].numel(), purpose=_SPECTRAL_NOISE)
+            noise_BX = _normals(keys, power_BMN[0].numel(), purpose=_SPECTRAL_NOISE)
             views_BMN.add_(noise_BX.view_as(views_BMN), alpha=self.config.noise_std)
         return views_BMN[:, None]
 
@@ -210,7 +210,7 @@ class Waveform(nn.Module):
     def _noise(self, keys: DrawKeys, dtype: torch.dtype, *, out_BT: Tensor | None = None) -> Tensor | None:
         if not self.config.noise_std:
             return None
-        normal_BK = normal(keys, self.mel.num_points // 2 + 1, purpose=_WHITE_NOISE).to(dtype)
+        normal_BK = _normals(keys, self.mel.num_points // 2 + 1, purpose=_WHITE_NOISE).to(dtype)
         return white_noise(normal_BK, self.mel.num_points, std=self.config.noise_std, out_BT=out_BT)
 
 
@@ -322,6 +322,11 @@ def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: Wa
         if clears:
             view_T[:first] = 0
             view_T[end:] = 0
+
+
+def _normals(keys: DrawKeys, num: int, *, purpose: int) -> Tensor:
+    """(B, num) float32 of the standard normal law, in the order in which they are made: noise has none of its own."""
+    return normal_pairs(keys, (num + 1) // 2, purpose=purpose).flatten(1)[:, :num]
 
 
 def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
