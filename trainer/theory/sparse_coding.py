@@ -211,7 +211,8 @@ def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[
             curves.append(Curve(x, [arms.linear_ceiling for arms in grid], "best linear function of x", 6, ":"))
         if name == "loss":
             curves.append(Curve(x, [arms.problem.first_loss for arms in grid], "at the start", 6, ":"))
-        panels.append(Panel(title, label, y_label, curves, log_x=settings.study == "pixels"))
+        y_range = (-0.03, 1.05) if name == "coverage" else None
+        panels.append(Panel(title, label, y_label, curves, y_range=y_range, log_x=settings.study == "pixels"))
     return {f"sparse_{settings.study}": draw(panels)}
 
 
