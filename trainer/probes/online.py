@@ -10,7 +10,7 @@ Shapes: N bank pictures, M test pictures, C pooled channels, K classes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -99,17 +99,15 @@ def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[Labe
     return {f"probe/{space}/ridge": num / len(queries_MC) for space, num in zip(targets, num_right, strict=True)}
 
 
-def online_probe(config: RunConfig, encoder: Encoder, *, device: torch.device) -> Callable[[int], dict[str, float]]:
-    """What the training loop calls after each step, with the number of steps done: metrics, {} where no probe is due.
+def online_probe(config: RunConfig, encoder: Encoder, *, device: torch.device) -> OnlineProbe | None:
+    """The probe that a run's config wants, its samples read; None where it wants none.
 
-    Reads the samples here, if the config wants the probe. Raises `UserError` where they cannot be had.
+    Raises `UserError` where the samples cannot be had.
     """
-    every = config.probe.online_every_steps
-    if every is None:
-        return lambda completed: {}
+    if config.probe.online_every_steps is None:
+        return None
     data, num_train, num_test = config.data, config.probe.online_num_train, config.probe.online_num_test
     train = read_some(data.train_dir, num=num_train, read=data, draw=TRAIN_DRAW)
     test = read_some(data.test_dir, num=num_test, read=data)
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
-    probe = OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype)
-    return lambda completed: probe() if completed % every == 0 else {}
+    return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype)

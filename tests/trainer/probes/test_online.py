@@ -139,20 +139,23 @@ def test_of_a_remote_dataset_a_few_shards_are_fetched(tmp_path: Path) -> None:
     assert 0 < len(list((tmp_path / "cache").rglob("shard-*.tar"))) <= 8
 
 
-def test_the_loop_asks_after_each_step_and_is_answered_at_those_that_are_due(tmp_path: Path) -> None:
+def test_a_run_has_the_probe_that_its_config_asks_for(tmp_path: Path) -> None:
     write_tiny_pair(tmp_path, num_train=40, num_test=20)
     where = {"train_dir": str(tmp_path / "train"), "test_dir": str(tmp_path / "test")}
-    config = recipe("synchronized", online_every_steps=3, online_num_train=30)
+    config = recipe("synchronized", online_every_steps=3, online_num_train=30, online_num_test=10)
     config = config.model_copy(update={"data": config.data.model_copy(update=where)})
-    after = online_probe(config, build_players(config).encoder, device=CPU)
-    assert [bool(after(completed)) for completed in range(1, 8)] == [False, False, True, False, False, True, False]
+    probe = online_probe(config, build_players(config).encoder, device=CPU)
+    assert probe is not None
+    assert all(
+        10 * value == pytest.approx(round(10 * value)) for name, value in probe().items() if name != "probe/seconds"
+    )
 
 
 def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
     off = recipe("synchronized")
     assert off.probe.online_every_steps is None
     encoder = build_players(off).encoder
-    assert online_probe(off, encoder, device=CPU)(10) == {}
+    assert online_probe(off, encoder, device=CPU) is None
     with pytest.raises(UserError, match="data/debug/train does not exist; build it"):
         online_probe(recipe("synchronized", online_every_steps=1), encoder, device=CPU)
     with pytest.raises(UserError, match="label_base has classes dark, bright in the train set but"):
