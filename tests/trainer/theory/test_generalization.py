@@ -1,0 +1,458 @@
+"""The generalisation experiment against brute force, plain loops and planted truths and failures."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.objectives.barlow_twins import barlow_twins_loss
+from trainer.objectives.linear_loss import linear_loss
+from trainer.objectives.nt_xent import nt_xent_loss
+from trainer.objectives.split_loss import split_loss
+from trainer.theory import generalization, generalization_identities
+from trainer.theory.experiment import run_experiment
+from trainer.theory.generalization import EXPERIMENT, GeneralizationSettings, loss_floor, parts, trained_shares
+from trainer.theory.generalization_bound import (
+    BoundSettings,
+    Samples,
+    centre_condition,
+    concentration,
+    draw_samples,
+    largest_overlap,
+    measure_cells,
+)
+from trainer.theory.generalization_claims import (
+    judge_bound,
+    judge_classifiers,
+    judge_collapse,
+    judge_identities,
+    judge_theorems,
+)
+from trainer.theory.generalization_divergence import (
+    Population,
+    classify,
+    closest_centres,
+    population_of,
+    theorem_3_bound,
+    theorem_3_sharpened,
+    theorem_4_bounds,
+)
+from trainer.theory.generalization_encoders import (
+    EncoderSettings,
+    ObjectiveSettings,
+    class_centres,
+    draw_batch,
+    new_encoders,
+    train,
+)
+from trainer.theory.generalization_identities import IdentitySettings, centre_moment, measure_identities
+
+CPU = torch.device("cpu")
+TINY_ENCODERS = EncoderSettings(
+    num_classes=3,
+    input_dim=5,
+    hidden_dim=8,
+    embedding_dim=4,
+    num_steps=6,
+    batch_size=8,
+    log_every=3,
+    samples_a_class=3,
+    views_a_sample=2,
+    seeds_per_part=2,
+)
+TINY_BOUND = BoundSettings(
+    samples_a_class=60, outlier_shares=(0, 0.05), gains=(0, 0.01, 0.1), strengths=(0, 0.5, 2, 100), num_deltas=9
+)
+TINY = GeneralizationSettings(num_seeds=3, encoders=TINY_ENCODERS, bound=TINY_BOUND, classifier_steps=5)
+
+
+def verdicts(results: Any) -> dict[str, str]:
+    return {result.claim.name: result.verdict for result in results}
+
+
+def random_units(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1)
+
+
+# Identities
+
+
+def test_identities_hold() -> None:
+    found = measure_identities(IdentitySettings(batch_size=12, dim=5, num_classes=4), seeds=range(3), device=CPU)
+    assert set(verdicts(judge_identities(found, tolerance=1e-12)).values()) == {"holds"}
+
+
+def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with another weight, one without its constant, and an inequality whose right side is halved."""
+
+    def other_weight(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float) -> Tensor:
+        return barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=1.01 * off_diagonal_weight)
+
+    monkeypatch.setattr(generalization_identities, "barlow_twins_loss", other_weight)
+    settings = IdentitySettings(batch_size=12, dim=5, num_classes=4)
+    found = measure_identities(settings, seeds=range(3), device=CPU)
+    found["alignment_lemma"] *= 2
+    found["centre_moment"] = found["centre_moment"] + 1
+    wrong = verdicts(judge_identities(found, tolerance=1e-12))
+    assert wrong["the cross-correlation loss splits"] == "does not hold"
+    assert wrong["moment of the centres"] == "does not hold"
+    assert wrong["alignment from the cross-correlation loss"] == "does not hold"
+    assert wrong["InfoNCE splits"] == wrong["the linear loss wants mean zero"] == "holds"
+
+
+def test_the_moment_of_the_centres_needs_true_probabilities_not_their_sum() -> None:
+    """It is algebra: it holds for any weights, and for more classes than dimensions."""
+    centre_KD, p_K = random_units(7, 3), torch.linspace(0.1, 2, 7, dtype=torch.float64)
+    assert centre_moment(centre_KD, p_K) < 1e-14
+
+
+# Encoders
+
+
+def plain_loss(objective: ObjectiveSettings, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    weight, temperature = objective.divergence_weight, objective.temperature
+    if objective.loss == "linear":
+        return linear_loss(z_a_BD, z_b_BD, divergence_weight=weight)
+    if objective.loss == "barlow_twins":
+        return barlow_twins_loss(z_a_BD, z_b_BD)
+    if objective.loss == "split":
+        return split_loss(z_a_BD, z_b_BD, temperature=temperature, divergence_weight=weight)
+    return nt_xent_loss(z_a_BD, z_b_BD, temperature=temperature)
+
+
+@pytest.mark.parametrize("at", [0, 3, 5, 7])
+def test_lockstep_is_a_plain_loop(at: int) -> None:
+    """One seed and one objective, by a module, an optimiser and a schedule of torch's, and a loss of ours."""
+    settings, seed = TINY_ENCODERS, torch.tensor([1])
+    together = train(settings, seeds=(0, 1), device=CPU)
+    start = new_encoders(settings, seed)
+    first, second = torch.nn.Linear(5, 8), torch.nn.Linear(8, 4)
+    with torch.no_grad():
+        for layer, weight in ((first, start.first_SOIH), (second, start.second_SOHD)):
+            layer.weight.copy_(weight[0, at].T)
+            layer.bias.zero_()
+    model = torch.nn.Sequential(first, torch.nn.ReLU(), second)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.num_steps)
+    centre = class_centres(settings, seed)
+    losses = []
+    for step in range(settings.num_steps):
+        views = draw_batch(settings, centre, seed, step=step)
+        z_a_BD, z_b_BD = (F.normalize(model(view[0]), dim=1) for view in views)
+        loss = plain_loss(settings.objectives[at], z_a_BD, z_b_BD)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    torch.testing.assert_close(together.encoders.second_SOHD[1, at], second.weight.detach().T, rtol=1e-4, atol=1e-5)
+    expected = [losses[0], sum(losses[:3]) / 3, sum(losses[3:]) / 3]
+    torch.testing.assert_close(together.loss_SOL[1, at], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ObjectiveSettings(loss="info_nce", temperature=0.5),
+        ObjectiveSettings(loss="linear", divergence_weight=5),
+        ObjectiveSettings(loss="split", temperature=0.2, divergence_weight=0.4),
+    ],
+)
+def test_no_embeddings_pass_the_floor_of_a_loss(objective: ObjectiveSettings) -> None:
+    """And a regular simplex of as many points as the batch, which is the best there is, reaches it."""
+    num = 6
+    simplex = torch.eye(num, dtype=torch.float64) - 1 / num
+    floor = loss_floor(objective, num)
+    at_best = plain_loss(objective, simplex, simplex).item()
+    assert at_best == pytest.approx(floor, abs=1e-9)
+    for seed in range(20):
+        z_a, z_b = random_units(2, num, 4, seed=seed)
+        assert plain_loss(objective, z_a, z_b).item() > floor
+
+
+# Divergence of class centres
+
+
+def by_loops(z_KNAD: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of log(e^f1.f2 + e^f1.f-) and of f1 f2^T, pair by pair."""
+    K, N, A, D = z_KNAD.shape
+    rows = z_KNAD.reshape(-1, D)
+    logs, products = [], []
+    for k, n in itertools.product(range(K), range(N)):
+        for a, b in itertools.product(range(A), range(A)):
+            f1, f2 = z_KNAD[k, n, a], z_KNAD[k, n, b]
+            products.append(torch.outer(f1, f2))
+            logs += [math.log(math.exp(f1 @ f2) + math.exp(f1 @ other)) for other in rows]
+    return torch.tensor(logs, dtype=torch.float64).mean(), torch.stack(products).mean(0)
+
+
+def test_population_is_what_loops_find() -> None:
+    z_MKNAD = random_units(2, 3, 2, 2, 4)
+    found = population_of(z_MKNAD)
+    for m, z_KNAD in enumerate(z_MKNAD):
+        divergence, correlation = by_loops(z_KNAD)
+        torch.testing.assert_close(found.info_nce_divergence_M[m], divergence)
+        torch.testing.assert_close(found.correlation_MDD[m], correlation)
+    torch.testing.assert_close(found.centre_MKD, z_MKNAD.mean((2, 3)))
+    greatest = max((a @ b).item() for a, b in itertools.permutations(found.centre_MKD[1], 2))
+    assert closest_centres(found.centre_MKD)[1].item() == pytest.approx(greatest)
+
+
+def test_rank_counts_directions() -> None:
+    """Views that spread equally over 3 of 6 directions have rank 3."""
+    signed = torch.cat([torch.eye(6, dtype=torch.float64)[:3], -torch.eye(6, dtype=torch.float64)[:3]])
+    z_MKNAD = signed.view(1, 3, 1, 2, 6)
+    assert population_of(z_MKNAD).rank_M.item() == pytest.approx(3)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.3, 3.0])
+def test_no_embeddings_pass_the_bounds(spread: float) -> None:
+    """Of random centres, some of which coincide, at any spread of the views."""
+    for seed in range(10):
+        centre = random_units(4, 5, 1, 1, 6, seed=seed)
+        centre[:, 1] = centre[:, 0]
+        noise = random_units(4, 5, 3, 2, 6, seed=100 + seed)
+        population = population_of(F.normalize(centre + spread * noise, dim=-1))
+        closest_M = closest_centres(population.centre_MKD)
+        correlation = theorem_4_bounds(population)
+        for bound_M in (
+            theorem_3_bound(population),
+            theorem_3_sharpened(population),
+            correlation.printed_M,
+            correlation.sharpened_M,
+        ):
+            assert (closest_M <= bound_M + 1e-9).all()
+        assert (correlation.sharpened_M <= correlation.printed_M + 1e-9).all()
+        assert (theorem_3_sharpened(population) <= theorem_3_bound(population)).all()
+
+
+def simplex_population(num_classes: int, num_dims: int) -> Population:
+    corner_KK = F.normalize(torch.eye(num_classes, dtype=torch.float64) - 1 / num_classes, dim=-1)
+    padded = F.pad(corner_KK, (0, num_dims - num_classes))
+    return population_of(padded[None, :, None, None, :].expand(1, -1, 2, 2, -1))
+
+
+def test_the_sharpened_bounds_are_attained_by_a_simplex() -> None:
+    """Views without spread and centres as far apart as can be: Theorem 3's proof loses nothing but in its last step."""
+    population = simplex_population(5, 7)
+    assert closest_centres(population.centre_MKD).item() == pytest.approx(-0.25)
+    assert theorem_3_sharpened(population).item() == pytest.approx(-0.25, abs=1e-6)
+    assert theorem_3_bound(population).item() > 1
+
+
+def test_theorem_4_is_attained_by_orthogonal_centres() -> None:
+    """K = D orthogonal classes: C is the identity, all its terms are 0, and so is the product of centres."""
+    population = population_of(torch.eye(4, dtype=torch.float64)[None, :, None, None, :].expand(1, -1, 2, 2, -1))
+    bounds = theorem_4_bounds(population)
+    assert bounds.printed_M.item() == bounds.sharpened_M.item() == pytest.approx(0, abs=1e-7)
+
+
+def test_classifiers() -> None:
+    """Two classes on a line whose means mislead: a linear classifier separates them, nearest centre does not."""
+    far = torch.tensor([[0.1, 0.0], [0.1, 0.1], [10.0, 0.0], [10.0, 0.1]])
+    near = torch.tensor([[-0.1, 0.0], [-0.1, 0.1], [-0.2, 0.0], [-0.2, 0.1]])
+    both = torch.stack([far, near])[None]
+    found = classify(both, both, num_steps=300, learning_rate=0.5)
+    assert found.nearest_centre_M.item() == 0.25
+    assert found.linear_M.item() == 0
+    assert found.disagreements_M.item() == 0
+
+
+# Verdicts of planted metrics
+
+NAMES = ("cold", "hot", "line")
+LINEAR, HOT = (False, False, True), (False, True, False)
+
+
+def planted(rank: tuple[float, ...], closest: tuple[float, ...], share: float = 0.9) -> Mapping[str, Tensor]:
+    spread_S1 = torch.tensor([[-0.01], [0.0], [0.01]])
+    values = {"rank": torch.tensor(rank) + spread_S1, "closest": torch.tensor(closest) + spread_S1}
+    return values | {"trained": torch.full((3, 3), share)}
+
+
+def test_verdicts_of_planted_collapse() -> None:
+    found = verdicts(judge_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95)), trained=0.1))
+    assert found["linear loss: few directions"] == found["linear loss: centres coincide"] == "holds"
+    assert found["other losses: many directions"] == found["other losses: centres apart"] == "holds"
+    assert found["hot InfoNCE: many directions"] == found["hot InfoNCE: centres apart"] == "does not hold"
+    found = verdicts(judge_collapse(NAMES, LINEAR, HOT, planted((2, 9, 9), (0.95, 0, 0)), trained=0.1))
+    assert found["linear loss: few directions"] == found["linear loss: centres coincide"] == "does not hold"
+    assert found["other losses: many directions"] == found["other losses: centres apart"] == "does not hold"
+    assert found["hot InfoNCE: many directions"] == "holds"
+
+
+def test_losses_that_have_not_trained_decide_nothing() -> None:
+    results = judge_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95), share=0.05), trained=0.1)
+    assert set(verdicts(results).values()) == {"not decidable here"}
+    assert all("near its start" in result.measured for result in results)
+
+
+def test_share_of_the_training() -> None:
+    """Barlow Twins, whose floor is 0, from 4 to 1: three quarters."""
+    settings = GeneralizationSettings(encoders=EncoderSettings(objectives=(ObjectiveSettings(loss="barlow_twins"),)))
+    assert trained_shares(settings, torch.tensor([[[4.0, 3.0, 1.0]]])).item() == 0.75
+
+
+def test_verdicts_of_planted_theorems() -> None:
+    names = ("theorem_3", "theorem_3_sharpened", "theorem_4", "theorem_4_sharpened")
+    found = {"closest": torch.full((2, 3), 0.5)} | {name: torch.full((2, 3), 0.7) for name in names}
+    found["theorem_4"] = torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 0.49]])  # one encoder is above it
+    found["theorem_3"] = torch.full((2, 3), 100.0)
+    judged = verdicts(judge_theorems(found, info_nce_at_1=[0], barlow=[1]))
+    assert judged["theorem 3"] == judged["theorem 3 sharpened says something"] == "holds"
+    assert judged["theorem 3 says something"] == judged["theorem 4"] == "does not hold"
+
+
+def test_verdicts_of_planted_classifiers() -> None:
+    spread_S1 = torch.tensor([[-0.001], [0.0], [0.001]])
+    errors = {"nearest_centre_error": 0.1 + spread_S1.expand(3, 2), "disagreements": torch.zeros(3, 2)}
+    worse = errors | {"linear_error": torch.tensor([[0.1, 0.2]]).expand(3, 2)}
+    assert verdicts(judge_classifiers(("a", "b"), worse))["a linear classifier does as well"] == "does not hold"
+    better = errors | {"linear_error": torch.full((3, 2), 0.05), "disagreements": torch.ones(3, 2)}
+    judged = verdicts(judge_classifiers(("a", "b"), better))
+    assert judged == {"nearest centre is linear": "does not hold", "a linear classifier does as well": "holds"}
+
+
+# The error bound
+
+
+def largest_clique(close_NN: Tensor) -> int:
+    num = len(close_NN)
+    for size in range(num, 0, -1):
+        for chosen in itertools.combinations(range(num), size):
+            if all(close_NN[a, b] for a, b in itertools.combinations(chosen, 2)):
+                return size
+    return 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_overlap_is_the_largest_clique(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    position, radius = (torch.rand(9, generator=generator, dtype=torch.float64) for _ in range(2))
+    radius = radius / 3
+    close_NN = (position[:, None] - position).abs() <= radius[:, None] + radius
+    assert largest_overlap(position, radius).item() == largest_clique(close_NN)
+
+
+def test_concentration_is_that_of_views_on_a_grid() -> None:
+    """d_A by the least distance of views themselves, as points (t', u), and the largest clique by trying all."""
+    settings = BoundSettings(samples_a_class=8, outlier_shares=(0.25,), num_classes=2)
+    samples = draw_samples(settings, seeds=(3,), device=CPU)
+    strength, deltas = 0.2, torch.tensor([0.05, 0.6], dtype=torch.float64)
+    found = concentration(samples, strength=strength, deltas=deltas, outlier_distance=settings.outlier_angle)
+    step_V = torch.linspace(-1, 1, 2001, dtype=torch.float64)
+    for w, delta in enumerate(deltas):
+        shares = []
+        for k in range(2):
+            view_NV = samples.t_SQKN[0, 0, k, :, None] + strength * samples.b_SQKN[0, 0, k, :, None] * step_V
+            low_N, high_N, u_N = view_NV[:, 0], view_NV[:, -1], samples.u_QN[0]
+            gap_NN = torch.stack(
+                [(view_NV[n].clamp(low_N[:, None], high_N[:, None]) - view_NV[n]).abs().amin(1) for n in range(8)]
+            )
+            apart_NN = (gap_NN**2 + (u_N[:, None] - u_N) ** 2).sqrt()
+            shares.append(largest_clique(apart_NN <= delta) / 8)
+        assert found[0, 0, w].item() == min(shares)
+
+
+def brute_cell(settings: BoundSettings, samples: Samples, *, q: int, gain: float, strength: float) -> dict[str, float]:
+    """Centres by averaging over views on a grid in the embedding itself, the error by distances, L by pairs."""
+    K = settings.num_classes
+    corner_KK = F.normalize(torch.eye(K, dtype=torch.float64) - 1 / K, dim=-1)
+
+    def embed(phi: Tensor, k: int) -> Tensor:
+        return torch.cat([phi.cos()[..., None] * corner_KK[k], phi.sin()[..., None]], dim=-1)
+
+    step_V = (torch.arange(400, dtype=torch.float64) + 0.5) / 200 - 1
+    t_KN, b_KN, u_N = samples.t_SQKN[0, q], samples.b_SQKN[0, q], samples.u_QN[q]
+    view_KNV = t_KN[..., None] + strength * b_KN[..., None] * step_V
+    centre_KD = torch.stack([embed(gain * view_KNV[k] + u_N[:, None], k).mean((0, 1)) for k in range(K)])
+    wrong = [torch.cdist(embed(gain * t_KN[k] + u_N, k), centre_KD).argmin(1) != k for k in range(K)]
+    product = centre_KD @ centre_KD.T
+    return {
+        "error": torch.stack(wrong).double().mean().item(),
+        "closest": product.masked_fill(torch.eye(K, dtype=torch.bool), -9).max().item(),
+        "centre_shrinkage": 1 - product.diagonal().min().item(),
+    }
+
+
+@pytest.mark.parametrize(("gain", "strength"), [(0.1, 2.0), (0.1, 100.0), (0.01, 100.0), (0.1, 0.0)])
+def test_cells_are_what_brute_force_finds(gain: float, strength: float) -> None:
+    settings = BoundSettings.model_validate(TINY_BOUND.model_dump() | {"gains": (gain,), "strengths": (strength,)})
+    cells = measure_cells(settings, seeds=(4,), device=CPU)
+    samples = draw_samples(settings, seeds=(4,), device=CPU)
+    for q in range(2):
+        for name, value in brute_cell(settings, samples, q=q, gain=gain, strength=strength).items():
+            assert getattr(cells, name)[0, q, 0, 0].item() == pytest.approx(value, abs=2e-3), name
+
+
+def test_the_condition_is_the_papers() -> None:
+    """rho = 0.08: sqrt(2 rho) = 0.4."""
+    rho, shrinkage = (torch.tensor(value, dtype=torch.float64) for value in (0.08, 0.1))
+    assert centre_condition(rho, centre_shrinkage=shrinkage).item() == pytest.approx(1 - 0.08 - 0.4 - 0.05)
+
+
+def test_cells_of_a_seed_do_not_depend_on_the_others() -> None:
+    both, one = (measure_cells(TINY_BOUND, seeds=seeds, device=CPU) for seeds in ((0, 1), (1,)))
+    torch.testing.assert_close(both.bound[1:], one.bound)
+    torch.testing.assert_close(both.slack[1:], one.slack)
+
+
+def test_verdicts_of_planted_cells() -> None:
+    cells = generalization.parts(TINY)["bound"](CPU)
+    arguments: dict[str, Any] = {"num_classes": 4, "strengths": TINY_BOUND.strengths, "gains": TINY_BOUND.gains}
+    judged = verdicts(judge_bound(cells, **arguments))
+    assert judged["error bound"] == judged["error bound says something"] == judged["the condition is needed"] == "holds"
+    assert judged["stronger augmentation lets the bound hold"] == judged["too strong augmentation"] == "holds"
+    raised = dict(cells) | {"error": cells["error"] + 0.01}
+    assert verdicts(judge_bound(raised, **arguments))["error bound"] == "does not hold"
+    nowhere = dict(cells) | {"met": torch.zeros_like(cells["met"]), "bound": torch.ones_like(cells["bound"])}
+    judged = verdicts(judge_bound(nowhere, **arguments))
+    assert judged["error bound"] == "not decidable here"
+    assert judged["error bound says something"] == "does not hold"
+
+
+def test_outliers_must_be_apart() -> None:
+    with pytest.raises(ValueError, match=r"outlier_angle 2\.5 must exceed the width of t, 4"):
+        BoundSettings(half_width=2)
+
+
+# Runs
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_experiment("generalization", EXPERIMENT, TINY, out=tmp_path / "a", device=CPU, show_progress=False)
+    assert list(whole.seconds) == ["identities", "encoders_seeds_0_to_1", "encoders_seeds_2_to_2", "bound"]
+    calls: list[tuple[int, ...]] = []
+
+    def killed_at_second(*args: Any, seeds: tuple[int, ...], device: torch.device) -> Any:
+        calls.append(seeds)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return train(*args, seeds=seeds, device=device)
+
+    monkeypatch.setattr(generalization, "train", killed_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment("generalization", EXPERIMENT, TINY, out=tmp_path / "b", device=CPU, show_progress=False)
+    again = run_experiment("generalization", EXPERIMENT, TINY, out=tmp_path / "b", device=CPU, show_progress=False)
+    assert calls == [(0, 1), (2,), (2,)]
+    assert again.claims == whole.claims
+    assert again.tables == whole.tables
+    for figure in whole.figures:
+        assert (tmp_path / "a" / figure).read_bytes() == (tmp_path / "b" / figure).read_bytes()
+
+
+@pytest.mark.parametrize("study", ["identities", "encoders", "bound"])
+def test_every_study_runs_by_itself(study: str) -> None:
+    settings = GeneralizationSettings.model_validate(TINY.model_dump() | {"studies": (study,)})
+    outcome = EXPERIMENT.conclude(settings, {name: part(CPU) for name, part in parts(settings).items()})
+    names = [result.claim.name for result in outcome.claims]
+    assert len(set(names)) == len(names) > 0

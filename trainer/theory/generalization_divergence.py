@@ -1,0 +1,187 @@
+"""How far apart class centres are, and how far Theorems 3 and 4 of Huang et al. 2023 let them be.
+
+All is of a finite population, K classes of N samples of A views each, everything equally probable: its expectations are
+sums, so that an inequality on them has no error of sampling. f1 and f2 are embeddings of two views of a sample, drawn
+with replacement, f- of a view of a sample drawn by itself; mu_k is the mean embedding of class k and p = 1 / K its
+probability.
+
+The paper's theorems have a term tau of (sigma, delta), whose formula is in an appendix. In its place stands what the
+same steps need of the population itself, so that each bound is a theorem with no constant left open:
+
+- Theorem 3: log(e^x + e^y) is convex, so the mean of log(e^f1.f2 + e^f1.f-) over class k and class l is at least
+  log(e^a_k + e^mu_k.mu_l), a_k the mean of f1.f2 over class k, and a the least of these (at least 1 - epsilon where
+  views are at most epsilon apart). All pairs of classes together give L2. What the others may take away is at most tau.
+- Theorem 4: with C the mean of f1 f2^T and tau = |C - sum_k p mu_k mu_k^T|^2, |sum_k p mu_k mu_k^T - I|^2 is at most
+  2 |C - I|^2 + 2 tau, and equals sum_kl (p mu_k.mu_l - [k = l])^2 + D - K.
+
+`sharpened` ones use the same inequalities, but keep what the printed form throws away: in Theorem 3 the other pairs of
+classes, in Theorem 4 that |x + y| <= |x| + |y| and that the pair occurs twice.
+
+Shapes: M encoders, K classes, N samples of a class, A views of a sample, D dimensions, P = K N A embeddings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.objectives.health import effective_rank
+
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True)
+class Population:
+    """Of each encoder, (M, ...) in float64.
+
+    Attributes:
+        centre_MKD: mu_k.
+        alignment_MK: mean of f1.f2 over class k.
+        info_nce_divergence_M: the mean of log(e^f1.f2 + e^f1.f-), L2 of Theorem 3.
+        correlation_MDD: the mean of f1 f2^T.
+        rank_M: exp(entropy of the eigenvalues of the covariance of all embeddings, scaled to a sum of 1).
+    """
+
+    centre_MKD: Tensor
+    alignment_MK: Tensor
+    info_nce_divergence_M: Tensor
+    correlation_MDD: Tensor
+    rank_M: Tensor
+
+
+def population_of(z_MKNAD: Tensor) -> Population:
+    """What the bounds need of unit embeddings."""
+    z_MKNAD = z_MKNAD.double()
+    mean_MKND = z_MKNAD.mean(3)
+    z_MPD, rows_MND = z_MKNAD.flatten(1, 3), mean_MKND.flatten(1, 2)
+    centred_MPD = z_MPD - z_MPD.mean(1, keepdim=True)
+    covariance_MDD = centred_MPD.mT @ centred_MPD / z_MPD.shape[1]
+    return Population(
+        centre_MKD=mean_MKND.mean(2),
+        alignment_MK=mean_MKND.square().sum(-1).mean(2),
+        info_nce_divergence_M=torch.stack([_divergence(z_KNAD) for z_KNAD in z_MKNAD]),
+        correlation_MDD=rows_MND.mT @ rows_MND / rows_MND.shape[1],
+        rank_M=torch.func.vmap(effective_rank)(covariance_MDD),
+    )
+
+
+def _divergence(z_KNAD: Tensor) -> Tensor:
+    """The mean of log(e^f1.f2 + e^f1.f-), over all of P f1, A f2 and P f-."""
+    z_PD = z_KNAD.flatten(0, 2)
+    own_PA = (z_KNAD @ z_KNAD.mT).flatten(0, 2)
+    others_PP = z_PD @ z_PD.T
+    # log(e^x + e^y) = y + log(1 + e^(x - y))
+    return others_PP.mean() + F.softplus(own_PA[:, :, None] - others_PP[:, None, :]).mean()
+
+
+def closest_centres(centre_MKD: Tensor) -> Tensor:
+    """(M,) the greatest mu_k.mu_l of two different classes."""
+    product_MKK = centre_MKD @ centre_MKD.mT
+    own_KK = torch.eye(product_MKK.shape[-1], dtype=torch.bool, device=product_MKK.device)
+    return product_MKK.masked_fill(own_KK, -torch.inf).amax((-2, -1))
+
+
+def theorem_3_bound(population: Population) -> Tensor:
+    """(M,) log(exp((L2 + tau) / p^2) - exp(a)): what no mu_k.mu_l exceeds; 1 is the trivial bound."""
+    p = 1 / population.centre_MKD.shape[1]
+    a_M = population.alignment_MK.amin(1)
+    tau_M = -torch.logaddexp(a_M, torch.full_like(a_M, -1.0)).clamp(max=0)
+    exponent_M = (population.info_nce_divergence_M + tau_M) / p**2
+    return exponent_M + torch.log1p(-(a_M - exponent_M).exp())
+
+
+def theorem_3_sharpened(population: Population) -> Tensor:
+    """(M,) the greatest t = mu_k.mu_l, at most 1, with which all pairs of classes together can have this L2.
+
+    Pairs of a class with itself have |mu_k|^2, the pair in question t, twice, and the rest, of weight w, have at least
+    the value at their mean alignment and mean product; the latter is known as the mean of all is |sum_k p mu_k|^2.
+    """
+    centre_MKD, a_MK = population.centre_MKD, population.alignment_MK
+    K = centre_MKD.shape[1]
+    p = 1 / K
+    square_MK = centre_MKD.square().sum(-1)
+    own_M11 = (p**2 * torch.logaddexp(a_MK, square_MK)).sum(1)[:, None, None]
+    remaining_M11 = (centre_MKD.mean(1).square().sum(-1) - (p**2 * square_MK).sum(1))[:, None, None]
+    weight = 1 - p - 2 * p**2
+    a_of_pair_MKK = (a_MK[:, :, None] + a_MK[:, None, :]) / 2
+    a_of_rest_MKK = (p * (1 - p) * a_MK.sum(1)[:, None, None] - 2 * p**2 * a_of_pair_MKK) / weight
+
+    def least_divergence(t_MKK: Tensor) -> Tensor:
+        rest_MKK = (remaining_M11 - 2 * p**2 * t_MKK) / weight
+        of_pair_MKK = 2 * p**2 * torch.logaddexp(a_of_pair_MKK, t_MKK)
+        return own_M11 + of_pair_MKK + weight * torch.logaddexp(a_of_rest_MKK, rest_MKK)
+
+    # From where this convex function is least: there the derivative by t, of both terms, is 0.
+    low_MKK = (weight * (a_of_pair_MKK - a_of_rest_MKK) + remaining_M11) / (1 - p)
+    high_MKK = torch.ones_like(low_MKK)
+    for _ in range(_BISECTIONS):
+        middle_MKK = (low_MKK + high_MKK) / 2
+        possible_MKK = least_divergence(middle_MKK) <= population.info_nce_divergence_M[:, None, None]
+        low_MKK = torch.where(possible_MKK, middle_MKK, low_MKK)
+        high_MKK = torch.where(possible_MKK, high_MKK, middle_MKK)
+    own_KK = torch.eye(K, dtype=torch.bool, device=high_MKK.device)
+    return high_MKK.masked_fill(own_KK, -torch.inf).amax((1, 2))
+
+
+@dataclass(frozen=True)
+class CorrelationBounds:
+    """(M,) each, of embeddings of length sqrt(D), divided by D so that 1 is the trivial bound."""
+
+    printed_M: Tensor
+    sharpened_M: Tensor
+
+
+def theorem_4_bounds(population: Population) -> CorrelationBounds:
+    """sqrt(2 (L2 + tau - (D - K) / 2)) / p, and sqrt(((sqrt(L2) + sqrt(tau))^2 - (D - K)) / 2) / p; L2 = |C - I|^2."""
+    K, D = population.centre_MKD.shape[1:]
+    p = 1 / K
+    correlation_MDD = D * population.correlation_MDD
+    moment_MDD = D * p * population.centre_MKD.mT @ population.centre_MKD
+    identity_DD = torch.eye(D, dtype=moment_MDD.dtype, device=moment_MDD.device)
+    loss_M = (correlation_MDD - identity_DD).square().sum((-2, -1))
+    tau_M = (correlation_MDD - moment_MDD).square().sum((-2, -1))
+    printed_M = (2 * (loss_M + tau_M - (D - K) / 2)).clamp(min=0).sqrt() / p
+    sharpened_M = (((loss_M.sqrt() + tau_M.sqrt()).square() - (D - K)) / 2).clamp(min=0).sqrt() / p
+    return CorrelationBounds(printed_M / D, sharpened_M / D)
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Test errors, (M,) each, and of how many test embeddings nearest centre and its linear form disagree."""
+
+    nearest_centre_M: Tensor
+    linear_M: Tensor
+    disagreements_M: Tensor
+
+
+def classify(train_MKPD: Tensor, test_MKPD: Tensor, *, num_steps: int, learning_rate: float) -> Classified:
+    """Nearest centre against the linear classifier of least cross-entropy, both from P training embeddings of a class.
+
+    The linear one starts from the nearest-centre classifier, argmax_k mu_k.f - |mu_k|^2 / 2, and is trained on all of
+    them at once by Adam.
+    """
+    train_MKPD, test_MKPD = train_MKPD.double(), test_MKPD.double()
+    M, K, P, _ = train_MKPD.shape
+    centre_MKD = train_MKPD.mean(2)
+    label_KP = torch.arange(K, device=train_MKPD.device)[:, None]
+    features_MND, test_MND = train_MKPD.flatten(1, 2), test_MKPD.flatten(1, 2)
+    weight_MDK = centre_MKD.mT.clone().requires_grad_()
+    bias_M1K = (-centre_MKD.square().sum(-1) / 2)[:, None].clone().requires_grad_()
+    by_score_MKP = (test_MND @ weight_MDK + bias_M1K).detach().argmax(-1).view(M, K, -1)
+    by_distance_MKP = torch.cdist(test_MND, centre_MKD).argmin(-1).view(M, K, -1)
+    optimizer = torch.optim.Adam([weight_MDK, bias_M1K], lr=learning_rate)
+    targets = label_KP.expand(K, P).flatten().repeat(M)
+    for _ in range(num_steps):
+        scores = (features_MND @ weight_MDK + bias_M1K).flatten(0, 1)
+        optimizer.zero_grad()
+        (F.cross_entropy(scores, targets) * M).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    trained_MKP = (test_MND @ weight_MDK + bias_M1K).detach().argmax(-1).view(M, K, -1)
+    return Classified(
+        nearest_centre_M=(by_distance_MKP != label_KP).double().mean((1, 2)),
+        linear_M=(trained_MKP != label_KP).double().mean((1, 2)),
+        disagreements_M=(by_distance_MKP != by_score_MKP).sum((1, 2)),
+    )
