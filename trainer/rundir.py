@@ -2,8 +2,8 @@
 
 RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled.txt  wandb/  wandb_run_id
          job.json  code/  logs/  (of a job that was submitted)
-         checkpoints/step_00010000/ ...  LATEST  probes/step_00010000/base.json overlay.json
-         analysis/*.json *.png  report.html
+         checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
+         probes/step_00010000/base.json overlay.json heads.safetensors ...  probes/curves.json
 """
 
 from __future__ import annotations

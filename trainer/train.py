@@ -28,6 +28,7 @@ from trainer.optim import learning_rate_at
 from trainer.players import build_players, build_run_objective
 from trainer.preemption import StoppedError, StopRequests
 from trainer.preflight import claim, log_start, node_share, on_first_rank, read_manifests
+from trainer.probes.online import online_probe
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.rundir import RunDir
 from trainer.skips import SkipLog
@@ -38,7 +39,8 @@ from trainer.watchdog import Watchdog, start_watchdog
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_SECONDS, CLOSING_SECONDS = 600.0, 60.0  # that a slow disk and a slow server may take
+# What a slow disk, a large probe and a slow server may take.
+CHECKPOINT_SECONDS, PROBE_SECONDS, CLOSING_SECONDS = 600.0, 600.0, 60.0
 
 
 def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
@@ -106,6 +108,7 @@ def _train(
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
     optimizers = config.engine_optimizers
+    probe, probe_every = online_probe(config, players.encoder, device=device), config.probe.online_every_steps or 1
     alarms = Alarms(config.alarms)
     clock = Clock(device=device, every=config.log_every_steps)
     with (
@@ -128,9 +131,10 @@ def _train(
             skipped_steps.add(batch, output, rates)
             bad_samples.add(batch.bad)
             completed, note = batch.step + 1, ""
+            metrics: dict[str, float] = {}
             if completed % config.log_every_steps == 0 or completed in {1, num_steps}:
-                metrics = all_reduce_mean_scalars(output.read())
-                metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+                values = all_reduce_mean_scalars(output.read())
+                metrics = {name: value for name, value in values.items() if math.isfinite(value)}
                 for alarm in alarms.check(metrics, completed) if first else ():
                     logger.warning("%s", alarm)
                 metrics["train/skipped_steps"] = skipped_steps.total
@@ -138,8 +142,11 @@ def _train(
                 metrics |= all_reduce_mean_scalars(clock.read(num_samples=config.global_batch_size))
                 metrics |= {f"optim/{name}_learning_rate": rate for name, rate in rates.items()}
                 note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
-                if tracker is not None:
-                    tracker.log(completed, {"epoch": batch.epoch} | metrics)
+            if probe is not None and completed % probe_every == 0:
+                with watchdog.patience(PROBE_SECONDS, "probing"):
+                    metrics |= probe()
+            if tracker is not None and metrics:
+                tracker.log(completed, {"epoch": batch.epoch} | metrics)
             stops = stop_requests.agreed() and completed < num_steps
             if completed % config.checkpoint_every_steps == 0 or completed == num_steps or stops:
                 settle_running_statistics(players.encoder)

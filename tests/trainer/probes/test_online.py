@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from data_pipeline.stream import ReadConfig
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.probes.toy import toy_pictures
+from trainer.checkpoint import load_players
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.players import build_players
@@ -22,6 +24,8 @@ from trainer.probes.features import LABEL_SPACES, read_pictures, read_some
 from trainer.probes.knn import probe_knn
 from trainer.probes.online import OnlineProbe, online_probe
 from trainer.probes.targets import label_targets
+from trainer.rundir import RunDir
+from trainer.train import train
 
 CPU = torch.device("cpu")
 TRAIN, TEST = toy_pictures(303, seed=0), toy_pictures(103, seed=1, num_wrong=13)
@@ -167,3 +171,25 @@ def _renamed() -> Any:
     names = pictures.manifest.label_names.model_copy(update={"base": ("cat", "dog")})
     object.__setattr__(pictures, "manifest", pictures.manifest.model_copy(update={"label_names": names}))
     return pictures
+
+
+def train_on_tiny_data(data: Path, directory: Path, every: int | None) -> None:
+    changes = {"data": {"train_dir": f"{data}/train", "test_dir": f"{data}/test", "num_workers": 0}}
+    changes |= {"probe": {"online_every_steps": every}, "encoder": {"width": 1}, "tracking": {"wandb": "disabled"}}
+    config = debug.image().model_dump()
+    for section, values in changes.items():
+        config[section] |= values
+    config |= {"global_batch_size": 8, "num_epochs": 2, "log_every_steps": 4, "checkpoint_every_steps": 100}
+    train(RunConfig.model_validate(config), RunDir(directory), device=CPU, command="test")
+
+
+def test_the_training_loop_probes_at_its_steps_and_learns_the_same(tmp_path: Path) -> None:
+    """Two ranks, ten steps: probes after every third, in the line of the same step where that is logged as well."""
+    data = write_tiny_pair(tmp_path / "data", num_train=43, num_test=20)
+    for name, every in (("without", None), ("with", 3)):
+        run_ranks(train_on_tiny_data, 2, data, tmp_path / name, every)
+    lines = [json.loads(line) for line in (tmp_path / "with" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 3, 4, 6, 8, 9, 10]
+    assert [line["step"] for line in lines if "probe/base/knn" in line and "probe/overlay/ridge" in line] == [3, 6, 9]
+    without, with_probes = (load_players(RunDir(tmp_path / name)).encoder.state_dict() for name in ("without", "with"))
+    assert all(torch.equal(without[name], value) for name, value in with_probes.items())
