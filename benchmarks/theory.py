@@ -2,10 +2,9 @@
 
     python -m benchmarks.theory [--points N] [--out JSON]
 
-Both compute the speed of a feature and the mean p_ii in the same batches, from the same draws, which are made
-beforehand, in float64. The loop calls, for each point, the closed-form gradient over all batches at once, so it is not
-slow for a want of vectorisation within a point; it is measured on every 20th point. The other loop, for scale, calls
-autograd for each point. Seconds are processor time of one thread.
+Both are of the same batches, drawn beforehand, in float64. A loop calls, for each point, the closed-form gradient or
+autograd over all batches at once, so it is not slow for want of vectorisation within a point; it is measured on every
+20th point. The ratio is to the faster of the two. Rates are by the processor time of one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from trainer.theory.linear_model import (
 )
 
 NUM_PAIRS, STRIDE = 32, 20
-LOOP = "a loop over points, closed form"
 CPU = torch.device("cpu")
 REST = FeatureStates.product([45], [0.6], [0.7])
 
@@ -48,8 +46,8 @@ def states(num_points: int) -> tuple[FeatureStates, FeatureStates]:
 
 
 def as_one(weak: FeatureStates, other: FeatureStates, pairs: Tensor) -> int:
-    for first in range(0, len(pairs), 8):
-        angular_speeds(weak, other, REST, pairs[first : first + 8])
+    for first in range(0, len(pairs), 2):
+        angular_speeds(weak, other, REST, pairs[first : first + 2])
     return len(weak) * len(other)
 
 
@@ -88,8 +86,8 @@ def points_a_second(compute: Callable[[], int]) -> float:
     return num / (time.process_time() - start)
 
 
-def against_the_loop(measured: Measured) -> float:
-    return measured["ours"] / measured[LOOP]
+def against_the_faster_loop(measured: Measured) -> float:
+    return measured["ours"] / max(rate for name, rate in measured.items() if name != "ours")
 
 
 def main() -> None:
@@ -108,14 +106,14 @@ def main() -> None:
         pairs = draw_pairs(0, 0, num_batches, num_pairs=NUM_PAIRS, num_features=2 + len(REST), device=CPU)
         computed: dict[str, Callable[[], int]] = {
             "ours": partial(as_one, weak, other, pairs),
-            LOOP: partial(as_a_loop, by_closed_form, weak, other, pairs),
+            "a loop over points, closed form": partial(as_a_loop, by_closed_form, weak, other, pairs),
             "a loop over points, autograd": partial(as_a_loop, by_autograd, weak, other, pairs),
         }
         for compute in computed.values():
             compute()
         peers = {name: partial(points_a_second, compute) for name, compute in computed.items()}
         title = f"{len(weak) * len(other)} points, {num_batches} batches of {NUM_PAIRS} pairs at each"
-        line = Line(title, "points/s", peers, against_the_loop, "ratio", 20.0)
+        line = Line(title, "points/s", peers, against_the_faster_loop, "ratio", 20.0)
         results.append(record.measure(line, num_rounds=args.rounds))
         print(record.table(results[-1]), flush=True)
     if args.out is not None:

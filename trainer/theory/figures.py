@@ -84,8 +84,8 @@ def _draw_curves(axis: Any, panel: Panel) -> None:
         x, color = _array(curve.x), COLORS[curve.color % len(COLORS)]
         if curve.low is not None and curve.high is not None:
             axis.fill_between(x, _array(curve.low), _array(curve.high), color=color, alpha=0.18, linewidth=0)
-        line = curve.style or "none"
-        axis.plot(x, _array(curve.y), line, color=color, marker=curve.marker, markersize=4, label=curve.label or None)
+        style = {"linestyle": curve.style or "none", "marker": curve.marker, "markersize": 4}
+        axis.plot(x, _array(curve.y), color=color, label=curve.label or None, **style)
     for x_mark in panel.vertical:
         axis.axvline(x_mark, color=_INK, linewidth=0.8, linestyle=":")
     if panel.y_range is not None:

@@ -164,17 +164,18 @@ def angular_speeds(weak: FeatureStates, other: FeatureStates, rest: FeatureState
     weak, other, rest = weak.to(device), other.to(device), rest.to(device)
     z_RMPM, across_RMPM = _weak_terms(weak, g_RKM2[:, 0])
     if len(rest):
-        z_RMPM = z_RMPM + _rest_logits(rest, g_RKM2[:, 2:])[:, :, None, :]
+        z_RMPM += _rest_logits(rest, g_RKM2[:, 2:])[:, :, None, :]
     along_x_RQM, along_v_RQM, _, _ = _in_plane(other, g_RKM2[:, 1])
     e_RMPM = _stable_exp(z_RMPM)
     e_RMQM = _stable_exp(along_x_RQM.mT[..., None] * along_v_RQM[:, None])
     sum_RMPQ = e_RMPM @ e_RMQM.mT
     if not bool((sum_RMPQ > 0).all()):
         raise UserError("the norms of the grid are too large: float64 loses a softmax sum; use norms of 4 or less")
-    expected_RMPQ = (e_RMPM * across_RMPM) @ e_RMQM.mT / sum_RMPQ
-    speed_RPQ = (_own(across_RMPM)[..., None] - expected_RMPQ).mean(1) / weak.norm_P[:, None]
+    own_across_RP = _own(across_RMPM).mean(1)
+    expected_RPQ = (across_RMPM.mul_(e_RMPM) @ e_RMQM.mT).div_(sum_RMPQ).mean(1)
+    speed_RPQ = (own_across_RP[..., None] - expected_RPQ) / weak.norm_P[:, None]
     positive_RMPQ = _own(e_RMPM)[..., :, None] * _own(e_RMQM)[..., None, :]
-    return Speeds(speed_RPQ, (positive_RMPQ / sum_RMPQ).mean(1))
+    return Speeds(speed_RPQ, positive_RMPQ.div_(sum_RMPQ).mean(1))
 
 
 def angular_speed_at_a_point(
@@ -216,7 +217,7 @@ def _weak_terms(weak: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
     along_x_RPM, along_v_RPM, across_x_RPM, across_v_RPM = _in_plane(weak, g_RM2)
     along_x, across_x = along_x_RPM.mT[..., None], across_x_RPM.mT[..., None]
     along_v, across_v = along_v_RPM[:, None], across_v_RPM[:, None]
-    return along_x * along_v, across_x * along_v + along_x * across_v
+    return along_x * along_v, torch.addcmul(across_x * along_v, along_x, across_v)
 
 
 def _rest_logits(rest: FeatureStates, g_RKM2: Tensor) -> Tensor:
@@ -226,7 +227,8 @@ def _rest_logits(rest: FeatureStates, g_RKM2: Tensor) -> Tensor:
 
 
 def _stable_exp(z: Tensor) -> Tensor:
-    return (z - z.amax(-1, keepdim=True)).exp_()
+    """Of each row over its greatest, in the place of `z`."""
+    return z.sub_(z.amax(-1, keepdim=True)).exp_()
 
 
 def _own(by_pair_RMPM: Tensor) -> Tensor:
