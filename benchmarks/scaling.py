@@ -17,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import socket
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -32,6 +31,7 @@ from benchmarks.record import ratio_line
 from benchmarks.step_throughput import configure, step_of
 from data_pipeline.errors import UserError, run_command
 from data_pipeline.sample import NO_LABEL, Batch
+from launch.ports import free_ports
 from trainer.accounting import Accounts
 from trainer.distributed.collectives import barrier
 from trainer.distributed.env import WorldEnv, destroy_process_group, init_process_group
@@ -81,13 +81,6 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection) ->
             destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def least_bytes(size: int) -> int:
     """What the method has to put into collectives, of one rank."""
     config = configure(Path("unread"), global_batch_size=size * NUM_PROCESSES)
@@ -118,7 +111,7 @@ def main() -> None:
         pipes.append(ours)
 
     def ask(what: str) -> list[Any]:
-        port = free_port()
+        port = free_ports(1)[0]
         for pipe in pipes:
             pipe.send(what)
             if what != "apart":

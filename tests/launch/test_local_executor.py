@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import launch.slurm
+from launch.ports import free_ports
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir
 
@@ -59,6 +62,20 @@ def test_every_launcher_gives_the_same_curve(recipe: list[str], tmp_path: Path) 
     (job_id,) = re.findall(r"^job (\d+): 2 rank\(s\) on this machine$", shown, re.MULTILINE)
     assert re.search(r"^1 +0 +\S+ +1 +cpu +\d+$", shown, re.MULTILINE), "rank 1 is not in the rank table"
     assert (tmp_path / "local" / "logs" / f"{job_id}_1_log.out").is_file()
+
+
+def test_a_port_that_is_taken_meanwhile_is_passed_over(
+    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setattr(launch.slurm, "free_ports", lambda count: [port] * count)
+    command = ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait", *recipe]
+    monkeypatch.setattr(sys, "argv", [*command, "--set", "num_epochs=1", "--run-dir", str(tmp_path / "run")])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with socket.create_server(("", port)):
+        launch.slurm.main()
+    assert f"port {port} is in use on " in capsys.readouterr().out
+    assert RunDir(tmp_path / "run").latest_step() == 4
 
 
 def test_a_failing_rank_is_named_with_status_1(recipe: list[str], tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection holds the port by chance.
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
 _NUM_PORTS_TRIED, _NEXT_PORT = 16, 769  # far from the ports of the next job ids
+# Set by a launcher that has proposed MASTER_PORT itself: the same for all ranks of this start, and for nobody else.
+_MEETING_NAME = "FEATURE_DROPOUT_MEETING"
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class WorldEnv:
     """This process among all: `rank` of `world_size`, `local_rank` of the `local_world_size` on node `node_rank`.
 
     `master_addr` and `master_port` are where rank 0 listens ("" and 0 for a single process). `sources` names, for each
-    of these fields, the variable it was read from. Where the port was not given but derived from a Slurm job, `start`
-    tells this start of this job from all others, and rank 0 may as well listen at one of the `ports` after the first.
+    of these fields, the variable it was read from. Where the port was not given but derived from a Slurm job, or is no
+    more than a launcher's proposal, `start` tells this start of this job from all others, and rank 0 may as well listen
+    at one of the `ports` after the first.
     `cpus_asked_for` is the number of cores that Slurm was asked for each task; None where nobody says.
     """
 
@@ -262,6 +265,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> WorldEnv:
         master_port=_whole(environ, "MASTER_PORT"),
         launcher="torchrun",
         sources=sources,
+        start=environ.get(_MEETING_NAME, ""),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from data_pipeline.errors import UserError
+from launch.ports import free_ports
 from trainer.distributed import env as env_module
 from trainer.distributed.env import (
     choose_device,
@@ -247,15 +248,8 @@ def start_slurm_task(rank: int, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_two_ranks_meet_and_rank_0_prints_the_table() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     ranks = [start_rank(rank, 2, port) for rank in range(2)]
     outputs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
@@ -333,7 +327,7 @@ def test_no_free_port_is_one_sentence() -> None:
 
 
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     rank_1 = start_rank(1, 2, port, TIMEOUT="3")
     _, stderr = rank_1.communicate(timeout=60)
     assert rank_1.returncode == 2
