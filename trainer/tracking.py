@@ -150,6 +150,7 @@ class Tracker:
             self._start_wandb(run_dir, config, "online")
         except Exception as error:
             logger.warning("Weights & Biases does not answer (%s); going on offline", " ".join(str(error).split()))
+            wandb.teardown()  # its process holds the run's id, and would refuse it to another start
             return False
         return True
 
