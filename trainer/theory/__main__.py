@@ -11,11 +11,12 @@ import torch
 
 from data_pipeline.errors import UserError, nearest, run_command
 from trainer.memory import keep_freed_memory
-from trainer.theory import linear_contrastive, sparse_coding
+from trainer.theory import generalization, linear_contrastive, sparse_coding
 from trainer.theory.claim import claim_table
 from trainer.theory.experiment import RESULT, Experiment, default_out, override, run_experiment
 
 EXPERIMENTS: Mapping[str, Experiment[Any]] = {
+    "generalization": generalization.EXPERIMENT,
     "linear_contrastive": linear_contrastive.EXPERIMENT,
     "sparse_coding": sparse_coding.EXPERIMENT,
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from data_pipeline.errors import UserError
 from trainer.theory.claim import t_bounds
 from trainer.theory.experiment import Experiment, Outcome, Part, Tensors, TheorySettings
-from trainer.theory.figures import Curve, Map, Panel, draw
+from trainer.theory.figures import COLORS, Curve, Map, Panel, draw
 from trainer.theory.generalization_bound import BoundSettings, measure_cells
 from trainer.theory.generalization_claims import (
     judge_bound,
@@ -180,7 +180,9 @@ def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> 
         claims += judge_theorems(measured, info_nce_at_1=at_1, barlow=barlow)
         claims += judge_classifiers(names, measured)
         tables["encoders"] = _encoder_table(names, measured)
-        figures["generalization_encoders"] = draw(_encoder_panels(settings, names, measured), num_columns=2)
+        figures["generalization_encoders"] = draw(
+            _encoder_panels(settings, names, measured), num_columns=2, panel_size=(4.6, 3.2)
+        )
     if "bound" in settings.studies:
         bound = settings.bound
         cells = found["bound"]
@@ -238,79 +240,94 @@ def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
 def _encoder_panels(
     settings: GeneralizationSettings, names: Sequence[str], measured: Mapping[str, Tensor]
 ) -> list[Panel]:
-    """Shares of the way to the floor against steps; rank, closest centres with both bounds, and errors of each loss."""
+    """Shares of the way to the floor against steps; rank, closest centres with bounds, and errors of each loss."""
     encoders = settings.encoders
-    places = [float(at + 1) for at in range(len(names))]
-    by_number = "loss: " + ", ".join(str(at + 1) for at in range(len(names)))
     loss_SOL = measured["loss"]
     steps = [max(1, encoders.log_every * at) for at in range(loss_SOL.shape[-1])]
     floor_O1 = torch.tensor([[loss_floor(one, encoders.batch_size)] for one in encoders.objectives])
     gone_SOL = (loss_SOL[..., :1] - loss_SOL) / (loss_SOL[..., :1] - floor_O1)
-
-    def dots(quantity: str, label: str, color: int) -> Curve:
-        mean_O, low_O, high_O = t_bounds(measured[quantity])
-        return Curve(places, mean_O, label, color, "", "o", low_O, high_O)
-
     training = [
-        Curve(steps, gone_SOL[:, at].mean(0), f"{at + 1} {name}", at, "-" if at < 7 else "--")
+        Curve(steps, gone_SOL[:, at].mean(0), f"{at + 1} {name}", at, "-" if at < len(COLORS) else "--")
         for at, name in enumerate(names)
     ]
-    return [
-        Panel("Loss: share of the way to its floor", "step", "share", training, y_range=(0, 1.02)),
-        Panel("Effective rank of the embeddings", by_number, "rank", [dots("rank", "", 0)], y_range=(0, None)),
-        Panel(
-            "Closest two class centres, and what bounds them",
-            by_number,
-            "greatest product of centres",
-            [
-                dots("closest", "measured", 0),
-                dots("theorem_3_sharpened", "Theorem 3, sharpened", 1),
-                dots("theorem_4_sharpened", "Theorem 4, sharpened", 2),
-                Curve([places[0], places[-1]], [1, 1], "trivial", 6, ":"),
-            ],
-            y_range=(-0.3, 2),
-        ),
-        Panel(
-            "Test error",
-            by_number,
-            "error",
-            [dots("nearest_centre_error", "nearest centre", 0), dots("linear_error", "linear classifier", 1)],
-            y_range=(0, None),
-        ),
+    by_number = "loss, numbered as in the first panel"
+    trivial = Curve([1, len(names)], [1, 1], "trivial", len(COLORS) - 1, ":")
+    products = [
+        *_dots(measured["closest"], "measured", 0),
+        *_dots(measured["theorem_3_sharpened"], "Theorem 3, sharpened", 1, shift=0.12),
+        *_dots(measured["theorem_4_sharpened"], "Theorem 4, sharpened", 2, shift=0.24),
+        trivial,
     ]
+    errors = [
+        *_dots(measured["nearest_centre_error"], "nearest centre", 0),
+        *_dots(measured["linear_error"], "linear classifier", 1, shift=0.12),
+    ]
+    rank = _dots(measured["rank"], "", 0)
+    return [
+        Panel("Loss: share of the way to its floor", "step", "share", training, y_range=(0, 1.8), log_x=True),
+        Panel("Effective rank of the embeddings", by_number, "rank", rank, y_range=(0, None)),
+        Panel("Closest two centres, and bounds", by_number, "greatest mu_k.mu_l", products, y_range=(-0.3, 3)),
+        Panel("Test error", by_number, "error", errors, y_range=(0, None)),
+    ]
+
+
+def _dots(values_SO: Tensor, label: str, color: int, *, shift: float = 0) -> list[Curve]:
+    """A dot for every objective, at 1, 2, ... + `shift`, with a bar from the low to the high bound of its mean."""
+    mean_O, low_O, high_O = t_bounds(values_SO)
+    places = [at + 1 + shift for at in range(len(mean_O))]
+    bounds = zip(places, low_O.tolist(), high_O.tolist(), strict=True)
+    bars = [Curve([x, x], [low, high], "", color) for x, low, high in bounds]
+    return [Curve(places, mean_O, label, color, "", "o"), *bars]
 
 
 def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
-    """At one share of outliers: error and bound against strength for two gains, condition and slack over both."""
-    q = len(bound.outlier_shares) // 2
-    share, strengths, gains = bound.outlier_shares[q], bound.strengths, bound.gains
-    x = range(len(strengths))
-    ticks = "place of the strength: " + ", ".join(f"{strength:g}" for strength in strengths)
+    """Error and bound against strength, of a small and the greatest gain; where the condition is met, over the grid."""
+    q, small = len(bound.outlier_shares) // 2, min(1, len(bound.gains) - 1)
+    shares, strengths, gains = bound.outlier_shares, bound.strengths, bound.gains
+    shown = [t for t, strength in enumerate(strengths) if strength > 0]
 
     def against_strength(g: int) -> Panel:
+        x = [strengths[t] for t in shown]
         error_T, bound_T, free_T, sigma_T = (
-            cells[name][:, q, g].double().mean(0) for name in ("error", "bound", "unconditional", "sigma_at_0")
+            cells[name][:, q, g].double().mean(0)[shown] for name in ("error", "bound", "unconditional", "sigma_at_0")
         )
         return Panel(
-            f"Gain {gains[g]:g}, {100 * share:g} % outliers",
-            ticks,
+            f"Gain {gains[g]:g}, {100 * shares[q]:g} % outliers",
+            "strength of the augmentation",
             "share of the samples",
             [
-                Curve(x, error_T, "error", 1, marker="o"),
-                Curve(x, bound_T, "bound (1: condition not met)", 0),
-                Curve(x, free_T, "bound, condition ignored", 0, ":"),
                 Curve(x, sigma_T, "sigma at delta = 0", 2, "--"),
+                Curve(x, bound_T, "bound (1: condition not met)", 0),
+                Curve(x, free_T, "bound, condition ignored", 5, ":"),
+                Curve(x, error_T, "error", 1, "", "o"),
             ],
             y_range=(-0.03, 1.05),
+            log_x=True,
         )
 
     by_gain = cells["met"][:, q].double().mean(0)
-    slack = cells["slack"][:, q].mean(0)
+    by_share = cells["met"][:, :, small].double().mean(0)
     return [
-        against_strength(min(1, len(gains) - 1)),
+        against_strength(small),
         against_strength(len(gains) - 1),
-        Map("Share of seeds that meet the condition", "strength", "gain", strengths, gains, by_gain, centred=False),
-        Map("Slack of the condition (met above 0)", "strength", "gain", strengths, gains, slack),
+        Map(
+            f"Share of seeds that meet it, {100 * shares[q]:g} % outliers",
+            "strength",
+            "gain",
+            strengths,
+            gains,
+            by_gain,
+            centred=False,
+        ),
+        Map(
+            f"Share of seeds that meet it, gain {gains[small]:g}",
+            "strength",
+            "share of outliers",
+            strengths,
+            shares,
+            by_share,
+            centred=False,
+        ),
     ]
 
 

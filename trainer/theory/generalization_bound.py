@@ -1,4 +1,4 @@
-"""The error bound of Huang et al. 2023 (Theorems 1 and 2) in a model in which each of its terms is known exactly.
+"""The error bound of Huang et al. 2023 (Theorem 1) in a model in which each of its terms is known exactly.
 
 A sample of class k has two nuisances: t, which augmentation changes, and u, which it does not. As an input it is
 (2 c_k, t, u), the c_k corners of a regular simplex. Its views have all t' within `strength` b of t, b its own. The

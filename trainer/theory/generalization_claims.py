@@ -28,12 +28,12 @@ IDENTITIES: Mapping[str, Claim] = {
     "info_nce_split": Claim(
         name="InfoNCE splits",
         statement="InfoNCE is the sum of an alignment and a divergence, E |f1 - f2|^2 / 2 - 1 and E log(e^p + e^n).",
-        source=f"{PAPER}, section 4.1",
+        source=f"{PAPER}, on InfoNCE",
     ),
     "correlation_split": Claim(
         name="the cross-correlation loss splits",
         statement="The loss of Barlow Twins is (1 - lambda) sum_i (1 - C_ii)^2 + lambda |C - I|^2.",
-        source=f"{PAPER}, section 4.2",
+        source=f"{PAPER}, on the cross-correlation loss",
     ),
     "centre_moment": Claim(
         name="moment of the centres",
@@ -54,7 +54,7 @@ IDENTITIES: Mapping[str, Claim] = {
 LEMMA = Claim(
     name="alignment from the cross-correlation loss",
     statement="E |f1 - f2|^2 <= 2 sqrt(D sum_i (1 - C_ii)^2).",
-    source=f"{PAPER}, Lemma of section 4.2",
+    source=f"{PAPER}, on the cross-correlation loss (a lemma)",
 )
 LINEAR_RANK = Claim(
     name="linear loss: few directions",
@@ -69,22 +69,22 @@ LINEAR_CLOSE = Claim(
 OTHERS_RANK = Claim(
     name="other losses: many directions",
     statement="InfoNCE, Barlow Twins and the split loss do not collapse: effective rank of 4 or more.",
-    source=f"{PAPER}, section 4 (the bound is ours)",
+    source=f"{PAPER}, on InfoNCE and the cross-correlation loss (the bound is ours)",
 )
 OTHERS_APART = Claim(
     name="other losses: centres apart",
     statement="InfoNCE, Barlow Twins and the split loss hold all class centres apart: greatest mu_k.mu_l below 0.9.",
-    source=f"{PAPER}, section 4 (the bound is ours)",
+    source=f"{PAPER}, on InfoNCE and the cross-correlation loss (the bound is ours)",
 )
 HOT_RANK = Claim(
     name="hot InfoNCE: many directions",
     statement="InfoNCE does not collapse at a high temperature either: effective rank of 4 or more.",
-    source=f"{PAPER}, section 4, whose theorem is for temperature 1; its limit is the linear loss",
+    source=f"{PAPER}, Theorem 3, which is for temperature 1; the limit of InfoNCE is the linear loss",
 )
 HOT_APART = Claim(
     name="hot InfoNCE: centres apart",
     statement="InfoNCE holds all class centres apart at a high temperature too: greatest mu_k.mu_l below 0.9.",
-    source=f"{PAPER}, section 4, whose theorem is for temperature 1; its limit is the linear loss",
+    source=f"{PAPER}, Theorem 3, which is for temperature 1; the limit of InfoNCE is the linear loss",
 )
 THEOREM_3 = Claim(
     name="theorem 3",
@@ -129,17 +129,17 @@ THEOREM_4_SHARP_SAYS = Claim(
 LINEAR_FORM = Claim(
     name="nearest centre is linear",
     statement="The nearest-centre classifier is argmax_k mu_k.f - |mu_k|^2 / 2.",
-    source=f"{PAPER}, section 2",
+    source=f"{PAPER}, on the nearest-centre classifier",
 )
 LINEAR_AS_GOOD = Claim(
     name="a linear classifier does as well",
     statement="A trained linear classifier errs no more than the nearest-centre classifier, which is one of them.",
-    source=f"{PAPER}, section 2 (of the best one; 1 % of the test samples is allowed here)",
+    source=f"{PAPER}, on the nearest-centre classifier (of the best one; here 1 % of the test samples is allowed)",
 )
 BOUND = Claim(
     name="error bound",
     statement="Where the condition on the centres is met, Err <= (1 - sigma) + R_epsilon.",
-    source=f"{PAPER}, Theorems 1 and 2",
+    source=f"{PAPER}, Theorem 1",
 )
 BOUND_SAYS = Claim(
     name="error bound says something",
@@ -154,7 +154,7 @@ BOUND_ATTAINED = Claim(
 CONCENTRATION = Claim(
     name="stronger augmentation lets the bound hold",
     statement="The condition is not met without augmentation, and is met once views of a class overlap.",
-    source=f"{PAPER}, section 3 (sharper concentration)",
+    source=f"{PAPER}, Theorem 1, through sigma and delta",
 )
 TOO_STRONG = Claim(
     name="too strong augmentation",
