@@ -27,6 +27,7 @@ from pydantic import Field, NonNegativeInt
 from safetensors.torch import load, save
 from torch import Tensor
 
+from data_pipeline import counter_rng
 from data_pipeline.errors import UserError
 from data_pipeline.progress import Progress
 from data_pipeline.schema import Schema
@@ -143,11 +144,13 @@ def settings_sha256(settings: TheorySettings) -> str:
 
 
 def code_sha256(experiment: Experiment[S]) -> str:
-    """Of the module in which the experiment's parts are written, and of those of this folder that it takes from."""
+    """Of the module in which the experiment's parts are written, of those of this folder that it takes from, and of
+    the random numbers.
+    """
     module = sys.modules[experiment.parts.__module__]
     taken = {getattr(value, "__module__", None) for value in vars(module).values()}
     names = {module.__name__, *(name for name in taken if isinstance(name, str) and name.startswith(f"{__package__}."))}
-    files = [Path(file) for name in sorted(names) if (file := sys.modules[name].__file__)]
+    files = [Path(file) for name in sorted({*names, counter_rng.__name__}) if (file := sys.modules[name].__file__)]
     return hashlib.sha256(b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
 
 

@@ -204,8 +204,6 @@ class TrainingSettings(Schema):
         Variation(setting="num_pairs", value=64),
         Variation(setting="num_pairs", value=16),
         Variation(setting="learning_rate", value=0.1),
-        Variation(setting="learning_rate", value=1),
-        Variation(setting="initial_scale", value=0.1),
         Variation(setting="initial_scale", value=1),
     )
     cost_at_most_degrees: NonNegativeFloat = 2

@@ -112,10 +112,11 @@ def test_parts_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: pyt
     assert CALLS == ["0", "1", "2"]
 
 
-def test_the_code_of_an_experiment_includes_the_modules_it_takes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", ["linear_contrastive.py", "linear_model.py", "counter_rng.py"])
+def test_the_code_of_an_experiment_includes_what_it_takes_from(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_sha256(EXPERIMENT)
     read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: b"changed" if path.name == "linear_model.py" else read(path))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"changed" if path.name == changed else read(path))
     assert code_sha256(EXPERIMENT) != before
 
 
