@@ -2,23 +2,219 @@
 
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/status.py runs/table1
+python -m trainer.report --study table1 runs/table1
 
-Each run has a directory of its own, runs/STUDY/NAME-seedSEED, for `python -m trainer.report runs/STUDY/*`.
+Each run has a directory of its own, runs/STUDY/NAME-seedSEED. The report sets what was measured beside what the paper
+has. Studies `..._small` are the same tables for a CPU: a ResNet-10 of width 16 on a few thousand samples for some
+epochs, so levels mean nothing, and the report compares directions only. Their shards, of any source:
+
+    for set in cifar10 cifar10_shapes cifar10_digits cifar10_letters; do
+      drawn=$([ $set = cifar10 ] || echo --overlay online)
+      python -m data_pipeline build $set $drawn --root DIR --limit 4000 --out data/small/$set/train
+      python -m data_pipeline build $set $drawn --root DIR --split test --limit 2000 --out data/small/$set/test
+    done
+    for set in spoken noise spoken_noise; do for split in train test; do
+      drawn=$([ $set = spoken ] || echo --overlay online --noise-root DIR)
+      python -m data_pipeline build $set $drawn --source fsdd --root DIR --split $split --limit 1000 \
+             --out data/small/$set/$split
+    done; done
 """
 
 from __future__ import annotations
 
-from configs import debug, simclr, viewmaker
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from configs import audio, barlow_twins, debug, moco, simclr, simsiam, viewmaker
+from configs.base import data
 from trainer.config import RunConfig
+from trainer.models.encoder import ResNet10Config
+from trainer.objectives import NTXentConfig, SplitLossConfig
+from trainer.probes.linear import ProbeConfig
+from trainer.views.expert_image import huang_views
+from trainer.views.viewmaker import ViewmakerConfig
+
+_SEEDS = (0, 1, 2)
+_HUANG_EVERY_STEPS = 970  # ten epochs: as often all of the train and test set is voted on
+_ROWS = ("cifar10", "shapes", "digits", "letters")
+_ADDED = ("abcde", "abcd", "abc", "ab", "a")
+_STRENGTHS = (1.0, 0.5, 0.25, 0.125)
+_PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 
 
 def table1() -> list[RunConfig]:
     """Table 1 of Tamkin et al. (2022): expert views and a viewmaker, without an overlay and with each of three."""
-    players = (simclr, viewmaker)
-    return [recipe() for player in players for recipe in (player.cifar10, player.shapes, player.digits, player.letters)]
+    return _study("table1", [getattr(player, row)() for player in (simclr, viewmaker) for row in _ROWS])
+
+
+def table1_small() -> list[RunConfig]:
+    """Table 1 with three seeds, 24 runs."""
+    return _small("table1_small", table1(), seeds=_SEEDS)
+
+
+def table2() -> list[RunConfig]:
+    """Table 2 of Tamkin et al. (2022): two expert policies and a viewmaker on speech, sound and both."""
+    policies = ("spectral", "waveform", "viewmaker")
+    recipes = [getattr(audio, f"{policy}{ending}") for ending in ("_speech", "_sound", "") for policy in policies]
+    return _study("table2", [recipe() for recipe in recipes])
+
+
+def table2_small() -> list[RunConfig]:
+    """Table 2 at 8 kHz with three seeds, 27 runs."""
+    return _small("table2_small", table2(), seeds=_SEEDS)
+
+
+def table3() -> list[RunConfig]:
+    """Table 3 of Tamkin et al. (2022): a viewmaker, and one that may not change the object."""
+    recipes = [getattr(viewmaker, f"{row}{ending}") for ending in ("", "_masked") for row in _ROWS[1:]]
+    return _study("table3", [recipe() for recipe in recipes])
+
+
+def table3_small() -> list[RunConfig]:
+    """Table 3 with three seeds, 18 runs."""
+    return _small("table3_small", table3(), seeds=_SEEDS)
+
+
+def richness() -> list[RunConfig]:
+    """The table of richer views of Huang et al. (2023): five sets of transforms, four methods, CIFAR-10 and CIFAR-100.
+
+    Three seeds each, 120 runs of 800 epochs.
+    """
+    runs = [_named(recipe, letters, views=huang_views(letters)) for recipe in _huang() for letters in _ADDED]
+    return _study("richness", _seeded(runs, _SEEDS))
+
+
+def richness_small() -> list[RunConfig]:
+    """Its CIFAR-10 half with one seed, 20 runs."""
+    return _small("richness_small", _of_cifar10(richness()), seeds=(0,))
+
+
+def colour() -> list[RunConfig]:
+    """The table of colour strengths of Huang et al. (2023): crop and jitter of four strengths; 96 runs."""
+    runs = [
+        _named(recipe, f"ad-strength{strength:g}", views=huang_views("ad", strength=strength, jitter_probability=1.0))
+        for recipe in _huang()
+        for strength in _STRENGTHS
+    ]
+    return _study("colour", _seeded(runs, _SEEDS))
+
+
+def colour_small() -> list[RunConfig]:
+    """Its CIFAR-10 half with one seed, 16 runs."""
+    return _small("colour_small", _of_cifar10(colour()), seeds=(0,))
+
+
+def temperatures() -> list[RunConfig]:
+    """The table of "Ours" of Huang et al. (2023): SimCLR at two temperatures and the split loss, four lengths; 36 runs.
+
+    The paper gives neither the weight of the split loss nor the data set, nor whether a row is a run of its own; here
+    the weight is twice the temperature, and each row a run whose learning rate falls to 0.
+    """
+    base = simclr.huang_cifar10()
+    losses = {
+        "simclr-t1": NTXentConfig(temperature=1.0),
+        "simclr-t0.5": NTXentConfig(temperature=0.5),
+        "split-t0.2": SplitLossConfig(),
+    }
+    runs = [
+        _changed(base, name=f"{name}-{epochs}epochs", objective=loss, num_epochs=epochs)
+        for name, loss in losses.items()
+        for epochs in (200, 400, 600, 800)
+    ]
+    return _study("temperatures", _seeded(_voted(runs), _SEEDS))
+
+
+def temperatures_small() -> list[RunConfig]:
+    """The same with a hundredth of the epochs and one seed, 12 runs."""
+    return _small("temperatures_small", temperatures(), seeds=(0,), epochs={200: 2, 400: 4, 600: 6, 800: 8})
+
+
+def pairs() -> list[RunConfig]:
+    """The figure of composed pairs of Huang et al. (2023): SimCLR with two transforms, 200 epochs; 30 runs."""
+    base = _changed(_voted([simclr.huang_cifar10()])[0], num_epochs=200)
+    runs = [_named(base, f"{letters}-200epochs", views=huang_views(letters)) for letters in _PAIRS]
+    return _study("pairs", _seeded(runs, _SEEDS))
+
+
+def pairs_small() -> list[RunConfig]:
+    """The same with one seed, 10 runs."""
+    return _small("pairs_small", pairs(), seeds=(0,))
 
 
 def debug_seeds() -> list[RunConfig]:
     """Expert views and a viewmaker with two seeds each, on the data of debug.py; a minute on a CPU."""
-    recipes = (debug.image(), debug.viewmaker())
-    return [recipe.model_copy(update={"seed": seed}) for recipe in recipes for seed in (0, 1)]
+    return _seeded([debug.image(), debug.viewmaker()], (0, 1))
+
+
+def _study(name: str, runs: Sequence[RunConfig]) -> list[RunConfig]:
+    """The runs, which W&B can find together by a tag."""
+    return [_changed(run, tracking=run.tracking.model_copy(update={"tags": (name,)})) for run in runs]
+
+
+def _changed(recipe: RunConfig, **settings: Any) -> RunConfig:
+    return RunConfig.model_validate(recipe.model_dump() | settings)
+
+
+def _named(recipe: RunConfig, ending: str, **settings: Any) -> RunConfig:
+    return _changed(recipe, name=f"{recipe.name}-{ending}", **settings)
+
+
+def _seeded(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
+    return [run.model_copy(update={"seed": seed}) for run in runs for seed in seeds]
+
+
+def _huang() -> list[RunConfig]:
+    """All five transforms, by each method, on CIFAR-10 and on CIFAR-100."""
+    ten = (simclr.huang_cifar10(), barlow_twins.cifar10(), moco.cifar10(), simsiam.cifar10())
+    hundred = (simclr.huang_cifar100(), barlow_twins.cifar100(), moco.cifar100(), simsiam.cifar100())
+    return _voted([*ten, *hundred])
+
+
+def _voted(runs: Sequence[RunConfig]) -> list[RunConfig]:
+    """With the kNN vote of all train pictures on all test pictures now and then; the paper reports the best."""
+    votes = {"online_every_steps": _HUANG_EVERY_STEPS, "online_num_train": 50_000, "online_num_test": 10_000}
+    return [_changed(run, probe=run.probe.model_copy(update=votes)) for run in runs]
+
+
+def _of_cifar10(runs: Sequence[RunConfig]) -> list[RunConfig]:
+    return [run for run in runs if "cifar100" not in run.name]
+
+
+def _small(
+    name: str, runs: Sequence[RunConfig], *, seeds: Sequence[int], epochs: Mapping[int, int] = MappingProxyType({})
+) -> list[RunConfig]:
+    """The runs of a study, once for each seed, for minutes on a CPU; 6 epochs where `epochs` does not say otherwise."""
+    by_name = {run.name: _small_run(run, num_epochs=epochs.get(run.num_epochs, 6)) for run in runs}
+    return _study(name, _seeded(list(by_name.values()), seeds))
+
+
+def _small_run(run: RunConfig, *, num_epochs: int) -> RunConfig:
+    sounds, views, encoder = run.data.sample_rate is not None, run.views, run.encoder
+    if isinstance(views, ViewmakerConfig):
+        views = views.model_copy(update={"base_width": 8, "num_res_blocks": 1})
+    narrow = tuple(min(size, 256) for size in encoder.head.hidden_sizes)
+    dataset = run.data.train_dir.split("/")[-2]
+    return _named(
+        run,
+        "small",
+        data=data(
+            f"small/{dataset}",
+            num_workers=0,
+            overlay=run.data.overlay,
+            sample_rate=8_000 if sounds else None,
+        ),
+        views=views,
+        encoder=ResNet10Config(
+            in_channels=encoder.in_channels,
+            mean=encoder.mean,
+            std=encoder.std,
+            head=encoder.head.model_copy(update={"hidden_sizes": narrow}),
+            embedding_size=min(encoder.embedding_size, 256),
+            batch_norm=encoder.batch_norm,
+        ),
+        global_batch_size=64,
+        num_epochs=num_epochs,
+        channels_last=not sounds,
+        probe=ProbeConfig(num_epochs=20, views="none"),
+    )

@@ -1,14 +1,21 @@
-"""`python -m trainer.report RUN_DIR...`: one self-contained HTML file that compares runs."""
+"""`python -m trainer.report RUN_DIR...`: one self-contained HTML file that compares runs.
+
+A directory of run directories, such as that of a study, stands for all of them.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.errors import run_command
+from trainer.reporting.as_markdown import as_markdown
 from trainer.reporting.page import page
 from trainer.reporting.publish import publish
+from trainer.reporting.published import study
 from trainer.reporting.runs import arms_of, read_runs
+from trainer.reporting.study_sheet import fill
 from trainer.rundir import RunDir, write_atomically
 
 
@@ -18,14 +25,32 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="file to write (default: RUN_DIR/report.html; of several: ./report.html)"
     )
-    parser.add_argument("--wandb", action="store_true", help="also log it to Weights & Biases; needs a login")
+    parser.add_argument("--study", metavar="NAME", help="set the runs beside the paper's table, such as table1")
+    parser.add_argument("--markdown", action="store_true", help="also write it as Markdown beside the page")
+    parser.add_argument("--wandb", action="store_true", help="also make it at Weights & Biases; needs a login")
     arguments = parser.parse_args()
-    runs = read_runs(arguments.run_dirs)
-    out = arguments.out or (RunDir(arguments.run_dirs[0]).report if len(runs) == 1 else Path("report.html"))
-    write_atomically(out, page(arms_of(runs)))
-    if arguments.wandb:
-        publish(out, project=runs[0].config.tracking.wandb_project)
+    chosen = None if arguments.study is None else study(arguments.study)
+    runs = read_runs(_run_dirs(arguments.run_dirs))
+    sheet = None if chosen is None else fill(chosen, runs)
+    arms = arms_of(runs)
+    out = arguments.out or (RunDir(runs[0].path).report if len(runs) == 1 else Path("report.html"))
+    write_atomically(out, page(arms, sheet))
     print(out)
+    if arguments.markdown:
+        markdown = out.with_suffix(".md")
+        write_atomically(markdown, as_markdown(arms, sheet))
+        print(markdown)
+    if arguments.wandb:
+        print(publish(out, arms, sheet))
+
+
+def _run_dirs(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with a directory that holds run directories replaced by these, in the order of their names."""
+    found: list[Path] = []
+    for path in paths:
+        inner = [] if RunDir(path).config.is_file() else sorted(config.parent for config in path.glob("*/config.json"))
+        found += inner or [path]
+    return found
 
 
 if __name__ == "__main__":

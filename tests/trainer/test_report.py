@@ -148,10 +148,10 @@ class Page(HTMLParser):
         if self._in_cell:
             self.rows[-1][-1] += f"{data} "
 
-    def row(self, start: str) -> list[str]:
+    def row(self, start: str, *, number: int = 0) -> list[str]:
+        """The first row, or the one of that number, whose title begins so."""
         rows = [[" ".join(cell.split()) for cell in row] for row in self.rows]
-        [found] = [row for row in rows if row and row[0].startswith(start)]
-        return found
+        return [row for row in rows if row and row[0].startswith(start)][number]
 
 
 def report(monkeypatch: pytest.MonkeyPatch, out: Path, *run_dirs: Path) -> str:
@@ -290,7 +290,7 @@ def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Pat
     notes = " ".join(limits(arms_of(read_runs(two_runs))))
     assert "One seed of every configuration" in notes
     assert "1,000 test pictures: an accuracy near 50 % is known to ± 3.2 points" in notes
-    assert "5,000 train pictures for 2 epochs are 0.1 % of what the published image runs saw" in notes
+    assert "5,000 train pictures for 2 epochs are 0.1 % of what the published runs on pictures saw" in notes
     assert "not committed" not in notes
     dirty = make_run(tmp_path / "dirty", seed=1, trained={"base": [0.4]}, provenance=PROVENANCE | {"git_dirty": True})
     notes = " ".join(limits(arms_of(read_runs([*two_runs, dirty]))))
@@ -368,7 +368,7 @@ def test_wrong_input_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest
     run = make_run(tmp_path / "run", trained={"base": [0.4]})
     out = tmp_path / "out.html"
     with pytest.raises(UserError, match="is not a run directory"):
-        report(monkeypatch, out, run, tmp_path)
+        report(monkeypatch, out, run, tmp_path / "nothing")
     with pytest.raises(UserError, match="is named 2 times; name each run directory once"):
         report(monkeypatch, out, run, run)
     (run / "provenance.json").write_text("{")

@@ -83,7 +83,7 @@ def test_what_was_written_offline_is_synchronised_as_wandb_documents(
     assert not server.runs
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
-    subprocess.run([sys.executable, "-m", "wandb", "sync", *map(str, folders)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "wandb", "sync", *map(str, folders)], cwd=tmp_path, check=True, timeout=120)
     ((run_id, run),) = server.runs.items()
     assert run_id == run_dir.wandb_run_id.read_text().strip()
     assert run.steps == [1, 2, 3, 4, 5]

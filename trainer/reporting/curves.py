@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.probes.features import LABEL_SPACES
+from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.result import ProbeResult
 from trainer.reporting.runs import Arm, Run
 
 # Readable on white and on near-black alike; arms beyond these repeat the colours.
@@ -25,18 +26,26 @@ METRICS = {
     "train/loss": "Encoder loss",
     "train/viewmaker_loss": "Viewmaker loss",
     "train/alignment": "Alignment of the two views (cosine)",
+    "probe/base/knn": "kNN of label_base while training, on some samples",
+    "probe/overlay/knn": "kNN of label_overlay while training, on some samples",
 }
 MAX_POINTS = 300
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; `style` tells the untrained encoder's (dashed) from the trained one's."""
+    """One curve; `style` tells the untrained encoder's (dashed) from the trained one's. `deviation` is drawn as a band
+    around a mean over seeds.
+    """
 
     x: Sequence[float]
     y: Sequence[float]
     color: str
     style: Literal["-", "--"] = "-"
+    deviation: Sequence[float] | None = None
+
+
+Points = Mapping[float, float]  # the curve of one run: y by x
 
 
 @dataclass(frozen=True)
@@ -48,31 +57,42 @@ class Chart:
 
 
 def charts(arms: Sequence[Arm]) -> list[Chart]:
-    """Training metrics over steps, probe accuracy over the probe's epochs, and over steps where several were probed."""
-    colored = [(run, COLORS[number % len(COLORS)]) for number, arm in enumerate(arms) for run in arm.runs]
+    """Training metrics over steps, probe accuracy over the probe's epochs, and over steps where several were probed.
+
+    Where the seeds of an arm have points at the same places, their mean is drawn with its deviation, else each alone.
+    """
+    colored = [(arm, COLORS[number % len(COLORS)]) for number, arm in enumerate(arms)]
     drawn = [
         line_chart(title, lines, x_label="training step")
         for key, title in METRICS.items()
-        if (lines := [line for run, color in colored if (line := _metric_line(run, key, color))])
+        if (
+            lines := [line for arm, color in colored for line in _lines([_metric(run, key) for run in arm.runs], color)]
+        )
     ]
     for space in LABEL_SPACES:
         fits: list[Line] = []
-        for run, color in colored:
-            for probe, style in ((run.untrained_probe(space), "--"), (run.final_probe(space), "-")):
-                if probe is not None:
-                    accuracy = [100 * value for value in probe.linear.accuracy_by_epoch]
-                    fits.append(Line(range(1, len(accuracy) + 1), accuracy, color, "--" if style == "--" else "-"))
+        for arm, color in colored:
+            fits += _lines([_fit(probe) for probe in arm.untrained(space)], color, style="--")
+            fits += _lines([_fit(probe) for probe in arm.trained(space)], color)
         if fits:
             drawn.append(line_chart(f"Linear probe of label_{space}, test accuracy in %", fits, x_label="probe epoch"))
-        growth = [
-            Line(steps, [100 * run.probes[step][space].linear.accuracy for step in steps], color)
-            for run, color in colored
-            if len(steps := [step for step in sorted(run.probes) if space in run.probes[step]]) > 2
-        ]
+        growth = [line for arm, color in colored for line in _lines([_growth(run, space) for run in arm.runs], color)]
         if growth:
             title = f"Linear probe of label_{space} by checkpoint, %"
             drawn.append(line_chart(title, growth, x_label="training step"))
     return drawn
+
+
+def _lines(curves: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
+    """The mean of the curves where they have most of their places in common, else every curve."""
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    common = sorted(set.intersection(*(set(curve) for curve in curves)))
+    if len(curves) == 1 or 2 * len(common) < max(map(len, curves)):
+        return [Line(sorted(curve), [curve[x] for x in sorted(curve)], color, style) for curve in curves]
+    y_CN = np.array([[curve[x] for x in common] for curve in curves])
+    return [Line(common, y_CN.mean(0).tolist(), color, style, y_CN.std(0, ddof=1).tolist())]
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
@@ -86,6 +106,9 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
             x, y = thin(line.x, line.y)
             marker = "o" if len(x) < 3 else ""
             axes.plot(x, y, color=line.color, linestyle=line.style, linewidth=1.6, marker=marker, alpha=0.9)
+            if line.deviation is not None:
+                deviation = np.array(thin(line.x, line.deviation)[1])
+                axes.fill_between(x, y - deviation, y + deviation, color=line.color, alpha=0.18, linewidth=0)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.set_xlabel(x_label, color=_INK)
         axes.tick_params(colors=_INK, length=3)
@@ -108,10 +131,21 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
     )
 
 
-def _metric_line(run: Run, key: str, color: str) -> Line | None:
-    points = [(entry["step"], entry[key]) for entry in run.metrics if isinstance(entry.get(key), int | float)]
-    points = [(step, value) for step, value in points if np.isfinite(value)]
-    return Line([step for step, _ in points], [value for _, value in points], color) if points else None
+def _metric(run: Run, key: str) -> Points:
+    values = {entry["step"]: entry[key] for entry in run.metrics if isinstance(entry.get(key), int | float)}
+    return {step: value for step, value in values.items() if np.isfinite(value)}
+
+
+def _fit(probe: ProbeResult) -> Points:
+    return {epoch: 100 * accuracy for epoch, accuracy in enumerate(probe.linear.accuracy_by_epoch, 1)}
+
+
+def _growth(run: Run, space: LabelSpace) -> Points:
+    """Of the last epoch of each probe, where there are more than two checkpoints."""
+    points: Points = {
+        step: 100 * probes[space].linear.accuracy for step, probes in run.probes.items() if space in probes
+    }
+    return points if len(points) > 2 else {}
 
 
 def _inline(svg: str, title: str) -> str:

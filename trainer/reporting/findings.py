@@ -13,7 +13,7 @@ from typing import Literal
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult
-from trainer.reporting.runs import Arm
+from trainer.reporting.runs import Arm, Run, datasets_of
 
 Method = Literal["linear", "knn"]
 
@@ -61,8 +61,13 @@ def resolution(a: Score, b: Score) -> float:
 
 
 def baseline(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ProbeResult]:
-    """Probes of the untrained encoder: the arm's own, else those of an arm with the same encoder."""
-    same_encoder = [other for other in arms if other.runs[0].config.encoder == arm.runs[0].config.encoder]
+    """Probes of the untrained encoder: the arm's own, else those of an arm with the same encoder on the same data."""
+    first = arm.runs[0]
+    same_encoder = [
+        other
+        for other in arms
+        if other.runs[0].config.encoder == first.config.encoder and other.runs[0].data_key == first.data_key
+    ]
     return next((probes for other in [arm, *same_encoder] if (probes := other.untrained(space))), [])
 
 
@@ -71,7 +76,18 @@ def num_seeds(arm: Arm) -> int:
 
 
 def verdict(arms: Sequence[Arm]) -> list[str]:
-    """The result in sentences, from linear probes: against the untrained encoder, then between arms."""
+    """The result in sentences, from linear probes: against the untrained encoder, then between arms of one dataset."""
+    datasets = datasets_of(arms)
+    if len(datasets) == 1:
+        return _verdict_of_one(arms)
+    return [
+        f"The runs are of {len(datasets)} datasets, {_join([dataset.name for dataset in datasets])}; accuracies are "
+        "compared within each alone.",
+        *(f"{dataset.name}: {sentence}" for dataset in datasets for sentence in _verdict_of_one(dataset.arms)),
+    ]
+
+
+def _verdict_of_one(arms: Sequence[Arm]) -> list[str]:
     measured = [space for space in LABEL_SPACES if any(arm.trained(space) for arm in arms)]
     if not measured:
         return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
@@ -150,24 +166,29 @@ def limits(arms: Sequence[Arm]) -> list[str]:
     if probes:
         num_test = min(probe.num_test for probe in probes)
         notes.append(
-            f"{num_test:,} test pictures: an accuracy near 50 % is known to ± {200 * math.sqrt(0.25 / num_test):.1f} "
-            "points (two standard errors)."
+            f"{num_test:,} test {samples_of(runs)}: an accuracy near 50 % is known to "
+            f"± {200 * math.sqrt(0.25 / num_test):.1f} points (two standard errors)."
         )
         num_train = max(probe.num_train for probe in probes)
         epochs = max(run.config.num_epochs for run in runs)
         share = num_train * epochs / (PUBLISHED_PICTURES * PUBLISHED_EPOCHS)
         if share < 1:
             notes.append(
-                f"{num_train:,} train pictures for {epochs} epochs are {100 * share:.2g} % of what the published image "
-                f"runs saw ({PUBLISHED_PICTURES:,} for {PUBLISHED_EPOCHS} epochs): compare signs, not levels."
+                f"{num_train:,} train {samples_of(runs)} for {epochs} epochs are {100 * share:.2g} % of what the "
+                f"published runs on pictures saw ({PUBLISHED_PICTURES:,} for {PUBLISHED_EPOCHS} epochs): compare "
+                "signs, not levels."
             )
-        if len({(probe.train_manifest_sha256, probe.test_manifest_sha256) for probe in probes}) > 1:
-            notes.append("The runs were not made on the same data, so their accuracies must not be compared.")
         if len({probe.probe_config for probe in probes}) > 1:
             notes.append("The probes were not trained with the same settings, so part of a difference may be theirs.")
     if any(run.provenance.get("git_dirty") for run in runs):
         notes.append("Some of the code was not committed when it ran; the commit alone does not give these numbers.")
     return notes
+
+
+def samples_of(runs: Sequence[Run]) -> str:
+    """What the samples of these runs are."""
+    sounds = {run.config.data.sample_rate is not None for run in runs}
+    return {frozenset({True}): "sounds", frozenset({False}): "pictures"}.get(frozenset(sounds), "samples")
 
 
 def _join(parts: Sequence[str]) -> str:

@@ -8,16 +8,12 @@ from html import escape
 
 from trainer.probes.features import LABEL_SPACES
 from trainer.reporting.curves import charts
-from trainer.reporting.findings import limits, verdict
+from trainer.reporting.findings import limits, samples_of, verdict
+from trainer.reporting.grid import NOT_MEASURED, columns, to_html
 from trainer.reporting.runs import Arm, Run
-from trainer.reporting.tables import NOT_MEASURED, chip, differences, provenance, results
-
-HOW_TO_READ = (
-    "Each picture carries two things: a photo (<code>label_base</code>) and, where one was drawn, an object "
-    "(<code>label_overlay</code>). An encoder that has kept both lets a linear classifier read both from its frozen "
-    "features; where one feature has suppressed the other, one of the two accuracies falls towards that of the "
-    "untrained encoder."
-)
+from trainer.reporting.study_sheet import Sheet
+from trainer.reporting.study_tables import study_html
+from trainer.reporting.tables import chip, differences, provenance, results, speed_grid
 
 HOW_COMPARED = (
     "Test accuracy of linear probes on frozen encoders. Accuracies that differ by less than two standard errors, of "
@@ -30,12 +26,13 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #dfe4e9; --soft: #98a4b0; --line: #333b44; --page: #15191d;
   --card: #1d2329; --accent: #6aa5ea; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif;
+  -webkit-text-size-adjust: 100%; }
 main { max-width: 1000px; margin: 0 auto; padding: 40px 24px 80px; }
-h1 { font-size: 28px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
+h1 { font-size: 28px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 h2 { font-size: 19px; margin: 48px 0 12px; }
-h3 { font-size: 15px; margin: 28px 0 6px; }
-p, li { max-width: 76ch; }
+h3 { font-size: 15px; margin: 28px 0 6px; overflow-wrap: anywhere; }
+p, li { max-width: 76ch; overflow-wrap: anywhere; }
 ul { padding-left: 20px; margin: 8px 0; }
 .subtitle, .caption, .none, .soft { color: var(--soft); }
 .subtitle { margin: 0 0 24px; }
@@ -43,49 +40,76 @@ ul { padding-left: 20px; margin: 8px 0; }
 .none { font-style: italic; font-size: 0.9em; }
 .verdict { background: var(--card); border-left: 3px solid var(--accent); border-radius: 6px; padding: 14px 20px; }
 .verdict p { margin: 6px 0; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin-bottom: 12px; }
 table { border-collapse: collapse; font-size: 14.5px; font-variant-numeric: tabular-nums; }
 .wide { width: 100%; }
 th, td { padding: 7px 14px 7px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 thead th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
 thead tr:not(:last-child) th { border-bottom: none; padding-bottom: 0; }
-tbody th { font-weight: 500; }
+tbody th { font-weight: 500; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 tr.untrained th, tr.untrained td, tr.floor th, tr.floor td { color: var(--soft); }
 tr.arm > * { border-bottom: none; padding-bottom: 2px; }
 tr.arm + tr.untrained > * { padding-top: 2px; }
 td small { display: block; color: var(--soft); font-size: 12px; }
 code, pre { font: 0.88em/1.5 ui-monospace, monospace; }
-td.provenance { min-width: 200px; overflow-wrap: anywhere; }
+td.text { min-width: 100px; max-width: 360px; overflow-wrap: anywhere; }
 td.settings { white-space: nowrap; }
-tbody th { white-space: nowrap; }
 pre { background: var(--card); border-radius: 6px; padding: 12px 16px; overflow-x: auto; }
 .chip { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 22px; font-size: 14px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 20px 28px;
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); gap: 20px 28px;
   margin-top: 14px; }
-figure { margin: 0; }
+figure { margin: 0; min-width: 0; }
 figcaption { font-size: 14px; margin-bottom: 4px; }
 svg { width: 100%; height: auto; display: block; }
 img { max-width: 100%; height: auto; display: block; border-radius: 6px; border: 1px solid var(--line); }
 summary { cursor: pointer; color: var(--soft); font-size: 14px; margin: 10px 0; }
+@media (max-width: 600px) {
+  main { padding: 20px 14px 48px; }
+  h1 { font-size: 22px; }
+  h2 { margin-top: 36px; }
+  .verdict { padding: 10px 14px; }
+  tbody th { white-space: normal; min-width: 132px; }
+  tbody th .soft { display: block; font-size: 12px; }
+  th, td { padding-right: 12px; }
+}
+@media print {
+  :root { color-scheme: light; --ink: #000000; --soft: #444444; --line: #bbbbbb; --page: #ffffff; --card: #f4f4f4; }
+  body { font-size: 10.5pt; }
+  main { max-width: none; padding: 0; }
+  h2, h3, .legend { break-after: avoid; }
+  tr, figure, img, .verdict { break-inside: avoid; }
+  .scroll { overflow: visible; }
+  table { font-size: 8.5pt; width: 100%; }
+  th, td { padding: 3px 8px 3px 0; }
+  td.number, th.number, tbody th, td.settings { white-space: normal; }
+  td.text { min-width: 0; }
+  pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  details:not([open]) { display: none; }
+  .chip { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+}
+@page { margin: 16mm; }
 """
 
 
-def page(arms: Sequence[Arm]) -> str:
-    """The whole page. `arms` are in the order in which they shall appear."""
+def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
+    """The whole page. `arms` are in the order in which they shall appear; `sheet` is the study that they are of."""
     runs = [run for arm in arms for run in arm.runs]
-    title = f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
+    title = title_of(arms, sheet)
     sections = [
         f"<h1>{escape(title)}</h1>\n<p class='subtitle'>{_subtitle(arms)}</p>",
         '<div class="verdict">'
         + "".join(f"<p>{escape(text)}</p>" for text in verdict(arms))
         + f'<p class="caption">{HOW_COMPARED}</p></div>',
-        f"<p>{HOW_TO_READ}</p>",
+        f"<p>{how_to_read(runs)}</p>",
+        "" if sheet is None else "<h2>Against the paper</h2>\n" + study_html(sheet),
         "<h2>Results</h2>\n" + results(arms),
         "<h2>What this is too small to show</h2>\n" + _list(limits(arms)),
         "<h2>Curves</h2>\n" + _curves(arms),
         "<h2>Views</h2>\n" + "\n".join(_views_of_arm(arm) for arm in arms),
+        _analyses(runs),
+        "<h2>Speed and memory</h2>\n" + to_html(speed_grid(arms), numbers=True),
         "<h2>Differences between the configs</h2>\n" + differences(arms),
         "<h2>Where the numbers come from</h2>\n" + provenance(runs),
     ]
@@ -93,8 +117,32 @@ def page(arms: Sequence[Arm]) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(f"<section>\n{section}\n</section>" for section in sections)
+        + "\n".join(f"<section>\n{section}\n</section>" for section in sections if section)
         + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def title_of(arms: Sequence[Arm], sheet: Sheet | None) -> str:
+    if sheet is not None:
+        return sheet.study.title + (" (CPU scale)" if sheet.study.is_small else "")
+    runs = [run for arm in arms for run in arm.runs]
+    return f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
+
+
+CARRIES = {
+    "pictures": ("picture", "a photo", "where one was drawn, an object"),
+    "sounds": ("sound", "speech", "where it was mixed in, a background"),
+    "samples": ("sample", "what was there", "where it was changed, what was added"),
+}
+
+
+def how_to_read(runs: Sequence[Run]) -> str:
+    """HTML: what the two labels are."""
+    sample, base, overlay = CARRIES[samples_of(runs)]
+    return (
+        f"Each {sample} carries {base} (<code>label_base</code>) and, {overlay} (<code>label_overlay</code>). "
+        "An encoder that has kept both lets a linear classifier read both from its frozen features; where one feature "
+        "has suppressed the other, one of the two accuracies falls towards that of the untrained encoder."
     )
 
 
@@ -105,8 +153,9 @@ def _subtitle(arms: Sequence[Arm]) -> str:
         sizes = sorted({len(probe.class_names) for probe in probes if probe.label == space})
         if sizes:
             parts.append(f"label_{space} of {' or '.join(map(str, sizes))} classes")
-    if probes:
-        parts.append(f"{probes[0].num_train:,} train and {probes[0].num_test:,} test pictures")
+    sizes_of_data = sorted({(probe.num_train, probe.num_test) for probe in probes})
+    samples = samples_of([run for arm in arms for run in arm.runs])
+    parts += [f"{num_train:,} train and {num_test:,} test {samples}" for num_train, num_test in sizes_of_data]
     return " · ".join(parts)
 
 
@@ -118,7 +167,8 @@ def _curves(arms: Sequence[Arm]) -> str:
     figures = "".join(f"<figure><figcaption>{escape(c.title)}</figcaption>{c.svg}</figure>" for c in drawn)
     untrained = any(arm.untrained(space) for arm in arms for space in LABEL_SPACES)
     dashed = '<span class="soft">dashed: untrained encoder</span>' if untrained else ""
-    return f'<div class="legend">{legend}{dashed}</div><div class="charts">{figures}</div>'
+    band = '<span class="soft">band: ± deviation over seeds</span>' if any(len(arm.runs) > 1 for arm in arms) else ""
+    return f'<div class="legend">{legend}{dashed}{band}</div><div class="charts">{figures}</div>'
 
 
 def _views_of_arm(arm: Arm) -> str:
@@ -139,14 +189,44 @@ def _views(run: Run) -> str:
             f" Relative to that it is {result.selectivity_object:.2f} on the drawn pixels and "
             f"{result.selectivity_box:.2f} in the box around them; 1 would be no preference."
         )
-    moved = "" if result.views == "viewmaker" else " Views that crop and flip also move pixels, which counts as change."
-    image = base64.b64encode(run.views.png).decode()
+    crops = result.views == "expert_image"
+    moved = " Views that crop and flip also move pixels, which counts as change." if crops else ""
+    samples = samples_of([run])
+    change = (
+        f"Mean change of a pixel: {result.change:.4f} of the range from black to white"
+        if samples == "pictures"
+        else f"Mean change of a point of the normalised spectrogram: {result.change:.4f}"
+    )
     return (
         f'{title}<p class="caption">Views <code>{escape(result.views)}</code> at step {result.checkpoint_step}. '
-        f"Mean change of a pixel: {result.change:.4f} of the range from black to white, over {result.num_pictures:,} "
-        f"test pictures.{where}{moved} Differences are shown × {result.difference_gain} around middle grey.</p>"
-        f'<img alt="Views of {escape(run.name)}" src="data:image/png;base64,{image}">'
+        f"{change}, over {result.num_pictures:,} test {samples}."
+        f"{where}{moved} Differences are shown × {result.difference_gain} around middle grey.</p>"
+        f"{_image(run.views.png, f'Views of {run.name}')}"
     )
+
+
+def _analyses(runs: Sequence[Run]) -> str:
+    """The pictures of all other analyses. One that several runs share is shown once."""
+    shown: dict[tuple[str, bytes], list[Run]] = {}
+    for run in runs:
+        for picture in run.pictures:
+            shown.setdefault((picture.name, picture.png), []).append(run)
+    if not shown:
+        return ""
+    parts = ["<h2>Analyses</h2>"]
+    for (name, png), of in shown.items():
+        numbers = next(picture.numbers for picture in of[0].pictures if picture.name == name)
+        names = ", ".join(run.name for run in of)
+        title = f"{name.replace('_', ' ')}: {names}"
+        parts.append(f"<h3>{escape(title)}</h3>{_image(png, title)}")
+        if numbers:
+            grid = columns(["number", "value"], list(numbers.items()))
+            parts.append(f"<details><summary>Numbers</summary>{to_html(grid)}</details>")
+    return "\n".join(parts)
+
+
+def _image(png: bytes, alt: str) -> str:
+    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def _list(items: Sequence[str]) -> str:

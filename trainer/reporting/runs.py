@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ NOT_SCIENCE = (
     "seed",
     "tracking",
     "checkpoint_every_steps",
+    "keep_checkpoints",
     "log_every_steps",
+    "data.train_dir",  # the manifests say what the data are
+    "data.test_dir",
     "data.num_workers",
     "probe.seed",
 )
@@ -38,6 +41,15 @@ class Views:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """What `python -m trainer.analyze NAME` left behind: its picture, and the numbers beside it by their path."""
+
+    name: str
+    png: bytes
+    numbers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Run:
     """All that a report shows of one run. `probes[step][label]`; step 0 is the untrained encoder."""
 
@@ -48,6 +60,7 @@ class Run:
     metrics: Sequence[Mapping[str, Any]]
     probes: Mapping[int, Mapping[LabelSpace, ProbeResult]]
     views: Views
+    pictures: tuple[Picture, ...] = ()
 
     def final_probe(self, space: LabelSpace) -> ProbeResult | None:
         """The probe of the latest probed checkpoint; None where only the untrained encoder was probed, or nothing."""
@@ -56,6 +69,21 @@ class Run:
 
     def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
         return self.probes.get(0, {}).get(space)
+
+    @property
+    def data_key(self) -> tuple[str, str]:
+        """What tells datasets apart: the hashes of both manifests, or their places where no hash is known."""
+        for source in [vars(probe) for step in self.probes.values() for probe in step.values()] + [self.provenance]:
+            hashes = source.get("train_manifest_sha256"), source.get("test_manifest_sha256")
+            if all(hashes):
+                return str(hashes[0]), str(hashes[1])
+        return self.config.data.train_dir, self.config.data.test_dir
+
+    @property
+    def data_name(self) -> str:
+        """The folder that holds train and test set, or the place of the train set where its name says more."""
+        parts = self.config.data.train_dir.rstrip("/").split("/")
+        return parts[-2] if len(parts) > 1 and parts[-1] == "train" else self.config.data.train_dir
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,17 @@ class Arm:
 
     def untrained(self, space: LabelSpace) -> list[ProbeResult]:
         return [probe for run in self.runs if (probe := run.untrained_probe(space)) is not None]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The arms that were trained and tested on the same data, and so may be compared; with their numbers in the report,
+    by which they are coloured.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    numbers: tuple[int, ...]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -91,9 +130,25 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         science = {key: value for key, value in flatten(run.config).items() if not _is_under(key, NOT_SCIENCE)}
-        grouped.setdefault(json.dumps(science, sort_keys=True), []).append(run)
+        grouped.setdefault(json.dumps([science, run.data_key], sort_keys=True), []).append(run)
     groups = list(grouped.values())
     return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
+
+
+def datasets_of(arms: Sequence[Arm]) -> list[Dataset]:
+    """The arms by their data, in the order of the first arm of each."""
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for number, arm in enumerate(arms):
+        grouped.setdefault(arm.runs[0].data_key, []).append(number)
+    names = [arms[numbers[0]].runs[0].data_name for numbers in grouped.values()]
+    return [
+        Dataset(
+            name if names.count(name) == 1 else f"{name} ({key[0][:12]})",
+            tuple(arms[number] for number in numbers),
+            tuple(numbers),
+        )
+        for name, (key, numbers) in zip(names, grouped.items(), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,6 +207,7 @@ def _read_run(run_dir: RunDir, config: RunConfig, name: str) -> Run:
         metrics=run_dir.read_metrics(),
         probes={step: _read_probes(run_dir, step) for step in run_dir.probe_steps()},
         views=_read_views(run_dir),
+        pictures=tuple(_read_pictures(run_dir)),
     )
 
 
@@ -168,6 +224,34 @@ def _read_views(run_dir: RunDir) -> Views:
         except UserError as error:
             return Views(None, None, str(error))
     return Views(png_path.read_bytes(), ViewsResult.parse(_read_object(json_path), where=str(json_path)))
+
+
+def _read_pictures(run_dir: RunDir) -> Iterator[Picture]:
+    """Of all analyses but the view grids, which a report shows for themselves."""
+    for path in sorted(run_dir.analysis.glob("*.png")):
+        if path.stem != "views":
+            json_path = path.with_suffix(".json")
+            numbers = _numbers(_read_object(json_path)) if json_path.is_file() else {}
+            yield Picture(path.stem, path.read_bytes(), numbers)
+
+
+def _numbers(value: Any, path: str = "") -> dict[str, str]:
+    """All that a reader may want of a result, by its dotted path: no long lists, no hashes, no settings."""
+    if isinstance(value, dict):
+        items = [(key, inner) for key, inner in value.items() if key != "config" and not key.endswith("sha256")]
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        items = [(str(number), inner) for number, inner in enumerate(value, 1)]
+    elif isinstance(value, list):
+        return {path: ", ".join(map(_short, value))} if 0 < len(value) <= 12 else {}
+    else:
+        return {} if value is None else {path: _short(value)}
+    return {
+        name: text for key, inner in items for name, text in _numbers(inner, f"{path}.{key}".removeprefix(".")).items()
+    }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

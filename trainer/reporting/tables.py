@@ -10,17 +10,46 @@ from typing import Any
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.reporting.curves import COLORS
-from trainer.reporting.findings import Score, baseline, score
-from trainer.reporting.runs import Arm, Run, config_differences
-
-NOT_MEASURED = '<span class="none">not measured</span>'
+from trainer.reporting.findings import Method, Score, baseline, score
+from trainer.reporting.grid import NOT_MEASURED, Grid, columns, to_html
+from trainer.reporting.runs import Arm, Dataset, Run, config_differences, datasets_of
 
 
 def results(arms: Sequence[Arm]) -> str:
+    """A table for each dataset: accuracies on different data are never set against one another."""
     spaces = [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
     commands = _missing_probes(arms)
     if not spaces:
         return f"<p>Nothing has been probed yet.</p>{commands}"
+    datasets = datasets_of(arms)
+    tables = ""
+    for dataset in datasets:
+        tables += f"<h3>{escape(dataset.name)}</h3>" if len(datasets) > 1 else ""
+        tables += _results_of(dataset)
+    return f"{tables}<p class='caption'>{RESULTS_CAPTION.format(fitted_on=_fitted_on(arms))}</p>{commands}"
+
+
+RESULTS_CAPTION = (
+    "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, fitted on "
+    "{fitted_on}, after its last epoch; below it the gain over the untrained encoder in points, and the best epoch, "
+    "which was chosen by its test accuracy and is therefore optimistic. kNN: weighted vote of the nearest train "
+    "samples by the cosine of pooled features. ± is the sample standard deviation over seeds."
+)
+
+
+def _fitted_on(arms: Sequence[Arm]) -> str:
+    told = {
+        "policy": "views of the run's own policy (for the untrained encoder, the untrained policy)",
+        "none": "samples without views",
+    }
+    return " or ".join(told[views] for views in sorted({run.config.probe.views for arm in arms for run in arm.runs}))
+
+
+def _results_of(dataset: Dataset) -> str:
+    arms = dataset.arms
+    spaces = [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
+    if not spaces:
+        return "<p>Nothing has been probed yet.</p>"
     head = "".join(f'<th class="number" colspan="2">label_{space}</th>' for space in spaces)
     methods = '<th class="number">linear</th><th class="number">kNN</th>' * len(spaces)
     rows: list[str] = []
@@ -28,7 +57,7 @@ def results(arms: Sequence[Arm]) -> str:
         space: max((s.mean for arm in arms if (s := score(arm.trained(space), "linear"))), default=0)
         for space in spaces
     }
-    for number, arm in enumerate(arms):
+    for number, arm in zip(dataset.numbers, arms, strict=True):
         cells = "".join(_trained_cells(arm, arms, space, best[space]) for space in spaces)
         rows.append(f'<tr class="arm"><th>{chip(number)}{escape(arm.name)}{_stage(arm)}</th>{cells}</tr>')
         cells = "".join(_untrained_cells(arm, arms, space) for space in spaces)
@@ -39,22 +68,33 @@ def results(arms: Sequence[Arm]) -> str:
             probe = next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)])
             cells += f'<td class="number">{100 * getattr(probe, attribute):.1f}</td><td></td>'
         rows.append(f'<tr class="floor"><td>{title}</td>{cells}</tr>')
-    fitted_on = {
-        "policy": "views of the run's own policy (for the untrained encoder, the untrained policy)",
-        "none": "pictures without views",
-    }
-    protocols = sorted({run.config.probe.views for arm in arms for run in arm.runs})
-    caption = (
-        "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, fitted on "
-        f"{' or '.join(fitted_on[protocol] for protocol in protocols)}, after its last epoch; below it the gain over "
-        "the untrained encoder in points, and the best epoch, which was chosen by "
-        "its test accuracy and is therefore optimistic. kNN: weighted vote of the nearest train pictures by the cosine "
-        "of pooled features. ± is the sample standard deviation over seeds."
-    )
     return (
         f'<div class="scroll"><table class="wide"><thead><tr><th></th>{head}</tr><tr><th></th>{methods}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div><p class='caption'>{caption}</p>{commands}"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def result_grids(arms: Sequence[Arm]) -> list[tuple[str, Grid]]:
+    """The same tables as text, each with the name of its dataset; without the best epochs."""
+    return [(dataset.name, _result_grid(dataset.arms)) for dataset in datasets_of(arms)]
+
+
+def _result_grid(arms: Sequence[Arm]) -> Grid:
+    spaces = [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
+    methods: tuple[Method, ...] = ("linear", "knn")
+    head = ["encoder", "seeds", *(f"label_{space}, {_METHODS[method]}" for space in spaces for method in methods)]
+    rows: list[list[str | None]] = []
+    for arm in arms:
+        for name, seeds, probes in (
+            (arm.name, ", ".join(str(run.config.seed) for run in arm.runs), {s: arm.trained(s) for s in spaces}),
+            (f"{arm.name}, untrained", "", {s: baseline(arm, arms, s) for s in spaces}),
+        ):
+            scores = [score(probes[space], method) for space in spaces for method in methods]
+            rows.append([name, seeds, *(None if one is None else str(one) for one in scores)])
+    return columns(head, rows)
+
+
+_METHODS: Mapping[Method, str] = {"linear": "linear", "knn": "kNN"}
 
 
 def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, best: float) -> str:
@@ -119,7 +159,19 @@ def differences(arms: Sequence[Arm]) -> str:
         + "</tr>"
         for row in rows
     )
-    return _table(f"<th>setting</th>{head}", body) + _configs(runs)
+    return (
+        f'<div class="scroll"><table><thead><tr><th>setting</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f"{_configs(runs)}"
+    )
+
+
+def difference_grid(arms: Sequence[Arm]) -> Grid:
+    """The settings that differ, as text."""
+    rows = [
+        [row.key, *("; ".join(_setting_lines(values)) or "no such setting" for values in row.values)]
+        for row in config_differences(arms)
+    ]
+    return columns(["setting", *(arm.name for arm in arms)], rows)
 
 
 def _configs(runs: Sequence[Run]) -> str:
@@ -134,9 +186,12 @@ def _settings(values: Mapping[str, Sequence[Any]]) -> str:
     """The value of one setting, or the settings of a section one below the other."""
     if not values:
         return '<span class="none">no such setting</span>'
+    return f"<code>{'<br>'.join(map(escape, _setting_lines(values)))}</code>"
+
+
+def _setting_lines(values: Mapping[str, Sequence[Any]]) -> list[str]:
     shown = {name: " / ".join(map(_plain, distinct)) for name, distinct in values.items()}
-    lines = [f"{name} = {value}" if name else value for name, value in shown.items()]
-    return f"<code>{'<br>'.join(map(escape, lines))}</code>"
+    return [f"{name} = {value}" if name else value for name, value in shown.items()]
 
 
 def _plain(value: Any) -> str:
@@ -148,77 +203,123 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def provenance(runs: Sequence[Run]) -> str:
-    rows: dict[str, Callable[[Run], str]] = {
-        "directory": lambda run: f"<code>{escape(str(run.path))}</code>",
-        "command": lambda run: _code(run.provenance.get("command")),
-        "commit": _commit,
-        "seed": lambda run: str(run.config.seed),
-        "started": lambda run: _text(run.provenance.get("started_at")),
-        "processor": _processor,
-        "GPU": lambda run: _text(run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None)),
-        "ranks": lambda run: _text(run.provenance.get("world_size")),
-        "wall time": lambda run: _duration(run.provenance.get("wall_seconds")),
-        "samples a second": lambda run: _median(run, "perf/samples_per_second", "{:,.0f}"),
-        "waiting for data": lambda run: _median(run, "perf/data_wait_fraction", "{:.1%} of the time"),
-        "train manifest": lambda run: _hash(run.provenance.get("train_manifest_sha256")),
-        "test manifest": lambda run: _hash(run.provenance.get("test_manifest_sha256")),
-        "versions": _versions,
+def speed_grid(arms: Sequence[Arm]) -> Grid:
+    """How fast each arm trained and what it needed: medians over the logged steps of all its runs."""
+    head = ["", "samples a second", "ranks", "waiting for data", "most time goes to", "memory of a rank", "wall time"]
+    return columns(head, [[arm.name, *_speed(arm.runs)] for arm in arms])
+
+
+def _speed(runs: Sequence[Run]) -> list[str | None]:
+    stages = {
+        name: median
+        for name in sorted({key for run in runs for entry in run.metrics for key in entry if _is_stage(key)})
+        if (median := _median_of(runs, name)) is not None
     }
-    head = "<th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    body = "".join(
-        f"<tr><th>{title}</th>" + "".join(f'<td class="provenance">{text(run)}</td>' for run in runs) + "</tr>"
-        for title, text in rows.items()
-    )
-    return _table(head, body)
+    slowest = max(stages, key=lambda name: stages[name], default=None)
+    memory = _largest_of(runs, ("memory/gpu_gigabytes", "memory/resident_gigabytes"))
+    wall = [seconds for run in runs if isinstance(seconds := run.provenance.get("wall_seconds"), int | float)]
+    return [
+        _formatted(_median_of(runs, "perf/samples_per_second"), "{:,.0f}"),
+        " / ".join(dict.fromkeys(str(size) for run in runs if (size := run.provenance.get("world_size")))) or None,
+        _formatted(_median_of(runs, "perf/data_wait_fraction"), "{:.1%}"),
+        f"{slowest.removeprefix('perf/').removesuffix('_fraction')} ({stages[slowest]:.0%})" if slowest else None,
+        memory,
+        _duration(statistics.median(wall)) if wall else None,
+    ]
 
 
-def _commit(run: Run) -> str:
+def _is_stage(key: str) -> bool:
+    return key.startswith("perf/") and key.endswith("_fraction") and key != "perf/data_wait_fraction"
+
+
+def _median_of(runs: Sequence[Run], key: str) -> float | None:
+    values = [entry[key] for run in runs for entry in run.metrics if isinstance(entry.get(key), int | float)]
+    return statistics.median(values) if values else None
+
+
+def _largest_of(runs: Sequence[Run], keys: Sequence[str]) -> str | None:
+    """The largest value of the first of `keys` that was measured, in gigabytes."""
+    for key in keys:
+        values = [entry[key] for run in runs for entry in run.metrics if isinstance(entry.get(key), int | float)]
+        if max(values, default=0) > 0:
+            return f"{max(values):.2f} GB{' on the GPU' if 'gpu' in key else ''}"
+    return None
+
+
+def _formatted(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)
+
+
+MAX_RUNS_BESIDE = 4  # in one table with a column each
+
+
+def provenance(runs: Sequence[Run]) -> str:
+    """Where the numbers come from; of many runs first what is the same for all."""
+    return "".join(to_html(grid, code=_CODE_FACTS) for grid in provenance_grids(runs))
+
+
+def provenance_grids(runs: Sequence[Run]) -> list[Grid]:
+    facts = {title: [text(run) for run in runs] for title, text in _FACTS.items()}
+    if len(runs) <= MAX_RUNS_BESIDE:
+        return [columns(["", *(run.name for run in runs)], [[title, *texts] for title, texts in facts.items()])]
+    shared = [[title, texts[0]] for title, texts in facts.items() if len(set(texts)) == 1]
+    differing = {title: texts for title, texts in facts.items() if len(set(texts)) > 1}
+    own = [[run.name, *(texts[number] for texts in differing.values())] for number, run in enumerate(runs)]
+    return [columns(["", "all runs"], shared), columns(["", *differing], own)]
+
+
+def _commit(run: Run) -> str | None:
     commit = run.provenance.get("git_commit")
     changed = " with uncommitted changes" if run.provenance.get("git_dirty") else ""
-    return f"<code>{escape(str(commit)[:12])}</code>{changed}" if commit else NOT_MEASURED
+    return f"{str(commit)[:12]}{changed}" if commit else None
 
 
-def _processor(run: Run) -> str:
+def _processor(run: Run) -> str | None:
     cpu, num = run.provenance.get("cpu"), run.provenance.get("num_cpus")
     return _text(f"{cpu}, {num} CPUs" if cpu and num else cpu)
 
 
-def _versions(run: Run) -> str:
+def _versions(run: Run) -> str | None:
     versions = run.provenance.get("versions")
     if not isinstance(versions, dict) or not versions:
-        return NOT_MEASURED
-    return ", ".join(escape(f"{name} {version}") for name, version in versions.items())
+        return None
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _median(run: Run, key: str, form: str) -> str:
-    values = [entry[key] for entry in run.metrics if isinstance(entry.get(key), int | float)]
-    return form.format(statistics.median(values)) if values else NOT_MEASURED
-
-
-def _duration(seconds: Any) -> str:
+def _duration(seconds: Any) -> str | None:
     if not isinstance(seconds, int | float):
-        return NOT_MEASURED
+        return None
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _hash(value: Any) -> str:
-    return f"<code>{escape(str(value)[:12])}</code>" if value else NOT_MEASURED
+def _hash(value: Any) -> str | None:
+    return str(value)[:12] if value else None
 
 
-def _text(value: Any) -> str:
-    return NOT_MEASURED if value is None else escape(str(value))
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
-def _code(value: Any) -> str:
-    return f"<code>{escape(str(value))}</code>" if value else NOT_MEASURED
+_FACTS: Mapping[str, Callable[[Run], str | None]] = {
+    "directory": lambda run: str(run.path),
+    "command": lambda run: _text(run.provenance.get("command")),
+    "commit": _commit,
+    "seed": lambda run: str(run.config.seed),
+    "started": lambda run: _text(run.provenance.get("started_at")),
+    "processor": _processor,
+    "GPU": lambda run: _text(run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None)),
+    "ranks": lambda run: _text(run.provenance.get("world_size")),
+    "wall time": lambda run: _duration(run.provenance.get("wall_seconds")),
+    "samples a second": lambda run: _formatted(_median_of([run], "perf/samples_per_second"), "{:,.0f}"),
+    "waiting for data": lambda run: _formatted(_median_of([run], "perf/data_wait_fraction"), "{:.1%} of the time"),
+    "train manifest": lambda run: _hash(run.provenance.get("train_manifest_sha256")),
+    "test manifest": lambda run: _hash(run.provenance.get("test_manifest_sha256")),
+    "versions": _versions,
+}
+_CODE_FACTS = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})
 
 
 def chip(number: int) -> str:
     return f'<span class="chip" style="background:{COLORS[number % len(COLORS)]}"></span>'
-
-
-def _table(head: str, body: str) -> str:
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,95 @@
+"""Studies against the published tables that they are for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from configs import studies
+from configs.resolve import resolve_study
+from trainer.models.encoder import build_encoder
+from trainer.objectives import SplitLossConfig
+from trainer.reporting.published import PAIRS, SMALL_RUN, STUDIES, study
+from trainer.views.expert_image import ExpertImageConfig, huang_views
+from trainer.views.viewmaker import ViewmakerConfig
+
+FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_study_fills_every_cell_of_its_table_and_no_other(name: str) -> None:
+    table, runs = study(name), resolve_study(f"studies:{name}")
+    assert {cell.run for cell in table.cells.values()} == {run.name for run in runs}
+    assert all(run.tracking.tags == (name,) for run in runs)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_at_paper_scale_a_run_is_what_the_table_takes_for_the_papers(name: str) -> None:
+    table = study(name)
+    by_name = {run.name: run for run in resolve_study(f"studies:{name}")}
+    for cell in table.cells.values():
+        run = by_name[cell.run]
+        assert (run.num_epochs, run.global_batch_size) == (cell.num_epochs, table.batch_size)
+        assert run.encoder.kind == table.encoder
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_small_form_differs_in_size_alone(name: str) -> None:
+    full = {run.name: run for run in resolve_study(f"studies:{name}")}
+    for run in resolve_study(f"studies:{name}_small"):
+        large = full[run.name.removesuffix(SMALL_RUN)]
+        assert run.objective == large.objective
+        assert run.optimizer == large.optimizer
+        assert run.data.overlay == large.data.overlay
+        if isinstance(large.views, ViewmakerConfig):
+            size = {"base_width": 8, "num_res_blocks": 1}
+            assert run.views == large.views.model_copy(update=size)
+        else:
+            assert run.views == large.views
+        assert sum(parameter.numel() for parameter in build_encoder(run.encoder).parameters()) < 1_000_000
+
+
+def test_the_tables_have_the_published_numbers() -> None:
+    def published(name: str, row: str, column: int) -> tuple[float, float | None]:
+        value = study(name).cells[row, column].published
+        assert value is not None
+        return value.mean, value.deviation
+
+    assert published("table1", "C+Digits", 0) == (58.8, None)
+    assert published("table1", "C+Digits", 1) == (69.3, None)
+    assert published("table1", "C+Letters", 3) == (96.9, None)
+    assert published("table2", "sound", 3) == (32.64, None)
+    assert published("table2", "speech + sound", 2) == (60.8, None)
+    assert published("table3", "C+Letters", 1) == (23.2, None)
+    assert published("richness", "abcde", 2) == (90.12, 0.12)
+    assert published("richness", "a", 5) == (34.05, 1.13)
+    assert published("colour", "1", 7) == (49.94, 2.01)
+    assert published("temperatures", "800", 2) == (90.3, None)
+    assert all(cell.published is None for cell in study("pairs").cells.values())
+    assert len(PAIRS) == len(set(PAIRS)) == math.comb(5, 2)
+
+
+def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:
+    def views(name: str, run: str) -> ExpertImageConfig:
+        (found,) = {config.views for config in resolve_study(f"studies:{name}") if config.name == run}  # of three seeds
+        assert isinstance(found, ExpertImageConfig)
+        return found
+
+    assert views("richness", "moco-cifar100-abc") == huang_views("abc")
+    strong = views("colour", "simsiam-cifar10-ad-strength0.25")
+    assert strong == huang_views("ad", strength=0.25, jitter_probability=1.0)
+    assert strong.brightness == 0.2
+    assert views("pairs", "simclr-huang-cifar10-ce-200epochs").area is None
+    objectives = {run.name: run.objective for run in studies.temperatures()}
+    assert objectives["split-t0.2-400epochs"] == SplitLossConfig(temperature=0.2)
+
+
+def test_published_differences_within_their_deviation_are_no_directions() -> None:
+    table = study("richness")
+    compared = {(contrast.first, contrast.second) for contrast in table.contrasts}
+    assert (("abcde", 0), ("abcd", 0)) in compared
+    assert (("ab", 1), ("a", 1)) not in compared  # 67.83 ± 0.94 and 67.77 ± 0.69
+    assert all(contrast.points is not None and contrast.points > 0 for contrast in table.contrasts)
+    letters = next(one for one in study("table1").contrasts if one.first == ("C+Letters", 1))
+    assert (letters.sign, letters.points) == (-1, -2.9)
