@@ -177,7 +177,7 @@ def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> 
         claims += judge_collapse(names, linear, hot, measured, trained=settings.trained_share)
         at_1 = [at for at, one in enumerate(objectives) if one.loss == "info_nce" and one.temperature == 1]
         barlow = [at for at, one in enumerate(objectives) if one.loss == "barlow_twins"]
-        claims += judge_theorems(measured, info_nce_at_1=at_1, barlow=barlow)
+        claims += judge_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=settings.trained_share)
         claims += judge_classifiers(names, measured)
         tables["encoders"] = _encoder_table(names, measured)
         figures["generalization_encoders"] = draw(

@@ -232,9 +232,12 @@ def judge_collapse(
 
 
 def judge_theorems(
-    found: Mapping[str, Tensor], *, info_nce_at_1: Sequence[int], barlow: Sequence[int]
+    found: Mapping[str, Tensor], *, info_nce_at_1: Sequence[int], barlow: Sequence[int], trained: float
 ) -> list[ClaimResult]:
-    """`found` has (S, O) "closest" and the bounds; whether a sharpened one says something is judged for its loss."""
+    """`found` has (S, O) "closest", the bounds, and "trained" as for `judge_collapse`.
+
+    The bounds are of any encoder. Whether a sharpened one says something is judged for its loss, once that has trained.
+    """
     plans = (
         (THEOREM_3, THEOREM_3_SAYS, "theorem_3", None),
         (THEOREM_3_SHARP, THEOREM_3_SHARP_SAYS, "theorem_3_sharpened", info_nce_at_1),
@@ -253,10 +256,14 @@ def judge_theorems(
             )
         )
         bound_SO = found[name] if places is None else found[name][:, list(places)]
-        if bound_SO.numel():
-            results.append(
-                judge(says, _range(bound_SO, "encoders"), measured="the bound, |f| = 1", at_most=1 - ROUNDING)
-            )
+        if not bound_SO.numel():
+            continue
+        interval, measured = _range(bound_SO, "encoders"), "the bound, |f| = 1"
+        if places is not None and bool((found["trained"][:, list(places)] < trained).any()):
+            high = max(2.0, interval.high)
+            interval = Interval(value=interval.value, low=-1.0, high=high, kind="any value: has not trained")
+            measured = f"{measured}, not judged: the loss is near its start"
+        results.append(judge(says, interval, measured=measured, at_most=1 - ROUNDING))
     return results
 
 

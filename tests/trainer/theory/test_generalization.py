@@ -109,8 +109,8 @@ def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None
     assert wrong["InfoNCE splits"] == wrong["the linear loss wants mean zero"] == "holds"
 
 
-def test_the_moment_of_the_centres_needs_true_probabilities_not_their_sum() -> None:
-    """It is algebra: it holds for any weights, and for more classes than dimensions."""
+def test_the_moment_of_the_centres_is_algebra() -> None:
+    """It holds for any weights, also those that do not sum to 1, and for more classes than dimensions."""
     centre_KD, p_K = random_units(7, 3), torch.linspace(0.1, 2, 7, dtype=torch.float64)
     assert centre_moment(centre_KD, p_K) < 1e-14
 
@@ -296,6 +296,16 @@ def test_losses_that_have_not_trained_decide_nothing() -> None:
     assert all("near its start" in result.measured for result in results)
 
 
+def test_two_steps_decide_nothing_on_training() -> None:
+    encoders = TINY_ENCODERS.model_copy(update={"num_steps": 2})  # no more than the first step is logged
+    settings = TINY.model_copy(update={"encoders": encoders, "studies": ("encoders",)})
+    found = {name: part(CPU) for name, part in parts(settings).items()}
+    judged = verdicts(EXPERIMENT.conclude(settings, found).claims)
+    of_training = [name for name in judged if ":" in name or "sharpened says" in name]
+    assert len(of_training) == 8
+    assert {judged[name] for name in of_training} == {"not decidable here"}
+
+
 def test_share_of_the_training() -> None:
     """Barlow Twins, whose floor is 0, from 4 to 1: three quarters."""
     settings = GeneralizationSettings(encoders=EncoderSettings(objectives=(ObjectiveSettings(loss="barlow_twins"),)))
@@ -307,7 +317,9 @@ def test_verdicts_of_planted_theorems() -> None:
     found = {"closest": torch.full((2, 3), 0.5)} | {name: torch.full((2, 3), 0.7) for name in names}
     found["theorem_4"] = torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 0.49]])  # one encoder is above it
     found["theorem_3"] = torch.full((2, 3), 100.0)
-    judged = verdicts(judge_theorems(found, info_nce_at_1=[0], barlow=[1]))
+    found["trained"] = torch.tensor([[0.5, 0.05, 0.5], [0.5, 0.05, 0.5]])  # Barlow Twins has not
+    judged = verdicts(judge_theorems(found, info_nce_at_1=[0], barlow=[1], trained=0.1))
+    assert judged["theorem 4 sharpened says something"] == "not decidable here"
     assert judged["theorem 3"] == judged["theorem 3 sharpened says something"] == "holds"
     assert judged["theorem 3 says something"] == judged["theorem 4"] == "does not hold"
 
