@@ -406,6 +406,40 @@ def test_cells_are_what_brute_force_finds(gain: float, strength: float) -> None:
             assert getattr(cells, name)[0, q, 0, 0].item() == pytest.approx(value, abs=2e-3), name
 
 
+def test_a_cell_is_the_theorem_term_by_term() -> None:
+    """Every delta and epsilon of one cell in a plain loop, with the spread of views from views themselves."""
+    K, N, gain, strength = 4, 60, 0.003, 2.0
+    settings = BoundSettings(
+        samples_a_class=N, outlier_shares=(0.05,), gains=(gain,), strengths=(strength,), num_deltas=5, num_epsilons=4
+    )
+    cells = measure_cells(settings, seeds=(2,), device=CPU)
+    samples = draw_samples(settings, seeds=(2,), device=CPU)
+    shift_KNV = strength * samples.b_SQKN[0, 0, :, :, None] * torch.linspace(-1, 1, 41, dtype=torch.float64)
+    phi_PV = gain * shift_KNV.flatten(0, 1)
+    views = torch.stack([phi_PV.cos(), phi_PV.sin()], dim=-1)  # along the class and across it, up to a rotation
+    spread = sorted((torch.cdist(one, one).max().item() for one in views), reverse=True)
+    lipschitz = math.sqrt(1 + gain**2)
+    shrinkage, closest = cells.centre_shrinkage.item(), cells.closest.item()
+    bounds, slacks = [1.0], []
+    for delta in (0, 0.5, 1, 1.5, 2):
+        sigma = concentration(
+            samples,
+            strength=strength,
+            deltas=torch.tensor([delta], dtype=torch.float64),
+            outlier_distance=settings.outlier_angle,
+        ).item()
+        for place in (0, 8, 16, 24):  # up to a tenth of 240 samples
+            epsilon, unaligned = spread[place], place / (K * N)
+            rho = 2 * (1 - sigma) + unaligned / (1 / K) + sigma * (lipschitz * delta + 2 * epsilon)
+            slacks.append(1 - rho - math.sqrt(2 * rho) - shrinkage / 2 - closest)
+            if slacks[-1] > 0:
+                bounds.append(1 - sigma + unaligned)
+    assert cells.slack.item() == pytest.approx(max(slacks), abs=1e-6)
+    assert cells.bound.item() == pytest.approx(min(bounds), abs=1e-9)
+    assert cells.met.item()
+    assert len(bounds) > 1
+
+
 def test_the_condition_is_the_papers() -> None:
     """rho = 0.08: sqrt(2 rho) = 0.4."""
     rho, shrinkage = (torch.tensor(value, dtype=torch.float64) for value in (0.08, 0.1))
