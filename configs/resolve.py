@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import configs
 from data_pipeline.errors import UserError, nearest
 from trainer.config import RunConfig, flatten, read_config
@@ -25,7 +23,8 @@ def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     `name` is `module:function` in configs/, e.g. "viewmaker:digits", or the path of a .json or .yaml file with the same
     fields. Raises `UserError` with the nearest valid name or key.
     """
-    return _with(read_config(Path(name)) if Path(name).suffix in CONFIG_SUFFIXES else _recipe(name)(), name, overrides)
+    config = read_config(Path(name)) if Path(name).suffix in CONFIG_SUFFIXES else _recipe(name)()
+    return config.override(overrides, where=f"config {name}")
 
 
 def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
@@ -38,7 +37,9 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
         raise UserError(f'unknown study "{name}"{nearest(name, known)}')
     module = importlib.import_module(f"configs.{STUDIES}")
     members: list[RunConfig] = getattr(module, name.partition(":")[2])()
-    resolved = [_with(member, f"{name} ({member.name}, seed {member.seed})", overrides) for member in members]
+    resolved = [
+        member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})") for member in members
+    ]
     seen: set[tuple[str, int]] = set()
     for member in resolved:
         if (member.name, member.seed) in seen:
@@ -47,16 +48,6 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
             )
         seen.add((member.name, member.seed))
     return resolved
-
-
-def _with(base: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:
-    value = base.model_dump(mode="json")
-    for override in overrides:
-        path, separator, text = override.partition("=")
-        if not separator:
-            raise UserError(f'--set {override} has no "="; write --set a.b=value')
-        _set(value, path.strip().split("."), yaml.safe_load(text))
-    return RunConfig.parse(value, where=f"config {name}" + (f" with --set {' '.join(overrides)}" if overrides else ""))
 
 
 def explain(name: str, overrides: Sequence[str] = ()) -> str:
@@ -105,18 +96,6 @@ def _functions(module: Any) -> list[str]:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     ]
-
-
-def _set(value: dict[str, Any], path: list[str], new: Any) -> None:
-    """Set one setting in place. Changing the `kind` of a section starts it from the defaults of that kind."""
-    for part in path[:-1]:
-        inner = value.get(part)
-        if not isinstance(inner, dict):
-            raise UserError(f'--set {".".join(path)}: "{part}" has no settings of its own{nearest(part, value)}')
-        value = inner
-    if path[-1] == "kind" and new != value.get("kind"):
-        value.clear()
-    value[path[-1]] = new
 
 
 def _given(config: RunConfig) -> set[str]:

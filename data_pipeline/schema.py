@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_pipeline.errors import UserError, nearest
@@ -22,6 +24,23 @@ class Schema(BaseModel):
         except ValidationError as error:
             raise UserError(f"{where}: {describe(error, cls)}") from None
 
+    def override(self, overrides: Sequence[str], *, where: str) -> Self:
+        """This, with each of `overrides` ("a.b=c", the value in YAML) set, as command lines take them after --set.
+
+        A new `kind` starts its section from the defaults of that kind. Raises `UserError` with the nearest valid key.
+        """
+        value = self.model_dump(mode="json")
+        for override in overrides:
+            path, separator, text = override.partition("=")
+            if not separator:
+                raise UserError(f'--set {override} has no "="; write --set NAME=VALUE')
+            try:
+                new = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise UserError(f'--set {override}: the value is not YAML; write e.g. --set {path}="[1, 2]"') from None
+            _set(value, path.strip().split("."), new)
+        return type(self).parse(value, where=where + (f" with --set {' '.join(overrides)}" if overrides else ""))
+
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
     """The first problem of a validation error in one sentence; an unknown key names the nearest valid one."""
@@ -34,6 +53,18 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
     given = "" if first["type"] == "missing" else f", got {first['input']!r}"
     message = first["msg"].removeprefix("Value error, ")
     return (f"{path}: " if path else "") + f"{message}{given if path else ''}{more}"
+
+
+def _set(value: dict[str, Any], path: list[str], new: Any) -> None:
+    """Set one setting in place."""
+    for part in path[:-1]:
+        inner = value.get(part)
+        if not isinstance(inner, dict):
+            raise UserError(f'--set {".".join(path)}: "{part}" has no settings of its own{nearest(part, value)}')
+        value = inner
+    if path[-1] == "kind" and new != value.get("kind"):
+        value.clear()
+    value[path[-1]] = new
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

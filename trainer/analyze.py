@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from data_pipeline.errors import UserError, nearest, run_command
 from data_pipeline.schema import Schema
@@ -99,24 +98,11 @@ def main() -> None:
     if arguments.seed is not None and arguments.seed < 0:
         raise UserError(f"--seed must not be negative, got {arguments.seed}")
     analysis = ANALYSES[arguments.name]
-    config = _settings(analysis.config, arguments.name, arguments.set)
+    config = analysis.config().override(arguments.set, where=f"settings of {arguments.name}")
     look = Look(step=arguments.step, device=_device(arguments.device), seed=arguments.seed)
     runs = [open_run(path) for path in arguments.run_dirs]  # all of them before the first is worked on
     for path in analysis.make(runs, config, look):
         print(path)
-
-
-def _settings(config: type[Schema], name: str, overrides: Sequence[str]) -> Schema:
-    values = {}
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator:
-            raise UserError(f'--set {override} has no "="; write --set name=value')
-        try:
-            values[key.strip()] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UserError(f"--set {override}: the value is not valid YAML; quote it") from None
-    return config.parse(values, where=f"settings of {name}")
 
 
 def _device(name: str | None) -> torch.device:

@@ -135,10 +135,10 @@ def test_wrong_input_is_said_in_one_sentence(
         (["feature_dropout", str(run_dir.path)], "name two different run directories or more"),
         (["views", str(run_dir.path), "--seed", "-1"], "--seed must not be negative"),
         (["views", str(run_dir.path), "--device", "tpu9"], "--device tpu9: this machine has no such device"),
-        (["views", str(run_dir.path), "--set", "num_pictures"], 'has no "="; write --set name=value'),
+        (["views", str(run_dir.path), "--set", "num_pictures"], 'has no "="; write --set NAME=VALUE'),
         (["views", str(run_dir.path), "--set", "num_picture=3"], 'unknown key "num_picture"; did you mean "num_pict'),
-        (["alignment", str(run_dir.path), "--set", "num_views=1"], "settings of alignment: num_views: .* got 1"),
-        (["filters", str(run_dir.path), "--set", "num_shown=["], "the value is not valid YAML"),
+        (["alignment", str(run_dir.path), "--set", "num_views=1"], "settings of alignment with --set num_views=1: num_views: .* got 1"),
+        (["filters", str(run_dir.path), "--set", "num_shown=["], "the value is not YAML"),
     ):
         monkeypatch.setattr(sys, "argv", ["analyze", *arguments])
         with pytest.raises(UserError, match=message):

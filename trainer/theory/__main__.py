@@ -13,7 +13,7 @@ from data_pipeline.errors import UserError, nearest, run_command
 from trainer.memory import keep_freed_memory
 from trainer.theory import generalization, linear_contrastive, sparse_coding
 from trainer.theory.claim import claim_table
-from trainer.theory.experiment import RESULT, Experiment, default_out, override, run_experiment
+from trainer.theory.experiment import RESULT, Experiment, default_out, run_experiment
 
 EXPERIMENTS: Mapping[str, Experiment[Any]] = {
     "generalization": generalization.EXPERIMENT,
@@ -39,7 +39,7 @@ def main() -> None:
     if name not in EXPERIMENTS:
         raise UserError(f'there is no experiment "{name}"{nearest(name, EXPERIMENTS)}')
     experiment = EXPERIMENTS[name]
-    settings = override(experiment.defaults, arguments.set, where=name)
+    settings = experiment.defaults.override(arguments.set, where=name)
     if arguments.explain:
         print(settings.model_dump_json(indent=2))
         return

@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar
 
 import safetensors
 import torch
-import yaml
 from pydantic import Field, NonNegativeInt
 from safetensors.torch import load, save
 from torch import Tensor
@@ -111,27 +110,6 @@ def read_theory_result(path: Path) -> TheoryResult:
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a result; run `python -m trainer.theory` again")
     return TheoryResult.parse(value, where=str(path))
-
-
-def override(defaults: S, overrides: Sequence[str], *, where: str) -> S:
-    """`defaults` with each of `overrides` ("a.b=c", the value in YAML); raises `UserError` with the nearest key."""
-    value = defaults.model_dump(mode="json")
-    for text in overrides:
-        path, separator, new = text.partition("=")
-        if not separator:
-            raise UserError(f'--set {text} has no "="; write --set a.b=value')
-        *sections, last = path.strip().split(".")
-        section = value
-        for name in sections:
-            inner = section.get(name)
-            if not isinstance(inner, dict):
-                raise UserError(f'--set {text}: {where} has no section "{name}"; its settings are {", ".join(section)}')
-            section = inner
-        try:
-            section[last] = yaml.safe_load(new)
-        except yaml.YAMLError:
-            raise UserError(f'--set {text}: the value is not YAML; write e.g. --set {path}="[1, 2]"') from None
-    return type(defaults).parse(value, where=where)
 
 
 def default_out(name: str, settings: TheorySettings, defaults: TheorySettings) -> Path:

@@ -23,7 +23,6 @@ from trainer.theory.experiment import (
     TheorySettings,
     code_sha256,
     default_out,
-    override,
     read_theory_result,
     run_experiment,
 )
@@ -148,8 +147,8 @@ def test_other_settings_get_a_directory_of_their_own() -> None:
 
 
 def test_overrides_reach_nested_settings() -> None:
-    settings = override(
-        EXPERIMENT.defaults, ["training.weak_correlations=[0.2, 0.4]", "num_seeds=3"], where="linear_contrastive"
+    settings = EXPERIMENT.defaults.override(
+        ["training.weak_correlations=[0.2, 0.4]", "num_seeds=3"], where="linear_contrastive"
     )
     assert settings.training.weak_correlations == (0.2, 0.4)
     assert settings.seeds == (0, 1, 2)
@@ -162,7 +161,7 @@ def test_overrides_reach_nested_settings() -> None:
         ("num_seeds", 'has no "="'),
         ("num_seed=3", 'unknown key "num_seed"; did you mean "num_seeds"'),
         ("training.num_step=3", 'unknown key "training.num_step"; did you mean "num_steps"'),
-        ("trainin.num_steps=3", 'has no section "trainin"'),
+        ("trainin.num_steps=3", '"trainin" has no settings of its own; did you mean "training"'),
         ("num_seeds=1", "num_seeds: Input should be greater than or equal to 2, got 1"),
         ("num_seeds=[1", "the value is not YAML"),
         ("training.noise_from_step=150", "must lie between 1 and num_steps 150"),
@@ -174,7 +173,7 @@ def test_overrides_reach_nested_settings() -> None:
 )
 def test_wrong_settings_are_named_in_one_sentence(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        override(EXPERIMENT.defaults, [text], where="linear_contrastive")
+        EXPERIMENT.defaults.override([text], where="linear_contrastive")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -222,7 +221,7 @@ def test_killed_and_started_again_it_gives_the_same_result(tmp_path: Path) -> No
     process.wait()
     assert not (killed / "result.json").is_file(), "it ended before it was killed"
     before = {path: path.stat().st_mtime_ns for path in filed}
-    settings = override(EXPERIMENT.defaults, QUICK, where="test")
+    settings = EXPERIMENT.defaults.override(QUICK, where="test")
     torch.manual_seed(7)  # the state of torch's generator must not matter
     results = [
         run_experiment("linear_contrastive", EXPERIMENT, settings, out=out, device=CPU, show_progress=False)

@@ -13,7 +13,7 @@ from data_pipeline.counter_rng import DrawKeys, normal
 from data_pipeline.errors import UserError
 from trainer.theory import linear_model
 from trainer.theory.claim import ClaimResult
-from trainer.theory.experiment import TheoryResult, override, run_experiment
+from trainer.theory.experiment import TheoryResult, run_experiment
 from trainer.theory.linear_contrastive import EXPERIMENT, TrainingSettings, Variation
 from trainer.theory.linear_model import (
     FeatureStates,
@@ -45,7 +45,7 @@ def run(out: Path, *overrides: str) -> dict[str, ClaimResult]:
 
 
 def outcome(out: Path, *overrides: str) -> TheoryResult:
-    settings = override(EXPERIMENT.defaults, overrides, where="test")
+    settings = EXPERIMENT.defaults.override(overrides, where="test")
     return run_experiment("linear_contrastive", EXPERIMENT, settings, out=out, device=CPU, show_progress=False)
 
 

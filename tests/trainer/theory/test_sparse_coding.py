@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy, relu
 
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
-from trainer.theory.experiment import override
 from trainer.theory.sparse_coding_model import (
     TRAINING,
     Learners,
@@ -296,12 +295,12 @@ def test_full_theta_formulas_of_the_default() -> None:
 )
 def test_mistakes_in_settings_are_named(text: str, named: str) -> None:
     with pytest.raises(UserError, match=named):
-        override(SparseCodingSettings(), [text], where="sparse_coding")
+        SparseCodingSettings().override([text], where="sparse_coding")
 
 
 def test_fewer_pixels_than_atoms_are_refused() -> None:
     with pytest.raises(UserError, match="16 atoms do not fit 8 pixels"):
-        override(SparseCodingSettings(), ["study=pixels", "pixel_counts=[8]"], where="sparse_coding")
+        SparseCodingSettings().override(["study=pixels", "pixel_counts=[8]"], where="sparse_coding")
 
 
 def test_learners_keep_their_arms_apart() -> None:
