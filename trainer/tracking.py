@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 import wandb
 from numpy.typing import NDArray
 from pydantic import PositiveInt
@@ -161,6 +163,14 @@ class Tracker:
         except Exception as error:
             logger.warning("Weights & Biases failed (%s); going on with metrics.jsonl alone", error)
             self._wandb = None
+
+
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """Metrics: the most memory that this process has held so far, in gigabytes of 10^9 bytes; on a GPU its tensors'."""
+    metrics = {"memory/resident_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    if device.type == "cuda":
+        metrics["memory/gpu_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return metrics
 
 
 def _tensorboard_writer(run_dir: RunDir, start_step: int) -> SummaryWriter | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from configs import resolve_recipe
 from configs.resolve import resolve_study
 from tests.trainer.stand_in_wandb import StandIn, stand_in_server
 from trainer.config import RunConfig
 from trainer.rundir import RunDir
-from trainer.tracking import StepPictures, Tracker, offline_steps, summarize
+from trainer.tracking import StepPictures, Tracker, memory_in_use, offline_steps, summarize
 
 ROOT = Path(__file__).parents[2]
 TWO_STEPS = """
@@ -150,3 +152,11 @@ def test_without_tensorboard_training_goes_on(
         train(RunDir(tmp_path), config, start_step=0, last=2)
     assert "pip install -e '.[tensorboard]'" in caplog.text
     assert [entry["step"] for entry in RunDir(tmp_path).read_metrics()] == [1, 2]
+
+
+def test_memory_in_use_is_what_the_system_says() -> None:
+    block = np.ones(200_000_000, np.uint8)
+    used = memory_in_use(torch.device("cpu"))
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    assert list(used) == ["memory/resident_gigabytes"]
+    assert used["memory/resident_gigabytes"] >= 0.99 * resident > block.nbytes / 1e9

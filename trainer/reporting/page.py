@@ -46,6 +46,7 @@ table { border-collapse: collapse; font-size: 14.5px; font-variant-numeric: tabu
 th, td { padding: 7px 14px 7px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 thead th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
 thead tr:not(:last-child) th { border-bottom: none; padding-bottom: 0; }
+th.group { text-align: center; padding-left: 28px; }
 tbody th { font-weight: 500; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 tr.untrained th, tr.untrained td, tr.floor th, tr.floor td { color: var(--soft); }
@@ -80,6 +81,7 @@ summary { cursor: pointer; color: var(--soft); font-size: 14px; margin: 10px 0; 
   main { max-width: none; padding: 0; }
   h2, h3, .legend { break-after: avoid; }
   tr, figure, img, .verdict { break-inside: avoid; }
+  .charts { grid-template-columns: 1fr 1fr; }
   .scroll { overflow: visible; }
   table { font-size: 8.5pt; width: 100%; }
   th, td { padding: 3px 8px 3px 0; }

@@ -29,7 +29,10 @@ class Value:
     deviation: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.mean:g}" if self.deviation is None else f"{self.mean:g} ± {self.deviation:g}"
+        mean = (
+            f"{self.mean:.2f}" if round(self.mean, 1) != self.mean or self.deviation is not None else f"{self.mean:.1f}"
+        )
+        return mean if self.deviation is None else f"{mean} ± {self.deviation:.2f}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def study_html(sheet: Sheet) -> str:
     study = sheet.study
     sentences = "".join(f"<p>{escape(text)}</p>" for text in summary(sheet))
     groups = "".join(
-        f'<th class="number" colspan="{len(list(members))}">{escape(group)}</th>'
+        f'<th class="group" colspan="{len(list(members))}">{escape(group)}</th>'
         for group, members in groupby(study.columns, key=lambda column: column.group)
     )
     titles = "".join(f'<th class="number">{escape(column.title)}</th>' for column in study.columns)
@@ -87,7 +87,7 @@ def direction_grid(sheet: Sheet) -> Grid:
         ]
         for one in sheet.compared
     ]
-    return columns(["difference in points", "paper", "ours", "told from chance from", "direction"], rows)
+    return columns(["difference in points", "paper", "ours", "resolved from", "direction"], rows)
 
 
 def _signed(points: float) -> str:

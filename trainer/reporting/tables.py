@@ -50,7 +50,7 @@ def _results_of(dataset: Dataset) -> str:
     spaces = [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
     if not spaces:
         return "<p>Nothing has been probed yet.</p>"
-    head = "".join(f'<th class="number" colspan="2">label_{space}</th>' for space in spaces)
+    head = "".join(f'<th class="group" colspan="2">label_{space}</th>' for space in spaces)
     methods = '<th class="number">linear</th><th class="number">kNN</th>' * len(spaces)
     rows: list[str] = []
     best = {
