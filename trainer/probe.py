@@ -38,6 +38,7 @@ from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear
 from trainer.probes.result import ProbeResult
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.rundir import RunDir, open_run, write_json
+from trainer.tracking import summarize
 
 
 def main() -> None:
@@ -132,6 +133,13 @@ def probe_run(
             write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
             for space, result in readout.results.items():
                 write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
+            if not suffix and number + 1 == len(chosen) and not isinstance(steps, int):
+                final = {
+                    f"probe/{space}/{method}_final": getattr(result, method).accuracy
+                    for space, result in readout.results.items()
+                    for method in ("linear", "knn")
+                }
+                summarize(run_dir, config, final)
             print(table(readout.results))
             print(directory)
     if rank() == 0:

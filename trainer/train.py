@@ -33,8 +33,9 @@ from trainer.provenance import add_to_provenance, write_provenance
 from trainer.rundir import RunDir
 from trainer.skips import SkipLog
 from trainer.step import TrainingStep
+from trainer.step_pictures import step_pictures
 from trainer.timing import Clock, slowest
-from trainer.tracking import Tracker
+from trainer.tracking import Tracker, memory_in_use
 from trainer.watchdog import Watchdog, start_watchdog
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def _train(
     if first:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
+    pictures = step_pictures(config, players.view_policy, device=device) if first else None
     optimizers = config.engine_optimizers
     probe, probe_every = online_probe(config, players.encoder, device=device), config.probe.online_every_steps or 1
     alarms = Alarms(config.alarms)
@@ -139,7 +141,8 @@ def _train(
                     logger.warning("%s", alarm)
                 metrics["train/skipped_steps"] = skipped_steps.total
                 metrics["data/bad_samples"] = bad_samples.settle()
-                metrics |= all_reduce_mean_scalars(clock.read(num_samples=config.global_batch_size))
+                speed = clock.read(num_samples=config.global_batch_size)
+                metrics |= all_reduce_mean_scalars(speed | memory_in_use(device))
                 metrics |= {f"optim/{name}_learning_rate": rate for name, rate in rates.items()}
                 note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
             if probe is not None and completed % probe_every == 0:
@@ -147,6 +150,8 @@ def _train(
                     metrics |= probe()
             if tracker is not None and metrics:
                 tracker.log(completed, {"epoch": batch.epoch} | metrics)
+            if tracker is not None and pictures is not None and (shown := pictures(completed)) is not None:
+                tracker.log_pictures(completed, shown)
             stops = stop_requests.agreed() and completed < num_steps
             if completed % config.checkpoint_every_steps == 0 or completed == num_steps or stops:
                 settle_running_statistics(players.encoder)

@@ -137,7 +137,7 @@ def test_wrong_input_is_said_in_one_sentence(
         (["views", str(run_dir.path), "--device", "tpu9"], "--device tpu9: this machine has no such device"),
         (["views", str(run_dir.path), "--set", "num_pictures"], 'has no "="; write --set NAME=VALUE'),
         (["views", str(run_dir.path), "--set", "num_picture=3"], 'unknown key "num_picture"; did you mean "num_pict'),
-        (["alignment", str(run_dir.path), "--set", "num_views=1"], "settings of alignment with --set num_views=1: num_views: .* got 1"),
+        (["alignment", str(run_dir.path), "--set", "num_views=1"], "with --set num_views=1: num_views: .* got 1"),
         (["filters", str(run_dir.path), "--set", "num_shown=["], "the value is not YAML"),
     ):
         monkeypatch.setattr(sys, "argv", ["analyze", *arguments])
