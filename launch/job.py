@@ -106,7 +106,7 @@ class TrainJob:
         with contextlib.suppress(Exception):  # it may have been ended by the warning
             wandb.teardown()  # its process, which Slurm would end under it
         try:
-            refusal = self._start_again(job, seconds=seconds)
+            refusal = self._start_again(job, seconds=seconds, stopped=str(stopped).partition(";")[0])
         except SystemExit as end:  # submitit's local executor is asked by an exit status
             return int(end.code or 0)
         if refusal:
@@ -114,33 +114,35 @@ class TrainJob:
             print(message, file=sys.stderr)
             _leave_result(job, message)
             return 1
-        print(f"{str(stopped).partition(';')[0]}; it goes on from there when the job starts again")
         return 0
 
     def checkpoint(self) -> DelayedSubmission:
         """Called by submitit on rank 0 alone, for a warning in the moment before `__call__`: what to start again."""
         return DelayedSubmission(self)
 
-    def _start_again(self, job: JobEnvironment, *, seconds: float) -> str:
-        """Ask for this job to be started again, after `seconds`. Returns why it will not be."""
+    def _start_again(self, job: JobEnvironment, *, seconds: float, stopped: str) -> str:
+        """Ask for this job to be started again, after `seconds`. Returns why it will not be.
+
+        What `stopped` it is said before Slurm is asked, which ends this process as soon as it has heard.
+        """
+        goes_on = f"{stopped}; it goes on from there when the job starts again"
         if job.cluster == "local":
             limit = int(os.environ["SUBMITIT_LOCAL_TIMEOUT_S"]) - int(os.environ["SUBMITIT_LOCAL_SIGNAL_DELAY_S"])
             if seconds < limit - AGAIN_SECONDS:
                 return "on one machine only the time limit starts it again by itself"
-            return self._count_and_requeue(job, timed_out=True)
+            return self._count_and_requeue(job, timed_out=True, saying="the time limit is reached; started again")
         try:
             shown = _show_job(job.job_id)
             if "JobState=RUNNING" not in shown.split():  # cancelled, or to be requeued already: that is decided
-                print("Slurm is ending this job already, and is not asked for anything")
+                print(f"{goes_on}: Slurm is ending it already, and is not asked for anything", flush=True)
                 return ""
             left = seconds_left(shown)
-            return self._count_and_requeue(
-                job, timed_out=left is not None and left <= self.warning_seconds + EARLY_SECONDS
-            )
+            timed_out = left is not None and left <= self.warning_seconds + EARLY_SECONDS
+            return self._count_and_requeue(job, timed_out=timed_out, saying=goes_on)
         except (OSError, subprocess.SubprocessError) as error:
             return f"Slurm could not be asked to do so now ({error})"
 
-    def _count_and_requeue(self, job: JobEnvironment, *, timed_out: bool) -> str:
+    def _count_and_requeue(self, job: JobEnvironment, *, timed_out: bool, saying: str) -> str:
         """Only time limits are counted, in the pickle that the next start reads; preemptions are nobody's fault."""
         pickled = job.paths.submitted_pickle
         delayed = DelayedSubmission.load(pickled)
@@ -152,8 +154,7 @@ class TrainJob:
             partial = pickled.with_suffix(".partial")
             delayed.dump(partial)
             partial.replace(pickled)
-        if job.cluster == "local":
-            print(f"the time limit is reached; started again ({remaining} times more at most)")
+        print(f"{saying} ({remaining} time limits more at most)" if timed_out else saying, flush=True)
         job._requeue(remaining)
         return ""
 

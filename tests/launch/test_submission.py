@@ -283,7 +283,7 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
         (["--config", "debug:image", "--nodes", "2", "--executor", "local"], "use --tasks-per-node 2"),
         (["--config", "debug:image", "--executor", "local", "--dry-run"], "--executor local writes no batch script"),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
-        (["--study", "studies:table2"], 'unknown study "studies:table2"; did you mean "studies:table1"?'),
+        (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),
         (["--study", "studies:table1"], "a study has a directory for each run; pass --study-dir"),
         (["--config", "debug:image", "--at-a-time", "2"], "--study-dir and --at-a-time belong to --study"),
         (["--config", "debug:image", "--sbatch", "mem=4G", "--dry-run"], "mem has a setting of its own; use --mem-gb"),

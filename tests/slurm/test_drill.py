@@ -253,7 +253,15 @@ def warn_all_that_start(training: Training) -> None:
         os.kill(rank, signal.SIGCONT)
     training.wait_for(lambda: len(training.starts()) == 1, "start")
     training.wait_for(lambda: training.job()["Restarts"] == "1", "requeue")
-    training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
+
+    def has_an_hour() -> bool:
+        """Slurm may forget a limit that it is told between the two starts."""
+        job = training.job()
+        if job["TimeLimit"] != "01:00:00":
+            training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
+        return job["TimeLimit"] == "01:00:00" and job["JobState"] == "RUNNING"
+
+    training.wait_for(has_an_hour, "start with a longer limit")
 
 
 def signals(pid: int, name: str) -> set[int]:
