@@ -68,7 +68,7 @@ def normal_pairs(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
     """
     key_B = _key(keys, purpose)
     pairs_B2N = torch.empty(len(key_B), 2, num, device=key_B.device)
-    if not _serves_numpy(key_B):
+    if not serves_numpy(key_B):
         _box_muller(_hash(key_B, num), out_B2N=pairs_B2N)
     else:  # a few keys at a time, whose numbers stay in the cache
         size = max(1, _CACHED_HASHES // max(1, num))
@@ -99,9 +99,11 @@ def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_B2N: NDArray[np.flo
     np.multiply(np.sin(angle_BN, out=angle_BN), radius_BN, out=out_B2N[:, 1])
 
 
-def _serves_numpy(x: torch.Tensor) -> bool:
-    """Whether NumPy may compute in the place of torch: on a CPU, and there are data (a plan's tensors have none)."""
-    return x.device.type == "cpu" and type(x) is torch.Tensor
+def serves_numpy(x: torch.Tensor) -> bool:
+    """Whether NumPy may compute in the place of torch, which takes up to four times as long for some things: on a CPU,
+    where no gradient is asked for and there are data (a plan's tensors have none).
+    """
+    return x.device.type == "cpu" and not x.requires_grad and type(x) is torch.Tensor
 
 
 def _to_float(numbers: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -115,7 +117,7 @@ def _key(keys: DrawKeys, purpose: int) -> torch.Tensor:
 
 def _hash(key_B: torch.Tensor, num: int) -> torch.Tensor:
     """(B, num) int64, all 64 bits random: of the counters 1 to `num` under each key."""
-    if _serves_numpy(key_B):
+    if serves_numpy(key_B):
         return torch.from_numpy(_hash_by_numpy(key_B.numpy(), num).view(np.int64))
     counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device) * _GOLDEN
     return _mix(key_B[:, None] + counter_N[None, :])

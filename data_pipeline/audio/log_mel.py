@@ -24,6 +24,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torchaudio import functional as audio
 
+from data_pipeline.counter_rng import serves_numpy
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 
@@ -83,7 +84,7 @@ def power_mel(waveforms_BT: Tensor, config: MelConfig, *, needed_BN: Tensor | No
     assert waveforms_BT.dtype in (torch.float32, torch.float64)
     filters = _filters(config, waveforms_BT.device, waveforms_BT.dtype)
     with torch.autocast(waveforms_BT.device.type, enabled=False):
-        if _serves_numpy(waveforms_BT):
+        if serves_numpy(waveforms_BT):
             return _power_mel_of_needed(waveforms_BT, needed_BN, config, filters)
         power_BMN = _power_mel(waveforms_BT, config, filters)
         return power_BMN if needed_BN is None else power_BMN.masked_fill(~needed_BN[:, None, :], 0)
@@ -153,13 +154,6 @@ def _power(windowed_RW: Tensor, filters: _Filters) -> _Array:
     return power_RM
 
 
-def _serves_numpy(x: Tensor) -> bool:
-    """Whether NumPy may compute in the place of torch, which takes up to four times as long for thin products and for
-    logarithms on a CPU.
-    """
-    return x.device.type == "cpu" and not x.requires_grad and type(x) is Tensor
-
-
 def frames_that_hear(first_B: Tensor, length_B: Tensor, config: MelConfig) -> Tensor:
     """(B, N) bool: whether a frame of a waveform of `num_points` has any of the `length` points from `first` on."""
     centre_N = torch.arange(config.num_frames, device=first_B.device) * config.hop
@@ -174,13 +168,13 @@ def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:
     """
     decibels_BMN = _log(power_BMN.clamp(min=_FLOOR)).mul_(20 / math.log(10))
     least_B11 = decibels_BMN.amax(dim=(1, 2), keepdim=True) - config.range_db
-    memory = decibels_BMN if _serves_numpy(decibels_BMN) else None
+    memory = decibels_BMN if serves_numpy(decibels_BMN) else None
     return torch.maximum(decibels_BMN, least_B11, out=memory).sub_(config.mean).div_(config.std)
 
 
 def _log(x: Tensor) -> Tensor:
     """Perhaps in the memory of x."""
-    return torch.from_numpy(np.log(x.numpy(), out=x.numpy())) if _serves_numpy(x) else x.log()
+    return torch.from_numpy(np.log(x.numpy(), out=x.numpy())) if serves_numpy(x) else x.log()
 
 
 @dataclass(frozen=True)
