@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing.util import Finalize
@@ -257,7 +257,7 @@ class RemoteShards:
                 self._fetch_index(index_path(path), limits=limits)
             if not self._is_spool:
                 os.fsync(file.fileno())  # a kept file must be whole after a power cut too: only its size is seen again
-            partial.replace(path)
+            self._name(partial, path, limits=limits)
             megabytes, seconds = os.fstat(file.fileno()).st_size / 1e6, time.monotonic() - start
             logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
@@ -274,7 +274,15 @@ class RemoteShards:
                 self._may_have_index = False
                 logger.info("the shards of %s are indexed here: %s", self.location, error)
             else:
-                partial.replace(path)
+                self._name(partial, path, limits=limits)
+
+    def _name(self, partial: Path, path: Path, *, limits: Limits) -> None:
+        """Give a whole file its name, but not while a process counts: it could miss the file under both names."""
+        with self._counting(limits) if self._limit is not None else nullcontext():
+            partial.replace(path)
+
+    def _counting(self, limits: Limits) -> AbstractContextManager[object]:
+        return _locked(self._root / ".room.lock", deadline=limits.deadline)
 
     def _make_room(self, file: BinaryIO, *, num_bytes: int, limits: Limits) -> None:
         """Evict what was used longest ago until `num_bytes` fit under the limit, and take them for `file`.
@@ -285,7 +293,7 @@ class RemoteShards:
         assert self._limit is not None
         os.ftruncate(file.fileno(), 0)
         while True:
-            with _locked(self._root / ".room.lock", deadline=limits.deadline):
+            with self._counting(limits):
                 groups: dict[Path, list[_File]] = {}
                 for kept in _files(self._root):
                     groups.setdefault(kept.group, []).append(kept)

@@ -460,6 +460,23 @@ def test_a_shard_in_flight_has_its_room(dataset: Path, tmp_path: Path) -> None:
     assert first.exitcode == 0
 
 
+def test_no_file_gets_its_name_while_another_process_counts(dataset: Path, tmp_path: Path) -> None:
+    """It would be under neither name for who lists the one before, and looks at the other after, the renaming."""
+    size = (dataset / SHARDS[0]).stat().st_size
+    slow = f"pipe:case {{name}} in {SHARDS[0]}) sleep 1;; esac; cat {dataset}/{{name}}"
+    shards = RemoteShards(slow, config=cached(tmp_path, num_shards=2.5, dataset=dataset))
+    fetching = in_process(lambda: shards.path(SHARDS[0]))
+    assert until(lambda: any(path.stat().st_size for path in tmp_path.rglob(f".{SHARDS[0]}.partial")))
+    with (tmp_path / ".room.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert until(lambda: any(path.stat().st_size == size for path in tmp_path.rglob(f".{SHARDS[0]}.partial")))
+        time.sleep(0.3)
+        assert cached_names(tmp_path) == set()
+    fetching.join(10)
+    assert fetching.exitcode == 0
+    assert cached_names(tmp_path) == {SHARDS[0]}
+
+
 def test_the_limit_is_of_all_datasets_and_of_nothing_else(dataset: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     other = write_tiny_dataset(tmp_path / "other", num_samples=4 * NUM_SHARDS, num_samples_per_shard=4, seed=7)

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 NUM_STEPS = 160
 STEPS_PER_EPOCH = 4
 CHECKPOINT_EVERY = 10
+STEPS_OF_A_SAVE = 2  # may be done before a checkpoint is whole
 A_FEW_STEPS = 12  # that are done after a start before the next blow, so that a checkpoint is among them
 WATCHDOG_SECONDS = 6.0
 PATIENCE_SECONDS = 300.0  # for anything that has to come, on a machine that is busy with other tests
@@ -387,10 +388,11 @@ def test_a_time_limit_is_counted(stories: dict[str, Story]) -> None:
 def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(stories: dict[str, Story]) -> None:
     moment = stories["warnings"].moment(NODE_FAULT)
     check_requeued(moment, restarts=5)
-    assert 0 < moment.steps_lost <= CHECKPOINT_EVERY
-    spared = moment.starts[-2]["start_step"]
-    newest = max(spared, moment.last_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY)
-    assert moment.starts[-1]["start_step"] == newest
+    newest = moment.last_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+    # Checkpoints are written behind training, so the newest may have been on its way to the disk.
+    possible = [newest - CHECKPOINT_EVERY, newest] if moment.last_step <= newest + STEPS_OF_A_SAVE else [newest]
+    assert moment.starts[-1]["start_step"] in [max(moment.starts[-2]["start_step"], step) for step in possible]
+    assert 0 <= moment.steps_lost <= CHECKPOINT_EVERY + STEPS_OF_A_SAVE
 
 
 def check_requeued(moment: Moment, *, restarts: int) -> None:
@@ -439,7 +441,7 @@ def test_what_nobody_warned_of_ends_the_job(number: int, culprit: str, found: st
     assert moment.job["ExitCode"] != "0:0"
     assert moment.ended_after is not None
     assert moment.ended_after < SECONDS_TO_REPORT_A_FREEZE
-    assert 0 <= moment.steps_lost <= CHECKPOINT_EVERY
+    assert 0 <= moment.steps_lost <= CHECKPOINT_EVERY + STEPS_OF_A_SAVE
     assert moment.saved_step % CHECKPOINT_EVERY == 0
     again = stories["deaths"].moment(number + 1)
     assert again.starts[-1]["start_step"] == moment.saved_step, "submitted again, it goes on from there"
