@@ -7,8 +7,8 @@ Each process has one core to itself and B samples of the batch; encoder, views a
 are samples a second of both, from a common start to the end of the slower one.
 
 What a rank puts into collectives in a step is counted, and set against the least that the method needs: each gradient
-once, its own embeddings, the gradient of everybody's embeddings, and two numbers a channel and batch norm, forward and
-backward, with one for the size of the batch.
+once, its own embeddings, the gradient of everybody's embeddings, and two numbers a channel, batch norm and view, forward
+and backward, with one for the size of the batch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def least_bytes(size: int) -> int:
     gradients = sum(parameter.numel() for parameter in encoder.parameters())
     embeddings = 2 * size * config.encoder.embedding_size
     channels = [norm.num_features for norm in encoder.modules() if isinstance(norm, nn.BatchNorm2d)]
-    statistics = 2 * sum((2 * num + 1) + 2 * num for num in channels)  # of two views
+    statistics = sum((2 * 2 * num + 1) + 2 * 2 * num for num in channels)  # of two views
     return 4 * (gradients + embeddings + NUM_PROCESSES * embeddings + statistics)
 
 

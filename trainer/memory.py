@@ -43,12 +43,18 @@ class MemoryConfig(Schema):
 
 
 def run_blocks(
-    blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, *, checkpointing: Checkpointing, random: bool = False
+    blocks: Sequence[Callable[[Tensor], Tensor]],
+    x: Tensor,
+    *,
+    checkpointing: Checkpointing,
+    random: bool = False,
+    again: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """`x` through all blocks, one after the other. Going backward, segments of blocks are computed again, as
     `checkpointing` says; buffers (batch norm's statistics) are then left alone.
 
-    `random`: the blocks draw from torch's generators, whose state is kept for the second time.
+    `random`: the blocks draw from torch's generators, whose state is kept for the second time. `again` makes a context
+    for the second time, where the first has one that is over by then.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return _run(blocks, x)
@@ -56,14 +62,21 @@ def run_blocks(
     for start in range(0, len(blocks), size):
         segment = blocks[start : start + size]
         modules = [block for block in segment if isinstance(block, nn.Module)]
-
-        contexts = partial(_first_and_again, modules)
+        contexts = partial(_first_and_again, modules, again)
         x = checkpoint(_run, segment, x, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
     return x
 
 
-def _first_and_again(modules: list[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), buffers_untouched(*modules)
+def _first_and_again(
+    modules: list[nn.Module], again: Callable[[], AbstractContextManager[None]]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _second_time(modules, again)
+
+
+@contextmanager
+def _second_time(modules: list[nn.Module], again: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    with buffers_untouched(*modules), again():
+        yield
 
 
 def _run(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:

@@ -75,7 +75,6 @@ class Inspector:
         self.backward: Finding | None = None
         self._batch_size = batch_size
         self._num_parts = config.memory.micro_batches
-        self._calls_a_part = 2 if config.view_forwards == "two" else 1
         self._calls: Counter[str] = Counter()
         self._last_finite = ""
         for player, whole in modules.items():
@@ -129,7 +128,8 @@ class Inspector:
         if num_rows not in {size, 2 * size}:
             return ()
         bad = (~tensor.detach().isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
-        part = (self._calls[label] - 1) // self._calls_a_part % self._num_parts
+        calls_a_part = 2 * size // num_rows  # of a view each, or of both
+        part = (self._calls[label] - 1) // calls_a_part % self._num_parts
         return tuple(sorted({part + self._num_parts * (row % size) for row in bad}))
 
 

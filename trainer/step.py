@@ -2,8 +2,9 @@
 
 A sample is a picture, or a waveform whose views are spectrograms: pictures of one channel.
 
-The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself; or in one,
-where the config says so: faster, and batch norm sees both.
+The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself (between ranks
+they go through together all the same: see `Encoder.forward`); or in one, where the config says so: faster, and batch
+norm sees both.
 Shape suffixes: B samples of this rank, C channels, H height, W width, D embedding size.
 """
 
@@ -262,9 +263,8 @@ class TrainingStep:
         if turn.reversal is not None:
             views = reverse_gradient(views[0], turn.reversal), reverse_gradient(views[1], turn.reversal)
         with stage("forward"), self._autocast(views[0].device):
-            if self._config.view_forwards == "two":
-                return self._encoder(views[0]), self._encoder(views[1])
-            z_a_BD, z_b_BD = self._encoder(torch.cat(views)).chunk(2)
+            num_groups = 2 if self._config.view_forwards == "two" else 1
+            z_a_BD, z_b_BD = self._encoder(torch.cat(views), num_groups).chunk(2)
             return z_a_BD, z_b_BD
 
     def _compare(

@@ -8,12 +8,17 @@ Split batch norm acts as several devices would that each normalise their own par
 on one device (He et al. 2020, whose demonstration on CIFAR has 8 splits, as have Huang et al. 2023). Its groups are
 cut from the batch of all ranks, so that it gives the same on any number of ranks that divides the number of groups.
 
+The two views of a batch may go through a network together, each with statistics of its own (`grouped_statistics`):
+the same numbers as one after the other, for half of the collectives.
+
 Shapes: B rows of this rank, C channels, H by W pixels, R ranks, S groups of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,17 +30,44 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from data_pipeline.errors import UserError
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
 
+_num_groups = [1]  # of the innermost `grouped_statistics`; not of a thread: backward may compute again in another one
+
+
+@contextmanager
+def grouped_statistics(num_groups: int) -> Iterator[None]:
+    """While open, synchronised batch norm takes its rows as so many equal runs of neighbours, each a batch of its own,
+    one after the other: outputs, gradients and running statistics are those of as many forwards.
+    """
+    _num_groups.append(num_groups)
+    try:
+        yield
+    finally:
+        _num_groups.pop()
+
+
+def same_groups() -> Callable[[], AbstractContextManager[None]]:
+    """What makes the innermost `grouped_statistics` of now, later; one group outside of any."""
+    return partial(grouped_statistics, _num_groups[-1])
+
 
 def synchronized_batch_norm(
-    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float
+    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, num_groups: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise each channel by the mean and variance over the batches of all ranks (Ioffe and Szegedy 2015).
 
-    Returns the output, like `x_BCHW`, and the mean and the unbiased variance of each channel, (C,), without gradient.
+    Each of `num_groups` equal runs of rows is a batch of its own, together with the same run of the other ranks.
+
+    Returns the output, like `x_BCHW`, and the mean and the unbiased variance of each channel, (S, C), without gradient.
     The gradients of weight and bias are this rank's part, as those of every other parameter.
+
+    Raises `ValueError` if the groups do not divide the rows.
     """
-    out_BCHW, mean_C, unbiased_C = _SynchronizedBatchNorm.apply(x_BCHW, weight_C, bias_C, eps)  # type: ignore[no-untyped-call]
-    return out_BCHW, mean_C, unbiased_C
+    if len(x_BCHW) % num_groups:
+        raise ValueError(f"{len(x_BCHW)} rows cannot be cut into {num_groups} equal groups")
+    out_BCHW, mean_SC, unbiased_SC = _SynchronizedBatchNorm.apply(  # type: ignore[no-untyped-call]
+        x_BCHW, weight_C, bias_C, eps, num_groups
+    )
+    return out_BCHW, mean_SC, unbiased_SC
 
 
 class SynchronizedBatchNorm2d(nn.BatchNorm2d):
@@ -43,15 +75,19 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the base class's name
         if not (self.training and is_distributed()):
+            assert not self.training or _num_groups[-1] == 1
             return super().forward(input)
         assert self.momentum is not None
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        out_BCHW, mean_C, unbiased_C = synchronized_batch_norm(input, self.weight, self.bias, eps=self.eps)
-        self.running_mean.lerp_(mean_C, self.momentum)
-        self.running_var.lerp_(unbiased_C, self.momentum)
-        self.num_batches_tracked.add_(1)
+        out_BCHW, mean_SC, unbiased_SC = synchronized_batch_norm(
+            input, self.weight, self.bias, eps=self.eps, num_groups=_num_groups[-1]
+        )
+        for mean_C, unbiased_C in zip(mean_SC, unbiased_SC, strict=True):
+            self.running_mean.lerp_(mean_C, self.momentum)
+            self.running_var.lerp_(unbiased_C, self.momentum)
+        self.num_batches_tracked.add_(len(mean_SC))
         return out_BCHW
 
 
@@ -170,39 +206,65 @@ def settle_running_statistics(module: nn.Module) -> None:
 class _SynchronizedBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float
+        ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Running statistics in the parameters' type make torch accumulate a bfloat16 input in float32.
         scratch_C = torch.zeros_like(weight_C)
-        mean_C, var_C = torch.batch_norm_update_stats(x_BCHW, scratch_C, scratch_C.clone(), 0.0)
-        num = x_BCHW.numel() // x_BCHW.shape[1]
-        stats_RS = all_gather_rows(torch.cat([mean_C, var_C, mean_C.new_full((1,), num)])[None])
-        mean_RC, var_RC, num_R1 = stats_RS[:, : len(mean_C)], stats_RS[:, len(mean_C) : -1], stats_RS[:, -1:]
+        groups = x_BCHW.chunk(num_groups)
+        own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C.clone(), 0.0)]
+        num = groups[0].numel() // x_BCHW.shape[1]
+        stats_RN = all_gather_rows(torch.cat([*own, scratch_C.new_full((1,), num)])[None])
+        num_R1 = stats_RN[:, -1:]
+        mean_RSC, var_RSC = stats_RN[:, :-1].view(len(stats_RN), num_groups, 2, -1).unbind(2)
         # Combined by Chan et al. 1983: a mean of squares minus a squared mean would cancel where the mean is large.
         total = num_R1.sum()
-        mean_C = (mean_RC * (num_R1 / total)).sum(0)
-        var_C = ((var_RC + (mean_RC - mean_C).square()) * (num_R1 / total)).sum(0)
+        share_R11 = (num_R1 / total)[..., None]
+        mean_SC = (mean_RSC * share_R11).sum(0)
+        var_SC = ((var_RSC + (mean_RSC - mean_SC).square()) * share_R11).sum(0)
         ctx.eps = eps
-        ctx.save_for_backward(x_BCHW, weight_C, mean_C, var_C, total)
-        out_BCHW = F.batch_norm(x_BCHW, mean_C, var_C, weight_C, bias_C, training=False, eps=eps)
-        unbiased_C = var_C * (total / (total - 1))
-        ctx.mark_non_differentiable(mean_C, unbiased_C)
-        return out_BCHW, mean_C, unbiased_C
+        ctx.save_for_backward(x_BCHW, weight_C, mean_SC, var_SC, total)
+        out_BCHW = torch.empty_like(x_BCHW)
+        for x, out, mean_C, var_C in zip(groups, out_BCHW.chunk(num_groups), mean_SC, var_SC, strict=True):
+            _normalise(x, mean_C, var_C, weight_C, bias_C, eps=eps, out=out)
+        unbiased_SC = var_SC * (total / (total - 1))
+        ctx.mark_non_differentiable(mean_SC, unbiased_SC)
+        return out_BCHW, mean_SC, unbiased_SC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x_BCHW, weight_C, mean_C, var_C, total = ctx.saved_tensors
-        # The sums of grad * normalised x and of grad; the statistics are as constants in them.
-        _, grad_weight_C, grad_bias_C = torch.ops.aten.native_batch_norm_backward(
-            grad_BCHW, x_BCHW, weight_C, mean_C, var_C, None, None, False, ctx.eps, [False, True, True]
-        )
+    def backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x_BCHW, weight_C, mean_SC, var_SC, total = ctx.saved_tensors
+        num_groups = len(mean_SC)
+        groups = list(zip(x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC, var_SC, strict=True))
+        own = []
+        for x, grad, mean_C, var_C in groups:
+            # The sums of grad * normalised x and of grad; the statistics are as constants in them.
+            _, *grads_C = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight_C, mean_C, var_C, None, None, False, ctx.eps, [False, True, True]
+            )
+            own += grads_C
+        own_S2C = torch.stack(own).view(num_groups, 2, -1)
+        sums_S2C = all_reduce_sum(own_S2C)
         # weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x), where all but the first
         # term is itself a batch norm of x.
-        sums_2C = all_reduce_sum(torch.cat([grad_weight_C, grad_bias_C]))
-        scale_C = weight_C * torch.rsqrt(var_C + ctx.eps)
-        through_weight_C, through_bias_C = (sums_2C * (-scale_C / total).repeat(2)).chunk(2)
-        grad_x_BCHW = F.batch_norm(
-            x_BCHW, mean_C, var_C, through_weight_C, through_bias_C, training=False, eps=ctx.eps
-        ).addcmul_(grad_BCHW, scale_C.view(-1, *(1,) * (x_BCHW.dim() - 2)))
-        return grad_x_BCHW, grad_weight_C, grad_bias_C, None
+        scale_SC = weight_C * torch.rsqrt(var_SC + ctx.eps)
+        through_S2C = sums_S2C * (-scale_SC / total)[:, None]
+        grad_x_BCHW = torch.empty_like(x_BCHW)
+        per_channel = (-1, *(1,) * (x_BCHW.dim() - 2))
+        for (x, grad, mean_C, var_C), out, scale_C, through_2C in zip(
+            groups, grad_x_BCHW.chunk(num_groups), scale_SC, through_S2C, strict=True
+        ):
+            _normalise(x, mean_C, var_C, *through_2C, eps=ctx.eps, out=out)
+            out.addcmul_(grad, scale_C.view(per_channel))
+        grad_weight_C, grad_bias_C = own_S2C.sum(0)
+        return grad_x_BCHW, grad_weight_C, grad_bias_C, None, None
+
+
+def _normalise(
+    x: Tensor, mean_C: Tensor, var_C: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, out: Tensor
+) -> None:
+    """`F.batch_norm` with the given statistics, into `out`, which may be a part of a tensor."""
+    none = torch.empty_like(mean_C[:0])  # what training would leave for backward
+    torch.ops.aten.native_batch_norm.out(
+        x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=out, save_mean=none, save_invstd=torch.empty_like(none)
+    )

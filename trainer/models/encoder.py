@@ -18,7 +18,8 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
-from trainer.models.batch_norm import split_batch_norm, synchronize_batch_norm
+from trainer.distributed.collectives import is_distributed
+from trainer.models.batch_norm import grouped_statistics, knows_order, split_batch_norm, synchronize_batch_norm
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
@@ -200,8 +201,21 @@ class Encoder(nn.Module):
         self.register_buffer("mean_C11", torch.tensor(mean).reshape(-1, 1, 1), persistent=False)
         self.register_buffer("std_C11", torch.tensor(std).reshape(-1, 1, 1), persistent=False)
 
-    def forward(self, views_BCHW: Tensor) -> Tensor:
-        """Embeddings (B, D), not of unit length: what an objective compares."""
+    def forward(self, views_BCHW: Tensor, num_groups: int = 1) -> Tensor:
+        """Embeddings (B, D), not of unit length: what an objective compares.
+
+        In training, each of `num_groups` equal runs of rows is a batch of its own for batch norm, and they come one
+        after the other. Where batch norm is synchronised over ranks they go through together all the same, which
+        takes fewer collectives.
+        """
+        if num_groups == 1:
+            return self._embed(views_BCHW)
+        if is_distributed() and not knows_order(self):
+            with grouped_statistics(num_groups):
+                return self._embed(views_BCHW)
+        return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])
+
+    def _embed(self, views_BCHW: Tensor) -> Tensor:
         pooled_BC = self.pooled(views_BCHW)
         with torch.autocast(pooled_BC.device.type, enabled=False):
             embeddings_BD: Tensor = self.head(pooled_BC)

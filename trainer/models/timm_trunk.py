@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.errors import UserError
 from trainer.memory import Checkpointing, run_blocks
-from trainer.models.batch_norm import SynchronizedBatchNorm2d, synchronize_batch_norm
+from trainer.models.batch_norm import SynchronizedBatchNorm2d, same_groups, synchronize_batch_norm
 
 # Those that the encoder decides, and those that would name weights to load: a config may come from a stranger.
 OWN_ARGUMENTS = frozenset(
@@ -60,7 +60,8 @@ class TimmTrunk(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """The model's features; where `checkpointing` is "whole", all but them is computed again for backward."""
         checkpointing = self.checkpointing if self.training else "none"
-        return run_blocks([_Features(self.model)], x_BCHW, checkpointing=checkpointing, random=True)
+        blocks = [_Features(self.model)]
+        return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, again=same_groups())
 
     def pool(self, features: Tensor) -> Tensor:
         """What the model would give to its classifier, (B, C): a mean, a class token, and norms that follow."""

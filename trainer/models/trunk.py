@@ -10,6 +10,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from trainer.memory import Checkpointing, run_blocks
+from trainer.models.batch_norm import same_groups
 
 
 class ConvolutionalTrunk(nn.Sequential):
@@ -24,7 +25,8 @@ class ConvolutionalTrunk(nn.Sequential):
         self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing if self.training else "none")
+        checkpointing = self.checkpointing if self.training else "none"
+        return run_blocks(self._blocks(), x_BCHW, checkpointing=checkpointing, again=same_groups())
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
         """The mean of the map over its pixels, (B, C)."""

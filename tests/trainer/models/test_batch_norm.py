@@ -12,13 +12,16 @@ from torch.nn import functional as F
 from data_pipeline.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
+from trainer.memory import Checkpointing, run_blocks
 from trainer.models import ResNet10Config, TimmConfig, build_encoder
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     check_splits,
+    grouped_statistics,
     knows_order,
+    same_groups,
     settle_running_statistics,
     split_batch_norm,
     synchronize_batch_norm,
@@ -150,7 +153,7 @@ def test_which_batch_norms_know_order() -> None:
 
 def assert_ranks_give(expected: dict[str, Tensor], by_rank: list[dict[str, Tensor]], *, rtol: float) -> None:
     """Rows together, gradients of parameters summed, state alike on all."""
-    assert expected["num_batches_tracked"] == 2
+    assert expected["num_batches_tracked"] >= 2
     for name, value in expected.items():
         results = [result[name].double() for result in by_rank]
         if name in {"out", "grad_x", "eval"}:
@@ -163,20 +166,79 @@ def assert_ranks_give(expected: dict[str, Tensor], by_rank: list[dict[str, Tenso
         assert all(torch.equal(result[name], by_rank[0][name]) for result in by_rank)
 
 
-def test_gradient_by_finite_differences() -> None:
+def one_after_the_other(parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
+    return trained_in_groups(affine(nn.BatchNorm2d(3)), parts, grads, lambda norm, x: torch.cat(list(map(norm, x))))
+
+
+def together(checkpointing: Checkpointing, parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
+    def forward(norm: nn.Module, x: list[Tensor]) -> Tensor:
+        with grouped_statistics(len(x)):
+            return run_blocks([norm], torch.cat(x), checkpointing=checkpointing, again=same_groups())
+
+    return trained_in_groups(affine(SynchronizedBatchNorm2d(3)), parts, grads, forward)
+
+
+def trained_in_groups(
+    norm: nn.BatchNorm2d,
+    parts: list[Tensor],
+    grads: list[Tensor],
+    forward: Callable[[nn.Module, list[Tensor]], Tensor],
+) -> dict[str, Tensor]:
+    """What comes of this rank's part, (S, B, C, H, W), of which each of the S is a batch of its own."""
+    norm = norm.to(grads[rank()].dtype)
+    x = parts[rank()].clone().requires_grad_()
+    out = forward(norm, list(x)).view(x.shape)
+    torch.autograd.backward(out, grads[rank()])
+    assert x.grad is not None
+    assert norm.weight.grad is not None
+    assert norm.bias.grad is not None
+    gradients = {"grad_x": x.grad.transpose(0, 1), "grad_weight": norm.weight.grad, "grad_bias": norm.bias.grad}
+    return {"out": out.detach().transpose(0, 1), **gradients, **norm.state_dict()}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "whole"])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
+def test_groups_that_go_together_are_as_batches_one_after_the_other(
+    checkpointing: Checkpointing, dtype: torch.dtype, rtol: float
+) -> None:
+    torch.manual_seed(0)
+    sizes = [2, 4]
+    parts = [
+        torch.stack([20 * s + 3 * r + (r + s) * torch.randn(size, 3, 5, 4) for s in (1, 2, 3)]).to(dtype)
+        for r, size in enumerate(sizes)
+    ]
+    grads = [torch.randn_like(part) for part in parts]
+    whole = [torch.cat(tensors, dim=1).double() for tensors in (parts, grads)]
+    expected = one_after_the_other(whole[:1], whole[1:])
+    assert expected["num_batches_tracked"] == 3
+    assert_ranks_give(expected, run_ranks(together, 2, checkpointing, parts, grads), rtol=rtol)
+
+
+def test_groups_that_do_not_divide_the_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 rows cannot be cut into 2 equal groups"):
+        synchronized_batch_norm(torch.zeros(5, 3, 2, 2), torch.ones(3), torch.zeros(3), eps=1e-5, num_groups=2)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_gradient_by_finite_differences(num_groups: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = (
-        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(3, 2, 3, 2), (2,), (2,)]
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(4, 2, 3, 2), (2,), (2,)]
     )
-    assert torch.autograd.gradcheck(lambda *inputs: synchronized_batch_norm(*inputs, eps=1e-3)[0], (x, weight, bias))
+
+    def out(*inputs: Tensor) -> Tensor:
+        return synchronized_batch_norm(*inputs, eps=1e-3, num_groups=num_groups)[0]
+
+    assert torch.autograd.gradcheck(out, (x, weight, bias))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_bfloat16_input_is_summed_in_float32(memory_format: torch.memory_format) -> None:
     x = (30 + torch.randn(64, 3, 16, 16)).bfloat16().contiguous(memory_format=memory_format)
-    out, mean_C, unbiased_C = synchronized_batch_norm(x, torch.ones(3), torch.zeros(3), eps=1e-5)
+    out, mean_1C, unbiased_1C = synchronized_batch_norm(x, torch.ones(3), torch.zeros(3), eps=1e-5)
     assert out.dtype == torch.bfloat16
     assert out.is_contiguous(memory_format=memory_format)
+    (mean_C,), (unbiased_C,) = mean_1C, unbiased_1C
     torch.testing.assert_close(mean_C, x.double().mean((0, 2, 3)).float(), rtol=1e-6, atol=0)
     torch.testing.assert_close(unbiased_C, x.double().var((0, 2, 3)).float(), rtol=1e-4, atol=0)
 
