@@ -7,8 +7,8 @@ Each process has one core to itself and B samples of the batch; encoder, views a
 are samples a second of both, from a common start to the end of the slower one.
 
 What a rank puts into collectives in a step is counted, and set against the least that the method needs: each gradient
-once, its own embeddings, the gradient of everybody's embeddings, and two numbers a channel, batch norm and view, forward
-and backward, with one for the size of the batch.
+once, its own embeddings, the gradient of everybody's embeddings, and two numbers a channel, batch norm and view, both
+forward and backward, with one for the size of the batch.
 """
 
 from __future__ import annotations
