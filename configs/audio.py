@@ -104,8 +104,9 @@ def viewmaker_per_item() -> RunConfig:
 
 
 def _on(dataset: str, recipe: RunConfig) -> RunConfig:
-    """The recipe on another dataset of sounds."""
-    shards = data(dataset, overlay=recipe.data.overlay, sample_rate=recipe.data.sample_rate)
+    """The recipe on another dataset of sounds; on speech alone there is nothing for each view to have its own of."""
+    overlay = "online" if dataset == "spoken" else recipe.data.overlay
+    shards = data(dataset, overlay=overlay, sample_rate=recipe.data.sample_rate)
     return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-{dataset}", "data": shards})
 
 

@@ -3,6 +3,7 @@
 python launch/slurm.py --nodes 4 --config viewmaker:digits --gpus-per-node 8 --partition gpu
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/slurm.py --executor local --tasks-per-node 2 --config debug:image --wait
+python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 
 What does not change from run to run may stand in ./slurm.yaml or ~/.config/feature-dropout/slurm.yaml (a line such as
 `partition: gpu`), or in the environment (FEATURE_DROPOUT_SLURM_PARTITION=gpu).
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -36,7 +38,7 @@ from data_pipeline.errors import UserError, run_command
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob, parse_seconds
 from launch.ports import free_ports
 from launch.resources import Gathered, Resources, Wishes, gather, parse_fields, resources_for, told_origins
-from launch.snapshot import python_environment, read_snapshot, shell_lines, write_snapshot
+from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import (
     Submission,
     first_error,
@@ -74,7 +76,8 @@ class Member:
 class Plan:
     """What is submitted together: one job, or one job array of which `at_a_time` members run at once.
 
-    `home` holds the logs and the code of all: the run directory itself, or that of the study.
+    `home` holds the logs and the code of all: the run directory itself, or that of the study. On this machine, `place`
+    numbers the members that run at once: each has GPUs of its own.
     """
 
     members: Sequence[Member]
@@ -83,6 +86,7 @@ class Plan:
     at_a_time: int
     name: str
     executor: Executor = "slurm"
+    place: int = 0
 
     @property
     def logs(self) -> Path:
@@ -146,14 +150,15 @@ class _ScriptWriter(submitit.SlurmExecutor):
         return 1
 
 
-def submit(plan: Plan, *, command: str) -> list[submitit.Job[None]]:
+def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> list[submitit.Job[None]]:
     """Claim the run directories, copy the code, hand all to Slurm (or start it here), and note each job in its run.
 
-    Raises `UserError` for what cannot run, with nothing submitted and no directory left that was not there before.
+    The code is that of `snapshot`, by default that of now. Raises `UserError` for what cannot run, with nothing
+    submitted and no directory left that was not there before.
     """
     for member in plan.members:
         check_data(member.config)
-    snapshot = read_snapshot()
+    snapshot = snapshot or read_snapshot()
     code = snapshot.folder(plan.home)
     if plan.executor == "slurm":
         _check_with_slurm(plan, code=code)
@@ -301,9 +306,11 @@ def _submit_here(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list
     """Start the ranks as processes of this machine, detached from this one."""
     resources = plan.resources
     executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS)
+    num_gpus = resources.gpus_per_node or 0
     executor.update_parameters(
         tasks_per_node=resources.tasks_per_node,
-        gpus_per_node=resources.gpus_per_node or 0,
+        gpus_per_node=num_gpus,
+        visible_gpus=range(plan.place * num_gpus, (plan.place + 1) * num_gpus),
         timeout_min=resources.time_minutes,
         signal_delay_s=WARNING_SECONDS,
         stderr_to_stdout=True,
@@ -392,6 +399,40 @@ def wait_for_study(members: Sequence[Member]) -> None:
         raise SystemExit(1)
 
 
+def run_study_here(plan: Plan, *, command: str) -> None:
+    """Train the members on this machine, `at_a_time` at once, all by the code of now; tell of each start and end.
+
+    A member that fails does not stop the others; then this raises SystemExit(1) at the end. Raises `UserError`, before
+    anything has started, where one cannot be trained on its data or in its directory.
+    """
+    for member in plan.members:
+        check_data(member.config)
+        claim(member.run_dir, member.config).close()
+    snapshot = read_snapshot()
+    waiting = deque(plan.members)
+    running: dict[int, tuple[Member, submitit.Job[None]]] = {}
+    num_failed = 0
+    while waiting or running:
+        for place in range(plan.at_a_time):
+            if place in running and running[place][1].done():
+                member, _ = running.pop(place)
+                status = run_status(member.run_dir, {})
+                num_failed += status.state != "finished"
+                print(f"{member.run_dir.path.name}: {status.state} {status.reason}".rstrip(), flush=True)
+            if place not in running and waiting:
+                member = waiting.popleft()
+                (job,) = submit(replace(plan, members=[member], place=place), command=command, snapshot=snapshot)
+                running[place] = member, job
+                print(f"{member.run_dir.path.name}: job {job.job_id}, {len(waiting)} to come", flush=True)
+        time.sleep(POLL_SECONDS)
+    if num_failed:
+        print(
+            f"error: {num_failed} of {len(plan.members)} run(s) did not finish; the same command goes on",
+            file=sys.stderr,
+        )
+        raise SystemExit(1)
+
+
 def _now(submission: Submission) -> str | None:
     """The state of a job in the queue; None once it has ended. Not from sacct, which many clusters lack."""
     if submission.executor == "local":
@@ -410,7 +451,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
     parser.add_argument("--study-dir", type=Path, metavar="DIR", help="of all runs of a study; default: runs/NAME")
-    parser.add_argument("--at-a-time", type=positive, metavar="N", help="runs of a study at once; default: all")
+    parser.add_argument(
+        "--at-a-time", type=positive, metavar="N", help="runs of a study at once; default: all, or 1 on this machine"
+    )
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="of each run; default: 1")
     parser.add_argument(
         "--tasks-per-node", type=positive, metavar="N", help="ranks a node; default: one a GPU, or 1 without GPUs"
@@ -461,11 +504,9 @@ def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
                 f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
                 f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
             )
-        if arguments.study is not None:
-            raise UserError("--executor local runs one recipe at a time; use --config for each run of the study")
         if arguments.dry_run:
             raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")
-    at_a_time = min(arguments.at_a_time or len(members), len(members))
+    at_a_time = min(arguments.at_a_time or (1 if arguments.executor == "local" else len(members)), len(members))
     return Plan(
         members=members, home=home, resources=resources, at_a_time=at_a_time, name=name, executor=arguments.executor
     )
@@ -506,7 +547,9 @@ def main() -> None:
             wait(member, job)
         return
     left = still_to_do(plan)
-    if left:
+    if left and plan.executor == "local":
+        run_study_here(replace(plan, members=left), command=command_line())
+    elif left:
         plan_left = replace(plan, members=left, at_a_time=min(plan.at_a_time, len(left)))
         tell_study(plan_left, submit(plan_left, command=command_line()))
     print(f"state: python launch/status.py {plan.home}", flush=True)

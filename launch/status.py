@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data_pipeline.errors import UserError, run_command
-from launch.slurm import Member, Plan, submit, tell_study
+from launch.slurm import Member, Plan, run_study_here, submit, tell_study
 from launch.submitted import RunStatus, last_submission, queue_for, run_status
 from trainer.config import read_config
 from trainer.provenance import command_line
@@ -61,7 +61,10 @@ def resubmit(runs: Sequence[RunDir], *, command: str) -> None:
             executor=before.executor,
         )
     for plan in plans.values():
-        tell_study(plan, submit(plan, command=command))
+        if plan.executor == "local":
+            run_study_here(plan, command=command)
+        else:
+            tell_study(plan, submit(plan, command=command))
 
 
 def main() -> None:

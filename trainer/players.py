@@ -32,8 +32,6 @@ class Players:
         memory_format = torch.channels_last if self.config.channels_last else torch.contiguous_format
         for module in (self.encoder, self.view_policy):
             module.to(device, dtype).to(memory_format=memory_format)  # type: ignore[call-overload]
-            if device.type == "cpu":
-                _settle_strides(module)
         return self
 
     @property
@@ -67,11 +65,3 @@ def build_players(config: RunConfig) -> Players:
     if isinstance(view_policy, Viewmaker):
         view_policy.checkpointing = config.memory.viewmaker_checkpointing
     return Players(config=config, step=0, encoder=encoder, view_policy=view_policy)
-
-
-def _settle_strides(module: nn.Module) -> None:
-    """Of a filter of one pixel either order in memory is true; the CPU's gradients come in this one, and DDP warns of
-    a parameter that has the other."""
-    for parameter in module.parameters():
-        if parameter.dim() == 4 and parameter.shape[2:] == (1, 1):
-            parameter.data = parameter.data.as_strided(parameter.shape, (parameter.shape[1], 1, 1, 1))

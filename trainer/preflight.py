@@ -80,6 +80,11 @@ def check_data(config: RunConfig) -> None:
             f"the overlay of {train_dir} is {train.overlay.drawn} but data.overlay is {config.data.overlay}; "
             f"build it with `--overlay {asked}`, or set data.overlay={train.overlay.drawn}"
         )
+    if config.data.overlay == "online_per_view" and train.overlay is None:
+        raise UserError(
+            f"nothing is drawn on the samples of {train_dir}, so its views cannot have one of their own each; set "
+            "data.overlay=online, or build a dataset with an overlay"
+        )
     check_batch_size(train.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
     if config.encoder.batch_norm == "split":
         check_splits(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from configs import studies
 from configs.resolve import resolve_study
+from data_pipeline.stream import Stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
+from trainer.preflight import check_data
 from trainer.reporting.published import PAIRS, SMALL_RUN, STUDIES, study
 from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
@@ -48,6 +54,45 @@ def test_the_small_form_differs_in_size_alone(name: str) -> None:
         else:
             assert run.views == large.views
         assert sum(parameter.numel() for parameter in build_encoder(run.encoder).parameters()) < 1_000_000
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the docstring of the studies builds, from sources that need no download."""
+    directory = tmp_path_factory.mktemp("small")
+    sets = {f"cifar10{ending}": [f"procedural{ending}"] for ending in ("", "_shapes", "_digits", "_letters")}
+    sets |= {name: [name, "--source", "procedural"] for name in ("spoken", "noise", "spoken_noise")}
+    for name, what in sets.items():
+        online = [] if name in {"cifar10", "spoken"} else ["--overlay", "online"]
+        for split in ("train", "test"):
+            out = directory / "data" / "small" / name / split
+            size = ["--split", split, "--limit", "80", "--workers", "1"]
+            command = [sys.executable, "-m", "data_pipeline", "build", *what, *online, *size, "--out", str(out)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    return directory
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_run_of_a_small_study_can_start_on_its_data(
+    name: str, small_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(small_data)
+    for config in resolve_study(f"studies:{name}_small"):
+        check_data(config)
+        seen = config.data
+        stream = Stream(
+            seen.train_dir,
+            read=seen,
+            global_batch_size=config.global_batch_size,
+            seed=0,
+            rank=0,
+            world_size=1,
+            end_step=1,
+            device=torch.device("cpu"),
+            overlay_draw=seen.overlay_draw,
+        )
+        assert len(next(iter(stream))) == config.global_batch_size
 
 
 def test_the_tables_have_the_published_numbers() -> None:

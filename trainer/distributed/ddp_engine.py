@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -30,6 +31,9 @@ class DDPEngine:
                 module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
             )
             if device.type == "cpu":
+                # Of a filter of one pixel either order in memory is true, and which one a gradient comes in depends on
+                # the kernels that torch has for this processor.
+                warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
                 parallel.register_comm_hook(None, lambda _, bucket: _average_in_rank_order(bucket))
         self._frozen = False
 
