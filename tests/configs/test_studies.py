@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from configs import studies
 from configs.resolve import resolve_study
+from data_pipeline import build
 from data_pipeline.stream import Stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
@@ -67,9 +67,9 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split in ("train", "test"):
             out = directory / "data" / "small" / name / split
             size = ["--split", split, "--limit", "80", "--workers", "1"]
-            command = [sys.executable, "-m", "data_pipeline", "build", *what, *online, *size, "--out", str(out)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            parser = argparse.ArgumentParser()
+            build.add_arguments(parser)
+            build.run(parser.parse_args([*what, *online, *size, "--out", str(out)]))
     return directory
 
 
