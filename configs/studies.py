@@ -2,11 +2,16 @@
 
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/status.py runs/table1
+python -m trainer.probe runs/table1 --untrained
 python -m trainer.report --study table1 runs/table1
 
 Each run has a directory of its own, runs/STUDY/NAME-seedSEED. The report sets what was measured beside what the paper
 has. Studies `..._small` are the same tables for a CPU: a ResNet-10 of width 16 on a few thousand samples for some
-epochs, so levels mean nothing, and the report compares directions only. Their shards, of any source:
+epochs, so levels mean nothing, and the report compares directions only. Without a cluster they run by
+
+    python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
+
+Their shards, of any source:
 
     for set in cifar10 cifar10_shapes cifar10_digits cifar10_letters; do
       drawn=$([ $set = cifar10 ] || echo --overlay online)

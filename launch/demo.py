@@ -32,11 +32,7 @@ def stages() -> list[tuple[str, list[str]]]:
             (f"train {recipe}", [*torchrun, "--config", recipe, "--run-dir", str(run_dir)])
             for recipe, run_dir in RECIPES.items()
         ),
-        *(
-            (f"probe {run_dir}, untrained", [*python, "-m", "trainer.probe", run_dir, "--step", "0"])
-            for run_dir in RUNS
-        ),
-        *((f"probe {run_dir}", [*python, "-m", "trainer.probe", run_dir]) for run_dir in RUNS),
+        ("probe both encoders, and as they were untrained", [*python, "-m", "trainer.probe", *RUNS, "--untrained"]),
         ("picture the views", [*python, "-m", "trainer.analyze", "views", *RUNS]),
         ("write the report", [*python, "-m", "trainer.report", *RUNS, "--out", str(REPORT)]),
     ]

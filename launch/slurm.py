@@ -407,6 +407,7 @@ def run_study_here(plan: Plan, *, command: str) -> None:
     """
     for member in plan.members:
         check_data(member.config)
+    for member in plan.members:
         claim(member.run_dir, member.config).close()
     snapshot = read_snapshot()
     waiting = deque(plan.members)

@@ -20,7 +20,7 @@ from trainer.analysis.feature_dropout import FeatureDropoutConfig, analyze_featu
 from trainer.analysis.filters import FiltersConfig, analyze_filters
 from trainer.analysis.subject import Look
 from trainer.analysis.views import ViewsAnalysisConfig, analyze_views
-from trainer.rundir import RunDir, open_run
+from trainer.rundir import RunDir, open_run, runs_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME")
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="or a study's directory")
     parser.add_argument("--step", type=int, help="checkpoint to look at; 0 is untrained (default: the newest)")
     parser.add_argument("--seed", type=int, help="of all that is drawn (default: the seed of the run)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
@@ -100,7 +100,7 @@ def main() -> None:
     analysis = ANALYSES[arguments.name]
     config = analysis.config().override(arguments.set, where=f"settings of {arguments.name}")
     look = Look(step=arguments.step, device=_device(arguments.device), seed=arguments.seed)
-    runs = [open_run(path) for path in arguments.run_dirs]  # all of them before the first is worked on
+    runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # all of them before the first is worked on
     for path in analysis.make(runs, config, look):
         print(path)
 

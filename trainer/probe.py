@@ -37,7 +37,7 @@ from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear, spread
 from trainer.probes.result import ProbeResult
 from trainer.probes.targets import label_targets, readable_labels
-from trainer.rundir import RunDir, open_run, write_json
+from trainer.rundir import RunDir, open_run, runs_of, write_json
 from trainer.tracking import summarize
 
 
@@ -48,7 +48,8 @@ def main() -> None:
     init_process_group(world, device)
     changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
     try:
-        on_first_rank(lambda: [open_run(path) for path in arguments.run_dirs])  # all, before the first is worked on
+        run_dirs = runs_of(arguments.run_dirs)
+        on_first_rank(lambda: [open_run(path) for path in run_dirs])  # all, before the first is worked on
         of_runs = [
             probe_run(
                 RunDir(path),
@@ -57,8 +58,9 @@ def main() -> None:
                 num_draws=arguments.overlay_draws,
                 changes={name: value for name, value in changes.items() if value is not None},
                 device=device,
+                untrained=arguments.untrained,
             )
-            for path in arguments.run_dirs
+            for path in run_dirs
         ]
         if len(of_runs) > 1 and rank() == 0:
             print(runs_table(of_runs))
@@ -68,12 +70,13 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.probe", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="or a study's directory")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", type=_whole, help="checkpoint to probe; 0 is the untrained encoder (default: the newest)"
     )
     which.add_argument("--all-steps", action="store_true", help="probe every checkpoint that is there")
+    parser.add_argument("--untrained", action="store_true", help="probe the untrained encoder too, for comparison")
     parser.add_argument("--label", choices=LABEL_SPACES, help="probe this one alone (default: all that there are)")
     parser.add_argument(
         "--overlay-draws", type=_positive, default=1, metavar="N", help="test under N draws of the overlays (default 1)"
@@ -93,11 +96,12 @@ def probe_run(
     num_draws: int,
     changes: Mapping[str, Any],
     device: torch.device,
+    untrained: bool = False,
 ) -> Mapping[LabelSpace, ProbeResult]:
     """Probe checkpoints of a run, and write what was found; returns the last one's. Every rank calls this.
 
-    `steps`: one of them, "all", or None for the newest. `changes` are those to the probe of the run's config; results
-    are then filed under names that say so. Raises `UserError`.
+    `steps`: one of them, "all", or None for the newest. `untrained`: the untrained encoder too, first. `changes` are
+    those to the probe of the run's config; results are then filed under names that say so. Raises `UserError`.
     """
     config = read_config(run_dir.config)
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
@@ -108,17 +112,18 @@ def probe_run(
         manifests = read_manifests(config.data)
         readable_labels(manifests.train, manifests.test, wanted=labels)
         check_ranks(probe_config)
-        return checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
+        chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
+        return [0, *chosen] if untrained else chosen
 
     chosen = broadcast_object(on_first_rank(check)) or []
-    players = _load(run_dir, chosen[0])  # a run that has none is told so before its data are read
+    players = _load(run_dir, chosen[-1])  # a run that has none is told so before its data are read
     data = config.data
     train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
         print(f"nothing is drawn on {data.test_dir} as it is read, so there is one draw and no spread", file=sys.stderr)
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
     for number, step in enumerate(chosen):
-        players = players if number == 0 else _load(run_dir, step)
+        players = players if len(chosen) == 1 else _load(run_dir, step)
         readout = probe(
             players,
             train=train,

@@ -6,7 +6,6 @@ A directory of run directories, such as that of a study, stands for all of them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.errors import run_command
@@ -16,7 +15,7 @@ from trainer.reporting.publish import publish
 from trainer.reporting.published import study
 from trainer.reporting.runs import arms_of, read_runs
 from trainer.reporting.study_sheet import fill
-from trainer.rundir import RunDir, write_atomically
+from trainer.rundir import RunDir, runs_of, write_atomically
 
 
 def main() -> None:
@@ -30,7 +29,7 @@ def main() -> None:
     parser.add_argument("--wandb", action="store_true", help="also make it at Weights & Biases; needs a login")
     arguments = parser.parse_args()
     chosen = None if arguments.study is None else study(arguments.study)
-    runs = read_runs(_run_dirs(arguments.run_dirs))
+    runs = read_runs(runs_of(arguments.run_dirs))
     sheet = None if chosen is None else fill(chosen, runs)
     arms = arms_of(runs)
     out = arguments.out or (RunDir(runs[0].path).report if len(runs) == 1 else Path("report.html"))
@@ -42,15 +41,6 @@ def main() -> None:
         print(markdown)
     if arguments.wandb:
         print(publish(out, arms, sheet))
-
-
-def _run_dirs(paths: Sequence[Path]) -> list[Path]:
-    """The paths, with a directory that holds run directories replaced by these, in the order of their names."""
-    found: list[Path] = []
-    for path in paths:
-        inner = [] if RunDir(path).config.is_file() else sorted(config.parent for config in path.glob("*/config.json"))
-        found += inner or [path]
-    return found
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,6 +118,15 @@ def open_run(path: Path) -> RunDir:
     if not run_dir.config.is_file():
         raise UserError(f"{path} is not a run directory: it holds no config.json; pass the --run-dir of a training run")
     return run_dir
+
+
+def runs_of(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with a directory that holds run directories (a study's) replaced by these, in order of their names."""
+    found: list[Path] = []
+    for path in paths:
+        inner = [] if RunDir(path).config.is_file() else sorted(config.parent for config in path.glob("*/config.json"))
+        found += inner or [path]
+    return found
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

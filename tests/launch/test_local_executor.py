@@ -85,3 +85,19 @@ def test_a_failing_rank_is_named_with_status_1(recipe: list[str], tmp_path: Path
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"^error: rank 0 of job \d+ failed: .*UserError: \S", done.stderr, re.MULTILINE)
     assert "in a row" in done.stderr
+
+
+def test_a_study_runs_here_and_is_not_run_twice(recipe: list[str], tmp_path: Path) -> None:
+    settings = recipe[recipe.index("--set") :]
+    command = [sys.executable, "launch/slurm.py", "--executor", "local", "--study", "studies:debug_seeds", *settings]
+    command += ["--set", "num_epochs=1", "--at-a-time", "2", "--study-dir", str(tmp_path / "study")]
+    first = run(*command)
+    assert first.returncode == 0, first.stdout + first.stderr
+    names = sorted(path.name for path in (tmp_path / "study").iterdir() if RunDir(path).config.is_file())
+    assert len(names) == 4
+    for name in names:
+        assert f"\n{name}: finished\n" in first.stdout
+        assert len(losses(tmp_path / "study" / name)) == 4
+    assert len(list((tmp_path / "study" / "code").iterdir())) == 1, "all by the same code"
+    again = run(*command)
+    assert [f"{name} is finished already" for name in names] == sorted(again.stdout.splitlines()[:-1])

@@ -20,10 +20,11 @@ from launch import slurm as slurm_module
 from launch import status as status_module
 from launch import submitted as submitted_module
 from launch.resources import Resources
-from launch.slurm import Member, Plan, wait_for_study
+from launch.slurm import Member, Plan, run_study_here, wait_for_study
+from launch.snapshot import Snapshot
 from launch.status import resubmit, runs_in, table
 from launch.submitted import Submission, last_submission, queue_for, record, refuse_if_active, run_status
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.rundir import RunDir, write_json
 
 RESOURCES = Resources(nodes=2, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=60)
@@ -275,6 +276,70 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
         "b: running",
         "b: failed rank 0: ValueError: no",
     ]
+
+
+class JobHere:
+    """A job of this machine that ends when it has been asked three times whether it has."""
+
+    def __init__(self, run_dir: RunDir, *, finishes: bool) -> None:
+        self.job_id = "7"
+        self._run_dir, self._finishes, self._asked = run_dir, finishes, 0
+
+    def done(self) -> bool:
+        self._asked += 1
+        if self._asked == 3 and self._finishes:
+            write_json(self._run_dir.provenance, {"finished_step": 16, "starts": []})
+        return self._asked >= 3
+
+
+def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
+    settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
+    config = resolve_recipe("debug:image", settings)
+    members = [Member(RunDir(tmp_path / "study" / name), config) for name in "abcd"]
+    plan = Plan(members, tmp_path / "study", RESOURCES, at_a_time=2, name="study", executor="local")
+    active: list[JobHere] = []
+    places: list[tuple[str, int]] = []
+
+    def submit(plan: Plan, *, command: str, snapshot: Snapshot) -> list[JobHere]:
+        (member,) = plan.members
+        name = member.run_dir.path.name
+        assert len([job for job in active if job._asked < 3]) < 2
+        places.append((name, plan.place))
+        active.append(JobHere(member.run_dir, finishes=name != "b"))
+        return active[-1:]
+
+    monkeypatch.setattr(slurm_module, "submit", submit)
+    monkeypatch.setattr(slurm_module, "POLL_SECONDS", 0.0)
+    with pytest.raises(SystemExit) as end:
+        run_study_here(plan, command="train")
+    assert end.value.code == 1
+    assert places == [("a", 0), ("b", 1), ("c", 0), ("d", 1)]
+    said = capsys.readouterr()
+    assert said.err == "error: 1 of 4 run(s) did not finish; the same command goes on\n"
+    assert said.out.splitlines() == [
+        "a: job 7, 3 to come",
+        "b: job 7, 2 to come",
+        "a: finished",
+        "c: job 7, 1 to come",
+        "b: pending not submitted",
+        "d: job 7, 0 to come",
+        "c: finished",
+        "d: finished",
+    ]
+
+
+def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(tmp_path: Path) -> None:
+    write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
+    settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
+    configs = [resolve_recipe("debug:image", settings), resolve_recipe("debug:image", ["data.train_dir=nowhere"])]
+    members = [Member(RunDir(tmp_path / "study" / f"{number}"), config) for number, config in enumerate(configs)]
+    plan = Plan(members, tmp_path / "study", RESOURCES, at_a_time=1, name="study", executor="local")
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        run_study_here(plan, command="train")
+    assert not (tmp_path / "study").exists()
 
 
 def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
             raise UserError(
                 f"--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command ({written})"
             )
-        entity, project, run_id = _log_run(page, runs, title=title, tags=_tags(sheet))
+        entity, project, run_id = _log_run(page, runs, title=title, tags=_tags(sheet), offline=offline)
         if offline:
             return (
                 f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`, without a report of W&B's own"
@@ -97,7 +97,9 @@ def _run_id(run: Run) -> str | None:
     return path.read_text().strip() if path.is_file() else None
 
 
-def _log_run(page: Path, runs: Sequence[Run], *, title: str, tags: Sequence[str]) -> tuple[str, str, str]:
+def _log_run(
+    page: Path, runs: Sequence[Run], *, title: str, tags: Sequence[str], offline: bool
+) -> tuple[str, str, str]:
     """Entity, project and id of the run that holds the page and its pictures."""
     with wandb.init(
         project=runs[0].config.tracking.wandb_project,
@@ -107,6 +109,7 @@ def _log_run(page: Path, runs: Sequence[Run], *, title: str, tags: Sequence[str]
         job_type="report",
         dir=page.parent,
         resume="allow",
+        mode="offline" if offline else None,  # W&B itself reads the environment once in a process
         settings=wandb.Settings(
             silent=True, init_timeout=30, disable_git=True, x_disable_stats=True, x_save_requirements=False
         ),

@@ -108,6 +108,26 @@ def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encode
     assert f"{100 * shown.knn.accuracy:.1f}" in last[-2]
 
 
+def test_a_study_is_probed_at_once_with_its_untrained_encoders(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / "study" / name, data) for name in ("a", "b")]
+    alone = make_run(tmp_path / "alone", data)
+    call(monkeypatch, tmp_path / "study", "--untrained")
+    call(monkeypatch, alone.path, "--step", 0)
+    call(monkeypatch, alone.path)
+    for step in (0, 10):
+        for label in ("base", "overlay"):
+            expected, *found = (
+                read_result(run.probes(step) / f"{label}.json").model_dump(exclude={"seconds"})
+                for run in (alone, *runs)
+            )
+            assert found == [expected] * 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty is not a run directory"):
+        call(monkeypatch, tmp_path / "empty")
+
+
 def test_doing_it_again_changes_nothing_but_the_seconds(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
