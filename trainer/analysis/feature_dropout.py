@@ -17,7 +17,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from data_pipeline.errors import UserError
@@ -37,9 +37,13 @@ LOW, HIGH = 0.1, 0.9
 
 
 class FeatureDropoutConfig(Schema):
-    """How many test samples and bins, and how many uniform samples the dip test compares with."""
+    """How many test samples and bins, and how many uniform samples the dip test compares with.
+
+    of_sample: a test sample; as many views are then all of this one, and show what its own feature goes through.
+    """
 
     num_examples: Annotated[int, Field(ge=10)] = 1200
+    of_sample: NonNegativeInt | None = None
     num_bins: Annotated[int, Field(ge=10)] = 20
     num_uniform_samples: PositiveInt = 999
 
@@ -105,7 +109,8 @@ class _Judge:
 
 
 def analyze_feature_dropout(run_dirs: Sequence[RunDir], *, config: FeatureDropoutConfig, look: Look) -> list[Path]:
-    """Write analysis/feature_dropout.json and .png of every run; returns their paths.
+    """Write analysis/feature_dropout.json and .png of every run, with `of_sample` under names of their own; returns
+    their paths.
 
     Raises `UserError` where there are not two different runs of one test set, or a checkpoint is missing.
     """
@@ -126,12 +131,12 @@ def analyze_feature_dropout(run_dirs: Sequence[RunDir], *, config: FeatureDropou
     ]
     if not set.intersection(*(set(judge.heads.by_label) for judge in judges)):
         raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
-    rows_N = choose_rows(len(first.test), config.num_examples, seed=first.seed)
+    rows_N, index_N, name = _examples(first, config)
     uniform = uniform_dips(len(rows_N), num_draws=config.num_uniform_samples, seed=first.seed)
     runs, judgements = [], []
     with Progress("views judged", total=len(judges) * len(rows_N)) as progress:
         for policy in judges:
-            run, judged = _judge(policy, judges, rows_N, config, uniform, seed=first.seed, progress=progress)
+            run, judged = _judge(policy, judges, rows_N, index_N, config, uniform, seed=first.seed, progress=progress)
             runs.append(run)
             judgements += judged
     result = FeatureDropoutResult(
@@ -143,7 +148,18 @@ def analyze_feature_dropout(run_dirs: Sequence[RunDir], *, config: FeatureDropou
         test_manifest_sha256=first.test.manifest.sha256,
     )
     png = _figure(result)
-    return [path for run_dir in run_dirs for path in write_result(run_dir, "feature_dropout", result, png)]
+    return [path for run_dir in run_dirs for path in write_result(run_dir, name, result, png)]
+
+
+def _examples(subject: Subject, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:
+    """The rows (N,) of the test set, the indices (N,) by which their views are drawn, and the result's name."""
+    if config.of_sample is None:
+        rows_N = choose_rows(len(subject.test), config.num_examples, seed=subject.seed)
+        return rows_N, subject.test.index_N[rows_N], "feature_dropout"
+    if config.of_sample >= len(subject.test):
+        raise UserError(f"of_sample={config.of_sample}, but the test set has the samples 0 to {len(subject.test) - 1}")
+    index_N = torch.arange(config.num_examples)
+    return torch.full_like(index_N, config.of_sample), index_N, f"feature_dropout-of_sample_{config.of_sample}"
 
 
 def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Tensor:
@@ -171,6 +187,7 @@ def _judge(
     policy: _Judge,
     judges: Sequence[_Judge],
     rows_N: Tensor,
+    index_N: Tensor,
     config: FeatureDropoutConfig,
     uniform: Floats,
     *,
@@ -188,7 +205,13 @@ def _judge(
     plain, differences, masks = [], [], []
     with frozen(*(judge.subject.players.encoder for judge in judges)):
         for batch in view_batches(
-            subject.players.view_policy, subject.test, rows_N, seed=seed, view=0, device=subject.device
+            subject.players.view_policy,
+            subject.test,
+            rows_N,
+            seed=seed,
+            view=0,
+            device=subject.device,
+            index_N=index_N,
         ):
             for judge in judges:
                 features[judge.name].append(judge.subject.players.encoder.features(batch.views_BCHW))

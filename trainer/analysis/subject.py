@@ -105,14 +105,24 @@ def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:
 
 
 def view_batches(
-    policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, view: int, device: torch.device
+    policy: ViewFunction,
+    pictures: Pictures,
+    rows_N: Tensor,
+    *,
+    seed: int,
+    view: int,
+    device: torch.device,
+    index_N: Tensor | None = None,
 ) -> Iterator[ViewBatch]:
-    """The samples of `rows_N` in order, each with its view number `view`, drawn as in the first epoch of training."""
+    """The samples of `rows_N` in order, each with its view number `view`, drawn as in the first epoch of training, or,
+    with `index_N`, as if the samples had those indices.
+    """
+    index_N = pictures.index_N[rows_N] if index_N is None else index_N
     with frozen(policy):
-        for rows_B in torch.split(rows_N, _BATCH_SIZE):
+        for rows_B, index_B in zip(torch.split(rows_N, _BATCH_SIZE), torch.split(index_N, _BATCH_SIZE), strict=True):
             batch = pictures.inputs(rows_B)
             inputs = to_float(batch.inputs, device)
-            keys = DrawKeys(seed=seed, epoch=0, index_B=pictures.index_N[rows_B].to(device), view=view)
+            keys = DrawKeys(seed=seed, epoch=0, index_B=index_B.to(device), view=view)
             masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
             views_BCHW = policy(inputs, keys, masks_BHW).float()
             yield ViewBatch(pictures.seen(inputs), views_BCHW, batch.masks_BHW)

@@ -95,6 +95,28 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
     assert Image.open(paths[0]).size[0] > 600
 
 
+def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").symlink_to(data)
+    runs = [write_run(tmp_path / name, data, name=name) for name in ("drops", "keeps")]
+    for run_dir in runs:
+        write_exact_heads(run_dir)
+    policy = DropBottom(0.3)
+    plant(monkeypatch, "feature_dropout", drops=policy, keeps=DropBottom(0.0))
+    seen = read_pictures(data / "test").label_overlay_N != 0  # class 0 is what black looks like
+    number = int(seen.nonzero()[0])
+    config = CONFIG.model_copy(update={"of_sample": number})
+    *_, path = analyze_feature_dropout(runs, config=config, look=Look())
+    assert path == runs[1].analysis / f"feature_dropout-of_sample_{number}.json"
+    result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
+    lost = float(policy.dropped(DrawKeys(0, 0, torch.arange(1000), 0)).float().mean())
+    assert 0.25 < lost < 0.35
+    shares = {j.views_of: j.probabilities.share_below_0_1 for j in result.judgements if j.label == "overlay"}
+    assert shares == pytest.approx({"drops": lost, "keeps": 0.0})
+    config = CONFIG.model_copy(update={"of_sample": NUM_TEST})
+    with pytest.raises(UserError, match=rf"of_sample={NUM_TEST}, but the test set has the samples 0 to {NUM_TEST - 1}"):
+        analyze_feature_dropout(runs, config=config, look=Look())
+
+
 def test_probabilities_are_those_of_scipy() -> None:
     from scipy.special import softmax
 
