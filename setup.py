@@ -38,6 +38,7 @@ setup(
             "pytest-xdist",
             "tensorboard>=2.16",
             "timm>=1.0",
+            "umap-learn>=0.5.7",
             "wandb-workspaces>=0.4.13",
         ],
         "benchmarks": ["lightly", "librosa>=0.10.2", "open_clip_torch", "soxr"],
@@ -45,6 +46,7 @@ setup(
         "reports": ["wandb-workspaces>=0.4.13"],
         "tensorboard": ["tensorboard>=2.16"],
         "timm": ["timm>=1.0"],
+        "umap": ["umap-learn>=0.5.7"],
         "lint": ["mypy", "ruff", "types-PyYAML", "types-setuptools"],
     },
 )

@@ -106,7 +106,8 @@ def map_of(x_NC: NDArray[np.float64], config: EmbeddingConfig, *, seed: int) -> 
     """Points (N, 2) of a map in which near rows stay near; the same for equal input and seed, on one machine."""
     perplexity = min(config.perplexity, (len(x_NC) - 1) / 3)  # more is not defined
     if config.method == "umap":
-        made = _umap().UMAP(n_neighbors=max(2, round(perplexity)), random_state=seed).fit_transform(x_NC)
+        neighbours = max(2, round(perplexity))
+        made = _umap().UMAP(n_neighbors=neighbours, random_state=seed, n_jobs=1).fit_transform(x_NC)
     else:
         made = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(x_NC)
     points_N2: NDArray[np.float64] = np.asarray(made, dtype=np.float64)
@@ -119,7 +120,7 @@ def _umap() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "umap":
             raise
-        raise UserError("UMAP is not installed; install umap-learn, or leave method out for t-SNE") from None
+        raise UserError("UMAP is not installed; `pip install -e '.[umap]'`, or leave method out for t-SNE") from None
 
 
 def _draw(axes: Axes, points_N2: NDArray[np.float64], label_N: NDArray[np.int64], *, names: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -28,10 +29,11 @@ def test_silhouette_is_rousseeuws() -> None:
     assert silhouette(x_NC, np.arange(20)) is None
 
 
-def test_planted_clusters_stay_clusters_in_the_map() -> None:
+@pytest.mark.parametrize("method", ["tsne", "umap"])
+def test_planted_clusters_stay_clusters_in_the_map(method: Literal["tsne", "umap"]) -> None:
     label_N = np.arange(60) % 3
     x_NC = np.eye(3)[label_N] * 5 + 0.1 * np.random.default_rng(1).normal(size=(60, 3))
-    config = EmbeddingConfig()
+    config = EmbeddingConfig(method=method)
     points_N2 = map_of(x_NC, config, seed=0)
     found = silhouette(points_N2, label_N)
     assert found is not None
@@ -65,5 +67,5 @@ def test_missing_umap_and_too_few_samples_are_said(tmp_path: Path, monkeypatch: 
         raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr("trainer.analysis.embedding.importlib.import_module", missing)
-    with pytest.raises(UserError, match="UMAP is not installed; install umap-learn"):
+    with pytest.raises(UserError, match=r"UMAP is not installed; `pip install -e '.\[umap\]'`"):
         analyze_embedding(run_dir, config=EmbeddingConfig(method="umap"), look=Look(step=0))
