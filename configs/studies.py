@@ -34,10 +34,10 @@ from typing import Any
 from configs import audio, barlow_twins, debug, moco, simclr, simsiam, viewmaker
 from configs.base import data
 from trainer.config import RunConfig
-from trainer.models.encoder import ResNet10Config
+from trainer.models.encoder import ResNet10Config, WideResNet34x5Config
 from trainer.objectives import NTXentConfig, SplitLossConfig
 from trainer.probes.linear import ProbeConfig
-from trainer.views.expert_image import huang_views
+from trainer.views.expert_image import NO_VIEWS, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
 _SEEDS = (0, 1, 2)
@@ -45,6 +45,7 @@ _HUANG_EVERY_STEPS = 970  # ten epochs: as often all of the train and test set i
 _ROWS = ("cifar10", "shapes", "digits", "letters")
 _ADDED = ("abcde", "abcd", "abc", "ab", "a")
 _STRENGTHS = (1.0, 0.5, 0.25, 0.125)
+_SHARING = ("_per_item", "")
 _PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 
 
@@ -145,6 +146,36 @@ def pairs() -> list[RunConfig]:
 def pairs_small() -> list[RunConfig]:
     """The same with one seed, 10 runs."""
     return _small("pairs_small", pairs(), seeds=(0,))
+
+
+def sharing() -> list[RunConfig]:
+    """Whether views of a sound share their background: each policy of Table 2 with one for both views, and with one for
+    each as published, on both sounds together. The paper has no numbers of the first.
+    """
+    policies = ("spectral", "waveform", "viewmaker")
+    return _study("sharing", [getattr(audio, f"{policy}{ending}")() for policy in policies for ending in _SHARING])
+
+
+def sharing_small() -> list[RunConfig]:
+    """The same at 8 kHz with three seeds, 18 runs."""
+    return _small("sharing_small", sharing(), seeds=_SEEDS)
+
+
+def firing() -> list[RunConfig]:
+    """Figures 2 to 4 of Wen and Li (2021): no augmentation, crop, crop and colour, for `trainer.analyze filters`.
+
+    The network is the paper's. It does not give the training, which here is that of Huang et al. for SimCLR.
+    """
+    base = simclr.huang_cifar10()
+    network = WideResNet34x5Config.model_validate(base.encoder.model_dump(exclude={"kind", "stem_relu"}))
+    views = {"none": NO_VIEWS, "crop": huang_views("a"), "crop-colour": huang_views("ad")}
+    runs = [_named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
+    return _study("firing", _seeded(runs, _SEEDS))
+
+
+def firing_small() -> list[RunConfig]:
+    """The same with three seeds, 9 runs."""
+    return _small("firing_small", firing(), seeds=_SEEDS)
 
 
 def debug_seeds() -> list[RunConfig]:

@@ -20,6 +20,7 @@ from trainer.reporting.published import PAIRS, SMALL_RUN, STUDIES, study
 from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
+EVERY = [*STUDIES, "sharing", "firing"]
 FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
 
 
@@ -40,7 +41,7 @@ def test_at_paper_scale_a_run_is_what_the_table_takes_for_the_papers(name: str) 
         assert run.encoder.kind == table.encoder
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_small_form_differs_in_size_alone(name: str) -> None:
     full = {run.name: run for run in resolve_study(f"studies:{name}")}
     for run in resolve_study(f"studies:{name}_small"):
@@ -73,7 +74,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_run_of_a_small_study_can_start_on_its_data(
     name: str, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

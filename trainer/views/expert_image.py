@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,12 @@ def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: floa
         blur="constant",
         flip_probability=0.5 if "e" in letters else 0.0,
     )
+
+
+# The picture itself, twice.
+NO_VIEWS: Final = ExpertImageConfig(
+    area=None, jitter_probability=0.0, grayscale_probability=0.0, blur_probability=0.0, flip_probability=0.0
+)
 
 
 @dataclass(frozen=True)
