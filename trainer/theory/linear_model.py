@@ -311,59 +311,50 @@ class History:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
-def train_arms(
-    alpha_AK: Tensor,
-    beta_AK: Tensor,
-    *,
-    seeds: Sequence[int],
-    dim: int,
-    num_pairs: int,
-    learning_rate: float,
-    initial_scale: float,
-    num_steps: int,
-    noise_from_step: int,
-    device: torch.device,
-) -> History:
+@dataclass(frozen=True)
+class Training:
+    """Arms that are trained side by side, from the same start and on the same batches.
+
+    Attributes:
+        alpha_AK: correlation of each feature's view with its input, 0 to 1.
+        beta_AK: what is left of each feature's view once the noise starts, 0 to 1; 1: no noise.
+        dim: D.
+        num_pairs: M, of each step's batch.
+        learning_rate: theta moves by it times the gradient.
+        initial_scale: root mean square norm of theta_k at the start, whose entries are N(0, initial_scale^2 / D).
+        num_steps: T.
+        noise_from_step: the first step, from 0, whose views have the noise.
+    """
+
+    alpha_AK: Tensor
+    beta_AK: Tensor
+    dim: int
+    num_pairs: int
+    learning_rate: float
+    initial_scale: float
+    num_steps: int
+    noise_from_step: int
+
+
+def train_arms(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
     """Gradient descent on fresh batches, the same for every arm; all arms and many seeds at once, float32.
 
     Before `noise_from_step` every arm sees the views with correlations `alpha_AK`. From then on feature k of a view is
     beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 nothing changes, to
-    the bit. theta starts as N(0, initial_scale^2 / D).
+    the bit.
     """
-    num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(alpha_AK) * num_pairs**2))
+    num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(training.alpha_AK) * training.num_pairs**2))
     histories = [
-        _train_together(
-            alpha_AK,
-            beta_AK,
-            seeds=seeds[first : first + num_at_once],
-            dim=dim,
-            num_pairs=num_pairs,
-            learning_rate=learning_rate,
-            initial_scale=initial_scale,
-            num_steps=num_steps,
-            noise_from_step=noise_from_step,
-            device=device,
-        )
+        _train_together(training, seeds=seeds[first : first + num_at_once], device=device)
         for first in range(0, len(seeds), num_at_once)
     ]
     return History(*(torch.cat(parts, dim=1) for parts in zip(*(one.parts() for one in histories), strict=True)))
 
 
-def _train_together(
-    alpha_AK: Tensor,
-    beta_AK: Tensor,
-    *,
-    seeds: Sequence[int],
-    dim: int,
-    num_pairs: int,
-    learning_rate: float,
-    initial_scale: float,
-    num_steps: int,
-    noise_from_step: int,
-    device: torch.device,
-) -> History:
-    num_arms, num_features = alpha_AK.shape
-    alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (alpha_AK, beta_AK))
+def _train_together(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
+    dim, num_pairs = training.dim, training.num_pairs
+    num_arms, num_features = training.alpha_AK.shape
+    alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (training.alpha_AK, training.beta_AK))
     independent_KMA, noise_KMA = (1 - alpha_KMA**2).sqrt() - 1, (1 - beta_KMA**2).sqrt()
     seed_S = _index(seeds, device)
 
@@ -372,11 +363,11 @@ def _train_together(
         flat = normal(keys, num_features * num_rows * dim, purpose=purpose)
         return flat.reshape(len(seeds), num_features, num_rows, dim)
 
-    initial_SKD = draws(0, _INITIAL, 1)[:, :, 0] * (initial_scale / math.sqrt(dim))
+    initial_SKD = draws(0, _INITIAL, 1)[:, :, 0] * (training.initial_scale / math.sqrt(dim))
     theta_SKDA = initial_SKD[..., None].repeat(1, 1, 1, num_arms)
     angles, positives, losses = [_angles(theta_SKDA)], [], []
-    for step in range(num_steps):
-        noisy = step >= noise_from_step
+    for step in range(training.num_steps):
+        noisy = step >= training.noise_from_step
         x_SKMD, n_SKMD = draws(step, _INPUT, num_pairs), draws(step, _VIEW, num_pairs)
         # A view is n but for its first coordinate, so no arm needs views of its own: <theta, v> is linear in them.
         first_SKMA = alpha_KMA * x_SKMD[..., :1] + independent_KMA * n_SKMD[..., :1]
@@ -395,7 +386,7 @@ def _train_together(
             of_v_SKMA = beta_KMA * of_v_SKMA
         gradient_SKDA += n_SKMD.mT @ of_v_SKMA
         gradient_SKDA[:, :, 0] += (first_SKMA * of_v_SKMA).sum(2)
-        theta_SKDA -= learning_rate * gradient_SKDA
+        theta_SKDA -= training.learning_rate * gradient_SKDA
         angles.append(_angles(theta_SKDA))
         positives.append(own_ASM.exp().mean(-1))
         losses.append(-own_ASM.mean(-1))

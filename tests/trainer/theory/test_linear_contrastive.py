@@ -14,10 +14,12 @@ from data_pipeline.errors import UserError
 from trainer.theory import linear_model
 from trainer.theory.claim import ClaimResult
 from trainer.theory.experiment import TheoryResult, run_experiment
-from trainer.theory.linear_contrastive import EXPERIMENT, TrainingSettings, Variation
+from trainer.theory.linear_contrastive import EXPERIMENT
+from trainer.theory.linear_contrastive_settings import TrainingSettings, Variation
 from trainer.theory.linear_model import (
     FeatureStates,
     History,
+    Training,
     angular_speed_at_a_point,
     angular_speeds,
     contrastive_loss,
@@ -222,7 +224,8 @@ def test_one_bad_point_of_a_grid_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def train(alpha_AK: Tensor, beta_AK: Tensor, **changed: int) -> History:
     sizes = {"dim": 4, "num_pairs": 12, "num_steps": 5, "noise_from_step": 3} | changed
-    return train_arms(alpha_AK, beta_AK, seeds=[0, 5], learning_rate=0.5, initial_scale=0.5, device=CPU, **sizes)
+    training = Training(alpha_AK, beta_AK, learning_rate=0.5, initial_scale=0.5, **sizes)
+    return train_arms(training, seeds=[0, 5], device=CPU)
 
 
 def test_training_is_gradient_descent_on_whole_views() -> None:
