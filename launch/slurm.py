@@ -460,7 +460,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tasks-per-node", type=positive, metavar="N", help="ranks a node; default: one a GPU, or 1 without GPUs"
     )
     parser.add_argument(
-        "--cpus-per-task", type=positive, metavar="N", help="default: 1 and one for each data worker of the recipe"
+        "--cpus-per-task",
+        type=positive,
+        metavar="N",
+        help="default: 1 and one for each data worker of the recipe; on this machine, an equal part of its cores",
     )
     parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="default: none")
     parser.add_argument("--time-minutes", type=positive, metavar="N", help="default: 240; then requeued")
@@ -498,8 +501,11 @@ def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
         name = arguments.study.partition(":")[2]
         home = (arguments.study_dir or Path("runs") / name).absolute()
         members = [Member(RunDir(home / default_run_dir(config).name), config) for config in configs]
-    resources = resources_for(gathered.wishes, [member.config for member in members], nodes=arguments.nodes)
-    if arguments.executor == "local":
+    is_local = arguments.executor == "local"
+    at_a_time = min(arguments.at_a_time or (1 if is_local else len(members)), len(members))
+    wishes = _with_part_of_cores(gathered.wishes, at_a_time=at_a_time) if is_local else gathered.wishes
+    resources = resources_for(wishes, [member.config for member in members], nodes=arguments.nodes)
+    if is_local:
         if resources.nodes > 1:
             raise UserError(
                 f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
@@ -507,10 +513,16 @@ def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
             )
         if arguments.dry_run:
             raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")
-    at_a_time = min(arguments.at_a_time or (1 if arguments.executor == "local" else len(members)), len(members))
     return Plan(
         members=members, home=home, resources=resources, at_a_time=at_a_time, name=name, executor=arguments.executor
     )
+
+
+def _with_part_of_cores(wishes: Wishes, *, at_a_time: int) -> Wishes:
+    """Unless another number is wished for, each rank that runs on this machine has an equal part of its cores."""
+    num_ranks = at_a_time * (wishes.tasks_per_node or wishes.gpus_per_node or 1)
+    part = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return wishes if wishes.cpus_per_task else wishes.model_copy(update={"cpus_per_task": part})
 
 
 def still_to_do(plan: Plan) -> list[Member]:

@@ -87,6 +87,28 @@ def test_a_failing_rank_is_named_with_status_1(recipe: list[str], tmp_path: Path
     assert "in a row" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], 12),
+        (["--tasks-per-node", "2"], 6),
+        (["--tasks-per-node", "2", "--cpus-per-task", "3"], 3),
+        (["--study", "--at-a-time", "2"], 6),
+        (["--study"], 12),
+        (["--study", "--at-a-time", "4", "--tasks-per-node", "4"], 1),
+    ],
+)
+def test_ranks_of_this_machine_share_its_cores(
+    flags: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.chdir(tmp_path)
+    what = ["--study", "studies:debug_seeds"] if "--study" in flags else ["--config", "debug:image"]
+    words = [*what, "--executor", "local", *(flag for flag in flags if flag != "--study")]
+    arguments = launch.slurm._parser().parse_args(words)
+    assert launch.slurm._plan(arguments, launch.slurm._gather(arguments)).resources.cpus_per_task == expected
+
+
 def test_a_study_runs_here_and_is_not_run_twice(recipe: list[str], tmp_path: Path) -> None:
     settings = recipe[recipe.index("--set") :]
     command = [sys.executable, "launch/slurm.py", "--executor", "local", "--study", "studies:debug_seeds", *settings]
