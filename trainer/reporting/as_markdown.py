@@ -29,9 +29,8 @@ def as_markdown(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
 def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str, list[str]]]:
     """Titles and the paragraphs, lists and tables below each."""
     runs = [run for arm in arms for run in arm.runs]
-    found = [("What was found", [markdown_text(text) for text in verdict(arms)])]
-    if sheet is not None:
-        found.append(("Against the paper", _study(sheet)))
+    found = [] if sheet is None else [("Against the paper", _study(sheet))]
+    found.append(("What was found", [markdown_text(text) for text in verdict(arms)]))
     results = []
     grids = result_grids(arms)
     for name, grid in grids:

@@ -101,11 +101,11 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     title = title_of(arms, sheet)
     sections = [
         f"<h1>{escape(title)}</h1>\n<p class='subtitle'>{_subtitle(arms)}</p>",
+        "" if sheet is None else "<h2>Against the paper</h2>\n" + study_html(sheet) + "\n<h2>What was found</h2>",
         '<div class="verdict">'
         + "".join(f"<p>{escape(text)}</p>" for text in verdict(arms))
         + f'<p class="caption">{HOW_COMPARED}</p></div>',
         f"<p>{how_to_read(runs)}</p>",
-        "" if sheet is None else "<h2>Against the paper</h2>\n" + study_html(sheet),
         "<h2>Results</h2>\n" + results(arms),
         "<h2>What this is too small to show</h2>\n" + _list(limits(arms)),
         "<h2>Curves</h2>\n" + _curves(arms),
