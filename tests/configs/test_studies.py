@@ -20,7 +20,7 @@ from trainer.reporting.published import PAIRS, SMALL_RUN, STUDIES, study
 from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
-EVERY = [*STUDIES, "sharing", "firing"]
+EVERY = [*STUDIES, "sharing", "firing", "ablations"]
 FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
 
 
@@ -129,6 +129,16 @@ def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:
     assert views("pairs", "simclr-huang-cifar10-ce-200epochs").area is None
     objectives = {run.name: run.objective for run in studies.temperatures()}
     assert objectives["split-t0.2-400epochs"] == SplitLossConfig(temperature=0.2)
+
+
+def test_an_ablation_changes_one_thing() -> None:
+    runs = {run.name: run.model_dump() for run in studies.ablations()}
+    bases = [name for name in runs if name.endswith(("_shapes", "_digits"))]
+    assert len(bases) == 4
+    for name, run in runs.items():
+        (base,) = (base for base in bases if name.startswith(base))
+        changed = {field for field in run if run[field] != runs[base][field]} - {"name"}
+        assert len(changed) == (0 if name == base else 1)
 
 
 def test_published_differences_within_their_deviation_are_no_directions() -> None:
