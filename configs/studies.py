@@ -168,14 +168,14 @@ def ablations() -> list[RunConfig]:
     that are not clamped (the code's), and two passes a step instead of one (the code's). The published order of batch
     norm in the probe is no run of its own: `trainer.probe --batch-norm train`. The paper has no numbers.
     """
-    losses = {
+    losses: dict[str, dict[str, Any]] = {
         "t0.1": {"objective": PublishedNTXentConfig(temperature=0.1)},
         "nt-xent": {"objective": NTXentConfig(temperature=0.07)},
     }
     runs = []
     for row in ("shapes", "digits"):
         expert, learned = getattr(simclr, row)(), getattr(viewmaker, row)()
-        codes_ways = {
+        codes_ways: dict[str, dict[str, Any]] = {
             "unclamped": {"views": learned.views.model_copy(update={"clamp": False})},
             "alternating": {"adversary": learned.adversary.model_copy(update={"update": "alternating"})},
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -213,6 +213,10 @@ def log_start(
             for name, optimizer in config.player_optimizers.items()
         ),
     )
+    if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
+        logger.warning(
+            "this processor has no instructions for bfloat16, so a step may take longer than with precision=float32"
+        )
     if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in players.encoder.modules()):
         logger.info(
             "batch norm sees micro batches of %d: its statistics, and so the run, depend on memory.micro_batches",
@@ -222,3 +226,9 @@ def log_start(
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:
         logger.info("going on from step %d of %d", start_step, num_steps)
+
+
+def _lacks_bfloat16(capabilities: Mapping[str, bool | int | str]) -> bool:
+    """Whether a processor emulates the products of bfloat16; of others than x86 it is not known, and so not said."""
+    instructions = ("avx512_bf16", "amx_bf16")
+    return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(name) for name in instructions)
