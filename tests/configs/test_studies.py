@@ -149,3 +149,16 @@ def test_published_differences_within_their_deviation_are_no_directions() -> Non
     assert all(contrast.points is not None and contrast.points > 0 for contrast in table.contrasts)
     letters = next(one for one in study("table1").contrasts if one.first == ("C+Letters", 1))
     assert (letters.sign, letters.points) == (-1, -2.9)
+
+
+def test_what_a_second_feature_costs_is_compared_beside_the_feature_alone() -> None:
+    costs = {
+        (name, contrast.first, contrast.second[0]): contrast.points
+        for name in ("table1", "table2")
+        for contrast in study(name).contrasts
+        if contrast.first[0] != contrast.second[0]
+    }
+    assert len(costs) == 2 * 3 + 2 * 3
+    assert costs["table1", ("C+Digits", 0), "CIFAR-10"] == -27.4  # expert views: 86.2 % without digits, 58.8 % with
+    assert costs["table2", ("speech + sound", 0), "speech"] == -86.9  # spectral views, of the digit
+    assert costs["table2", ("speech + sound", 5), "sound"] == -3.0  # the viewmaker, of the background

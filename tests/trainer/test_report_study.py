@@ -92,7 +92,7 @@ def test_at_another_scale_no_level_is_compared_but_directions_are(tmp_path: Path
     assert (drawn.contrast.points, drawn.direction) == (7.6, "same")
     assert drawn.points == pytest.approx(50)
     assert directions["C+Letters, object: viewmaker − expert views"].direction == "not measured"
-    assert "1 same, 1 opposite, 4 not measured" in told
+    assert "1 same, 1 opposite, 10 not measured" in told
 
 
 def test_a_full_size_name_does_not_make_a_small_run_comparable(tmp_path: Path) -> None:
