@@ -15,7 +15,7 @@ from data_pipeline.errors import UserError
 from tests.trainer.stand_in_wandb import StandIn, stand_in_server
 from tests.trainer.test_report import PROVENANCE, Page, make_run, probe_result, report
 from trainer.report import main
-from trainer.reporting.published import study
+from trainer.reporting.published import PAIRS, study
 from trainer.reporting.runs import arms_of, datasets_of, read_runs
 from trainer.reporting.study_sheet import fill, missing_commands, summary
 from trainer.rundir import RunDir, write_json
@@ -112,6 +112,39 @@ def test_knn_tables_take_the_best_checkpoint_as_the_paper_does(tmp_path: Path) -
     assert cell.num_checkpoints == 3
     assert cell.score is not None
     assert cell.score.mean == pytest.approx(0.89)  # its kNN is 0.01 below
+
+
+@pytest.mark.parametrize(("sign", "told"), [(1, " 1.00 at δ = 9 (p < 0.001)"), (-1, "−1.00 at δ = 9 (p < 0.001)")])
+def test_errors_of_pairs_are_set_beside_their_concentration(sign: int, told: str, tmp_path: Path) -> None:
+    errors = {pair: 0.3 + 0.02 * number for number, pair in enumerate(reversed(PAIRS))}
+    directory = tmp_path / "runs"
+    directory.mkdir()
+    for pair, error in errors.items():
+        study_run(directory, "pairs", f"simclr-huang-cifar10-{pair}-200epochs", trained={"base": [1 - error]})
+
+    def sentence() -> str:
+        (found,) = (
+            one for one in summary(fill(study("pairs"), read_runs(sorted(directory.iterdir())))) if "1 − σ" in one
+        )
+        return found
+
+    assert "python -m trainer.analyze concentration" in sentence()
+    run = sorted(directory.iterdir())[0]
+    bounds = {"delta": 9.0, "clique_worst": 1.0, "cover": 1.0, "cover_worst": 1.0, "at_least": 0.0}
+    result = {
+        "config": {"deltas": [9.0]},
+        "seed": 0,
+        "num_classes": 10,
+        "num_pictures": 500,
+        "pairs": {pair: [bounds | {"clique": 0.5 + sign * error / 2}] for pair, error in errors.items()},
+        "order": [],
+        "ad_is_lowest": [],
+        "test_manifest_sha256": read_runs([run])[0].data_key[1],
+    }
+    write_json(RunDir(run).analysis / "concentration.json", result)
+    assert told in sentence()
+    write_json(RunDir(run).analysis / "concentration.json", result | {"test_manifest_sha256": "other"})
+    assert "of other test data" in sentence()
 
 
 def test_what_could_fill_a_cell_in_two_ways_is_refused(tmp_path: Path) -> None:

@@ -6,16 +6,21 @@ paper that did not train on as much, and a cell filled by two different configur
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from scipy.stats import spearmanr
+
 from data_pipeline.errors import UserError
+from trainer.analysis.concentration import ConcentrationResult
 from trainer.config import difference
 from trainer.probes.features import LabelSpace
 from trainer.reporting.findings import Score, resolution
-from trainer.reporting.published import Cell, Contrast, Study
+from trainer.reporting.published import PAIRS, Cell, Contrast, Study
 from trainer.reporting.runs import Run
+from trainer.rundir import RunDir
 
 Direction = Literal["same", "opposite", "not told from chance", "not measured"]
 
@@ -214,10 +219,35 @@ def summary(sheet: Sheet) -> list[str]:
     }
     told = ", ".join(f"{count} {direction}" for direction, count in counts.items() if count)
     sentences.append(f"Of {len(sheet.compared)} differences that the paper shows, the direction here: {told}.")
+    if sheet.study.rows == PAIRS:
+        sentences.append(_beside_concentration(sheet))
     if sheet.left_out:
         names = ", ".join(dict.fromkeys(run.config.name for run in sheet.left_out))
         sentences.append(f"The table has no cell for {names}.")
     return sentences
+
+
+def _beside_concentration(sheet: Sheet) -> str:
+    """How the errors of pairs of transforms are ordered against 1 - sigma, which any run of their data may hold."""
+    cells = [sheet.cells[pair, 0] for pair in PAIRS]
+    runs = [run for cell in cells for run in cell.runs]
+    errors = [100 * (1 - cell.score.mean) for cell in cells if cell.score is not None]
+    if len(errors) < len(cells):
+        return "How error and 1 − σ go together shows once every pair is measured."
+    for path in (RunDir(run.path).analysis / "concentration.json" for run in runs):
+        if path.is_file():
+            found = ConcentrationResult.parse(json.loads(path.read_text()), where=str(path))
+            break
+    else:
+        return f"To see how error and 1 − σ go together: python -m trainer.analyze concentration {runs[0].path}"
+    if found.test_manifest_sha256 != runs[0].data_key[1]:
+        return f"{path} is of other test data than the runs, so errors are not set beside its 1 − σ."
+    told = []
+    for number, delta in enumerate(found.config.deltas):
+        correlation, p = spearmanr(errors, [found.pairs[pair][number].clique for pair in PAIRS])
+        chance = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+        told.append(f"{correlation:.2f}".replace("-", "−") + f" at δ = {delta:g} ({chance})")
+    return f"Rank correlation of error and 1 − σ over the {len(cells)} pairs, after {path}: {', '.join(told)}."
 
 
 def missing_commands(sheet: Sheet) -> list[str]:
