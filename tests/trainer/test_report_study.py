@@ -147,6 +147,23 @@ def test_errors_of_pairs_are_set_beside_their_concentration(sign: int, told: str
     assert "of other test data" in sentence()
 
 
+@pytest.mark.parametrize(
+    ("pairs", "title"),
+    [
+        (PAIRS[:2], "simclr-huang-cifar10-ab-200epochs, simclr-huang-cifar10-ac-200epochs ·"),
+        (PAIRS, "10 configurations, 10 runs ·"),
+    ],
+)
+def test_under_the_title_are_the_names_or_how_many(
+    pairs: tuple[str, ...], title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [
+        study_run(tmp_path, "pairs", f"simclr-huang-cifar10-{pair}-200epochs", trained={"base": [0.5]})
+        for pair in pairs
+    ]
+    assert f"<p class='subtitle'>{title}" in report(monkeypatch, tmp_path / "r.html", *runs)
+
+
 def test_what_could_fill_a_cell_in_two_ways_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -20,6 +20,8 @@ HOW_COMPARED = (
     "the draw of test pictures or of seeds, whichever is larger, count as not told apart."
 )
 
+MOST_NAMES = 4  # under the title; the tables have them all
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #5c6873; --line: #dfe3e8; --page: #ffffff; --card: #f6f7f9;
   --accent: #3b82d6; }
@@ -150,7 +152,10 @@ def how_to_read(runs: Sequence[Run]) -> str:
 
 def _subtitle(arms: Sequence[Arm]) -> str:
     probes = [probe for arm in arms for space in LABEL_SPACES for probe in [*arm.trained(space), *arm.untrained(space)]]
-    parts = [escape(", ".join(dict.fromkeys(arm.name for arm in arms)))]
+    names = list(dict.fromkeys(arm.name for arm in arms))
+    num_runs = sum(len(arm.runs) for arm in arms)
+    is_short = len(names) <= MOST_NAMES
+    parts = [escape(", ".join(names)) if is_short else f"{len(names)} configurations, {num_runs} runs"]
     for space in LABEL_SPACES:
         sizes = sorted({len(probe.class_names) for probe in probes if probe.label == space})
         if sizes:
