@@ -290,16 +290,18 @@ def _huang_table(name: str, title: str, table: str, *, row_title: str, ending: s
         for row, words in lines.items()
         for number, word in enumerate(words)
     }
+    rows = tuple(lines)
+    ends = [((rows[0], number), (rows[-1], number)) for number in range(len(_METHOD_COLUMNS))]
     return Study(
         name=name,
         title=title,
         source=f"{_HUANG}, {title.lower()}",
         measure="knn_best",
         row_title=row_title,
-        rows=tuple(lines),
+        rows=rows,
         columns=_METHOD_COLUMNS,
         cells=MappingProxyType(cells),
-        contrasts=_neighbours(tuple(lines), _METHOD_COLUMNS, cells, "column"),
+        contrasts=_neighbours(rows, _METHOD_COLUMNS, cells, "column") + _contrasts(cells, ends),
         num_train=50_000,
         batch_size=512,
         encoder="resnet18_small",
