@@ -48,22 +48,6 @@ class FeatureDropoutConfig(Schema):
     num_uniform_samples: PositiveInt = 999
 
 
-class JudgedRun(Schema):
-    """A run, its policy and its classifier. `accuracy` is on the examples without views, by label.
-
-    `selectivity_box` and `selectivity_object` are the policy's mean absolute change inside the box of the drawn object,
-    or its pixels, over that of the whole picture; None where nothing was drawn, and for sounds.
-    """
-
-    name: str
-    checkpoint_step: int
-    views: str
-    classifier: str
-    accuracy: dict[LabelSpace, float]
-    selectivity_box: float | None
-    selectivity_object: float | None
-
-
 class Probabilities(Schema):
     """How probabilities of the right class are spread over [0, 1].
 
@@ -78,6 +62,24 @@ class Probabilities(Schema):
     dip: float
     dip_p: float
     tails_exceed_middle: bool
+
+
+class JudgedRun(Schema):
+    """A run, its policy and its classifier. `accuracy` and `without_views` are of the examples as they are, by label:
+    what its classifier makes of them before any view, so a histogram of views is read beside it.
+
+    `selectivity_box` and `selectivity_object` are the policy's mean absolute change inside the box of the drawn object,
+    or its pixels, over that of the whole picture; None where nothing was drawn, and for sounds.
+    """
+
+    name: str
+    checkpoint_step: int
+    views: str
+    classifier: str
+    accuracy: dict[LabelSpace, float]
+    without_views: dict[LabelSpace, Probabilities]
+    selectivity_box: float | None
+    selectivity_object: float | None
 
 
 class Judgement(Schema):
@@ -220,13 +222,20 @@ def _judge(
                 differences.append((batch.views_BCHW - batch.seen_BCHW).cpu())
                 masks.append(batch.masks_BHW)
             progress.advance(len(batch.views_BCHW))
+
+    def probabilities(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Probabilities:
+        probability_N = right_class_probability(head, features_NF, label_N).cpu().numpy()
+        return describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform)
+
     change = mean_change(torch.cat(differences), torch.cat(masks)) if masks else Change(0.0, None, None)
+    plain_NF, heads = torch.cat(plain), policy.heads.by_label
     run = JudgedRun(
         name=policy.name,
         checkpoint_step=subject.players.step,
         views=subject.players.config.views.kind,
         classifier=policy.heads.made_by,
-        accuracy={space: policy.heads.by_label[space].accuracy(torch.cat(plain), labels[space]) for space in labels},
+        accuracy={space: heads[space].accuracy(plain_NF, label_N) for space, label_N in labels.items()},
+        without_views={space: probabilities(heads[space], plain_NF, label_N) for space, label_N in labels.items()},
         selectivity_box=ratio(change.in_box, change.overall),
         selectivity_object=ratio(change.in_object, change.overall),
     )
@@ -235,14 +244,13 @@ def _judge(
         features_NF = torch.cat(features[judge.name])
         for space, label_N in labels.items():
             head = judge.heads.by_label[space]
-            probability_N = right_class_probability(head, features_NF, label_N).cpu().numpy()
             judgements.append(
                 Judgement(
                     views_of=policy.name,
                     judged_by=judge.name,
                     label=space,
                     accuracy=head.accuracy(features_NF, label_N),
-                    probabilities=describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform),
+                    probabilities=probabilities(head, features_NF, label_N),
                 )
             )
     return run, judgements
@@ -255,7 +263,7 @@ def _names(subjects: Sequence[Subject]) -> list[str]:
 
 
 def _figure(result: FeatureDropoutResult) -> bytes:
-    """One histogram for each policy (row) and judge (column), both labels in each."""
+    """One histogram for each policy (row) and judge (column), both labels in each, and the judge's without views."""
     names = [run.name for run in result.runs]
     by_place = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
     spaces = [space for space in LABEL_SPACES if (names[0], names[0], space) in by_place]
@@ -277,6 +285,8 @@ def _figure(result: FeatureDropoutResult) -> bytes:
                     alpha=0.75 if strong else 1.0,
                     label=f"label_{space}: dip {shown.dip:.3f}, p {shown.dip_p:.3f}",
                 )
+            as_they_are = result.runs[column].without_views[spaces[-1]].histogram
+            axes.stairs(as_they_are, edges, color="0.35", linestyle="--", label=f"label_{spaces[-1]}, without views")
             axes.legend(fontsize=7, loc="upper center", frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
             if row == 0:
@@ -285,6 +295,8 @@ def _figure(result: FeatureDropoutResult) -> bytes:
                 axes.set_xlabel("probability of the right class")
             if column == 0:
                 axes.set_ylabel(f"views of {views_of}\nshare of {result.num_examples}")
-    top = max(max(judgement.probabilities.histogram) for judgement in result.judgements)
+    drawn = [judgement.probabilities for judgement in result.judgements]
+    drawn += [run.without_views[spaces[-1]] for run in result.runs]
+    top = max(max(one.histogram) for one in drawn)
     grid[0, 0].set(xlim=(0, 1), ylim=(0, 1.25 * top))  # room for the legends
     return to_png(figure)

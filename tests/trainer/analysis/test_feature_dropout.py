@@ -90,6 +90,11 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
     drops, keeps = result.runs
     assert drops.classifier == "planted"
     assert drops.accuracy == {"base": 1.0, "overlay": 1.0}
+    for run in result.runs:  # what is lost, the views lose: both judges are sure of the samples as they are
+        assert {space: shown.share_above_0_9 for space, shown in run.without_views.items()} == {
+            "base": 1.0,
+            "overlay": 1.0,
+        }
     assert drops.selectivity_object == pytest.approx(2.0)  # the object is half of the picture
     assert keeps.selectivity_object is None  # nothing is changed at all
     assert Image.open(paths[0]).size[0] > 600
