@@ -290,11 +290,11 @@ def _figure(result: FeatureDropoutResult) -> bytes:
             axes.legend(fontsize=7, loc="upper center", frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
             if row == 0:
-                axes.set_title(f"judged by {judged_by}", fontsize=10)
+                axes.set_title(f"judged by\n{judged_by}", fontsize=9)
             if row == len(names) - 1:
                 axes.set_xlabel("probability of the right class")
             if column == 0:
-                axes.set_ylabel(f"views of {views_of}\nshare of {result.num_examples}")
+                axes.set_ylabel(f"views of\n{views_of}\nshare of {result.num_examples}", fontsize=9)
     drawn = [judgement.probabilities for judgement in result.judgements]
     drawn += [run.without_views[spaces[-1]] for run in result.runs]
     top = max(max(one.histogram) for one in drawn)
