@@ -128,6 +128,8 @@ class Tracker:
             self._wandb_step = _last_offline_step(run_dir)
         # W&B's own process takes over what is blocked here: a warning to all processes of a job must not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+        # That process outlives a killed run and then refuses its id; so none is shared with who started this one.
+        os.environ.pop("WANDB_SERVICE", None)
         try:
             self._wandb = wandb.init(
                 dir=run_dir.path,
