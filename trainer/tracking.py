@@ -128,8 +128,7 @@ class Tracker:
             self._wandb_step = _last_offline_step(run_dir)
         # W&B's own process takes over what is blocked here: a warning to all processes of a job must not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
-        # That process outlives a killed run and then refuses its id; so none is shared with who started this one.
-        os.environ.pop("WANDB_SERVICE", None)
+        _leave_inherited_process()
         try:
             self._wandb = wandb.init(
                 dir=run_dir.path,
@@ -211,6 +210,13 @@ def _last_offline_step(run_dir: RunDir) -> int:
     return 0
 
 
+def _leave_inherited_process() -> None:
+    """Let W&B start a process for this one. That of who started this one, a notebook or a test, outlives a run that is
+    killed, and then refuses its id to the next start.
+    """
+    os.environ.pop("WANDB_SERVICE", None)
+
+
 def summarize(run_dir: RunDir, config: RunConfig, numbers: Mapping[str, float]) -> None:
     """Put numbers that were measured after training, such as those of the probes, into the summary of the W&B run.
 
@@ -219,6 +225,7 @@ def summarize(run_dir: RunDir, config: RunConfig, numbers: Mapping[str, float]) 
     mode = _wandb_mode(config.tracking)
     if mode == "disabled" or not run_dir.wandb_run_id.is_file():
         return
+    _leave_inherited_process()
     try:
         with wandb.init(
             dir=run_dir.path,

@@ -35,6 +35,28 @@ tracker.log(5, {"train/loss": 0.2})
 os._exit(0)
 """
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from configs import resolve_recipe
+from trainer.rundir import RunDir
+from trainer.tracking import Tracker
+tracker = Tracker(RunDir(Path(sys.argv[1])), config=resolve_recipe("debug:image"), start_step=0)
+tracker.log(1, {"train/loss": 1.0})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+NOTEBOOK = """
+import os, signal, subprocess, sys, time
+import wandb
+wandb.init(dir=sys.argv[1])
+assert "WANDB_SERVICE" in os.environ
+for _ in range(2):
+    killed = subprocess.run([sys.executable, "-c", *sys.argv[2:]])
+    assert killed.returncode == -signal.SIGKILL
+    time.sleep(1.1)  # W&B names directories by the second
+wandb.finish()
+"""
+
 
 def wandb_steps(run_dir: RunDir) -> list[int]:
     """Of all starts, one after another."""
@@ -80,7 +102,6 @@ def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_ne
 ) -> None:
     """SIGTERM comes to all processes of a job, and W&B's own leaves at once, with what it holds in memory."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # else it would join that of this process
     run_dir = RunDir(tmp_path)
     subprocess.run([sys.executable, "-c", ENDED_WITH_ITS_JOB, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
     assert wandb_steps(run_dir) != [1, 2, 3, 4, 5], "nothing was lost, so this test shows nothing"
@@ -88,6 +109,19 @@ def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_ne
     tracker.log(6, {"train/loss": 0.1})
     tracker.close()
     assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_killed_run_gets_its_id_back_though_who_started_it_has_a_wandb_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job that was submitted from a notebook, and started again."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    command = [sys.executable, "-c", NOTEBOOK, str(tmp_path), KILLED, str(run_dir.path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    run_id = run_dir.wandb_run_id.read_text().strip()
+    assert len(list(run_dir.path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))) == 2
 
 
 def test_wandb_gets_no_step_twice_where_a_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
