@@ -165,7 +165,7 @@ def ablations() -> list[RunConfig]:
     """Where paper and code differ, or the paper from the field, on C+Shapes and C+Digits, beside the rows of Table 1.
 
     The paper's temperature (the code's is 0.07), NT-Xent with both directions and no anchor among its negatives, views
-    that are not clamped (the code's), and two passes a step instead of one (the code's). The published order of batch
+    that are not clamped (the code's), and two passes a step instead of one (the code's). The published mode of batch
     norm in the probe is no run of its own: `trainer.probe --batch-norm train`. The paper has no numbers.
     """
     losses: dict[str, dict[str, Any]] = {

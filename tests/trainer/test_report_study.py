@@ -143,6 +143,9 @@ def test_errors_of_pairs_are_set_beside_their_concentration(sign: int, told: str
     }
     write_json(RunDir(run).analysis / "concentration.json", result)
     assert told in sentence()
+    alike = {pair: [bounds | {"clique": 0.5}] for pair in PAIRS}
+    write_json(RunDir(run).analysis / "concentration.json", result | {"pairs": alike})
+    assert "none at δ = 9, where all pairs have the same" in sentence()
     write_json(RunDir(run).analysis / "concentration.json", result | {"test_manifest_sha256": "other"})
     assert "of other test data" in sentence()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from scipy.stats import spearmanr
@@ -234,17 +235,20 @@ def _beside_concentration(sheet: Sheet) -> str:
     errors = [100 * (1 - cell.score.mean) for cell in cells if cell.score is not None]
     if len(errors) < len(cells):
         return "How error and 1 − σ go together shows once every pair is measured."
-    for path in (RunDir(run.path).analysis / "concentration.json" for run in runs):
-        if path.is_file():
-            found = ConcentrationResult.parse(json.loads(path.read_text()), where=str(path))
-            break
-    else:
+    paths = [RunDir(run.path).analysis / "concentration.json" for run in runs]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
         return f"To see how error and 1 − σ go together: python -m trainer.analyze concentration {runs[0].path}"
+    found = ConcentrationResult.parse(json.loads(path.read_text()), where=str(path))
     if found.test_manifest_sha256 != runs[0].data_key[1]:
         return f"{path} is of other test data than the runs, so errors are not set beside its 1 − σ."
     told = []
     for number, delta in enumerate(found.config.deltas):
-        correlation, p = spearmanr(errors, [found.pairs[pair][number].clique for pair in PAIRS])
+        shares = [found.pairs[pair][number].clique for pair in PAIRS]
+        if len(set(shares)) == 1:
+            told.append(f"none at δ = {delta:g}, where all pairs have the same")
+            continue
+        correlation, p = spearmanr(errors, shares)
         chance = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
         told.append(f"{correlation:.2f}".replace("-", "−") + f" at δ = {delta:g} ({chance})")
     return f"Rank correlation of error and 1 − σ over the {len(cells)} pairs, after {path}: {', '.join(told)}."
