@@ -13,6 +13,7 @@ Shapes: W ranks, N numbers of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -35,7 +36,7 @@ _HELLO = b"."
 class Neighbours:
     """All ranks of one machine, in rank order. Every rank must make the same calls in the same order, in one thread.
 
-    A call raises `RuntimeError` if another rank has ended, or does not come within the time limit.
+    A call raises `RuntimeError` if another rank has ended, or does not come within the time limit; it hangs up first.
     """
 
     def __init__(self, rank: int, lines: Sequence[socket.socket | None], memories: Sequence[mmap.mmap]) -> None:
@@ -79,22 +80,26 @@ class Neighbours:
             yield part, views
 
     def _meet(self) -> None:
-        for rank, line in enumerate(self._lines):
+        """Tell all others, then hear from all. A rank that cannot go on hangs up, so that none waits for it."""
+        for line in self._lines:
             if line is not None:
-                try:
+                with contextlib.suppress(OSError):  # whoever has hung up: what is heard below tells who was first
                     line.sendall(_HELLO)
-                except OSError as error:
-                    raise _gone(rank) from error
         for rank, line in enumerate(self._lines):
             if line is not None:
                 try:
                     heard = line.recv(1)
                 except TimeoutError as error:
-                    raise RuntimeError(f"rank {rank} did not come to a collective in {line.gettimeout()} s") from error
-                except OSError as error:
-                    raise _gone(rank) from error
+                    seconds = line.gettimeout()
+                    self.close()
+                    raise RuntimeError(f"rank {rank} did not come to a collective in {seconds} s") from error
+                except OSError:
+                    heard = b""
                 if heard != _HELLO:
-                    raise _gone(rank)
+                    self.close()
+                    raise RuntimeError(
+                        f"rank {rank} has hung up while this one waits for it: it has ended, or another rank has"
+                    )
 
 
 def can_be_neighbours() -> bool:
@@ -156,7 +161,3 @@ def _share_memory(rank: int, lines: Sequence[socket.socket | None]) -> list[mmap
         return memories
     finally:
         os.close(mine)
-
-
-def _gone(rank: int) -> RuntimeError:
-    return RuntimeError(f"rank {rank} has ended while this one waits for it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,8 @@ def test_a_slow_rank_reads_what_was_meant_for_it() -> None:
     assert run_ranks(out_of_step, 3) == [True] * 3
 
 
-def say_who_is_gone() -> str:
+def say_who_is_gone(seconds_late: Sequence[float]) -> str:
+    time.sleep(seconds_late[rank()])
     if rank() == 1:
         leave_neighbours()
         return ""
@@ -93,10 +95,11 @@ def say_who_is_gone() -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_hangs_up_is_named() -> None:
-    said = run_ranks(say_who_is_gone, 3)
-    assert all("has ended while this one waits" in said[one] for one in (0, 2)), said
-    assert "rank 1" in said[0]
+@pytest.mark.parametrize("seconds_late", [(0.0, 0.0, 0.0), (0.6, 0.3, 0.0), (0.0, 0.3, 0.6), (0.0, 0.3, 0.0)])
+def test_a_rank_that_hangs_up_is_named(seconds_late: tuple[float, ...]) -> None:
+    """Whoever comes first, also by the rank that already waits for another when it happens."""
+    said = run_ranks(say_who_is_gone, 3, seconds_late, timeout_s=20)
+    assert all("rank 1 has hung up while this one waits" in said[one] for one in (0, 2)), said
 
 
 def come_too_late() -> str:
