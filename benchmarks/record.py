@@ -6,6 +6,7 @@ figure of a line is the median over the rounds of what is judged within each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import statistics
@@ -121,7 +122,11 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def circumstances(*, packages: Sequence[str]) -> dict[str, Any]:
-    """What a figure depends on besides the code: command, commit, machine, versions."""
+    """What a figure depends on besides the code: command, commit, machine, versions.
+
+    `stolen_share` is of the processor time that was asked for since this process began, on all cores: what the host of
+    a virtual machine gave to others. None where the system does not say.
+    """
     return {
         "command": command_line(),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -131,9 +136,28 @@ def circumstances(*, packages: Sequence[str]) -> dict[str, Any]:
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_gigabytes": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
+        "stolen_share": _stolen_share(),
         "torch_threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
     }
+
+
+def _asked_and_stolen() -> tuple[int, int] | None:
+    """Processor time since the machine started, in ticks: of user, nice, system and stolen, and of stolen alone."""
+    with contextlib.suppress(OSError):
+        user, nice, system, _, _, _, _, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+        return user + nice + system + stolen, stolen
+    return None
+
+
+_BEFORE = _asked_and_stolen()
+
+
+def _stolen_share() -> float | None:
+    now = _asked_and_stolen()
+    if _BEFORE is None or now is None:
+        return None
+    return round((now[1] - _BEFORE[1]) / max(1, now[0] - _BEFORE[0]), 3)
 
 
 def _git(*arguments: str) -> str:

@@ -6,6 +6,9 @@ Each process has one core to itself and B samples of the batch; encoder, views a
 `simclr:digits_small`, batch norm synchronised, on pictures held in memory. Apart, neither knows of the other. The rates
 are samples a second of both, from a common start to the end of the slower one.
 
+In step is a third peer, the floor under the figure: apart, but each waits for the other as often as the batch norm of
+ranks does, to tell what a machine makes of any two processes that wait for each other.
+
 What a rank puts into collectives in a step is counted, and set against the least that the method needs: each gradient
 once, its own embeddings, the gradient of everybody's embeddings, and two numbers a channel, batch norm and view, both
 forward and backward, with one for the size of the batch.
@@ -14,17 +17,22 @@ forward and backward, with one for the size of the batch.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import multiprocessing
 import os
+import statistics
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks import record
 from benchmarks.record import ratio_line
@@ -35,6 +43,7 @@ from launch.ports import free_ports
 from trainer.accounting import Accounts
 from trainer.distributed.collectives import barrier
 from trainer.distributed.env import WorldEnv, destroy_process_group, init_process_group
+from trainer.distributed.neighbours import Doorbell, Neighbours
 from trainer.memory import keep_freed_memory
 from trainer.players import build_players
 
@@ -50,33 +59,64 @@ def held_batch(rank: int, size: int) -> Batch:
     return Batch(0, 0, torch.arange(size) + rank * size, pictures, pictures, None, None, nothing, nothing)
 
 
+@contextmanager
+def waiting_in_batch_norm(line: Neighbours) -> Iterator[None]:
+    """While open, every batch norm waits for the other process where that of ranks would: forward and backward, once
+    for both views.
+    """
+    calls: collections.Counter[nn.Module] = collections.Counter()
+
+    def wait(*_: object) -> None:
+        line.all_reduce_sum(torch.zeros(2))
+
+    def hook(module: nn.Module, _: object, out: Tensor) -> None:
+        if isinstance(module, nn.BatchNorm2d):
+            calls[module] += 1
+            if calls[module] % 2:
+                wait()
+                out.register_hook(wait)  # type: ignore[no-untyped-call]
+
+    handle = register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+        line.close()
+
+
 def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection) -> None:
-    """Answers "together" and "apart" with the seconds of so many steps, and "count" with the bytes sent in one."""
+    """Answers "together", "in step" and "apart" with the seconds of so many steps; "count", with the bytes of one."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     keep_freed_memory()
     device = torch.device("cpu")
     batch = held_batch(rank, size)
     while (asked := pipe.recv()) != "end":
-        if asked != "apart":
+        apart = asked in {"apart", "in step"}
+        waiting: AbstractContextManager[None] = nullcontext()
+        if asked == "in step":
+            doorbell = Doorbell(rank)
+            pipe.send(doorbell.name)
+            waiting = waiting_in_batch_norm(doorbell.connect(pipe.recv(), timeout_seconds=60))
+        elif not apart:
             port = pipe.recv()
             world = WorldEnv(rank, NUM_PROCESSES, rank, NUM_PROCESSES, 0, "127.0.0.1", port, "torchrun", {})
             init_process_group(world, device)
-        num_ranks = 1 if asked == "apart" else NUM_PROCESSES
-        run = step_of(configure(Path("unread"), global_batch_size=size * num_ranks), device)
-        run(batch)
-        run(batch)  # DDP puts its buckets in order after the first
-        if asked == "count":
-            with Accounts() as accounts:
-                run(batch)
-            pipe.send(dict(accounts.sent_bytes))
-        else:
-            start.wait()
-            began = time.perf_counter()
-            for _ in range(NUM_STEPS):
-                run(batch)
-            pipe.send(time.perf_counter() - began)
-        if asked != "apart":
+        run = step_of(configure(Path("unread"), global_batch_size=size * (1 if apart else NUM_PROCESSES)), device)
+        with waiting:
+            run(batch)
+            run(batch)  # DDP puts its buckets in order after the first
+            if asked == "count":
+                with Accounts() as accounts:
+                    run(batch)
+                pipe.send(dict(accounts.sent_bytes))
+            else:
+                start.wait()
+                began = time.perf_counter()
+                for _ in range(NUM_STEPS):
+                    run(batch)
+                pipe.send(time.perf_counter() - began)
+        if not apart:
             barrier()
             destroy_process_group()
 
@@ -114,8 +154,12 @@ def main() -> None:
         port = free_ports(1)[0]
         for pipe in pipes:
             pipe.send(what)
-            if what != "apart":
+            if what in {"together", "count"}:
                 pipe.send(port)
+        if what == "in step":
+            names = [pipe.recv() for pipe in pipes]
+            for pipe in pipes:
+                pipe.send(names)
         return [pipe.recv() for pipe in pipes]
 
     def rate(how: str) -> float:
@@ -124,11 +168,13 @@ def main() -> None:
 
     line = ratio_line(
         f"two processes of {size} samples, together",
-        {"ours": lambda: rate("together"), "apart": lambda: rate("apart")},
+        {"ours": lambda: rate("together"), "in step": lambda: rate("in step"), "apart": lambda: rate("apart")},
         against="apart",
         target=0.93,
     )
     speed = record.measure(line, num_rounds=arguments.rounds)
+    floor = statistics.median(measured["in step"] / measured["apart"] for measured in speed["rounds"])
+    speed["in_step_over_apart"] = record.rounded(floor)
     sent = ask("count")[0]
     for pipe in pipes:
         pipe.send("end")
@@ -142,7 +188,7 @@ def main() -> None:
         "sent_bytes": sent,
         "least_bytes": least,
     }
-    print(record.table(speed))
+    print(f"{record.table(speed)}\n  in step over apart: {floor:.4g}")
     print(f"{traffic['line']}\n  ratio {ratio:.4f}, target at most 1.05: {'met' if traffic['met'] else 'NOT MET'}")
     if arguments.out is not None:
         filed = record.circumstances(packages=["torch"]) | {"results": [speed, traffic]}

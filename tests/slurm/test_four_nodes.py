@@ -129,7 +129,7 @@ def test_two_clusters_at_once_share_nothing(cluster: Cluster) -> None:
         ]
         assert [len(words) for words in said] == [4, 4]
         assert not set(said[0]) & set(said[1])
-        assert other.job(said[1][1])["JobState"] == "COMPLETED"
+        assert other.job(said[1][1])["JobState"] in {"COMPLETING", "COMPLETED"}
         assert cluster.job(said[1][1]) == {}
 
 
