@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from trainer.analysis.views import choose_pictures, draw_views, view_grid
 from trainer.config import RunConfig
 from trainer.probes.features import read_some
 from trainer.tracking import StepPictures
@@ -35,6 +34,9 @@ def step_pictures(
     wanted = config.tracking.wandb != "disabled" or config.tracking.tensorboard
     if every is None or not wanted or config.precision == "float64":
         return lambda completed: None
+    # Here, because other ranks draw nothing, and matplotlib takes half a second.
+    from trainer.analysis.views import choose_pictures, draw_views, view_grid
+
     some = read_some(config.data.test_dir, num=NUM_MEASURED, read=config.data)
     shown, measured = choose_pictures(some, NUM_SHOWN), torch.arange(len(some))
 

@@ -13,10 +13,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
-import soundfile
 import torch
 from numpy.typing import NDArray
-from scipy.io import wavfile
 from torch import Tensor
 from torchaudio import functional as audio
 
@@ -52,6 +50,8 @@ def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
     Raises `UserError` that names the file: missing or no WAV, cut off, more than one channel, no points, or points
     that int16 cannot hold exactly.
     """
+    import soundfile  # here, as scipy below, because whoever trains needs neither, and each takes a third of a second
+
     try:
         data = path.read_bytes()
         with soundfile.SoundFile(io.BytesIO(data)) as file:
@@ -104,6 +104,8 @@ def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float
 
 def encode_wav(points: NDArray[np.int16] | NDArray[np.float32], *, sample_rate: int) -> bytes:
     """A mono WAV of (T,) int16 or float32 points; the same points give the same bytes."""
+    from scipy.io import wavfile
+
     assert points.ndim == 1
     assert points.size
     assert points.dtype in (np.int16, np.float32)
