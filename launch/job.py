@@ -22,7 +22,6 @@ from types import FrameType
 from typing import Final
 
 import submitit
-import wandb
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import cloudpickle_dump
 from submitit.helpers import DelayedSubmission
@@ -103,8 +102,9 @@ class TrainJob:
         """Ask for this job, which has run for `seconds`, to be started again; returns this rank's exit status."""
         if not stopped.is_first_rank:
             return 0  # quietly: an error here would end the first rank before it has spoken for all
-        with contextlib.suppress(Exception):  # it may have been ended by the warning
-            wandb.teardown()  # its process, which Slurm would end under it
+        if "wandb" in sys.modules:  # else none of its processes runs
+            with contextlib.suppress(Exception):  # it may have been ended by the warning
+                sys.modules["wandb"].teardown()  # its process, which Slurm would end under it
         try:
             refusal = self._start_again(job, seconds=seconds, stopped=str(stopped).partition(";")[0])
         except SystemExit as end:  # submitit's local executor is asked by an exit status

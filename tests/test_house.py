@@ -73,6 +73,19 @@ def test_only_the_distributed_folder_calls_torch_distributed() -> None:
     assert not wrong
 
 
+def test_a_rank_imports_nothing_that_only_few_need() -> None:
+    """Each takes a rank half a second to start, and hundreds of files that all ranks of a cluster open at once."""
+    heavy = {"deepspeed", "matplotlib", "pandas", "scipy", "sklearn", "soundfile", "timm", "wandb"}
+    said = subprocess.run(
+        [sys.executable, "-c", "import sys, launch.job, launch.train; print(*sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert heavy & set(said.stdout.split()) == set()
+
+
 def test_the_visible_root() -> None:
     assert {path.parts[0] for path in tracked_files() if not path.parts[0].startswith(".")} == VISIBLE
 

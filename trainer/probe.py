@@ -38,7 +38,7 @@ from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear
 from trainer.probes.result import ProbeResult
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.rundir import RunDir, open_run, runs_of, write_json
-from trainer.tracking import summarize
+from trainer.wandb_run import summarize
 
 
 def main() -> None:

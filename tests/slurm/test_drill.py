@@ -30,7 +30,7 @@ from launch.slurm import MAX_TIMEOUTS
 from tests.slurm.cluster import NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir
-from trainer.tracking import offline_steps
+from trainer.wandb_run import offline_steps
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 160

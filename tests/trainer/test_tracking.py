@@ -11,7 +11,8 @@ import wandb
 
 from configs import resolve_recipe
 from trainer.rundir import RunDir
-from trainer.tracking import Tracker, offline_steps
+from trainer.tracking import Tracker
+from trainer.wandb_run import offline_steps
 
 ROOT = Path(__file__).parents[2]
 ENDED_WITH_ITS_JOB = """

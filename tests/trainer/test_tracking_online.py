@@ -20,7 +20,8 @@ from configs.resolve import resolve_study
 from tests.trainer.stand_in_wandb import StandIn, stand_in_server
 from trainer.config import RunConfig
 from trainer.rundir import RunDir
-from trainer.tracking import StepPictures, Tracker, memory_in_use, offline_steps, summarize
+from trainer.tracking import StepPictures, Tracker, memory_in_use
+from trainer.wandb_run import offline_steps, summarize
 
 ROOT = Path(__file__).parents[2]
 TWO_STEPS = """
