@@ -233,9 +233,10 @@ class Story(threading.Thread):
 
 
 def warn_all_that_start(training: Training) -> None:
-    """The job has two minutes, of which Slurm warns when it next looks at the limits: every 30 seconds.
+    """The job is given two minutes, of which Slurm warns when it next looks at the limits: every 30 seconds.
 
-    The ranks are held until that has happened, while they still start, so that no step depends on when it does.
+    The ranks are held until that has happened, while they still start, so that no step depends on when it does. The job
+    was submitted with an hour: between two starts Slurm may go back to that, and forget what it has been told since.
     """
     cluster = training.cluster
 
@@ -247,6 +248,7 @@ def warn_all_that_start(training: Training) -> None:
     ranks = cluster.ranks(training.job_id)
     for rank in ranks:
         os.kill(rank, signal.SIGSTOP)
+    training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=2")
     training.wait_for(lambda: all(signal.SIGUSR2 in signals(rank, "ShdPnd") for rank in ranks), "warning by Slurm")
     # Still a time limit, but one that leaves Slurm no cause to warn the next start before this is done with.
     training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=3")
@@ -255,14 +257,13 @@ def warn_all_that_start(training: Training) -> None:
     training.wait_for(lambda: len(training.starts()) == 1, "start")
     training.wait_for(lambda: training.job()["Restarts"] == "1", "requeue")
 
-    def has_an_hour() -> bool:
-        """Slurm may forget a limit that it is told between the two starts."""
-        job = training.job()
-        if job["TimeLimit"] != "01:00:00":
+    def has_started_with_an_hour() -> bool:
+        if training.job()["TimeLimit"] != "01:00:00":
             training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
-        return job["TimeLimit"] == "01:00:00" and job["JobState"] == "RUNNING"
+            return False
+        return len(training.starts()) == 2
 
-    training.wait_for(has_an_hour, "start with a longer limit")
+    training.wait_for(has_started_with_an_hour, "start with a longer limit")
 
 
 def signals(pid: int, name: str) -> set[int]:
@@ -339,7 +340,7 @@ def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     runs = tmp_path_factory.mktemp("runs")
     other = ["--partition", "other", "--time-minutes", "60"]
     stories = {
-        "warnings": Story(Training(cluster, runs / "warned", whole, flags=["--time-minutes", "2"]), warnings),
+        "warnings": Story(Training(cluster, runs / "warned", whole, flags=["--time-minutes", "60"]), warnings),
         "nothing": Story(Training(cluster, runs / "undisturbed", whole, flags=other), nothing),
         "deaths": Story(Training(cluster, runs / "killed", streamed, flags=other), deaths),
     }

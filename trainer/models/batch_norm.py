@@ -236,11 +236,12 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         x_BCHW, weight_C, mean_SC, var_SC, total = ctx.saved_tensors
         num_groups = len(mean_SC)
         groups = list(zip(x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC, var_SC, strict=True))
+        none = torch.empty_like(mean_SC[0, :0])  # of training's own statistics; CUDA's kernel does not take None
         own = []
         for x, grad, mean_C, var_C in groups:
             # The sums of grad * normalised x and of grad; the statistics are as constants in them.
             _, *grads_C = torch.ops.aten.native_batch_norm_backward(
-                grad, x, weight_C, mean_C, var_C, None, None, False, ctx.eps, [False, True, True]
+                grad, x, weight_C, mean_C, var_C, none, none, False, ctx.eps, [False, True, True]
             )
             own += grads_C
         own_S2C = torch.stack(own).view(num_groups, 2, -1)
