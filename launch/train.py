@@ -13,11 +13,13 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from configs import explain, resolve_recipe
 from data_pipeline.errors import UserError, run_command
 from trainer.config import RunConfig
 from trainer.distributed.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
-from trainer.distributed.env import choose_device, destroy_process_group, init_process_group, read_env
+from trainer.distributed.env import choose_device, process_group, read_env
 from trainer.memory import keep_freed_memory
 from trainer.plan import describe, plan
 from trainer.preemption import StoppedError
@@ -33,11 +35,15 @@ def run(config: RunConfig, run_dir: Path, *, command: str) -> None:
     world = read_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = choose_device(world)
-    init_process_group(world, device)
-    try:
-        train(config, RunDir(run_dir), device=device, command=command)
-    finally:
-        destroy_process_group()
+    with process_group(world, device):
+        try:
+            train(config, RunDir(run_dir), device=device, command=command)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"rank {world.rank} has not enough memory on {device} ({str(error).partition('. GPU')[0]}); raise "
+                "memory.micro_batches, set memory.encoder_checkpointing=whole, or see what fits with `--plan "
+                "--gpu-gigabytes`"
+            ) from error
 
 
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:

@@ -30,7 +30,10 @@ class ConstantConfig(Schema):
 
 
 class CosineConfig(Schema):
-    """Linear warm-up over the first share of training, then a half cosine to zero (Huang et al. 2023: no warm-up)."""
+    """Linear warm-up over the first share of training, then a half cosine to zero (Huang et al. 2023: no warm-up).
+
+    The rate falls with every step, where the published code of Huang et al. lowers it once an epoch.
+    """
 
     kind: Literal["cosine"] = "cosine"
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0

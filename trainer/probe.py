@@ -27,7 +27,7 @@ from data_pipeline.stream import num_steps_per_epoch
 from trainer.checkpoint import load_players
 from trainer.config import read_config
 from trainer.distributed.collectives import broadcast_object, rank
-from trainer.distributed.env import choose_device, destroy_process_group, init_process_group, read_env
+from trainer.distributed.env import choose_device, process_group, read_env
 from trainer.players import Players
 from trainer.preflight import on_first_rank, read_manifests
 from trainer.probes.curve import Curve, read_curves
@@ -37,6 +37,7 @@ from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear, spread
 from trainer.probes.result import ProbeResult
 from trainer.probes.targets import label_targets, readable_labels
+from trainer.reporting.science import science_of
 from trainer.rundir import RunDir, open_run, runs_of, write_json
 from trainer.wandb_run import summarize
 
@@ -45,9 +46,8 @@ def main() -> None:
     arguments = _parser().parse_args()
     world = read_env(os.environ)
     device = choose_device(world)
-    init_process_group(world, device)
     changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
-    try:
+    with process_group(world, device):
         run_dirs = runs_of(arguments.run_dirs)
         on_first_rank(lambda: [open_run(path) for path in run_dirs])  # all, before the first is worked on
         of_runs = [
@@ -63,9 +63,7 @@ def main() -> None:
             for path in run_dirs
         ]
         if len(of_runs) > 1 and rank() == 0:
-            print(runs_table(of_runs))
-    finally:
-        destroy_process_group()
+            print(runs_table(run_dirs, of_runs))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -258,22 +256,30 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
     return "\n".join(lines)
 
 
-def runs_table(of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
-    """Mean and deviation (divisor n - 1) over runs, in per cent, one line a label."""
-    if len({result.test_manifest_sha256 for results in of_runs for result in results.values()}) > 1:
-        return "the runs were tested on different datasets, so there is no mean over them"
+def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
+    """Mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, one line a label."""
+    arms: dict[tuple[str, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
+    for path, results in zip(paths, of_runs, strict=True):
+        one = next(iter(results.values()))
+        science = science_of(read_config(RunDir(path).config))
+        arms.setdefault((science, one.train_manifest_sha256, one.test_manifest_sha256), {})[path] = results
     lines = []
-    for space in of_runs[0]:
-        linear, knn = (
-            spread([getattr(results[space], method).accuracy for results in of_runs]) for method in ("linear", "knn")
-        )
-        assert linear is not None
-        assert knn is not None
-        lines.append(
-            f"label_{space}, {len(of_runs)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
-            f"kNN {100 * knn.mean:.1f} ± {100 * knn.deviation:.1f}"
-        )
-    return "\n".join(lines)
+    for of_arm in arms.values():
+        if len(of_arm) == 1:
+            continue
+        lines.append(f"mean over {', '.join(map(str, of_arm))}:")
+        for space in next(iter(of_arm.values())):
+            linear, knn = (
+                spread([getattr(results[space], method).accuracy for results in of_arm.values()])
+                for method in ("linear", "knn")
+            )
+            assert linear is not None
+            assert knn is not None
+            lines.append(
+                f"label_{space}, {len(of_arm)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
+                f"kNN {100 * knn.mean:.1f} ± {100 * knn.deviation:.1f}"
+            )
+    return "\n".join(lines) or "no two of the runs are of one configuration and dataset, so there is no mean over them"
 
 
 def curve_table(curves: Sequence[Curve]) -> str:

@@ -16,7 +16,7 @@ from data_pipeline.stream import Stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
 from trainer.preflight import check_data
-from trainer.reporting.published import PAIRS, SMALL_RUN, STUDIES, study
+from trainer.reporting.published import PAIRS, SMALL_RUN, STUDIES, Cell, Value, _contrasts, study
 from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
@@ -39,6 +39,24 @@ def test_at_paper_scale_a_run_is_what_the_table_takes_for_the_papers(name: str) 
         run = by_name[cell.run]
         assert (run.num_epochs, run.global_batch_size) == (cell.num_epochs, table.batch_size)
         assert run.encoder.kind == table.encoder
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_at_paper_scale_every_recipe_has_three_seeds_and_the_published_one(name: str) -> None:
+    seeds: dict[str, set[int]] = {}
+    for run in resolve_study(f"studies:{name}"):
+        seeds.setdefault(run.name, set()).add(run.seed)
+    for run_name, found in seeds.items():
+        assert len(found) == 3
+        assert {"audio": 1337, "viewmaker": 2}.get(run_name.partition("-")[0], 0) in found
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_documented_numbers_of_runs_are_those_of_the_studies(name: str) -> None:
+    text = (Path(studies.__file__).parents[1] / "docs" / "reports.md").read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+    full, small = (len(resolve_study(f"studies:{form}")) for form in (name, f"{name}_small"))
+    assert row.endswith(f"| {full} | {small} |")
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -150,6 +168,13 @@ def test_published_differences_within_their_deviation_are_no_directions() -> Non
     assert all(contrast.points is not None and contrast.points > 0 for contrast in table.contrasts)
     letters = next(one for one in study("table1").contrasts if one.first == ("C+Letters", 1))
     assert (letters.sign, letters.points) == (-1, -2.9)
+
+
+def test_a_published_deviation_is_that_of_a_population_of_three_seeds() -> None:
+    """The standard error of a mean is the deviation over the square root of 2, and of a difference the deviation."""
+    cells = {(row, 0): Cell(row, 800, Value(mean, 1.0)) for row, mean in (("a", 51.9), ("b", 50.0), ("c", 47.9))}
+    contrasts = _contrasts(cells, [(("a", 0), ("b", 0)), (("b", 0), ("c", 0))])
+    assert [contrast.points for contrast in contrasts] == [2.1]
 
 
 def test_what_a_second_feature_costs_is_compared_beside_the_feature_alone() -> None:

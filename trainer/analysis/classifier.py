@@ -1,13 +1,15 @@
 """The linear classifier of a run, for analyses that ask what an encoder's features say of single samples.
 
 Its heads are those that the probe left with the checkpoint. Where it left none, quick ones are fitted by its own rule,
-on cached features of part of the train set, and kept in their place.
+on cached features of part of the train set, and kept in their place. Analyses use the encoder in eval mode, so heads
+that the probe fitted in train mode (batch_norm "train") are not for them, and count as none.
 
 Shapes: N samples, B batch, F features of a sample.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -30,8 +32,17 @@ def heads_of(subject: Subject) -> Heads:
 
     Raises `UserError` where the file is damaged, or its heads are not of this train set and encoder.
     """
-    path = subject.run_dir.probes(subject.players.step) / "heads.safetensors"
+    run, in_train_mode = subject.run_dir.path, subject.players.config.probe.batch_norm == "train"
+    # Of such a run heads.safetensors are fitted in train mode; these names are what `trainer.probe` calls the others.
+    name, command = ("heads-batch_norm_eval", f"{run} --batch-norm eval") if in_train_mode else ("heads", f"{run}")
+    path = subject.run_dir.probes(subject.players.step) / f"{name}.safetensors"
     if not path.is_file():
+        if in_train_mode:
+            print(
+                f"the probe of {run} has batch_norm train, but views are judged in eval mode, so a quick classifier is "
+                f"fitted in that mode; `python -m trainer.probe {command}` fits a full one",
+                file=sys.stderr,
+            )
         write_heads(path, fit_quickly(subject))
     heads = read_heads(path, device=subject.device)
     num_features = subject.players.encoder.feature_size(*subject.test.images_NCHW.shape[2:])
@@ -41,14 +52,12 @@ def heads_of(subject: Subject) -> Heads:
     }
     found = {space: tuple(head.weight_KF.shape) for space, head in heads.by_label.items()}
     if heads.train_manifest_sha256 != subject.train.manifest.sha256 or not found.items() <= expected.items():
-        raise UserError(
-            f"{path} was fitted on another train set or encoder; run `python -m trainer.probe {subject.run_dir.path}`"
-        )
+        raise UserError(f"{path} was fitted on another train set or encoder; run `python -m trainer.probe {command}`")
     return heads
 
 
 def fit_quickly(subject: Subject) -> Heads:
-    """Heads for every label, fitted on views of the run's own policy if its probe is."""
+    """Heads for every label, fitted in eval mode, and on views of the run's own policy if its probe is."""
     encoder, policy = subject.players.encoder, subject.players.view_policy
     train, test, device = subject.train, subject.test, subject.device
     config = subject.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS})

@@ -105,11 +105,12 @@ def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float |
 def map_of(x_NC: NDArray[np.float64], config: EmbeddingConfig, *, seed: int) -> NDArray[np.float64]:
     """Points (N, 2) of a map in which near rows stay near; the same for equal input and seed, on one machine."""
     perplexity = min(config.perplexity, (len(x_NC) - 1) / 3)  # more is not defined
+    random_state = seed % 2**32  # what NumPy's legacy generator takes
     if config.method == "umap":
         neighbours = max(2, round(perplexity))
-        made = _umap().UMAP(n_neighbors=neighbours, random_state=seed, n_jobs=1).fit_transform(x_NC)
+        made = _umap().UMAP(n_neighbors=neighbours, random_state=random_state, n_jobs=1).fit_transform(x_NC)
     else:
-        made = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(x_NC)
+        made = TSNE(perplexity=perplexity, init="pca", random_state=random_state).fit_transform(x_NC)
     points_N2: NDArray[np.float64] = np.asarray(made, dtype=np.float64)
     return points_N2
 

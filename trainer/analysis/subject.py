@@ -20,8 +20,18 @@ from data_pipeline.schema import Schema
 from trainer.checkpoint import load_players
 from trainer.config import RunConfig, read_config
 from trainer.players import Players
-from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures, ViewFunction, frozen, read_pictures, to_float
+from trainer.probes.features import (
+    LABEL_SPACES,
+    TRAIN_DRAW,
+    LabelSpace,
+    Pictures,
+    ViewFunction,
+    frozen,
+    read_pictures,
+    to_float,
+)
 from trainer.rundir import RunDir, write_atomically, write_json
+from trainer.views import expert_image
 
 CPU = torch.device("cpu")
 _BATCH_SIZE = 256
@@ -49,7 +59,7 @@ class Subject:
 
     @cached_property
     def train(self) -> Pictures:
-        return read_pictures(self.players.config.data.train_dir, read=self.players.config.data)
+        return read_pictures(self.players.config.data.train_dir, read=self.players.config.data, draw=TRAIN_DRAW)
 
     @cached_property
     def test(self) -> Pictures:
@@ -79,13 +89,18 @@ def open_subject(run_dir: RunDir, look: Look) -> Subject:
 
 
 def read_test_pictures(run_dir: RunDir, *, what_for: str) -> tuple[RunConfig, Pictures]:
-    """The config and the test pictures of a run, for an analysis that needs no checkpoint.
+    """The config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
 
-    Raises `UserError` where they are sounds; `what_for` begins that sentence.
+    Raises `UserError` where they are sounds, and `what_for` begins that sentence, or where they are not square.
     """
     config = read_config(run_dir.config)
     test = read_pictures(config.data.test_dir, read=config.data)
     refuse_sounds(test, run_dir, what_for=what_for)
+    _, height, width = test.manifest.input_shape
+    try:
+        expert_image.check_image_size(height=height, width=width)
+    except ValueError as error:
+        raise UserError(f"{config.data.test_dir}: {error}") from None
     return config, test
 
 

@@ -8,11 +8,12 @@ carry SLURM_NTASKS too, but are a single process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
@@ -124,7 +125,7 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
     A single process joins nothing, so it needs no port and no network. `timeout_seconds` bounds the wait for the other
     ranks here, and each collective later. A derived port that is taken is passed over for the next one. Each rank
     compares the cores it may run on with those it asked for, and rank 0 warns in one line. Raises `UserError` if a
-    given port is taken or the ranks do not meet.
+    given port is taken, the ranks do not meet, or NCCL does not start.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -142,6 +143,11 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
             )
         except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
             raise UserError(_explain(error, world, timeout_seconds)) from error
+        except dist.DistBackendError as error:
+            raise UserError(
+                f"rank {world.rank} of {world.world_size} on {socket.gethostname()} could not start NCCL on {device} "
+                f"({_last_line(error)}); see that every rank has a GPU of its own, and what NCCL_DEBUG=INFO says"
+            ) from error
     row = _RankRow(
         rank=world.rank,
         node=world.node_rank,
@@ -185,6 +191,24 @@ def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
             logger.info("port %d is in use on %s, so the ranks meet at %d", world.master_port, host, port)
         store.wait([f"met/{rank}" for rank in range(1, world.world_size)], timeout)
     return store
+
+
+@contextlib.contextmanager
+def process_group(world: WorldEnv, device: torch.device) -> Iterator[None]:
+    """`init_process_group`, and at the end its opposite.
+
+    A rank that leaves by an exception hangs up on its neighbours, but leaves NCCL's group to the end of the process: to
+    take that down it would wait for the others, who may wait for it, and nobody would hear what went wrong.
+    """
+    init_process_group(world, device)
+    try:
+        yield
+    except BaseException:
+        leave_neighbours()
+        if device.type == "cpu":
+            destroy_process_group()
+        raise
+    destroy_process_group()
 
 
 def destroy_process_group() -> None:
@@ -391,6 +415,11 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]+", value):
         raise UserError(f"{name}={value!r} in the environment is not a whole number from 0; correct or unset it")
     return int(value)
+
+
+def _last_line(error: Exception) -> str:
+    """NCCL's own words come last."""
+    return str(error).strip().splitlines()[-1].rstrip(".")
 
 
 def _explain(error: Exception, world: WorldEnv, timeout_seconds: float) -> str:

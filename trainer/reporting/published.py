@@ -16,7 +16,7 @@ from data_pipeline.errors import UserError, nearest
 from trainer.probes.features import LabelSpace
 
 SMALL_STUDY, SMALL_RUN = "_small", "-small"
-HUANG_SEEDS = 3  # behind each mean and deviation of Huang et al. 2023
+HUANG_SEEDS = 3  # behind each mean and deviation of Huang et al. 2023, a population's (divisor n)
 
 Measure = Literal["linear", "knn_best"]
 
@@ -148,7 +148,7 @@ def _contrasts(
         a, b = cells[first].published, cells[second].published
         if a is None or b is None:
             continue
-        error = math.hypot(a.deviation or 0.0, b.deviation or 0.0) / math.sqrt(HUANG_SEEDS)
+        error = math.hypot(a.deviation or 0.0, b.deviation or 0.0) / math.sqrt(HUANG_SEEDS - 1)
         points = round(a.mean - b.mean, 2)
         if abs(points) > 2 * error:
             contrasts.append(Contrast(first, second, 1 if points > 0 else -1, points))

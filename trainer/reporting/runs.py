@@ -14,21 +14,8 @@ from trainer.analysis.views import ViewsResult, analyze_views
 from trainer.config import RunConfig, flatten, read_config
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult, read_result
+from trainer.reporting.science import science_of
 from trainer.rundir import RunDir, open_run
-
-# Settings that do not change what an encoder learns, so that runs which differ in them alone are repetitions.
-NOT_SCIENCE = (
-    "name",
-    "seed",
-    "tracking",
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "log_every_steps",
-    "data.train_dir",  # the manifests say what the data are
-    "data.test_dir",
-    "data.num_workers",
-    "probe.seed",
-)
 
 
 @dataclass(frozen=True)
@@ -127,10 +114,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """Runs by configuration, in the order of their first run."""
-    grouped: dict[str, list[Run]] = {}
+    grouped: dict[tuple[str, tuple[str, str]], list[Run]] = {}
     for run in runs:
-        science = {key: value for key, value in flatten(run.config).items() if not _is_under(key, NOT_SCIENCE)}
-        grouped.setdefault(json.dumps([science, run.data_key], sort_keys=True), []).append(run)
+        grouped.setdefault((science_of(run.config), run.data_key), []).append(run)
     groups = list(grouped.values())
     return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
 
@@ -285,7 +271,3 @@ def _arm_names(groups: Sequence[Sequence[Run]]) -> list[str]:
         name if names.count(name) == 1 else ", ".join(run.name for run in runs)
         for name, runs in zip(names, groups, strict=True)
     ]
-
-
-def _is_under(key: str, prefixes: Sequence[str]) -> bool:
-    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)

@@ -76,10 +76,13 @@ class SparseCodingSettings(TheorySettings):
         if min(self.feature_counts, default=4) < 4:
             raise ValueError(f"feature_counts must be at least 4, got {list(self.feature_counts)}")
         for problem in problems(self):
-            if problem.num_pixels < problem.num_features or (self.atoms == "even" and problem.num_features % 2):
+            D, P = problem.num_features, problem.num_pixels
+            if P < D:
+                raise ValueError(f"{D} atoms do not fit {P} pixels; take at least as many pixels as features")
+            if self.atoms == "even" and (D % 2 or P <= D):  # pairs of sine and cosine, beside the constant vector
                 raise ValueError(
-                    f"{problem.num_features} atoms do not fit {problem.num_pixels} pixels; "
-                    f'take at least as many pixels as features, and for atoms="even" an even number of features'
+                    f'{D} atoms of kind "even" do not fit {P} pixels; take an even number of features and more pixels '
+                    "than features"
                 )
         return self
 
@@ -107,6 +110,7 @@ class Problem:
     num_neurons: int
     num_positives: int
     num_negatives: int
+    temperature: float
     feature_probability: float
     noise_variances: tuple[float, ...]
     num_steps: int
@@ -116,8 +120,8 @@ class Problem:
 
     @property
     def first_loss(self) -> float:
-        """The loss of f = 0, over the temperature."""
-        return math.log(1 + self.num_negatives)
+        """The loss of f = 0."""
+        return self.temperature * math.log1p(self.num_negatives)
 
 
 def problems(settings: SparseCodingSettings) -> list[Problem]:
@@ -142,6 +146,7 @@ def _problem(settings: SparseCodingSettings, D: int, P: int | None) -> Problem:
         num_neurons=settings.neurons_per_feature * D,
         num_positives=settings.positives_per_feature * D,
         num_negatives=settings.negatives_per_feature * D,
+        temperature=settings.temperature,
         feature_probability=probability,
         noise_variances=settings.noise_variances if settings.study == "noise" else (variance,),
         num_steps=steps,

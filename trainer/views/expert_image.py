@@ -168,6 +168,14 @@ class ExpertDraws:
     constant_blur_B: Tensor | None
 
 
+def check_image_size(*, height: int, width: int) -> None:
+    """Raises `ValueError` unless pictures of that size are square."""
+    if height != width:
+        raise ValueError(
+            f"expert image views need square pictures, got {height} x {width} pixels; build them with --image-size"
+        )
+
+
 class ExpertImage(nn.Module):
     """`policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, and draws that depend on `keys` alone."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from data_pipeline.audio.log_mel import MelConfig
-from trainer.views import random_mask, viewmaker
+from trainer.views import expert_image, random_mask, viewmaker
 from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.random_mask import RandomMask, RandomMaskConfig
@@ -77,6 +77,8 @@ def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
 def check_image_size(config: ViewsConfig, *, height: int, width: int) -> None:
     """Raises `ValueError`, in one sentence, where views cannot be made of pictures or spectrograms of that size."""
     match config:
+        case ExpertImageConfig():
+            expert_image.check_image_size(height=height, width=width)
         case ViewmakerConfig():
             viewmaker.check_image_size(config, height=height, width=width)
         case RandomMaskConfig():

@@ -34,11 +34,12 @@ def test_planted_clusters_stay_clusters_in_the_map(method: Literal["tsne", "umap
     label_N = np.arange(60) % 3
     x_NC = np.eye(3)[label_N] * 5 + 0.1 * np.random.default_rng(1).normal(size=(60, 3))
     config = EmbeddingConfig(method=method)
-    points_N2 = map_of(x_NC, config, seed=0)
+    seed = 2**63 - 1  # NumPy's legacy generator takes less than 2**32
+    points_N2 = map_of(x_NC, config, seed=seed)
     found = silhouette(points_N2, label_N)
     assert found is not None
     assert found > 0.7
-    np.testing.assert_array_equal(map_of(x_NC, config, seed=0), points_N2)
+    np.testing.assert_array_equal(map_of(x_NC, config, seed=seed), points_N2)
 
 
 def test_the_label_that_the_features_hold_is_told_from_the_other(

@@ -23,6 +23,7 @@ from trainer.analysis.feature_dropout import (
     right_class_probability,
 )
 from trainer.analysis.subject import Look, open_subject
+from trainer.probe import probe_run
 from trainer.probes.features import read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import LinearHead, probe_linear
@@ -168,6 +169,29 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
     write_heads(path, Heads(read_heads(path).by_label, "probe", "0" * 64))
     with pytest.raises(UserError, match=r"another train set or encoder; run `python -m trainer.probe"):
         heads_of(subject)
+
+
+def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", data)
+    config = json.loads(run_dir.config.read_text())
+    config["probe"] |= {"batch_norm": "train", "num_epochs": 1}
+    run_dir.config.write_text(json.dumps(config))
+
+    def probe(**changes: str) -> None:
+        probe_run(run_dir, steps=0, labels=None, num_draws=1, changes=changes, device=torch.device("cpu"))
+
+    probe()
+    kept = (run_dir.probes(0) / "heads.safetensors").read_bytes()
+    subject = open_subject(run_dir, Look(step=0))
+    capsys.readouterr()
+    for told in (True, False):  # the second time there are heads
+        assert heads_of(subject).made_by == QUICK_FIT
+        assert ("has batch_norm train" in capsys.readouterr().err) is told
+    assert (run_dir.probes(0) / "heads.safetensors").read_bytes() == kept
+    probe(batch_norm="eval")
+    assert "batch_norm eval" in heads_of(subject).made_by
 
 
 def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.trainer.probes.toy import toy_pictures
 from trainer.checkpoint import load_players
 from trainer.config import RunConfig
 from trainer.players import build_players
-from trainer.probe import main, majority_share, probe
+from trainer.probe import main, majority_share, probe, runs_table
 from trainer.probes.curve import Curve, Curves, Point, curve_of
 from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
 from trainer.probes.heads import read_heads
@@ -243,17 +243,23 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     assert by_name == read_curves_file(run_dir.path / "probes" / "curves.json")
 
 
-def test_several_runs_have_a_mean_and_a_deviation_if_they_share_a_test_set(
+def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [make_run(tmp_path / f"seed{seed}", data, seed=seed) for seed in (0, 1, 2)]
-    call(monkeypatch, *(run.path for run in runs))
-    knn = [100 * read_result(run.probes(10) / "overlay.json").knn.accuracy for run in runs]
-    assert f"kNN {np.mean(knn):.1f} ± {np.std(knn, ddof=1):.1f}" in capsys.readouterr().out.splitlines()[-1]
     write_tiny_pair(tmp_path / "other", num_train=40, num_test=20)
-    other = make_run(tmp_path / "run", tmp_path / "other")
-    call(monkeypatch, runs[0].path, other.path)
-    assert capsys.readouterr().out.strip().endswith("different datasets, so there is no mean over them")
+    longer = make_run(tmp_path / "longer", data, num_epochs=9)
+    elsewhere = make_run(tmp_path / "elsewhere", tmp_path / "other")
+    call(monkeypatch, *(run.path for run in (longer, *runs, elsewhere)))
+    knn = [100 * read_result(run.probes(10) / "overlay.json").knn.accuracy for run in runs]
+    *_, title, base, overlay = capsys.readouterr().out.splitlines()
+    assert title == f"mean over {', '.join(str(run.path) for run in runs)}:"
+    assert base.startswith("label_base, 3 runs: linear ")
+    assert f"kNN {np.mean(knn):.1f} ± {np.std(knn, ddof=1):.1f}" in overlay
+    for other in (longer, elsewhere):
+        pair = (runs[0], other)
+        results = [{space: read_result(run.probes(10) / f"{space}.json") for space in LABEL_SPACES} for run in pair]
+        assert runs_table([run.path for run in pair], results).endswith("so there is no mean over them")
 
 
 def test_the_best_is_the_first_of_the_highest() -> None:
@@ -329,8 +335,7 @@ def command_of_rank(*arguments: str) -> str:
     """What the command prints as this rank of a process group that is there already."""
     out = io.StringIO()
     with ExitStack() as stack:
-        for name in ("init_process_group", "destroy_process_group"):
-            stack.enter_context(mock.patch.object(trainer.probe, name))
+        stack.enter_context(mock.patch.object(trainer.probe, "process_group", return_value=contextlib.nullcontext()))
         stack.enter_context(contextlib.redirect_stdout(out))
         sys.argv = ["probe", *arguments]
         main()

@@ -145,6 +145,14 @@ def test_soft_threshold_is_the_difference_of_two_relus() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_first_loss_is_that_of_silent_features(temperature: float) -> None:
+    problem = problem_of(SMALL.model_copy(update={"temperature": temperature}))
+    positive, negative, bias = (torch.zeros(1, num, 3) for num in (2, problem.num_negatives, 1))
+    loss, _ = contrast(positive, positive, negative, bias, temperature=temperature)
+    assert loss.item() == pytest.approx(problem.first_loss)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("bias_scale", [0.0, 0.5])
 def test_closed_form_gradient_is_that_of_autograd(temperature: float, bias_scale: float) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -301,6 +309,22 @@ def test_mistakes_in_settings_are_named(text: str, named: str) -> None:
 def test_fewer_pixels_than_atoms_are_refused() -> None:
     with pytest.raises(UserError, match="16 atoms do not fit 8 pixels"):
         SparseCodingSettings().override(["study=pixels", "pixel_counts=[8]"], where="sparse_coding")
+
+
+@pytest.mark.parametrize(
+    ("pixels", "refusal"), [(16, '16 atoms of kind "even" do not fit 16 pixels; .* more pixels than'), (17, None)]
+)
+def test_even_atoms_need_more_pixels_than_there_are_atoms(pixels: int, refusal: str | None) -> None:
+    """Sines and cosines are orthogonal to the constant vector, which takes a dimension."""
+    size = ["num_features=16", "study=pixels", f"pixel_counts=[{pixels}]"]
+    SparseCodingSettings().override(size, where="sparse_coding")
+    if refusal is not None:
+        with pytest.raises(UserError, match=refusal):
+            SparseCodingSettings().override([*size, "atoms=even"], where="sparse_coding")
+        return
+    SparseCodingSettings().override([*size, "atoms=even"], where="sparse_coding")
+    atoms_SDP = draw_atoms(keys_of(0), num_features=16, num_pixels=pixels, kind="even")
+    torch.testing.assert_close(atoms_SDP @ atoms_SDP.mT, torch.eye(16).double()[None], atol=1e-12, rtol=0)
 
 
 def test_learners_keep_their_arms_apart() -> None:

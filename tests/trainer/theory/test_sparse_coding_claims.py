@@ -140,6 +140,14 @@ def test_verdicts_of_planted_metrics() -> None:
     assert found["the lower loss has the worse features"] == found["bad regression without mask"] == "does not hold"
 
 
+def test_verdicts_compare_losses_on_the_scale_of_the_temperature() -> None:
+    """The loss of f = 0, with which they are compared, is in proportion to the temperature, as every loss is."""
+    settings = TINY.model_copy(update={"temperature": 10.0})
+    tenfold = {name: [10 * loss for loss in losses] for name, losses in SETTLED.items()}
+    expected = verdicts(planted_arms(losses=SETTLED, r2=GOOD))
+    assert verdicts(planted_arms(losses=tenfold, r2=GOOD, settings=settings)) == expected
+
+
 @pytest.mark.parametrize("losses", [[3.5, 3.5, 3.49, 3.48], [3.5, 3.4, 3.2, 2.0]])
 def test_an_arm_that_has_not_trained_is_not_judged(losses: list[float]) -> None:
     """Neither one whose loss is near its start nor one whose loss still falls."""
