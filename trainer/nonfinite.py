@@ -42,8 +42,8 @@ class NonFiniteRecord(Schema):
 
     Attributes:
         step: from 0, as in `Batch.step`.
-        state_step: the number of steps done in the state that lies beside it: `step`, or one more where the loop had
-            gone on before it knew.
+        state_step: the number of steps done in the state that lies beside it: `step`, or more where the loop had gone
+            on before it knew, or the encoder had taken its step before the viewmaker's was skipped.
         ranks: in rank order; their keys together are the global batch.
     """
 

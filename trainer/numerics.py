@@ -50,7 +50,9 @@ class HeldState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """What takes no gradient now is held; who is frozen later, for a player's turn, is no part of it."""
         self._modules = list(modules)
+        self._untrained = [p for module in self._modules for p in module.parameters() if not p.requires_grad]
         self._held: list[Tensor] = []
 
     def hold(self) -> None:
@@ -64,12 +66,9 @@ class HeldState:
                 tensor.copy_(held if skip.device.type == "cpu" else torch.where(skip, held, tensor))
 
     def _tensors(self) -> list[Tensor]:
-        """In a fixed order; asked for anew each time, since a module may put a new tensor in an old one's place."""
-        return [
-            tensor.detach()
-            for module in self._modules
-            for tensor in [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)]
-        ]
+        """In a fixed order; buffers are asked for anew, since a module may put a new tensor in an old one's place."""
+        buffers = [buffer for module in self._modules for buffer in module.buffers()]
+        return [tensor.detach() for tensor in [*buffers, *self._untrained]]
 
 
 def any_not_finite(norms: Iterable[Tensor]) -> Tensor:

@@ -147,9 +147,19 @@ def node_share() -> NodeShare | None:
 def claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     """Make `run_dir` this config's, once its data are known to be there; hold it until the returned file is closed.
 
-    Raises `UserError` for data that do not fit and for a directory with another config, other files or another trainer.
+    Raises `UserError` for data that do not fit, for a directory with another config, other files or another trainer,
+    and for one that cannot be made or written.
     """
     check_data(config)
+    try:
+        return _claim(run_dir, config)
+    except OSError as error:
+        raise UserError(
+            f"{run_dir.path} cannot be used as a run directory ({error.strerror}); pass another --run-dir"
+        ) from error
+
+
+def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.config.is_file():
         keys = difference(read_config(run_dir.config), config)
         if keys:
@@ -168,14 +178,14 @@ def claim(run_dir: RunDir, config: RunConfig) -> TextIO:
 def on_first_rank(action: Callable[[], T]) -> T | None:
     """Run `action` on the first rank, and return its result there; elsewhere None.
 
-    A `UserError` in it ends every rank, and only the first one speaks.
+    An error in it ends every rank, and only the first one speaks.
     """
-    error: UserError | None = None
+    error: Exception | None = None
     result: T | None = None
     if rank() == 0:
         try:
             result = action()
-        except UserError as raised:
+        except Exception as raised:
             error = raised
     if broadcast_object(error is not None):
         raise error if error is not None else SystemExit(2)

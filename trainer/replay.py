@@ -197,7 +197,10 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
         f"{len(record.ranks)} rank{'s' if len(record.ranks) > 1 else ''}, precision {record.precision}; {who}"
     )
     if record.state_step != record.step:
-        yield f"the state is that after {record.state_step} steps: the run had gone on before it knew"
+        yield (
+            f"the state is a later one (after {record.state_step} steps at the most): the run had gone on before it "
+            "knew, or the encoder had taken its step before the viewmaker's was skipped"
+        )
     for name, count in result.bad_parameters.items():
         yield f"before the step, {name} held {count} value{'s' if count > 1 else ''} that {_are(count)} not finite"
     if result.forward is None and result.backward is None:

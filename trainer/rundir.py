@@ -8,9 +8,12 @@ RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfini
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,10 @@ from typing import Any, TextIO
 
 from data_pipeline.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 LOCK_NAME = ".lock"
+_WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # what such a file system answers
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,8 @@ class RunDir:
 def hold(run_dir: RunDir) -> TextIO:
     """Take the run directory for this process, until the returned file is closed or the process ends, however it ends.
 
-    Raises `UserError` while another process holds it: two that train in one directory would mix their checkpoints.
+    Where the file system knows no locks, the log says so, and nothing is taken. Raises `UserError` while another
+    process holds it: two that train in one directory would mix their checkpoints.
     """
     run_dir.path.mkdir(parents=True, exist_ok=True)
     file = (run_dir.path / LOCK_NAME).open("a")
@@ -109,7 +116,28 @@ def hold(run_dir: RunDir) -> TextIO:
         raise UserError(
             f"another process is training in {run_dir.path}; wait for it or end it, or pass another --run-dir"
         ) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        logger.warning(
+            "the file system of %s knows no locks (%s): see to it that no other process trains there",
+            run_dir.path,
+            error.strerror,
+        )
+    _held.add(file)
     return file
+
+
+_held: weakref.WeakSet[TextIO] = weakref.WeakSet()
+
+
+def _let_go_of_what_the_parent_holds() -> None:
+    """A lock belongs to all processes that have its file open: a data worker must not keep that of a rank that died."""
+    for file in _held:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go_of_what_the_parent_holds)
 
 
 def open_run(path: Path) -> RunDir:

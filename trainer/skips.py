@@ -35,6 +35,13 @@ class _Done:
     metrics: Mapping[str, Tensor]
     learning_rates: Mapping[str, float]
 
+    @property
+    def is_undone(self) -> bool:
+        """Whether all of a skipped step was skipped: of players that alternate, the first may have taken its step."""
+        norms = [value for name, value in self.metrics.items() if name.endswith("_gradient_norm")]
+        first = [norm for norm in norms if norm is not self.metrics.get("train/viewmaker_gradient_norm")]
+        return not all(bool(norm.isfinite()) for norm in first)
+
 
 class SkipLog:
     """All ranks add the same steps, in order.
@@ -90,7 +97,7 @@ class SkipLog:
                 self._run_dir,
                 step=done.step,
                 # A skipped step leaves the state of before it.
-                state_step=done.step if state_step == done.step + 1 else state_step,
+                state_step=done.step if state_step == done.step + 1 and done.is_undone else state_step,
                 epoch=done.epoch,
                 seed=self._config.seed,
                 index_B=done.index_B,

@@ -81,7 +81,8 @@ class StepOutput:
     pictures in [0, 1]. `views_b_BCHW` and `masks_BHW` are None where they are of other inputs than the first views, or
     absent.
 
-    `skipped` is a bool scalar, equal on all ranks: a gradient was not finite, and nothing was learned or changed.
+    `skipped` is a bool scalar, equal on all ranks: a gradient was not finite, and nothing was learned or changed; where
+    the players alternate, nothing from that update on.
     """
 
     metrics: dict[str, Tensor]
@@ -174,14 +175,19 @@ class TrainingStep:
     def _alternating_step(
         self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
     ) -> tuple[Compared, Tensor]:
-        """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder."""
+        """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder.
+
+        These are updates of their own: from the first that is skipped on it is as if none of them had been.
+        """
         assert self._viewmaker is not None
         with self._viewmaker.frozen():
             compared, skip = self._learner_step(batch, learning_rates)
+        self._held.roll_back(skip)
         with contextlib.ExitStack() as stack:
             for engine in self._learner.values():
                 stack.enter_context(engine.frozen())
             for number in range(1, adversary.viewmaker_steps + 1):
+                self._held.hold()
                 turn = Turn(
                     self._viewmaker,
                     first=2 * number,
@@ -191,6 +197,7 @@ class TrainingStep:
                 )
                 after = self._learn(batch, turn)
                 skip = self._step({"viewmaker": self._viewmaker}, learning_rates, compared, skip=skip)
+                self._held.roll_back(skip)
         compared.metrics["train/viewmaker_loss"] = -adversary.weight * after.loss
         return compared, skip
 

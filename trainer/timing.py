@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -52,11 +52,18 @@ def stage(name: Stage) -> Iterator[None]:
 
 
 class Clock:
-    """Times a loop over batches; `every` is the number of steps from one reading to the next."""
+    """Times a loop over batches; `is_read` says whether there is a reading when so many steps are done."""
 
-    def __init__(self, *, device: torch.device | None = None, every: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        device: torch.device | None = None,
+        start_step: int = 0,
+        is_read: Callable[[int], bool] = lambda num_done: True,
+    ) -> None:
         self._is_cuda = device is not None and device.type == "cuda"
-        self._every = every
+        self._is_read = is_read
+        self._num_done = start_step
         self._started = self._last_reading = self._last = time.perf_counter()
         self._num_steps = 0
         self._stages: list[Stage] = ["other"]
@@ -74,7 +81,7 @@ class Clock:
         _clocks.append(self)
         try:
             while True:
-                self._is_split = not self._is_cuda or (self._num_steps + 1) % self._every == 0
+                self._is_split = not self._is_cuda or self._is_read(self._num_done + 1)
                 with stage("read"):
                     before = self._seconds["read"]
                     try:
@@ -83,6 +90,7 @@ class Clock:
                         return
                 self._share_out(batch, self._seconds["read"] - before)
                 self._num_steps += 1
+                self._num_done += 1
                 yield batch
         finally:
             _clocks.remove(self)

@@ -48,10 +48,15 @@ class TrackingConfig(Schema):
 
 @dataclass(frozen=True)
 class StepPictures:
-    """What is shown of a step: images (H, W, 3) uint8, and values of which histograms are made, by name."""
+    """What is shown of a step: images (H, W, 3) uint8, and values (N,) of which histograms are made, by name."""
 
     images: Mapping[str, NDArray[np.uint8]]
     histograms: Mapping[str, NDArray[np.float32]]
+
+    def without_what_is_not_finite(self) -> StepPictures:
+        """There are no bins for inf and nan; a histogram of nothing else is left out."""
+        finite = {name: values[np.isfinite(values)] for name, values in self.histograms.items()}
+        return StepPictures(self.images, {name: values for name, values in finite.items() if len(values)})
 
 
 class Tracker:
@@ -75,6 +80,7 @@ class Tracker:
 
     def log_pictures(self, step: int, pictures: StepPictures) -> None:
         """To W&B and TensorBoard, after the metrics of this step, if there are any."""
+        pictures = pictures.without_what_is_not_finite()
         if self._tensorboard is not None:
             for name, array_HWC in pictures.images.items():
                 self._tensorboard.add_image(name, array_HWC, step, dataformats="HWC")

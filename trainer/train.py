@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -112,7 +113,11 @@ def _train(
     optimizers = config.engine_optimizers
     probe, probe_every = online_probe(config, players.encoder, device=device), config.probe.online_every_steps or 1
     alarms = Alarms(config.alarms)
-    clock = Clock(device=device, every=config.log_every_steps)
+
+    def is_logged(num_done: int) -> bool:
+        return num_done % config.log_every_steps == 0 or num_done in {1, num_steps}
+
+    clock = Clock(device=device, start_step=start_step, is_read=is_logged)
     with (
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start_step, enabled=first) as progress,
@@ -129,12 +134,13 @@ def _train(
                 )
                 for name in engines
             }
-            output = training_step(batch, learning_rates=rates)
+            with _time_to_compile_again(config, batch.step, watchdog):
+                output = training_step(batch, learning_rates=rates)
             skipped_steps.add(batch, output, rates)
             bad_samples.add(batch.bad)
             completed, note = batch.step + 1, ""
             metrics: dict[str, float] = {}
-            if completed % config.log_every_steps == 0 or completed in {1, num_steps}:
+            if is_logged(completed):
                 values = all_reduce_mean_scalars(output.read())
                 metrics = {name: value for name, value in values.items() if math.isfinite(value)}
                 for alarm in alarms.check(metrics, completed) if first else ():
@@ -179,3 +185,10 @@ def _train(
     if first:
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(clock.total_seconds, 1))
     return None
+
+
+def _time_to_compile_again(config: RunConfig, step: int, watchdog: Watchdog) -> AbstractContextManager[None]:
+    """When the viewmaker freezes, the encoder's input needs no gradient any more, for which it is compiled anew."""
+    if config.compile and config.adversary is not None and step == config.adversary.freeze_step:
+        return watchdog.patience(config.watchdog.startup_seconds, "compiling")
+    return contextlib.nullcontext()

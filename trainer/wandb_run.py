@@ -28,6 +28,7 @@ from trainer.tracking import StepPictures, TrackingConfig, uses_wandb
 logger = logging.getLogger(__name__)
 
 INIT_SECONDS = 30.0  # that W&B's server may take to answer the first question
+FINISH_SECONDS = 20.0  # that W&B's server may take to be told all that is left; W&B itself would wait for ever
 _READ_SECONDS = 60
 _HEAD_CHARACTERS = 80  # of a line that W&B's reader prints, in which it says what it is
 
@@ -56,14 +57,13 @@ class WandbRun:
         """After the metrics of this step, if there are any."""
         if self._run is not None and step >= self._last_step:
             run = self._run
-            media: dict[str, object] = {name: wandb.Image(array_HWC) for name, array_HWC in pictures.images.items()}
-            media |= {name: wandb.Histogram(values.tolist()) for name, values in pictures.histograms.items()}
-            self._guard(lambda: run.log(media, step=step))
+            self._guard(lambda: run.log(_media(pictures), step=step))
 
     def close(self) -> None:
+        """What the server has not taken after `FINISH_SECONDS` stays in RUN_DIR/wandb."""
         if self._run is not None:
             run = self._run
-            self._guard(lambda: run.finish())
+            self._guard(lambda: run.finish(), going_on="what it lacks lies in RUN_DIR/wandb, for `wandb sync`")
 
     def _start(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
@@ -83,7 +83,7 @@ class WandbRun:
                 config=config.model_dump(mode="json"),
                 mode=mode,
                 resume="allow",
-                settings=wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
+                settings=_settings(),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -99,13 +99,24 @@ class WandbRun:
             return False
         return True
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, call: Callable[[], None], *, going_on: str = "going on with metrics.jsonl alone") -> None:
         """Tracking may be lost, training may not: the first failure is reported and ends W&B for this process."""
         try:
             call()
         except Exception as error:
-            logger.warning("Weights & Biases failed (%s); going on with metrics.jsonl alone", error)
+            logger.warning("Weights & Biases failed (%s); %s", error, going_on)
             self._run = None
+
+
+def _settings(**more: bool) -> wandb.Settings:
+    return wandb.Settings(
+        silent=True, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True, **more
+    )
+
+
+def _media(pictures: StepPictures) -> dict[str, object]:
+    images = {name: wandb.Image(array_HWC) for name, array_HWC in pictures.images.items()}
+    return images | {name: wandb.Histogram(values.tolist()) for name, values in pictures.histograms.items()}
 
 
 def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
@@ -152,7 +163,7 @@ def summarize(run_dir: RunDir, config: RunConfig, numbers: Mapping[str, float]) 
             id=run_dir.wandb_run_id.read_text().strip(),
             mode=_mode(config.tracking),
             resume="allow",
-            settings=wandb.Settings(silent=True, init_timeout=INIT_SECONDS, x_disable_stats=True),
+            settings=_settings(x_disable_stats=True),
         ) as run:
             run.summary.update(dict(numbers))
     except Exception as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from configs import resolve_recipe
 from data_pipeline.errors import run_command
@@ -219,3 +220,16 @@ def test_a_port_in_use(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert port in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_a_device_without_room_is_one_sentence(train: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    monkeypatch.setattr(launch_train, "train", out_of_memory)
+    said = train("--config", "debug:image")
+    assert (
+        "not enough memory on cpu (CUDA out of memory. Tried to allocate 2.00 GiB); raise memory.micro_batches" in said
+    )

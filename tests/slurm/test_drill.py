@@ -137,14 +137,20 @@ class Training:
         """Until it is over, and so not to be started again."""
         self.wait_for(lambda: self.job().get("JobState") in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}, "end")
 
-    def started_again(self, fault: str, do: Callable[[], object]) -> Moment:
-        """Do something to the job, and wait until Slurm has started it again and it has gone on."""
+    def started_again(
+        self, fault: str, do: Callable[[], object], *, meanwhile: Callable[[], object] = lambda: None
+    ) -> Moment:
+        """Do something to the job, and wait until Slurm has started it again, once, and it has gone on.
+
+        What is to be done `meanwhile` is done time and again until it has started.
+        """
         moment, last = time.monotonic(), self.step()
         do()
         self._num_starts += 1
 
         def has_started() -> bool:
             nonlocal last
+            meanwhile()
             if len(self.starts()) == self._num_starts:
                 return True
             last = max(last, self.step())
@@ -152,6 +158,7 @@ class Training:
 
         self.wait_for(has_started, f"start after {fault}")
         self.wait_for(lambda: self.step() > last, "new step")
+        assert len(self.starts()) == self._num_starts, f"{fault}: it was started more than once"
         self._last_step = last
         return self._look(fault, seconds=time.monotonic() - moment)
 
@@ -255,15 +262,12 @@ def warn_all_that_start(training: Training) -> None:
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
     training.wait_for(lambda: len(training.starts()) == 1, "start")
-    training.wait_for(lambda: training.job()["Restarts"] == "1", "requeue")
+    training.wait_for(lambda: training.job().get("Restarts") == "1", "requeue")
 
-    def has_started_with_an_hour() -> bool:
-        if training.job()["TimeLimit"] != "01:00:00":
-            training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
-            return False
-        return len(training.starts()) == 2
 
-    training.wait_for(has_started_with_an_hour, "start with a longer limit")
+def give_an_hour(training: Training) -> None:
+    if training.job().get("TimeLimit") != "01:00:00":
+        training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
 
 
 def signals(pid: int, name: str) -> set[int]:
@@ -277,7 +281,11 @@ def warnings(training: Training) -> Iterator[Moment]:
     """What Slurm and its users do to a job that goes on by itself."""
     cluster = training.cluster
     training.submit()
-    yield training.started_again("time limit reached while the ranks start", lambda: warn_all_that_start(training))
+    yield training.started_again(
+        "time limit reached while the ranks start",
+        lambda: warn_all_that_start(training),
+        meanwhile=lambda: give_an_hour(training),
+    )
     training.wait_for_a_few_steps()
     yield training.started_again("SIGUSR2 to one rank alone", lambda: training.signal_rank(2, signal.SIGUSR2))
     training.wait_for_a_few_steps()

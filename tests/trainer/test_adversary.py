@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from configs import resolve_recipe
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.optim import AdamConfig, SGDConfig
+from trainer.rundir import RunDir
+from trainer.train import _time_to_compile_again
+from trainer.watchdog import Watchdog
 
 
 def players() -> tuple[nn.Module, nn.Module, Tensor]:
@@ -50,3 +58,21 @@ def test_config_survives_json_and_refuses_a_negative_weight() -> None:
     assert AdversaryConfig.model_validate_json(config.model_dump_json()) == config
     with pytest.raises(ValidationError):
         AdversaryConfig(weight=-1.0)
+
+
+def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again() -> None:
+    """Without views that ask for a gradient its graph is another one; a compilation shows no sign of life."""
+    config = resolve_recipe("debug:viewmaker", ["compile=true", "adversary.freeze_step=3", "watchdog.enabled=false"])
+    asked: list[tuple[float, str]] = []
+
+    class Patient(Watchdog):
+        @contextmanager
+        def patience(self, seconds: float, doing: str) -> Iterator[None]:
+            asked.append((seconds, doing))
+            yield
+
+    watchdog = Patient(RunDir(Path("unused")), config.watchdog, rank=0, world_size=1, start="0")
+    for step in range(5):
+        with _time_to_compile_again(config, step, watchdog):
+            assert len(asked) == (step >= 3)
+    assert asked == [(config.watchdog.startup_seconds, "compiling")]

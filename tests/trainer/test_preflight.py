@@ -1,17 +1,27 @@
-"""What the log says before step 0."""
+"""What is refused, taken and said before step 0."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from configs import resolve_recipe
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import load_manifest
+from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
+from trainer.config import RunConfig
+from trainer.distributed.collectives import rank
 from trainer.players import build_players
-from trainer.preflight import log_start
+from trainer.preflight import claim, log_start, on_first_rank
+from trainer.rundir import RunDir, hold
 
 X86 = {"architecture": "x86_64"}
 
@@ -39,3 +49,73 @@ def test_bfloat16_on_a_processor_without_it_is_called_slow(
     manifest = load_manifest(pair / "train")
     log_start(config, build_players(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
     assert ("no instructions for bfloat16" in caplog.text) is is_slow
+
+
+# Holds a run directory, forks as a data worker is forked, says the worker's pid, and is killed.
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from trainer.rundir import RunDir, hold
+held = hold(RunDir(Path(sys.argv[1])))
+worker = os.fork()
+if worker == 0:
+    time.sleep(60)
+    os._exit(0)
+print(worker, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_data_worker_does_not_hold_the_run_directory_of_a_rank_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        worker = int(killed.stdout.readline())
+        with pytest.raises(UserError, match="another process is training"):
+            hold(RunDir(tmp_path))
+        killed.kill()
+    try:
+        hold(RunDir(tmp_path)).close()
+    finally:
+        os.kill(worker, 9)
+
+
+def test_a_file_system_without_locks_is_no_reason_not_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    hold(RunDir(tmp_path)).close()
+    assert f"{tmp_path} knows no locks (No locks available): see to it that no other process trains" in caplog.text
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    pair = write_tiny_pair(tmp_path / "data", num_train=64, num_test=16)
+    return resolve_recipe("debug:image", [f"data.train_dir={pair / 'train'}", f"data.test_dir={pair / 'test'}"])
+
+
+@pytest.mark.parametrize("where", ["file", "file/run"])
+def test_a_run_directory_that_cannot_be_made_is_one_sentence(where: str, tmp_path: Path, config: RunConfig) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=rf"{where} cannot be used as a run directory \(Not a directory\); pass another"
+    ):
+        claim(RunDir(tmp_path / where), config)
+
+
+def fail_on_the_first() -> str:
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    try:
+        on_first_rank(fail)
+    except (OSError, SystemExit) as error:
+        return f"rank {rank()}: {error!r}"
+    return "went on"
+
+
+def test_whatever_goes_wrong_on_the_first_rank_ends_all() -> None:
+    assert run_ranks(fail_on_the_first, 2) == ["rank 0: OSError('the disk is gone')", "rank 1: SystemExit(2)"]

@@ -94,6 +94,43 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
     return skipped
 
 
+@pytest.mark.parametrize(("viewmaker_steps", "bad_step"), [(1, 1), (2, 2)])
+def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
+    data: Path, viewmaker_steps: int, bad_step: int
+) -> None:
+    """And all of what that update changed is undone, so the state is that of as many updates and no more."""
+    bad = configure(data, "debug:viewmaker", "objective.kind=simsiam", "adversary.update=alternating",
+                    f"adversary.viewmaker_steps={viewmaker_steps}")  # fmt: skip
+    assert bad.adversary is not None
+    # That ends before the bad one: with the viewmaker's update before it, or with that of the encoder alone.
+    shorter = {"viewmaker_steps": bad_step - 1} if bad_step > 1 else {"freeze_step": 0}
+    good = bad.model_copy(update={"adversary": bad.adversary.model_copy(update=shorter)})
+    (batch,) = Stream(
+        bad.data.train_dir, read=bad.data, global_batch_size=BATCH_SIZE, seed=0, rank=0, world_size=1, end_step=1
+    )
+    states, skipped = [], []
+    for config in (bad, good):
+        players = build_players(config)
+        objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+        engines = build_engines(config, players.trained_modules, objective)
+        calls = 0
+
+        def poison(gradient: Tensor, config: RunConfig = config) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return gradient * math.inf if config is bad and calls == bad_step else gradient
+
+        next(engines["viewmaker"].module.parameters()).register_hook(poison)  # type: ignore[no-untyped-call]
+        step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+        skipped.append(bool(step(batch, learning_rates=RATES).skipped))
+        states.append({f"{name}.{key}": value.clone() for name, engine in engines.items()
+                       for key, value in (engine.module_state() | engine.optimizer_state()).items()})  # fmt: skip
+    assert skipped == [True, False]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[1].items():
+        assert torch.equal(states[0][name], value), name
+
+
 def explained(
     config: RunConfig, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:

@@ -18,6 +18,7 @@ import torch
 from configs import resolve_recipe
 from configs.resolve import resolve_study
 from tests.trainer.stand_in_wandb import StandIn, stand_in_server
+from trainer import wandb_run
 from trainer.config import RunConfig
 from trainer.rundir import RunDir
 from trainer.tracking import StepPictures, Tracker, memory_in_use
@@ -28,9 +29,9 @@ TWO_STEPS = """
 import sys
 from pathlib import Path
 from configs import resolve_recipe
-from trainer import tracking
+from trainer import tracking, wandb_run
 from trainer.rundir import RunDir
-tracking.INIT_SECONDS = 3
+wandb_run.INIT_SECONDS = 3
 config = resolve_recipe("debug:image", [f"tracking.wandb={sys.argv[2]}"])
 tracker = tracking.Tracker(RunDir(Path(sys.argv[1])), config=config, start_step=0)
 for step in (1, 2):
@@ -38,7 +39,11 @@ for step in (1, 2):
 tracker.close()
 """
 
-PICTURES = StepPictures({"views/grid": np.zeros((4, 6, 3), np.uint8)}, {"views/change": np.ones(5, np.float32)})
+CHANGES = {
+    "views/change": np.array([1, 1, 1, np.nan, np.inf], np.float32),
+    "views/nothing": np.full(3, np.nan, np.float32),
+}
+PICTURES = StepPictures({"views/grid": np.zeros((4, 6, 3), np.uint8)}, CHANGES)
 
 
 @pytest.fixture
@@ -106,6 +111,19 @@ def test_a_slow_server_costs_a_step_nothing(server: StandIn, tmp_path: Path) -> 
     assert run.steps == list(range(1, 101))
 
 
+def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wandb_run, "FINISH_SECONDS", 1.0)
+    tracker = Tracker(RunDir(tmp_path), config=resolve_recipe("debug:image"), start_step=0)
+    server.delay = 60.0
+    tracker.log(1, {"train/loss": 1.0})
+    started = time.perf_counter()
+    tracker.close()
+    assert time.perf_counter() - started < 20
+    assert "what it lacks lies in RUN_DIR/wandb, for `wandb sync`" in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["auto", "online"])
 def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """In a process of its own, because W&B's library remembers a login."""
@@ -141,7 +159,7 @@ def test_tensorboard_has_every_step_once_and_the_pictures(tmp_path: Path) -> Non
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1 / step for step in range(1, 7)])
     assert events.Images("views/grid")[-1].step == 6
-    assert events.Histograms("views/change")[-1].histogram_value.num == 5
+    assert events.Histograms("views/change")[-1].histogram_value.num == 3
 
 
 def test_without_tensorboard_training_goes_on(

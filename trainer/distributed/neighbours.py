@@ -30,6 +30,7 @@ from data_pipeline.errors import UserError
 # read what was written in the round before it. A longer tensor takes several rounds. Pages are only used once written.
 SLOT_BYTES = 1 << 22
 _NUM_SLOTS = 2
+_MEETING_SECONDS = 30.0  # less than the process group's limit, within which the others are told that it failed
 _HELLO = b"."
 
 
@@ -118,21 +119,29 @@ class Doorbell:
         self._listener.listen(1024)
 
     def connect(self, names: Sequence[str], *, timeout_seconds: float) -> Neighbours:
-        """Meet all ranks, whose `names` are in rank order; every rank does so, once. Raises `UserError` if it fails."""
+        """Meet all ranks, whose `names` are in rank order; every rank does so, once. Raises `UserError` if it fails.
+
+        `timeout_seconds` bounds each exchange later; to meet, who all call this now, takes no more than a few seconds.
+        """
         lines: list[socket.socket | None] = [None] * len(names)
         with self._listener:
-            self._listener.settimeout(timeout_seconds)
+            meeting_seconds = min(timeout_seconds, _MEETING_SECONDS)
+            self._listener.settimeout(meeting_seconds)
             try:
                 for rank in range(self._rank):
                     lines[rank] = line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    line.settimeout(timeout_seconds)
+                    line.settimeout(meeting_seconds)
                     line.connect(names[rank])
                     line.sendall(self._rank.to_bytes(4, "little"))
                 for _ in range(self._rank + 1, len(names)):
                     line, _ = self._listener.accept()
-                    line.settimeout(timeout_seconds)
+                    line.settimeout(meeting_seconds)
                     lines[int.from_bytes(line.recv(4, socket.MSG_WAITALL), "little")] = line
-                return Neighbours(self._rank, lines, _share_memory(self._rank, lines))
+                memories = _share_memory(self._rank, lines)
+                for each in lines:
+                    if each is not None:
+                        each.settimeout(timeout_seconds)
+                return Neighbours(self._rank, lines, memories)
             except OSError as error:
                 raise UserError(
                     f"rank {self._rank} could not connect to the other ranks of {socket.gethostname()} ({error}); see "

@@ -51,7 +51,8 @@ def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tenso
     """
     _check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
-    scale = torch.as_tensor(scale, dtype=dtype, device=z_a_BD.device)
+    if not isinstance(scale, Tensor):  # filled on the device: a copy from the host would wait for all that is under way
+        scale = torch.full((), scale, dtype=dtype, device=z_a_BD.device)
     u_ND: Tensor = _UnitRows.apply(z_a_BD.to(dtype), z_b_BD.to(dtype), scale)  # type: ignore[no-untyped-call]
     return u_ND
 

@@ -79,8 +79,11 @@ def updated_rows(shard_RD: Tensor, z_BD: Tensor, index_B: Tensor, *, momentum: f
     """
     u_GD = F.normalize(all_gather_rows(z_BD.detach().to(shard_RD.dtype)), dim=1)
     is_mine_G, row_G = _place(all_gather_rows(index_B))
-    row_M, u_MD = row_G[is_mine_G], u_GD[is_mine_G]
-    return shard_RD.index_copy(0, row_M, F.normalize(momentum * shard_RD[row_M] + (1 - momentum) * u_MD, dim=1))
+    # What other ranks hold goes into a row that is thrown away: to pick one's own, a GPU would have to be waited for.
+    with_spare_RD = torch.cat([shard_RD, shard_RD[:1]])
+    row_G = torch.where(is_mine_G, row_G, len(shard_RD))
+    new_GD = F.normalize(momentum * with_spare_RD[row_G] + (1 - momentum) * u_GD, dim=1)
+    return with_spare_RD.index_copy(0, row_G, new_GD)[:-1]
 
 
 class InstanceDiscrimination(Objective):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from data_pipeline.errors import UserError
 from launch.ports import free_ports
@@ -20,6 +22,7 @@ from trainer.distributed.env import (
     expand_tasks_per_node,
     first_host,
     init_process_group,
+    process_group,
     read_env,
 )
 from trainer.distributed.meeting import answering
@@ -339,3 +342,33 @@ def test_single_process_needs_no_group(caplog: pytest.LogCaptureFixture) -> None
         init_process_group(read_env({}), torch.device("cpu"))
     assert not torch.distributed.is_initialized()
     assert caplog.messages[-1] == "all ranks (launcher: none): everything from default"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("error", [None, RuntimeError("of one rank"), SystemExit(2)])
+def test_who_leaves_by_an_exception_does_not_wait_for_the_others(
+    device: str, error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking down NCCL's group waits for all ranks; gloo's must be gone before the interpreter is."""
+    done: list[str] = []
+    monkeypatch.setattr(env_module, "init_process_group", lambda *_: done.append("joined"))
+    monkeypatch.setattr(env_module, "leave_neighbours", lambda: done.append("hung up"))
+    monkeypatch.setattr(env_module, "destroy_process_group", lambda: done.append("taken down"))
+    with contextlib.suppress(RuntimeError, SystemExit), process_group(read_env({}), torch.device(device)):
+        if error is not None:
+            raise error
+    failed = ["joined", "hung up"] if device == "cuda" else ["joined", "hung up", "taken down"]
+    assert done == (["joined", "taken down"] if error is None else failed)
+
+
+def test_nccl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise dist.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp\nLast error:\nDuplicate GPU detected : ranks 1 and 0\n"
+        )
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    said = r"rank 5 of 8 on \S+ could not start NCCL on cuda:0 \(Duplicate GPU detected : ranks 1 and 0\); see that"
+    with pytest.raises(UserError, match=said):
+        init_process_group(read_env(TORCHRUN), torch.device("cuda", 0))

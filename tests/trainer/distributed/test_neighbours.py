@@ -121,7 +121,8 @@ def one_cannot() -> tuple[bool, list[Tensor]]:
     leave_neighbours()
     if rank() == 1:
         neighbours.Doorbell.connect = refuse  # type: ignore[method-assign]
-    met = meet_neighbours(timeout_seconds=2)
+    neighbours._MEETING_SECONDS = 1.0
+    met = meet_neighbours(timeout_seconds=1000)  # which is for what is exchanged later
     assert not collectives._neighbours
     return met, everything([4], torch.float32)
 

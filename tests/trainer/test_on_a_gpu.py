@@ -1,0 +1,215 @@
+"""A training step on a GPU's tensors, without a GPU: they have a device, a shape and a type, but no data.
+
+What this shows: everything in a step is made on the device that it is used on, and nothing in it makes the host wait
+for the device. What it cannot show: kernels, numbers, and the way back, which torch takes on a real device only; every
+parameter is given a gradient instead. Overlays and spectrograms, which are drawn on the device too, are under test too.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs import resolve_recipe
+from data_pipeline.audio import log_mel
+from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.overlays import Overlay
+from data_pipeline.overlays.digits import Digits
+from data_pipeline.overlays.letters import Letters
+from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.sample import Batch
+from trainer.config import RunConfig
+from trainer.distributed.ddp_engine import DDPEngine
+from trainer.distributed.fake_ranks import fake_ranks
+from trainer.objectives import ObjectiveOutput
+from trainer.objectives.nt_xent import NTXent
+from trainer.players import build_players, build_run_objective
+from trainer.step import TrainingStep
+
+ROOT = Path(__file__).parents[2]
+CUDA = torch.device("cuda", 0)
+NUM_ROWS = 8
+aten = torch.ops.aten
+
+
+class Waits(TorchDispatchMode):
+    """Notes, in `found`, which line makes the host wait for the device, and answers where there are no data to do so.
+
+    A number that is asked for; rows that a mask picks, whose number has to be known; a copy to or from the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            self._note(args[0], "asks for a number")
+            return False if args[0].dtype == torch.bool else 1
+        if func is aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1]):
+            self._note(args[0], "picks rows by a mask")
+            return args[0].clone()
+        if func is aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
+            self._note(args[0], f"copies from {args[0].device} to {kwargs['device']}")
+        if func is aten.copy_.default and args[0].device != args[1].device:
+            self._note(args[0], f"copies from {args[1].device} to {args[0].device}")
+        if func is aten.batch_norm_update_stats.default:  # for which torch has no form without data
+            return tuple(torch.empty(args[0].shape[1], device=args[0].device) for _ in range(2))
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: Tensor, what: str) -> None:
+        if tensor.device.type == "cuda" or "cuda" in what:
+            lines = [line for line in traceback.extract_stack() if is_ours(line.filename)]
+            self.found.append(f"{what}, in {Path(lines[-1].filename).name}:{lines[-1].lineno}: {lines[-1].line}")
+
+
+def is_ours(filename: str) -> bool:
+    return filename.startswith((str(ROOT / "trainer"), str(ROOT / "data_pipeline"))) or filename.endswith("on_a_gpu.py")
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
+
+
+def filters_on_the_gpu(mel: MelConfig) -> Callable[..., Any]:
+    """Those of a spectrogram, which are made once, from numbers."""
+    real = log_mel._filters(mel, torch.device("cpu"), torch.float32)
+
+    def filters(*_: object) -> Any:
+        banks = tuple(replace(bank, weights_XM=without_data(bank.weights_XM)) for bank in real.banks)
+        return replace(real, window_W=without_data(real.window_W), banks=banks)
+
+    return filters
+
+
+def on_the_gpu(module: nn.Module) -> None:
+    """Exchange a module's tensors for a GPU's, without data; inside `FakeTensorMode`."""
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None:
+                inner._parameters[name] = nn.Parameter(without_data(parameter), requires_grad=parameter.requires_grad)
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                inner._buffers[name] = without_data(buffer)
+
+
+def give_gradients(loss: Tensor) -> None:
+    """To every tensor that the loss was made of, as backward would."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            variable.grad = torch.zeros_like(variable)
+        nodes += [following for following, _ in node.next_functions]
+
+
+def what_waits(monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str], num_ranks: int) -> list[str]:
+    """In a step, and in reading its metrics."""
+    config = resolve_recipe(
+        recipe, ["tracking.wandb=disabled", f"global_batch_size={num_ranks * NUM_ROWS}", *overrides]
+    )
+    players = build_players(config)
+    with fake_ranks(num_ranks):
+        objective = build_run_objective(config, players.encoder, num_samples=64, device=torch.device("cpu"))
+    modules = {**players.trained_modules, "objective": objective}
+    optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
+    monkeypatch.setattr(torch.autograd, "backward", give_gradients)
+    if config.data.mel is not None:
+        monkeypatch.setattr(log_mel, "_filters", filters_on_the_gpu(config.data.mel))
+    with FakeTensorMode(), Waits() as waits:
+        for module in {*modules.values(), players.view_policy}:
+            on_the_gpu(module)
+        trained = {
+            name: module for name, module in modules.items() if any(p.requires_grad for p in module.parameters())
+        }
+        engines = {name: DDPEngine(module.train(), optimizer=optimizers[name]) for name, module in trained.items()}
+        for engine in engines.values():
+            monkeypatch.setattr(engine, "step", lambda **_: None)  # a fused kernel
+        with fake_ranks(num_ranks, sums_by_gathering=False):
+            step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+            waits.found.clear()
+            step(batch(config), learning_rates=defaultdict(float)).read()
+    found: list[str] = waits.found
+    return found
+
+
+def batch(config: RunConfig) -> Batch:
+    index_B = torch.empty(NUM_ROWS, dtype=torch.int64, device=CUDA)
+    if config.data.mel is not None:
+        a, b = (torch.empty(NUM_ROWS, config.data.mel.num_points, device=CUDA) for _ in range(2))
+        return Batch(0, 0, index_B, a, b, None, None, index_B, index_B)
+    pictures = torch.empty(NUM_ROWS, 3, 32, 32, dtype=torch.uint8, device=CUDA)
+    return Batch(0, 0, index_B, pictures, pictures, pictures[:, 0], pictures[:, 0], index_B, index_B)
+
+
+CONTRASTIVE = ["nt_xent", "nt_xent_published", "info_nce", "split", "linear", "moco", "instance_discrimination"]
+OBJECTIVES = [*CONTRASTIVE, "barlow_twins", "simsiam"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        *[("debug:image", [f"objective.kind={kind}"]) for kind in OBJECTIVES],
+        ("debug:image", ["objective.chunk_size=4"]),
+        ("debug:image", ["precision=float16", "channels_last=true"]),
+        ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]),
+        ("debug:image", ["views.kind=random_mask"]),
+        ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"]),
+        ("debug:viewmaker", []),
+        ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2", "objective.kind=simsiam"]),
+        ("debug:viewmaker", ["views.mask=box", "views.dropout_rate=0.5", "memory.micro_batches=2"]),
+        ("debug:audio", []),
+        ("debug:audio", ["views.kind=waveform"]),
+    ],
+    ids=lambda value: value.replace("debug:", "") if isinstance(value, str) else ",".join(value).replace("=", "-"),
+)
+def test_a_step_makes_the_host_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str]
+) -> None:
+    """As rank 0 of two, whose collectives send nothing."""
+    assert what_waits(monkeypatch, recipe, overrides, num_ranks=2) == []
+
+
+DIGITS = Digits(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10)
+
+
+@pytest.mark.parametrize("overlay", [Shapes(), Letters(), DIGITS], ids=["shapes", "letters", "digits"])
+def test_an_overlay_is_drawn_without_waiting(overlay: Overlay) -> None:
+    with FakeTensorMode(), Waits() as waits:
+        on_the_gpu(overlay)
+        pictures = torch.empty(NUM_ROWS, 3, 32, 32, dtype=torch.uint8, device=CUDA)
+        waits.found.clear()
+        overlay(
+            pictures, DrawKeys(seed=0, epoch=0, index_B=torch.empty(NUM_ROWS, dtype=torch.int64, device=CUDA), view=0)
+        )
+    assert waits.found == []
+
+
+def test_what_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(self: nn.Module, z_a_BD: Tensor, z_b_BD: Tensor, pair: object) -> ObjectiveOutput:
+        scale = torch.as_tensor(2.0, device=z_a_BD.device)
+        if (z_a_BD * scale).sum().item() > 0:
+            z_a_BD = z_a_BD[z_b_BD[:, 0] > 0]
+        return ObjectiveOutput(z_a_BD.sum(), {})
+
+    monkeypatch.setattr(NTXent, "forward", loss)
+    found = what_waits(monkeypatch, "debug:image", [], num_ranks=1)
+    assert [line.split()[0] for line in found] == ["copies", "asks", "picks"]
