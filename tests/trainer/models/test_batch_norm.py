@@ -3,11 +3,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.errors import UserError
 from tests.gloo import run_ranks
@@ -230,6 +232,53 @@ def test_gradient_by_finite_differences(num_groups: int) -> None:
         return synchronized_batch_norm(*inputs, eps=1e-3, num_groups=num_groups)[0]
 
     assert torch.autograd.gradcheck(out, (x, weight, bias))
+
+
+class AsOnCuda(TorchDispatchMode):
+    """Checks what CUDA's kernel asserts, and the CPU's does not look at."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            self.num_calls += 1
+            save_mean, save_invstd = args[5:7]
+            assert save_mean is not None, "save_mean should always be defined"
+            assert save_invstd is not None, "save_invstd should always be defined"
+        return func(*args, **(kwargs or {}))
+
+
+def test_going_backward_it_gives_cuda_what_its_kernel_asserts() -> None:
+    x = torch.randn(4, 3, 2, 2, requires_grad=True)
+    with AsOnCuda() as calls:
+        out = synchronized_batch_norm(x, torch.ones(3), torch.zeros(3), eps=1e-5, num_groups=2)[0]
+        torch.autograd.backward(out.square().sum())
+    assert calls.num_calls == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_on_a_gpu_it_is_as_in_float64(dtype: torch.dtype, tolerance: float, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 5, 4).to(dtype).contiguous(memory_format=memory_format)
+    weight, bias, grad = torch.rand(3) + 0.5, torch.randn(3), torch.randn(8, 3, 5, 4).to(dtype)
+    answers = []
+    for device, number in (("cuda", dtype), ("cpu", torch.float64)):
+        parameters = number if number == torch.float64 else torch.float32
+        given = [x.to(device, number), weight.to(device, parameters), bias.to(device, parameters)]
+        leaves = [each.detach().requires_grad_() for each in given]
+        out = synchronized_batch_norm(*leaves, eps=1e-5, num_groups=2)[0]
+        torch.autograd.backward(out, grad.to(device, number))
+        answers.append([out.detach(), *(each.grad for each in leaves)])
+    for found, expected in zip(*answers, strict=True):
+        assert found is not None
+        assert expected is not None
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
