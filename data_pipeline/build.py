@@ -399,8 +399,10 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
     """The folder `directory.partial` to build in, which becomes `directory` at the end.
 
     It may hold what an earlier build has left. On any error it stays if a shard of it is finished, and goes otherwise.
-    A lock, which ends with its process, keeps two builds apart.
+    A lock, which ends with its process, keeps two builds apart. Raises `UserError` where there can be no such folder.
     """
+    if not directory.name:
+        raise UserError(f"--out {directory} is no name for a folder to make; give one, such as --out {directory}/data")
     unfinished = directory.with_name(f"{directory.name}.partial")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)

@@ -102,21 +102,27 @@ class Manifest(Schema):
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read `directory/manifest.json`; raises `UserError` if it is missing or is not a manifest."""
+    """Read `directory/manifest.json`; raises `UserError` if it is missing, cannot be read or is not a manifest."""
     path = directory / MANIFEST_NAME
-    if not directory.is_dir():
+    try:
+        if not directory.is_dir():
+            raise UserError(
+                f"{directory} does not exist; build it with `python -m data_pipeline build DATASET --out {directory}`"
+            )
+        if not path.is_file():
+            raise UserError(
+                f"{directory} holds no {MANIFEST_NAME}, so it is not a finished dataset; "
+                f"build it with `python -m data_pipeline build DATASET --out {directory}`"
+            )
+        content = path.read_bytes()
+    except OSError as error:
         raise UserError(
-            f"{directory} does not exist; build it with `python -m data_pipeline build DATASET --out {directory}`"
-        )
-    if not path.is_file():
-        raise UserError(
-            f"{directory} holds no {MANIFEST_NAME}, so it is not a finished dataset; "
-            f"build it with `python -m data_pipeline build DATASET --out {directory}`"
-        )
-    return parse_manifest(path.read_text(), where=str(path))
+            f"{path} cannot be read ({error.strerror}); make it readable, or choose another dataset"
+        ) from None
+    return parse_manifest(content, where=str(path))
 
 
-def parse_manifest(text: str, *, where: str) -> Manifest:
+def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
     """A manifest from its JSON; raises `UserError` that names `where` if it is none, or of another format."""
     try:
         value = json.loads(text)

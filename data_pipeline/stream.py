@@ -238,15 +238,22 @@ def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: 
     )
 
 
-def check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
-    """Raises `UserError`, with the numbers and the mend, where the cache is too small for the order of reading.
+def can_stream(store: SampleStore, *, shuffle_shards: int | None) -> bool:
+    """Whether the cache is large enough for the order of reading."""
+    return store.max_shards is None or _num_shards_needed(store, shuffle_shards) <= store.max_shards
 
-    Needed are all shards, or with `shuffle_shards` two windows of so many: one is read while the next is fetched.
-    """
+
+def _num_shards_needed(store: SampleStore, shuffle_shards: int | None) -> int:
+    """All shards, or with `shuffle_shards` two windows of so many: one is read while the next is fetched."""
     num_shards = len(store.manifest.shards)
-    needed = num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
-    if store.max_shards is None or needed <= store.max_shards:
+    return num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
+
+
+def check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
+    """Raises `UserError`, with the numbers and the mend, where the cache is too small for the order of reading."""
+    if store.max_shards is None or can_stream(store, shuffle_shards=shuffle_shards):
         return
+    num_shards, needed = len(store.manifest.shards), _num_shards_needed(store, shuffle_shards)
     largest = sorted((shard.num_bytes for shard in store.manifest.shards), reverse=True)[:needed]
     gigabytes = math.ceil(1.05 * sum(largest) / 1e7) / 100  # with the indexes of the shards
     smaller = f"set data.shuffle_shards to {store.max_shards // 2}, or " if store.max_shards > 1 else "set "
@@ -442,7 +449,9 @@ class Stream:
             lambda index_B, epoch, view: DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view),
         )
         self._steps = range(start_step, end_step)
-        if len(self) < self.num_steps_per_epoch and read.placement == "auto":
+        is_short = len(self) < self.num_steps_per_epoch
+        # Where the cache is too small to stream, a run that was begun in memory must also end there.
+        if is_short and read.placement == "auto" and can_stream(store, shuffle_shards=read.shuffle_shards):
             placed = Placed("stream", "less than an epoch is to be read")
         else:
             placed = place(

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.util
 import os
 import re
 import signal
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,7 +36,10 @@ from trainer.preemption import WARNINGS, StoppedError
 from trainer.rundir import open_run
 
 AGAIN_SECONDS = 1.0  # after which a warning that nobody took is sent again
-EARLY_SECONDS = 60  # Slurm looks at the time limits every 30 seconds and may warn so much earlier than asked
+# A warning so much before its time is still that of the time limit: Slurm looks at the limits every 30 seconds, and on
+# one machine the imports count, which come before a rank looks at its clock.
+EARLY_SECONDS = 60
+TIDY_SECONDS = 20.0  # for what others have to do at the end of a rank
 SCONTROL_SECONDS = 120  # it keeps trying while the controller is away
 
 # The batch script, in bash, before srun: its shell outlives warnings that reach it too (scancel --full), as ranks do.
@@ -42,12 +49,14 @@ BEFORE_SRUN: Final = ("trap : TERM USR1 USR2",)
 # is asked for again only where this node answers and another does not; where this one dies, Slurm does it by itself.
 AFTER_SRUN: Final = (
     "status=$?",
-    "running() { [[ $(scontrol show job $SLURM_JOB_ID) == *JobState=RUNNING* ]]; }",
+    # The last member of an array has the array's own number as its SLURM_JOB_ID, which stands for all members.
+    "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; job=${job:-$SLURM_JOB_ID}",
+    "running() { [[ $(scontrol show job $job) == *JobState=RUNNING* ]]; }",
     'answer() { timeout 60 srun --overlap --cpus-per-task=1 --nodes=$1 --ntasks=$1 "${@:2}" true; }',
     "if ((status && SLURM_RESTART_COUNT < 100)) && running && answer 1 --nodelist=$SLURMD_NODENAME"
     " && ! answer $SLURM_JOB_NUM_NODES --ntasks-per-node=1 && running; then",
     '    echo "a node of this job does not answer: asking Slurm to start it again, from the newest checkpoint"',
-    "    scontrol requeue $SLURM_JOB_ID",
+    "    scontrol requeue $job",
     "fi",
     "exit $status",
 )
@@ -78,6 +87,7 @@ class TrainJob:
         for number in WARNINGS:
             signal.signal(number, _send_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/deaf_start.py
+        job.paths.result_pickle.unlink(missing_ok=True)  # of a start before this one, which says nothing about this one
         if job.cluster == "local":
             # CUDA_VISIBLE_DEVICES stays: every rank sees all GPUs and takes cuda:local_rank, as under torchrun.
             os.environ.update(
@@ -128,7 +138,7 @@ class TrainJob:
         goes_on = f"{stopped}; it goes on from there when the job starts again"
         if job.cluster == "local":
             limit = int(os.environ["SUBMITIT_LOCAL_TIMEOUT_S"]) - int(os.environ["SUBMITIT_LOCAL_SIGNAL_DELAY_S"])
-            if seconds < limit - AGAIN_SECONDS:
+            if seconds < limit - EARLY_SECONDS:
                 return "on one machine only the time limit starts it again by itself"
             return self._count_and_requeue(job, timed_out=True, saying="the time limit is reached; started again")
         try:
@@ -171,9 +181,28 @@ class Ending:
         atexit.register(self.leave)  # what is registered later is done before
 
     def leave(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(self.status)
+        """Does not return, and takes no longer than `TIDY_SECONDS`, after which it says where it was, with status 1."""
+        try:
+            # By a thread that needs no interpreter, for it may be the interpreter that is stuck.
+            faulthandler.dump_traceback_later(TIDY_SECONDS, exit=True)
+            _tidy()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(self.status)
+
+
+def _tidy() -> None:
+    """Remove the temporary files of this process, such as copies of remote shards.
+
+    Those who made them have asked multiprocessing and weakref to do so at the end of the process, and these were there
+    before `Ending`, so that without this `os._exit` would come first.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler raises when a worker dies
+    for worker in multiprocessing.active_children():  # of a DataLoader in the traceback of an error
+        worker.kill()  # it is deaf to SIGTERM, and would be waited for
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    weakref.finalize._exitfunc()  # type: ignore[attr-defined]
 
 
 def seconds_left(shown: str) -> int | None:

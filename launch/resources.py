@@ -120,8 +120,8 @@ def gather(
     for variable, text in environ.items():
         if variable.startswith(PREFIX):
             name = variable.removeprefix(PREFIX).lower()
-            given = {name: parse_fields(shlex.split(text)) if name == "sbatch" else text}
             where = f"the environment variable {variable}"
+            given = {name: parse_fields(_words(text, where=where)) if name == "sbatch" else text}
             _add(given, where=where, origin=variable, values=values, fields=fields, origins=origins)
     for name, value in flags.items():
         if value is not None:
@@ -197,6 +197,14 @@ def _add(
             origins.update({f"sbatch.{field}": origin for field in checked.sbatch})
         else:
             values[name], origins[name] = getattr(checked, name), origin
+
+
+def _words(text: str, *, where: str) -> list[str]:
+    """As a shell would read them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{where}: {error} in {text}; write it as for a shell, such as nice=7 comment='a b'") from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from trainer.provenance import command_line
 from trainer.rundir import RunDir
 
 MAX_TIMEOUTS = 20  # a job that has reached its time limit this often is not requeued again
+MAX_TIMEOUTS_HERE = 5  # on this machine, where submitit starts a job six times at most
 WARNING_SECONDS = 120  # between the warning signal and the time limit
 POLL_SECONDS = 1.0
 SLURM_SECONDS = 120  # for one command of Slurm's
@@ -194,6 +195,7 @@ def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> lis
             home=str(plan.home),
             at_a_time=plan.at_a_time,
             resources=plan.resources,
+            host=socket.gethostname(),
         )
         record(member.run_dir, submission)
     return jobs
@@ -305,12 +307,11 @@ def _sbatch(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list[subm
 def _submit_here(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list[submitit.Job[None]]:
     """Start the ranks as processes of this machine, detached from this one."""
     resources = plan.resources
-    executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS)
-    num_gpus = resources.gpus_per_node or 0
+    executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
     executor.update_parameters(
         tasks_per_node=resources.tasks_per_node,
-        gpus_per_node=num_gpus,
-        visible_gpus=range(plan.place * num_gpus, (plan.place + 1) * num_gpus),
+        gpus_per_node=resources.gpus_per_node or 0,
+        visible_gpus=gpus_of(resources, place=plan.place),
         timeout_min=resources.time_minutes,
         signal_delay_s=WARNING_SECONDS,
         stderr_to_stdout=True,
@@ -318,6 +319,31 @@ def _submit_here(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list
     os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_task))
     with _outside_any_job(python_environment(code, os.environ)):
         return executor.submit_array(train_jobs)
+
+
+def gpus_of(resources: Resources, *, place: int) -> list[int]:
+    """The GPUs of the run at `place` of those that run on this machine at once, as CUDA_VISIBLE_DEVICES numbers them.
+
+    Where that variable is set already, they are taken from what it names. Raises `UserError` where it names too few, or
+    names them by other things than numbers.
+    """
+    num_gpus = resources.gpus_per_node or 0
+    first, end = place * num_gpus, (place + 1) * num_gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not num_gpus:
+        return list(range(first, end))
+    words = [word.strip() for word in visible.partition("-1")[0].split(",") if word.strip()]  # CUDA stops at -1
+    if not all(word.isdecimal() for word in words):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible} does not number the GPUs, as --executor local needs it; set it to the "
+            "numbers that nvidia-smi shows"
+        )
+    if len(words) < end:
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible} names {len(words)} GPU(s), but {end} are needed here (--gpus-per-node for "
+            "each of --at-a-time runs); ask for fewer, or unset it"
+        )
+    return [int(word) for word in words[first:end]]
 
 
 @contextlib.contextmanager
@@ -381,14 +407,15 @@ def wait(member: Member, job: submitit.Job[None]) -> None:
 def wait_for_study(members: Sequence[Member]) -> None:
     """Tell each member's state when it changes, until all have ended; raises SystemExit(1) if one is not finished."""
     told: dict[Path, str] = {}
+    run_dirs = [member.run_dir for member in members]
     while True:
         time.sleep(POLL_SECONDS)
         try:
-            queue = queued_jobs()
+            queue = queue_for(run_dirs)
         except UserError as error:  # Slurm is away for a while
             print(error, file=sys.stderr, flush=True)
             continue
-        statuses = {member.run_dir.path: run_status(member.run_dir, queue) for member in members}
+        statuses = {run_dir.path: run_status(run_dir, queue) for run_dir in run_dirs}
         for path, status in statuses.items():
             if told.get(path) != status.state:
                 told[path] = status.state
@@ -402,9 +429,11 @@ def wait_for_study(members: Sequence[Member]) -> None:
 def run_study_here(plan: Plan, *, command: str) -> None:
     """Train the members on this machine, `at_a_time` at once, all by the code of now; tell of each start and end.
 
-    A member that fails does not stop the others; then this raises SystemExit(1) at the end. Raises `UserError`, before
-    anything has started, where one cannot be trained on its data or in its directory.
+    A member that fails or cannot be started does not stop the others; then this raises SystemExit(1) at the end. Raises
+    `UserError`, before anything has started, where one cannot be trained on its data or in its directory, and where
+    there are not GPUs for all that run at once.
     """
+    gpus_of(plan.resources, place=min(plan.at_a_time, len(plan.members)) - 1)
     for member in plan.members:
         check_data(member.config)
     for member in plan.members:
@@ -422,9 +451,15 @@ def run_study_here(plan: Plan, *, command: str) -> None:
                 print(f"{member.run_dir.path.name}: {status.state} {status.reason}".rstrip(), flush=True)
             if place not in running and waiting:
                 member = waiting.popleft()
-                (job,) = submit(replace(plan, members=[member], place=place), command=command, snapshot=snapshot)
+                name = member.run_dir.path.name
+                try:
+                    (job,) = submit(replace(plan, members=[member], place=place), command=command, snapshot=snapshot)
+                except (UserError, OSError) as error:  # such as a disk that has become full
+                    num_failed += 1
+                    print(f"{name}: not started: {error}", file=sys.stderr, flush=True)
+                    continue
                 running[place] = member, job
-                print(f"{member.run_dir.path.name}: job {job.job_id}, {len(waiting)} to come", flush=True)
+                print(f"{name}: job {job.job_id}, {len(waiting)} to come", flush=True)
         time.sleep(POLL_SECONDS)
     if num_failed:
         print(
@@ -510,6 +545,11 @@ def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
             raise UserError(
                 f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
                 f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
+            )
+        if resources.time_minutes * 60 <= WARNING_SECONDS:
+            raise UserError(
+                f"--time-minutes {resources.time_minutes} leaves no time to train, for a run is warned "
+                f"{WARNING_SECONDS} seconds before; allow {WARNING_SECONDS // 60 + 1} minutes or more"
             )
         if arguments.dry_run:
             raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_pipeline.errors import UserError, run_command
 from launch.slurm import Member, Plan, run_study_here, submit, tell_study
-from launch.submitted import RunStatus, last_submission, queue_for, run_status
+from launch.submitted import RunStatus, Submission, last_submission, queue_for, run_status
 from trainer.config import read_config
 from trainer.provenance import command_line
 from trainer.rundir import RunDir
@@ -44,27 +44,38 @@ def table(statuses: Mapping[str, RunStatus]) -> str:
 def resubmit(runs: Sequence[RunDir], *, command: str) -> None:
     """Each with what its job asked for, together where they were; a run goes on from its newest checkpoint.
 
-    The code is that of now, not the snapshot of before: most failures are mended there.
+    The code is that of now, not the snapshot of before: most failures are mended there. Raises SystemExit(1), once all
+    have been started, where one that runs on this machine did not finish.
     """
-    plans: dict[str, Plan] = {}
+    groups: dict[str, list[tuple[RunDir, Submission]]] = {}
     for run_dir in runs:
         before = last_submission(run_dir)
         assert before is not None, "a run without a job cannot have failed"
-        key = before.model_dump_json(include={"home", "resources", "at_a_time", "executor"})
-        earlier = plans[key].members if key in plans else ()
-        plans[key] = Plan(
-            members=[*earlier, Member(run_dir, read_config(run_dir.config))],
-            home=Path(before.home),
-            resources=before.resources,
-            at_a_time=min(before.at_a_time, 1 + len(earlier)),
-            name=Path(before.home).name,
-            executor=before.executor,
+        key = before.model_dump_json(include={"home", "resources", "executor"})
+        groups.setdefault(key, []).append((run_dir, before))
+    plans = [
+        Plan(
+            members=[Member(run_dir, read_config(run_dir.config)) for run_dir, _ in group],
+            home=Path(group[0][1].home),
+            resources=group[0][1].resources,
+            # One that was submitted alone meanwhile had no others to run beside.
+            at_a_time=min(max(before.at_a_time for _, before in group), len(group)),
+            name=Path(group[0][1].home).name,
+            executor=group[0][1].executor,
         )
-    for plan in plans.values():
-        if plan.executor == "local":
-            run_study_here(plan, command=command)
-        else:
+        for group in groups.values()
+    ]
+    have_all_finished = True
+    for plan in plans:
+        if plan.executor == "slurm":
             tell_study(plan, submit(plan, command=command))
+            continue
+        try:
+            run_study_here(plan, command=command)
+        except SystemExit:  # which it has explained
+            have_all_finished = False
+    if not have_all_finished:
+        raise SystemExit(1)
 
 
 def main() -> None:

@@ -10,12 +10,13 @@ import getpass
 import json
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from submitit.core.utils import JobPaths, pickle_load
 
@@ -38,7 +39,10 @@ _CANCEL_LINE = re.compile(r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CA
 
 
 class Submission(Schema):
-    """RUN_DIR/job.json: the job that trains this run, and all that is needed to submit the same again."""
+    """RUN_DIR/job.json: the job that trains this run, and all that is needed to submit the same again.
+
+    `host` is where it was submitted; None in records of an earlier version of this code, which are taken to be of here.
+    """
 
     job_id: str
     executor: Literal["slurm", "local"]
@@ -47,6 +51,12 @@ class Submission(Schema):
     home: str
     at_a_time: int
     resources: Resources
+    host: str | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether only another machine knows what has become of it: a local job is one of that machine's processes."""
+        return self.executor == "local" and self.host not in {None, socket.gethostname()}
 
     @property
     def log(self) -> Path:
@@ -124,9 +134,11 @@ def parse_queue(text: str) -> dict[str, str]:
 
 
 def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | None:
-    """What is known of a job that has not ended; None if it has."""
+    """What is known of a job that has not ended; None if it has, or if nothing can be known of it here."""
     if submission.executor == "slurm":
         return None if queue is None else queue.get(submission.job_id)
+    if submission.is_elsewhere:
+        return None
     command_line = Path("/proc", submission.job_id, "cmdline")  # its id is that of a process of this machine
     try:
         return "RUNNING" if b"submitit" in command_line.read_bytes() else None
@@ -153,7 +165,7 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     submission = last_submission(run_dir)
     provenance = json.loads(run_dir.provenance.read_text()) if run_dir.provenance.is_file() else {}
-    state, reason = _state(run_dir, submission, queue, is_finished="finished_step" in provenance)
+    state, reason = _state(run_dir, submission, queue, provenance)
     return RunStatus(
         state=state,
         step=max(metrics[-1]["step"] if metrics else 0, run_dir.latest_step() or 0),
@@ -164,27 +176,30 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
 
 
 def _state(
-    run_dir: RunDir, submission: Submission | None, queue: Mapping[str, str] | None, *, is_finished: bool
+    run_dir: RunDir, submission: Submission | None, queue: Mapping[str, str] | None, provenance: Mapping[str, Any]
 ) -> tuple[State, str]:
     if submission is not None and (queued := in_queue(submission, queue)) is not None:
         if queued.startswith("PENDING"):
             return "waiting", queued
         return "running", "" if queued == "RUNNING" else queued
-    if is_finished:
+    if "finished_step" in provenance:
         return "finished", ""
     if submission is None:
         return "pending", "not submitted"
     if submission.executor == "slurm" and queue is None:
         return "unknown", "there is no squeue on this machine; ask on a login node of the cluster"
-    reason = why_it_ended(run_dir, submission)
+    if submission.is_elsewhere:
+        return "unknown", f"it was started on {submission.host}, another machine; ask there"
+    starts = provenance.get("starts", [])
+    reason = why_it_ended(run_dir, submission, last_start=starts[-1]["started_at"] if starts else None)
     return ("stopped" if reason.startswith((_STOPPED, _CANCELLED)) else "failed"), reason
 
 
-def why_it_ended(run_dir: RunDir, submission: Submission) -> str:
-    """One line about a job that has ended before the run was finished."""
-    submitted_at = datetime.fromisoformat(submission.submitted_at).timestamp()
+def why_it_ended(run_dir: RunDir, submission: Submission, *, last_start: str | None = None) -> str:
+    """One line about a job that has ended before the run was finished; `last_start` is when it last began to train."""
+    since = max(datetime.fromisoformat(text).timestamp() for text in (submission.submitted_at, last_start) if text)
     stalled = run_dir.path / "stalled.txt"
-    if stalled.is_file() and stalled.stat().st_mtime >= submitted_at:
+    if stalled.is_file() and stalled.stat().st_mtime >= since:
         return f"{_first_line(stalled.read_text())} (see {stalled})"
     if error := first_error(submission):
         return error.line if error.line.startswith(_STOPPED) else f"rank {error.rank}: {error.line}"

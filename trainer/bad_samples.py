@@ -7,6 +7,7 @@ What may never happen: a rank that stops alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterable
@@ -50,11 +51,21 @@ class BadSamples:
         return len(self._found)
 
     def _write(self, fresh: list[BadSample]) -> None:
-        listed = (
-            {json.loads(line)["key"] for line in self._path.read_text().splitlines()} if self._path.exists() else ()
-        )
+        text = self._path.read_text(errors="replace") if self._path.exists() else ""
+        listed = _keys(text)
         with self._path.open("a") as file:
+            if text and not text.endswith("\n"):
+                file.write("\n")
             for sample in fresh:
                 logger.warning("%s: sample %s is bad (%s); another stands in", sample.shard, sample.key, sample.reason)
                 if sample.key not in listed:
                     file.write(json.dumps({"key": sample.key, "shard": sample.shard, "reason": sample.reason}) + "\n")
+
+
+def _keys(text: str) -> set[str]:
+    """Those of the samples that are listed already. A line that a power cut has torn lists none."""
+    keys = set()
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            keys.add(json.loads(line)["key"])
+    return keys

@@ -234,3 +234,13 @@ def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_pa
     assert list(tmp_path.glob("data.partial/*.tar"))
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
     assert len(list((tmp_path / "data").glob("*.tar"))) == 12
+
+
+def test_the_current_directory_cannot_be_built_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, monkeypatch, "build", "procedural_letters", "--out", ".", "--limit", "2")
+    assert (status, out) == (2, [])
+    assert err == ["error: --out . is no name for a folder to make; give one, such as --out ./data"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.errors import UserError
-from data_pipeline.manifest import OVERLAY_NAME, load_manifest
+from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, load_manifest
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.remote import RemoteConfig
@@ -346,3 +347,29 @@ def test_a_remote_shard_that_another_process_evicted_is_fetched_again(tmp_path: 
     assert_same(store[10], samples[10])
     assert not any("(deleted)" in name for name in mapped_files() if str(cache) in name)
     assert_same(store[2], samples[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("not UTF-8", r"manifest\.json is not valid JSON \('utf-8' codec .*\); build the dataset again"),
+        ("cannot be read", r"manifest\.json cannot be read \(Input/output error\); make it readable, or choose"),
+        ("closed directory", r"manifest\.json cannot be read \(Permission denied\); make it readable, or choose"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_one_sentence(
+    kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / MANIFEST_NAME
+    if kind == "not UTF-8":
+        path.write_bytes(b'{"name": "\xff"}')
+    elif kind == "cannot be read":
+        path.symlink_to("/proc/self/mem")  # a file whose first byte nobody has
+    else:
+
+        def refuse(path: Path) -> bool:  # as anybody but root is refused
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(UserError, match=message):
+        load_manifest(tmp_path)

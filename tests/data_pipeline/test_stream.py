@@ -747,6 +747,17 @@ def test_a_cache_that_is_too_small_for_the_order_is_refused(tmp_path: Path) -> N
     assert keys(stream(location, end_step=1, remote=config, placement="host"))  # reads each shard once
 
 
+def test_a_run_that_was_begun_in_memory_can_be_resumed_in_its_last_epoch(tmp_path: Path) -> None:
+    """What is left is less than an epoch, for which streaming would be enough, but the cache is not."""
+    _, location, config = remote_dataset(tmp_path, num_cached=4)
+    begun = stream(location, end_step=20, remote=config, placement="auto")
+    resumed = stream(location, start_step=19, end_step=20, remote=config, placement="auto")
+    assert (begun.placement, resumed.placement) == ("host", "host")
+    assert keys(resumed) == keys(begun)[19:]
+    by_windows = stream(location, end_step=1, remote=config, placement="auto", shuffle_shards=2)
+    assert by_windows.placement_reason == "less than an epoch is to be read"
+
+
 # All of it
 
 

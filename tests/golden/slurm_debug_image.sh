@@ -27,10 +27,11 @@ srun --unbuffered --output RUN_DIR/logs/%j_%t_log.out --cpus-per-task=2 --kill-o
 
 # teardown
 status=$?
-running() { [[ $(scontrol show job $SLURM_JOB_ID) == *JobState=RUNNING* ]]; }
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; job=${job:-$SLURM_JOB_ID}
+running() { [[ $(scontrol show job $job) == *JobState=RUNNING* ]]; }
 answer() { timeout 60 srun --overlap --cpus-per-task=1 --nodes=$1 --ntasks=$1 "${@:2}" true; }
 if ((status && SLURM_RESTART_COUNT < 100)) && running && answer 1 --nodelist=$SLURMD_NODENAME && ! answer $SLURM_JOB_NUM_NODES --ntasks-per-node=1 && running; then
     echo "a node of this job does not answer: asking Slurm to start it again, from the newest checkpoint"
-    scontrol requeue $SLURM_JOB_ID
+    scontrol requeue $job
 fi
 exit $status

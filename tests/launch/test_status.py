@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -153,6 +155,12 @@ def test_without_a_result_the_log_and_the_watchdog_speak(tmp_path: Path) -> None
     stalled = run_dir.path / "stalled.txt"
     stalled.write_text("rank 2 on n2 is stuck\n\nmore\n")
     assert state_of(run_dir) == ("failed", f"rank 2 on n2 is stuck (see {stalled})")
+    os.utime(stalled, (time.time() - 30,) * 2)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(run_dir.provenance, {"starts": [{"started_at": now}]})
+    assert state_of(run_dir) == ("failed", "step 2"), "the same job was started again after that"
+    run_dir.provenance.unlink()
+    assert state_of(run_dir) == ("failed", f"rank 2 on n2 is stuck (see {stalled})")
     os.utime(stalled, (0, 0))
     assert state_of(run_dir) == ("failed", "step 2"), "a report of an earlier job says nothing about this one"
 
@@ -201,6 +209,44 @@ def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatc
     assert [[member.run_dir for member in plan.members] for plan in plans] == [failed]
 
 
+def test_what_was_submitted_again_alone_is_together_with_the_others_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run(tmp_path, name) for name in "abc"]
+    before = last_submission(runs[0])
+    assert before is not None
+    record(runs[0], before.model_copy(update={"at_a_time": 1}))
+    plans: list[Plan] = []
+    monkeypatch.setattr(status_module, "submit", lambda plan, **_: plans.append(plan))
+    monkeypatch.setattr(status_module, "tell_study", lambda plan, jobs: None)
+    resubmit(runs, command="again")
+    assert [([member.run_dir for member in plan.members], plan.at_a_time) for plan in plans] == [(runs, 2)]
+
+
+def test_what_failed_on_this_machine_does_not_stop_what_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run(tmp_path / name, "run") for name in "abc"]
+    before = last_submission(runs[0])
+    assert before is not None
+    for run_dir in runs:
+        record(run_dir, before.model_copy(update={"executor": "local", "home": str(run_dir.path.parent)}))
+    started: list[str] = []
+
+    def run_study_here(plan: Plan, *, command: str) -> None:
+        started.append(plan.name)
+        if plan.name == "b":
+            raise SystemExit(1)
+
+    monkeypatch.setattr(status_module, "run_study_here", run_study_here)
+    resubmit([runs[0], runs[2]], command="again")
+    assert started == ["a", "c"]
+    with pytest.raises(SystemExit) as end:
+        resubmit(runs, command="again")
+    assert end.value.code == 1
+    assert started == ["a", "c", "a", "b", "c"]
+
+
 def test_a_run_that_has_a_job_is_not_submitted_again(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     refuse_if_active(run_dir, {})
@@ -227,6 +273,29 @@ def test_a_local_job_is_active_while_its_process_is(tmp_path: Path) -> None:
             own.kill()
             other.kill()
     refuse_if_active(run_dir, None)
+
+
+@pytest.mark.parametrize(("host", "state"), [("here", "running"), (None, "running"), ("there", "unknown")])
+def test_a_local_job_is_known_only_on_its_own_machine(
+    host: str | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine has other processes by the same numbers. Earlier records name no machine."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    run_dir = make_run(tmp_path, "a")
+    submission = last_submission(run_dir)
+    assert submission is not None
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit"]) as process:
+        try:
+            local = submission.model_copy(update={"executor": "local", "job_id": str(process.pid), "host": host})
+            write_json(run_dir.path / "job.json", local.model_dump(mode="json", exclude_none=True))
+            assert state_of(run_dir)[0] == state
+        finally:
+            process.kill()
+    if state == "unknown":
+        refuse_if_active(run_dir, None)
+        assert state_of(run_dir)[1] == "it was started on there, another machine; ask there"
+        write_json(run_dir.provenance, {"finished_step": 16, "starts": []})
+        assert state_of(run_dir)[0] == "finished"
 
 
 def test_slurm_is_asked_only_about_its_own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +331,7 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
             raise answer
         return answer
 
-    monkeypatch.setattr(slurm_module, "queued_jobs", queued)
+    monkeypatch.setattr(submitted_module, "queued_jobs", queued)
     monkeypatch.setattr(slurm_module, "POLL_SECONDS", 0.0)
     with pytest.raises(SystemExit) as end:
         wait_for_study(members)
@@ -276,6 +345,19 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
         "b: running",
         "b: failed rank 0: ValueError: no",
     ]
+
+
+def test_waiting_for_a_study_on_this_machine_asks_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are Slurm's programs but no cluster, it would be asked for ever."""
+    run_dir = make_run(tmp_path, "a")
+    write_json(run_dir.provenance, {"finished_step": 16, "starts": []})
+    submission = last_submission(run_dir)
+    assert submission is not None
+    record(run_dir, submission.model_copy(update={"executor": "local", "job_id": "0"}))
+    for module in (slurm_module, submitted_module):
+        monkeypatch.setattr(module, "queued_jobs", lambda: pytest.fail("Slurm was asked"))
+    monkeypatch.setattr(slurm_module, "POLL_SECONDS", 0.0)
+    wait_for_study([Member(run_dir, resolve_recipe("debug:image"))])
 
 
 class JobHere:
@@ -298,7 +380,7 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
     settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
     config = resolve_recipe("debug:image", settings)
-    members = [Member(RunDir(tmp_path / "study" / name), config) for name in "abcd"]
+    members = [Member(RunDir(tmp_path / "study" / name), config) for name in "abcde"]
     plan = Plan(members, tmp_path / "study", RESOURCES, at_a_time=2, name="study", executor="local")
     active: list[JobHere] = []
     places: list[tuple[str, int]] = []
@@ -306,6 +388,8 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     def submit(plan: Plan, *, command: str, snapshot: Snapshot) -> list[JobHere]:
         (member,) = plan.members
         name = member.run_dir.path.name
+        if name == "d":
+            raise UserError("its disk is full; free some")
         assert len([job for job in active if job._asked < 3]) < 2
         places.append((name, plan.place))
         active.append(JobHere(member.run_dir, finishes=name != "b"))
@@ -316,22 +400,27 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     with pytest.raises(SystemExit) as end:
         run_study_here(plan, command="train")
     assert end.value.code == 1
-    assert places == [("a", 0), ("b", 1), ("c", 0), ("d", 1)]
+    assert places == [("a", 0), ("b", 1), ("c", 0), ("e", 1)]
     said = capsys.readouterr()
-    assert said.err == "error: 1 of 4 run(s) did not finish; the same command goes on\n"
+    assert said.err.splitlines() == [
+        "d: not started: its disk is full; free some",
+        "error: 2 of 5 run(s) did not finish; the same command goes on",
+    ]
     assert said.out.splitlines() == [
-        "a: job 7, 3 to come",
-        "b: job 7, 2 to come",
+        "a: job 7, 4 to come",
+        "b: job 7, 3 to come",
         "a: finished",
-        "c: job 7, 1 to come",
+        "c: job 7, 2 to come",
         "b: pending not submitted",
-        "d: job 7, 0 to come",
+        "e: job 7, 0 to come",
         "c: finished",
-        "d: finished",
+        "e: finished",
     ]
 
 
-def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(tmp_path: Path) -> None:
+def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
     settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
     configs = [resolve_recipe("debug:image", settings), resolve_recipe("debug:image", ["data.train_dir=nowhere"])]
@@ -339,6 +428,11 @@ def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(tmp_path
     plan = Plan(members, tmp_path / "study", RESOURCES, at_a_time=1, name="study", executor="local")
     with pytest.raises(UserError, match="nowhere does not exist"):
         run_study_here(plan, command="train")
+    assert not (tmp_path / "study").exists()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    on_gpus = plan.resources.model_copy(update={"gpus_per_node": 2})
+    with pytest.raises(UserError, match=r"names 3 GPU\(s\), but 4 are needed"):
+        run_study_here(replace(plan, members=[members[0]] * 2, at_a_time=3, resources=on_gpus), command="train")
     assert not (tmp_path / "study").exists()
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import submitit
 
 from configs import resolve_recipe
 from data_pipeline.errors import UserError, run_command
@@ -21,6 +22,7 @@ from launch.slurm import (
     Plan,
     _outside_any_job,
     _reason,
+    _submit_here,
     check_shared,
     check_time_limit,
     main,
@@ -186,6 +188,12 @@ def test_without_any_wish_the_cluster_decides() -> None:
     [
         ({}, {"FEATURE_DROPOUT_SLURM_PARTITON": "a"}, "", 'PARTITON: unknown key "partiton"; did you mean "partition"'),
         ({}, {"FEATURE_DROPOUT_SLURM_MEM_GB": "a lot"}, "", "FEATURE_DROPOUT_SLURM_MEM_GB: mem_gb: "),
+        (
+            {},
+            {"FEATURE_DROPOUT_SLURM_SBATCH": "comment='a"},
+            "",
+            "FEATURE_DROPOUT_SLURM_SBATCH: No closing quotation in comment='a; write it as for a shell",
+        ),
         ({}, {}, "partion: gpu", 'slurm.yaml: unknown key "partion"; did you mean "partition"'),
         ({}, {}, "gpu", "does not hold settings such as `partition: gpu`"),
         ({}, {}, "a: [", "cannot read "),
@@ -282,6 +290,10 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
         (["--config", "debug:image", "--set", "data.train_dir=nowhere"], "error: nowhere does not exist; build it"),
         (["--config", "debug:image", "--nodes", "2", "--executor", "local"], "use --tasks-per-node 2"),
         (["--config", "debug:image", "--executor", "local", "--dry-run"], "--executor local writes no batch script"),
+        (
+            ["--config", "debug:image", "--executor", "local", "--time-minutes", "2"],
+            "error: --time-minutes 2 leaves no time to train, for a run is warned 120 seconds before; allow 3 minutes",
+        ),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
         (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),
         (["--study", "studies:table1"], "a study has a directory for each run; pass --study-dir"),
@@ -329,3 +341,40 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.M
         assert not inherited.keys() & os.environ.keys()
         assert os.environ["SLURM_CONF"] == "cluster.conf", "which cluster, not which job"
     assert {name: os.environ[name] for name in inherited} == inherited
+
+
+@pytest.mark.parametrize(
+    ("visible", "place", "expected"),
+    [
+        (None, 0, [0, 1]),
+        (None, 1, [2, 3]),
+        ("4,6, 7,1", 1, [7, 1]),
+        ("4,6,-1,1", 0, [4, 6]),
+        ("4,6,7", 1, "CUDA_VISIBLE_DEVICES=4,6,7 names 3 GPU(s), but 4 are needed here"),
+        ("", 0, "CUDA_VISIBLE_DEVICES= names 0 GPU(s), but 2 are needed here"),
+        ("GPU-1a2b,GPU-3c4d", 0, "CUDA_VISIBLE_DEVICES=GPU-1a2b,GPU-3c4d does not number the GPUs"),
+    ],
+)
+def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
+    visible: str | None, place: int, expected: list[int] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given: list[list[int]] = []
+
+    def submit_array(self: submitit.LocalExecutor, _: object) -> list[object]:
+        given.append(self.parameters["visible_gpus"])
+        return []
+
+    monkeypatch.setattr(submitit.LocalExecutor, "submit_array", submit_array)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    resources = RESOURCES.model_copy(update={"nodes": 1, "gpus_per_node": 2})
+    plan = Plan([], tmp_path, resources, at_a_time=2, name="study", executor="local", place=place)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            _submit_here([], plan, code=tmp_path)
+    else:
+        _submit_here([], plan, code=tmp_path)
+        assert given == [expected]

@@ -113,3 +113,14 @@ def test_no_rank_stops_alone(tmp_path: Path) -> None:
     first, second = run_ranks(settle_on_two_ranks, 2, tmp_path, 0.02)
     assert isinstance(first, str)
     assert first == second
+
+
+def test_a_list_that_a_power_cut_has_torn_is_gone_on_with(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).bad_samples
+    whole = '{"key": "00000001", "shard": "shard-00000.tar", "reason": "torn"}\n'
+    path.write_bytes(whole.encode() + b'{"key": "0000\0\0\xff')
+    ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.1, where="the data")
+    ledger.add(BadSample(index, "shard-00000.tar", "torn") for index in (1, 2))
+    assert ledger.settle() == 2
+    first, _, last = path.read_bytes().splitlines(keepends=True)
+    assert [first.decode(), last.decode()] == [whole, whole.replace("1", "2")]
