@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -154,8 +155,10 @@ def claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     try:
         return _claim(run_dir, config)
     except OSError as error:
+        if error.errno == errno.ENOSPC:  # which has a sentence of its own
+            raise
         raise UserError(
-            f"{run_dir.path} cannot be used as a run directory ({error.strerror}); pass another --run-dir"
+            f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another --run-dir"
         ) from error
 
 

@@ -100,9 +100,7 @@ def config(tmp_path: Path) -> RunConfig:
 @pytest.mark.parametrize("where", ["file", "file/run"])
 def test_a_run_directory_that_cannot_be_made_is_one_sentence(where: str, tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError, match=rf"{where} cannot be used as a run directory \(Not a directory\); pass another"
-    ):
+    with pytest.raises(UserError, match=rf"/{where} cannot be written \(Not a directory\); pass another --run-dir"):
         claim(RunDir(tmp_path / where), config)
 
 

@@ -214,6 +214,8 @@ def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
 
 
 def test_a_compiled_encoder_trains_alike(data: Path, tmp_path: Path) -> None:
+    """All of it in one graph, so that the compiler sees what it may put together."""
+    torch._dynamo.utils.counters.clear()
     losses = {}
     for name in ("false", "true"):
         config = configure(
@@ -222,6 +224,7 @@ def test_a_compiled_encoder_trains_alike(data: Path, tmp_path: Path) -> None:
         train_on_rank(config, tmp_path / name)
         losses[name] = [entry["train/loss"] for entry in RunDir(tmp_path / name).read_metrics()]
     np.testing.assert_allclose(losses["true"], losses["false"], rtol=1e-9)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     state = safetensors.torch.load_file(RunDir(tmp_path / "true").checkpoint(5) / "encoder.safetensors")
     assert state.keys() == build_players(config).encoder.state_dict().keys()
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -50,6 +51,7 @@ def same_groups() -> Callable[[], AbstractContextManager[None]]:
     return partial(grouped_statistics, _num_groups[-1])
 
 
+@_disable_dynamo  # which cannot follow a collective; torch.compiler.disable would load the compiler here and now
 def synchronized_batch_norm(
     x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, num_groups: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:

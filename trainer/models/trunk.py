@@ -25,8 +25,10 @@ class ConvolutionalTrunk(nn.Sequential):
         self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        checkpointing = self.checkpointing if self.training else "none"
-        return run_blocks(self._blocks(), x_BCHW, checkpointing=checkpointing, again=same_groups())
+        if self.checkpointing == "none" or not self.training:  # nothing here that torch.compile cannot follow
+            map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
+            return map_BCHW
+        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, again=same_groups())
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
         """The mean of the map over its pixels, (B, C)."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -232,6 +234,23 @@ def test_gradient_by_finite_differences(num_groups: int) -> None:
         return synchronized_batch_norm(*inputs, eps=1e-3, num_groups=num_groups)[0]
 
     assert torch.autograd.gradcheck(out, (x, weight, bias))
+
+
+def compiled(x_BCHW: Tensor) -> tuple[Tensor, Tensor, list[str]]:
+    """What a compiled network gives, what a plain one gives, and where compiling stopped."""
+    torch.manual_seed(0)
+    network = synchronize_batch_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()))
+    own = x_BCHW + rank()
+    found = torch.compile(network, backend="eager")(own).detach()
+    stops = re.findall(r"qualname: (\w+)", " ".join(counters["graph_break"]))
+    return found, network(own).detach(), stops
+
+
+@pytest.mark.parametrize(("num_ranks", "stops"), [(1, []), (2, ["synchronized_batch_norm"])])
+def test_compiling_stops_at_the_collective_and_nowhere_else(num_ranks: int, stops: list[str]) -> None:
+    for found, expected, found_stops in run_ranks(compiled, num_ranks, torch.randn(4, 3, 2, 2)):
+        torch.testing.assert_close(found, expected)
+        assert found_stops == stops
 
 
 class AsOnCuda(TorchDispatchMode):
