@@ -32,6 +32,7 @@ T = TypeVar("T")
 # None of these starts a thread when it is imported.
 _PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torchvision", "numpy", "pytest", "pydantic"]
 _PRELOAD += ["scipy.io", "timm", "wandb", "trainer.train"]
+_DEATH_SECONDS = 1.0  # in which the death of a rank shows that made another one raise
 
 
 class RankError(AssertionError):
@@ -77,10 +78,15 @@ def run_ranks(
 def _collect(pipes: list[Connection], *, world_size: int, timeout_s: float) -> dict[int, Any]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
+    raised: dict[int, str] = {}  # in the order in which they came
     while len(results) < world_size:
-        waiting = [rank for rank in range(world_size) if rank not in results]
-        ready = wait([pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
+        waiting = [rank for rank in range(world_size) if rank not in results and rank not in raised]
+        seconds = _DEATH_SECONDS if raised else max(0.0, deadline - time.monotonic())
+        ready = wait([pipes[rank] for rank in waiting], timeout=seconds)
         if not ready:
+            if raised:
+                rank, trace = next(iter(raised.items()))
+                raise RankError(f"rank {rank} of {world_size} raised\n{trace}")
             raise RankError(f"ranks {waiting} of {world_size} did not return within {timeout_s:.0f} s")
         for rank in waiting:
             if pipes[rank] not in ready:
@@ -89,9 +95,7 @@ def _collect(pipes: list[Connection], *, world_size: int, timeout_s: float) -> d
                 failed, payload = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 raise RankError(f"rank {rank} of {world_size} died without a word") from None
-            if failed:
-                raise RankError(f"rank {rank} of {world_size} raised\n{payload}")
-            results[rank] = payload
+            (raised if failed else results)[rank] = payload
     return results
 
 

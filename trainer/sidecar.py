@@ -30,6 +30,7 @@ COLLECT_SECONDS = 6.0  # that the ranks have to report once one has raised the a
 MERGE_SECONDS = 3.0  # and the first of them to join the reports
 DUMP_SECONDS = 2.0  # that a process has to write down its stacks
 CHILDREN_SECONDS = 3.0  # and all those that a rank has forked
+ALARM_SECONDS = 2.0  # in which the alarm of another rank is seen that met the same trouble
 ENDING_SECONDS = 5.0  # that a rank with an exception has to print it and leave
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # by which a process is asked to end
 LONGEST_INTERVALS = 5  # silence is no stall before it is so many times the longest that was none
@@ -388,7 +389,7 @@ class Sidecar:
             poll.poll(1000 * self._tick)
             pulse = read_pulse(self._memory)
             if pulse.closed:
-                return "ended" if pulse.ending and self._alarm.wait(2 * self._tick) else ""
+                return "ended" if pulse.ending and self._alarm.wait(ALARM_SECONDS) else ""
             if not self._rank.is_alive:
                 return self._judge_death()
             if self._alarm.is_set():
@@ -405,7 +406,7 @@ class Sidecar:
         else:
             self._end = f"dead ({_signal_name(number)})"
             return "dead"
-        return "ended" if self._alarm.wait(2 * self._tick) else ""
+        return "ended" if self._alarm.wait(ALARM_SECONDS) else ""
 
     def _report(self, why: str) -> None:
         pulse, state = read_pulse(self._memory), self._rank.state()

@@ -68,7 +68,7 @@ def test_a_webdataset_rewriting_rule_is_obeyed(server: FaultyServer, monkeypatch
 def test_a_failure_that_passes_is_survived(server: FaultyServer, fault: Fault) -> None:
     """curl tries again after a status 5xx by itself, but only after 2 s."""
     server.faults["file"] = [fault]
-    stall = 0.5 if fault in ("stall", "mute") else 10.0
+    stall = 1.5 if fault in ("stall", "mute") else 10.0
     assert fetched(f"{server.url}/file", within=limits(stall=stall)) == CONTENT
     assert server.requests == ["file", "file"]
 
@@ -89,26 +89,32 @@ def test_a_failed_attempt_leaves_nothing_of_itself(server: FaultyServer) -> None
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "stall", "said"),
     [
-        ("drop", "broke off after 150000 bytes"),
-        ("truncate", "ended after 150000 of 300000 bytes"),
-        ("corrupt", "not the file that the manifest names"),
-        ("stall", r"after 1\d{5} bytes nothing came for 0.3 s"),
-        ("mute", "after 0 bytes nothing came for 0.3 s"),
-        (503, "nothing came for 0.3 s .* to a request for one byte: .* error: 503"),
+        ("drop", 10.0, "broke off after 150000 bytes"),
+        ("truncate", 10.0, "ended after 150000 of 300000 bytes"),
+        ("corrupt", 10.0, "not the file that the manifest names"),
+        ("stall", 1.0, r"after 1\d{5} bytes nothing came for 1 s"),
+        ("mute", 0.3, "after 0 bytes nothing came for 0.3 s"),
+        (503, 1.0, "nothing came for 1 s .* to a request for one byte: .* error: 503"),
     ],
 )
-def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, said: str) -> None:
+def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, stall: float, said: str) -> None:
+    """The time without a byte begins before curl is there."""
     server.faults["file"], server.for_ever = [fault], True
     start = time.monotonic()
     with pytest.raises(UserError, match=f"{server.url}/file could not be fetched: .*{said}.* \\(2 attempts in"):
-        fetched(f"{server.url}/file", within=limits(stall=0.3))
-    assert time.monotonic() - start < 4.0
+        fetched(f"{server.url}/file", within=limits(stall=stall))
+    assert time.monotonic() - start < 8.0
 
 
-@pytest.mark.parametrize("source", ["mute", "trickle", "pipe"])
-def test_the_limit_of_a_file_holds_over_all_attempts(server: FaultyServer, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "stall", "seconds"), [("mute", 0.4, 2.2), ("trickle", 0.4, 2.2), ("pipe", 1.0, 3.0)]
+)
+def test_the_limit_of_a_file_holds_over_all_attempts(
+    server: FaultyServer, source: str, stall: float, seconds: float
+) -> None:
+    """Where no byte comes, two attempts stall, and the pause before a third would be too long."""
     url = f"{server.url}/file"
     if source == "pipe":
         url = "pipe:while true; do echo ten bytes; sleep 0.1; done"  # never stalls
@@ -116,8 +122,8 @@ def test_the_limit_of_a_file_holds_over_all_attempts(server: FaultyServer, sourc
         server.faults["file"], server.for_ever = ["mute" if source == "mute" else "trickle"], True
     start = time.monotonic()
     with pytest.raises(UserError, match="bytes came in the time" if source == "pipe" else "nothing came for"):
-        fetched(url, within=limits(stall=0.4, attempts=100, seconds=1.5))
-    assert 0.4 < time.monotonic() - start < 3.0
+        fetched(url, within=limits(stall=stall, attempts=100, seconds=seconds))
+    assert stall < time.monotonic() - start < seconds + 3.0
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 410])
@@ -204,14 +210,17 @@ def test_a_command_ends_in_time_where_its_reader_was_killed(tmp_path: Path) -> N
     marker = f"86400.{uuid4().int % 10**12}"
     reader = os.fork()
     if reader == 0:
-        fetched(f"pipe:sleep {marker}", within=limits(seconds=1.0))
-        os._exit(0)
-    deadline = time.monotonic() + 10.0
+        try:
+            fetched(f"pipe:sleep {marker}", within=limits(seconds=3.0))
+        finally:  # whatever happens, the reader must not go on as its parent
+            os._exit(0)
+    deadline = time.monotonic() + 15.0
     while not running(marker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert running(marker)
     os.kill(reader, 9)
-    os.waitpid(reader, 0)
+    _, status = os.waitpid(reader, 0)
+    assert os.WIFSIGNALED(status), "the reader ended by itself, and may have stopped the command"
     while running(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not running(marker)
@@ -225,6 +234,6 @@ def test_no_descriptor_or_process_is_left(server: FaultyServer) -> None:
     before = descriptors()
     for _ in range(2):
         server.faults["file"] = ["stall", "drop"]
-        fetched(f"{server.url}/file", within=limits(stall=0.3, attempts=3))
+        fetched(f"{server.url}/file", within=limits(stall=0.3, attempts=10))
     assert sorted(descriptors()) == sorted(before)
     assert not running(f"{server.url}/file")

@@ -50,7 +50,7 @@ def test_memory_and_descriptors_stay_flat_over_epochs(directory: Path, placement
     assert early.keys() == late.keys()
     for pid, (num_files, resident) in late.items():
         # Each batch on its way has a descriptor for each of its tensors; a leak would be hundreds.
-        assert abs(num_files - early[pid][0]) <= 12 * num_workers
+        assert num_files - early[pid][0] <= 12 * num_workers
         assert resident <= 1.05 * early[pid][1]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir
@@ -47,19 +46,9 @@ def num_logged(run_dir: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for the launcher and all that it started: torchrun's ranks are sessions of their own, and outlive it."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # a process that ended meanwhile
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    tree = [process.pid]
-    for pid in tree:
-        tree += [child for child, parent in parents.items() if parent == pid]
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+def num_starts(run_dir: Path) -> int:
+    path = RunDir(run_dir).provenance
+    return len(json.loads(path.read_text())["starts"]) if path.is_file() else 0
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +63,8 @@ def test_a_killed_run_ends_in_the_same_bits(num_ranks: int, data: Path, tmp_path
     subprocess.run(
         command(data, whole, num_ranks=num_ranks), cwd=REPOSITORY, env=environment, check=True, capture_output=True
     )
-    kill_at = random.Random(os.getpid()).sample(range(4, NUM_STEPS - 4), 2)
-    for step in sorted(kill_at):
+    kill_at = random.Random(os.getpid()).sample(range(8, NUM_STEPS - 8), 2)
+    for number, step in enumerate(sorted(kill_at), start=1):
         process = subprocess.Popen(
             command(data, killed, num_ranks=num_ranks),
             cwd=REPOSITORY,
@@ -84,10 +73,14 @@ def test_a_killed_run_ends_in_the_same_bits(num_ranks: int, data: Path, tmp_path
             stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + 120
-        while num_logged(killed) < step and process.poll() is None:
-            assert time.monotonic() < deadline, f"step {step} was not reached"
-            time.sleep(0.005)
-        kill_tree(process)
+        try:
+            # The lines of the start before are there until this one has noted itself, and then cuts them off.
+            while num_starts(killed) < number or num_logged(killed) < step:
+                assert process.poll() is None, f"it ended by itself before step {step} was seen"
+                assert time.monotonic() < deadline, f"step {step} was not reached"
+                time.sleep(0.005)
+        finally:
+            kill_tree(process)
     done = subprocess.run(
         command(data, killed, num_ranks=num_ranks), cwd=REPOSITORY, env=environment, capture_output=True, text=True
     )

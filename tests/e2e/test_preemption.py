@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from tests.processes import kill_tree
 from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 40
+NUM_STEPS = 120  # after the first few there is to be time for the warning, also on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=64, num_test=20)
 
 
-def start(data: Path, run_dir: Path) -> subprocess.Popen[str]:
+@contextmanager
+def start(data: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run on two ranks; it ends with the block at the latest."""
     settings = [
         f"data.train_dir={data / 'train'}",
         f"data.test_dir={data / 'test'}",
@@ -38,7 +43,20 @@ def start(data: Path, run_dir: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir)]
     command += [word for setting in settings for word in ("--set", setting)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        kill_tree(process)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run_dir = RunDir(tmp_path_factory.mktemp("runs") / "undisturbed")
+    with start(data, run_dir.path) as process:
+        said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return run_dir
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -62,16 +80,14 @@ def wait_for_steps(run_dir: RunDir, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("warned", [0, 1])
-def test_one_warned_rank_stops_all_and_nothing_is_lost(warned: int, data: Path, tmp_path: Path) -> None:
-    undisturbed = start(data, tmp_path / "undisturbed")
-    said, _ = undisturbed.communicate(timeout=240)
-    assert undisturbed.returncode == 0, said
-
+def test_one_warned_rank_stops_all_and_nothing_is_lost(
+    warned: int, undisturbed: RunDir, data: Path, tmp_path: Path
+) -> None:
     run_dir = RunDir(tmp_path / "stopped")
-    process = start(data, run_dir.path)
-    wait_for_steps(run_dir, 3)
-    os.kill(ranks_of(process.pid)[warned], signal.SIGUSR2)
-    said, _ = process.communicate(timeout=240)
+    with start(data, run_dir.path) as process:
+        wait_for_steps(run_dir, 3)
+        os.kill(ranks_of(process.pid)[warned], signal.SIGUSR2)
+        said, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     step = run_dir.latest_step()
     assert step is not None
@@ -79,13 +95,12 @@ def test_one_warned_rank_stops_all_and_nothing_is_lost(warned: int, data: Path, 
     assert f"stopped after step {step}" in said
     assert "StoppedError" not in said  # torchrun adds a traceback of its own
 
-    again = start(data, run_dir.path)
-    said, _ = again.communicate(timeout=240)
+    with start(data, run_dir.path) as again:
+        said, _ = again.communicate(timeout=240)
     assert again.returncode == 0, said
     assert f"going on from step {step} of {NUM_STEPS}" in said
     expected, found = (
-        safetensors.torch.load_file(RunDir(tmp_path / name).checkpoint(NUM_STEPS) / "encoder.safetensors")
-        for name in ("undisturbed", "stopped")
+        safetensors.torch.load_file(one.checkpoint(NUM_STEPS) / "encoder.safetensors") for one in (undisturbed, run_dir)
     )
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert [entry["step"] for entry in run_dir.read_metrics()] == list(range(1, NUM_STEPS + 1))

@@ -438,7 +438,7 @@ def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: dict[str, 
     [
         (0, r"2 on \S+ is dead \(killed", ""),
         (1, r"1 on \S+ is stopped by a signal", ""),
-        (2, "", r"RuntimeError: DataLoader worker .* is killed"),
+        (2, "", r"RuntimeError: DataLoader worker .* (is killed|exited unexpectedly)"),
     ],
     ids=["killed", "frozen", "exception"],
 )

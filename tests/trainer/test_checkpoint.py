@@ -249,8 +249,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     with CheckpointWriter(run_dir, keep=2) as writer:
         writer.save(1, engines=engines, objective_state={})
         timer = threading.Timer(0.2, gate.open.set)
-        timer.start()
         began = time.perf_counter()
+        timer.start()
         writer.save(2, engines=engines, objective_state={})
         assert time.perf_counter() - began > 0.15
         assert run_dir.checkpoint(1).is_dir()

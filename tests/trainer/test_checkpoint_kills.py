@@ -111,6 +111,7 @@ def kill_at_random(path: Path, seed: int) -> dict[str, int]:
         board.write(begun=step, over=step)
         pid = fork(lambda: save_on(run_dir, board))
         while board.read()[0] == step:  # until it has begun to save
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the child ended before it saved"
             time.sleep(1e-4)
         time.sleep(draw.uniform(0, 3 * save_seconds))
         os.kill(pid, signal.SIGKILL)
@@ -162,7 +163,7 @@ def kill_at_each_operation(path: Path) -> dict[str, int]:
 
 def in_clean_process(function: Callable[..., dict[str, int]], *arguments: Any) -> dict[str, int]:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result(timeout=120)
+        return pool.submit(function, *arguments).result(timeout=300)
 
 
 def test_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:

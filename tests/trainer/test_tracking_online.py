@@ -100,11 +100,11 @@ def test_what_was_written_offline_is_synchronised_as_wandb_documents(
 def test_a_slow_server_costs_a_step_nothing(server: StandIn, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=0)
-    server.delay = 1.0
+    server.delay = 5.0
     started = time.perf_counter()
     for step in range(1, 101):
         tracker.log(step, {"train/loss": 1.0 / step})
-    assert time.perf_counter() - started < 0.9
+    assert time.perf_counter() - started < 4.0
     server.delay = 0.0
     tracker.close()
     ((_, run),) = server.runs.items()

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +25,10 @@ SHARDS = [f"shard-{number:05d}.tar" for number in range(NUM_RANKS)]
 
 
 def toy_rank(rank: int, directory: Path, trouble: Callable[[], None]) -> None:
-    """Sums numbers with the other ranks, step by step, as a training loop would."""
+    """Sums numbers with the other ranks, step by step, as a training loop would.
+
+    Says before the bad step how long it went without a sign of life at the most, by which the watchdog measures it.
+    """
     _write_stderr_to(directory / f"stderr_{rank}")
     dist.init_process_group(
         "gloo",
@@ -36,9 +40,13 @@ def toy_rank(rank: int, directory: Path, trouble: Callable[[], None]) -> None:
     config = WatchdogConfig(limit_seconds=LIMIT_SECONDS)
     with Watchdog(RunDir(directory), config, rank=rank, world_size=NUM_RANKS, start="first") as watchdog:
         (directory / f"sidecar_{rank}").write_text(str(watchdog.pid))
+        longest, last = 0.0, time.monotonic()
         for step in itertools.count():
             watchdog.beat(step, doing="data", shards=[SHARDS[rank]])
             watchdog.beat(step, doing="step")
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            if step == BAD_STEP:
+                (directory / f"longest_{rank}").write_text(str(longest))
             if step == BAD_STEP and rank == CULPRIT:
                 trouble()
             dist.all_reduce(torch.ones(3))
@@ -47,6 +55,7 @@ def toy_rank(rank: int, directory: Path, trouble: Callable[[], None]) -> None:
 
 def stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1)  # woken to say where it stands: while another of its threads says so, it must not have gone on
 
 
 def sleep_for_long() -> None:
@@ -123,6 +132,13 @@ def wait(watchdog: Watchdog) -> None:
 
 def raise_an_error(watchdog: Watchdog) -> None:
     watchdog.beat(0, doing="step")
+    raise ValueError("no")
+
+
+def raise_an_error_before_the_alarm(alarm: Path, watchdog: Watchdog) -> None:
+    """The alarm of another rank comes a moment later."""
+    watchdog.beat(0, doing="step")
+    threading.Timer(0.6, alarm.mkdir, kwargs={"parents": True}).start()
     raise ValueError("no")
 
 

@@ -240,9 +240,14 @@ def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess
     )
 
 
-def start_slurm_task(rank: int, **more: str) -> subprocess.Popen[str]:
+def free_job() -> dict[str, str]:
+    """A job whose first port is nobody's now: two runs of these tests at a time may not be one job."""
+    return SRUN_TASK | {"SLURM_JOB_ID": str(free_ports(1)[0] - 20_000)}
+
+
+def start_slurm_task(job: dict[str, str], rank: int, **more: str) -> subprocess.Popen[str]:
     """A rank of two that finds its port as under srun, on this machine."""
-    environ = clean_environment() | SRUN_TASK | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    environ = clean_environment() | job | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     environ |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
     environ |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} | more
     pipe = subprocess.PIPE
@@ -292,10 +297,11 @@ def test_ports_after_the_first_lie_apart_and_in_the_range() -> None:
 
 def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
     """One port is held by who says nothing, one by another job's rank 0; and one core too few is said once."""
-    first, second, third, *_ = read_env(SRUN_TASK).ports
+    job = free_job()
+    first, second, third, *_ = read_env(job).ports
     cores = len(os.sched_getaffinity(0))
     with socket.create_server(("", first)), answering([second], token="another/job", answer=1):
-        ranks = [start_slurm_task(rank, SLURM_CPUS_PER_TASK=str(cores + rank)) for rank in range(2)]
+        ranks = [start_slurm_task(job, rank, SLURM_CPUS_PER_TASK=str(cores + rank)) for rank in range(2)]
         outputs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     said = outputs[0][0].splitlines()
@@ -306,7 +312,7 @@ def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
 
 
 def test_a_slurm_task_whose_rank_0_never_comes_says_so() -> None:
-    rank_1 = start_slurm_task(1, TIMEOUT="2")
+    rank_1 = start_slurm_task(free_job(), 1, TIMEOUT="2")
     _, stderr = rank_1.communicate(timeout=60)
     assert rank_1.returncode == 2
     assert "rank 1 of 2 on" in stderr
@@ -314,7 +320,7 @@ def test_a_slurm_task_whose_rank_0_never_comes_says_so() -> None:
 
 
 def test_a_slurm_rank_0_does_not_wait_for_ever() -> None:
-    rank_0 = start_slurm_task(0, TIMEOUT="2")
+    rank_0 = start_slurm_task(free_job(), 0, TIMEOUT="2")
     _, stderr = rank_0.communicate(timeout=60)
     assert rank_0.returncode == 2
     assert "rank 0 of 2 on" in stderr
