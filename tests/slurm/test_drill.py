@@ -247,14 +247,17 @@ def warn_all_that_start(training: Training) -> None:
     """
     cluster = training.cluster
 
-    def are_deaf() -> bool:
-        ranks = cluster.ranks(training.job_id)
-        return len(ranks) == 4 and all(signal.SIGUSR2 in signals(rank, "SigBlk") for rank in ranks)
+    ranks: list[int] = []
 
-    training.wait_for(are_deaf, "rank that blocks signals")
-    ranks = cluster.ranks(training.job_id)
-    for rank in ranks:
-        os.kill(rank, signal.SIGSTOP)
+    def are_held() -> bool:
+        """Each as soon as it can take a signal, now or later; whoever comes first cannot train without the last."""
+        for rank in cluster.ranks(training.job_id):
+            if rank not in ranks and signal.SIGUSR2 in signals(rank, "SigBlk") | signals(rank, "SigCgt"):
+                os.kill(rank, signal.SIGSTOP)
+                ranks.append(rank)
+        return len(ranks) == 4
+
+    training.wait_for(are_held, "rank that blocks or takes signals")
     training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=2")
     training.wait_for(lambda: all(signal.SIGUSR2 in signals(rank, "ShdPnd") for rank in ranks), "warning by Slurm")
     # Still a time limit, but one that leaves Slurm no cause to warn the next start before this is done with.
@@ -271,7 +274,8 @@ def give_an_hour(training: Training) -> None:
 
 
 def signals(pid: int, name: str) -> set[int]:
-    """A set of signals that /proc/PID/status names, such as those that are blocked (SigBlk) or pending (ShdPnd)."""
+    """A set of signals that /proc/PID/status names, such as those that are blocked (SigBlk), taken (SigCgt) or
+    pending (ShdPnd)."""
     found = re.search(rf"^{name}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     assert found is not None
     return {number + 1 for number in range(64) if int(found[1], 16) >> number & 1}

@@ -83,7 +83,7 @@ def updated_rows(shard_RD: Tensor, z_BD: Tensor, index_B: Tensor, *, momentum: f
     with_spare_RD = torch.cat([shard_RD, shard_RD[:1]])
     row_G = torch.where(is_mine_G, row_G, len(shard_RD))
     new_GD = F.normalize(momentum * with_spare_RD[row_G] + (1 - momentum) * u_GD, dim=1)
-    return with_spare_RD.index_copy(0, row_G, new_GD)[:-1]
+    return with_spare_RD.index_copy_(0, row_G, new_GD)[:-1].clone()
 
 
 class InstanceDiscrimination(Objective):
