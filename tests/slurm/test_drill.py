@@ -8,6 +8,7 @@ the table that the last test prints.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -44,6 +45,12 @@ POLL_SECONDS = 0.2
 NODE_FAULT = 4  # among the moments of the job that is warned
 CHECKPOINT = ["checkpoint.json", "encoder.safetensors", "encoder_optimizer.safetensors"]
 SECONDS_TO_REPORT_A_FREEZE = 60
+# Python runs a file of this name (sitecustomize) before anything else; in a task of srun, which a rank is, it waits.
+GATE = """
+import os, time
+while "SLURM_STEP_ID" in os.environ and not os.path.exists({gate!r}):
+    time.sleep(0.05)
+"""
 
 
 @dataclass(frozen=True)
@@ -85,11 +92,19 @@ class Training:
     def __init__(self, cluster: Cluster, path: Path, settings: Sequence[str], *, flags: Sequence[str]) -> None:
         self.cluster = cluster
         self.run_dir = RunDir(path)
+        self.gate = path.with_name(f"{path.name}_gate") / "open"
+        self._environ = cluster.environ
         self._settings, self._flags = settings, flags
         self.job_id = ""
         self.is_given_up = threading.Event()
         self._num_starts = 0
         self._last_step = 0
+
+    def close_gate(self) -> None:
+        """Ranks that start from now on wait, before they import anything, until the file `gate` is there."""
+        self.gate.parent.mkdir()
+        (self.gate.parent / "sitecustomize.py").write_text(GATE.format(gate=str(self.gate)))
+        self._environ = self._environ | {"PYTHONPATH": str(self.gate.parent)}
 
     def submit(self) -> None:
         self._num_starts += 1
@@ -97,7 +112,7 @@ class Training:
         command = [sys.executable, "launch/slurm.py", "--nodes", "4", "--config", "debug:image", *self._flags]
         command += ["--run-dir", str(self.run_dir.path)]
         command += [word for setting in self._settings for word in ("--set", setting)]
-        done = subprocess.run(command, cwd=ROOT, env=self.cluster.environ, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, env=self._environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         (self.job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", done.stdout, re.MULTILINE)
 
@@ -242,28 +257,20 @@ class Story(threading.Thread):
 def warn_all_that_start(training: Training) -> None:
     """The job is given two minutes, of which Slurm warns when it next looks at the limits: every 30 seconds.
 
-    The ranks are held until that has happened, while they still start, so that no step depends on when it does. The job
-    was submitted with an hour: between two starts Slurm may go back to that, and forget what it has been told since.
+    The ranks wait at the gate until that has happened, while they still start, so that no step depends on when it does.
+    The job was submitted with an hour: between two starts Slurm may go back to that, and forget what it was told since.
     """
-    cluster = training.cluster
 
-    ranks: list[int] = []
+    def all_have(name: str) -> bool:
+        ranks = training.cluster.ranks(training.job_id)
+        return len(ranks) == 4 and all(signal.SIGUSR2 in signals(rank, name) for rank in ranks)
 
-    def are_held() -> bool:
-        """Each as soon as it can take a signal, now or later; whoever comes first cannot train without the last."""
-        for rank in cluster.ranks(training.job_id):
-            if rank not in ranks and signal.SIGUSR2 in signals(rank, "SigBlk") | signals(rank, "SigCgt"):
-                os.kill(rank, signal.SIGSTOP)
-                ranks.append(rank)
-        return len(ranks) == 4
-
-    training.wait_for(are_held, "rank that blocks or takes signals")
+    training.wait_for(lambda: all_have("SigBlk"), "rank that blocks signals")
     training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=2")
-    training.wait_for(lambda: all(signal.SIGUSR2 in signals(rank, "ShdPnd") for rank in ranks), "warning by Slurm")
+    training.wait_for(lambda: all_have("ShdPnd"), "warning by Slurm")
     # Still a time limit, but one that leaves Slurm no cause to warn the next start before this is done with.
     training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=3")
-    for rank in ranks:
-        os.kill(rank, signal.SIGCONT)
+    training.gate.touch()
     training.wait_for(lambda: len(training.starts()) == 1, "start")
     training.wait_for(lambda: training.job().get("Restarts") == "1", "requeue")
 
@@ -274,16 +281,20 @@ def give_an_hour(training: Training) -> None:
 
 
 def signals(pid: int, name: str) -> set[int]:
-    """A set of signals that /proc/PID/status names, such as those that are blocked (SigBlk), taken (SigCgt) or
-    pending (ShdPnd)."""
-    found = re.search(rf"^{name}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return {number + 1 for number in range(64) if int(found[1], 16) >> number & 1}
+    """A set of signals that /proc/PID/status names, such as those that are blocked (SigBlk) or pending (ShdPnd); none
+    where the process has ended.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        found = re.search(rf"^{name}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        assert found is not None
+        return {number + 1 for number in range(64) if int(found[1], 16) >> number & 1}
+    return set()
 
 
 def warnings(training: Training) -> Iterator[Moment]:
     """What Slurm and its users do to a job that goes on by itself."""
     cluster = training.cluster
+    training.close_gate()
     training.submit()
     yield training.started_again(
         "time limit reached while the ranks start",
