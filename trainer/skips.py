@@ -35,13 +35,6 @@ class _Done:
     metrics: Mapping[str, Tensor]
     learning_rates: Mapping[str, float]
 
-    @property
-    def is_undone(self) -> bool:
-        """Whether all of a skipped step was skipped: of players that alternate, the first may have taken its step."""
-        norms = [value for name, value in self.metrics.items() if name.endswith("_gradient_norm")]
-        first = [norm for norm in norms if norm is not self.metrics.get("train/viewmaker_gradient_norm")]
-        return not all(bool(norm.isfinite()) for norm in first)
-
 
 class SkipLog:
     """All ranks add the same steps, in order.
@@ -97,7 +90,7 @@ class SkipLog:
                 self._run_dir,
                 step=done.step,
                 # A skipped step leaves the state of before it.
-                state_step=done.step if state_step == done.step + 1 and done.is_undone else state_step,
+                state_step=done.step if state_step == done.step + 1 and self._is_undone(done) else state_step,
                 epoch=done.epoch,
                 seed=self._config.seed,
                 index_B=done.index_B,
@@ -114,6 +107,13 @@ class SkipLog:
                     "step %d was skipped: a loss or gradient was not finite%s", done.step, look if recorded else ""
                 )
         self._counts.add(done.step, skipped=skipped)
+
+    def _is_undone(self, done: _Done) -> bool:
+        """Whether all of a skipped step was skipped: of players that alternate, the encoder may have taken its own."""
+        if self._config.adversary is None or self._config.adversary.update == "simultaneous":
+            return True
+        learners = [name for name in self._engines if name != "viewmaker"]
+        return not all(done.metrics[f"train/{name}_gradient_norm"].isfinite() for name in learners)
 
 
 def _on_its_way_to_the_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

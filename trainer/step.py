@@ -142,7 +142,6 @@ class TrainingStep:
 
         `learning_rates` is by engine. The loss in the metrics is this rank's; its mean over ranks is the global loss.
         """
-        self._held.hold()
         adversary = self._config.adversary
         if adversary is None:
             compared, skip = self._learner_step(batch, learning_rates)
@@ -154,7 +153,6 @@ class TrainingStep:
             compared, skip = self._simultaneous_step(batch, learning_rates, adversary)
         else:
             compared, skip = self._alternating_step(batch, learning_rates, adversary)
-        self._held.roll_back(skip)
         self.loss_scale.update(skip)
         return self._output(batch, compared, skip)
 
@@ -182,12 +180,10 @@ class TrainingStep:
         assert self._viewmaker is not None
         with self._viewmaker.frozen():
             compared, skip = self._learner_step(batch, learning_rates)
-        self._held.roll_back(skip)
         with contextlib.ExitStack() as stack:
             for engine in self._learner.values():
                 stack.enter_context(engine.frozen())
             for number in range(1, adversary.viewmaker_steps + 1):
-                self._held.hold()
                 turn = Turn(
                     self._viewmaker,
                     first=2 * number,
@@ -197,7 +193,6 @@ class TrainingStep:
                 )
                 after = self._learn(batch, turn)
                 skip = self._step({"viewmaker": self._viewmaker}, learning_rates, compared, skip=skip)
-                self._held.roll_back(skip)
         compared.metrics["train/viewmaker_loss"] = -adversary.weight * after.loss
         return compared, skip
 
@@ -209,7 +204,9 @@ class TrainingStep:
         *,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Every engine steps, or, where `skip` or a gradient is not finite, none; returns whether it was skipped."""
+        """Every engine steps, or, where `skip` is set or a gradient is not finite, none, and what `_learn` has changed
+        is undone; returns whether it was skipped.
+        """
         scale = self.loss_scale.scale
         with stage("optimizer"):
             norms = {name: engine.gradient_norm() for name, engine in engines.items()}
@@ -217,12 +214,14 @@ class TrainingStep:
             skip = not_finite if skip is None else skip | not_finite
             for name, engine in engines.items():
                 engine.step(learning_rate=learning_rates[name], skip=skip, gradient_scale=scale)
+            self._held.roll_back(skip)
         for name in engines:
             compared.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
         return skip
 
     def _learn(self, batch: Batch, turn: Turn) -> Compared:
-        """Forward, objective and backward; the gradients of those who learn are there afterwards."""
+        """Forward, objective and backward; the gradients of those who learn are there afterwards, for `_step`."""
+        self._held.hold()
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
             views = self._two_views(batch, first=turn.first)

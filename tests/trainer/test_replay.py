@@ -23,6 +23,7 @@ from trainer.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_non
 from trainer.players import build_players, build_run_objective
 from trainer.replay import Inspector
 from trainer.rundir import RunDir, write_json
+from trainer.skips import SkipLog
 from trainer.step import TrainingStep
 
 NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
@@ -129,6 +130,38 @@ def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
     assert states[0].keys() == states[1].keys()
     for name, value in states[1].items():
         assert torch.equal(states[0][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("update", "bad", "state_step"),
+    [("simultaneous", "viewmaker", 4), ("alternating", "viewmaker", 5), ("alternating", "objective", 4)],
+)
+def test_a_record_says_whether_the_encoder_had_taken_its_step(
+    data: Path, tmp_path: Path, update: str, bad: str, state_step: int
+) -> None:
+    config = configure(data, "debug:viewmaker", "objective.kind=simsiam", f"adversary.update={update}")
+    players = build_players(config)
+    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    engines = build_engines(config, players.trained_modules, objective)
+    (batch,) = Stream(
+        config.data.train_dir,
+        read=config.data,
+        global_batch_size=BATCH_SIZE,
+        seed=0,
+        rank=0,
+        world_size=1,
+        start_step=4,
+        end_step=5,
+    )
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    parameter = next(engines[bad].module.parameters())
+    parameter.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
+    log = SkipLog(
+        RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
+    )
+    log.add(batch, step(batch, learning_rates=RATES), RATES)
+    record, _ = read_record(RunDir(tmp_path), 4)
+    assert record.state_step == state_step
 
 
 def explained(
