@@ -5,7 +5,7 @@ Nothing here makes the host wait for a GPU: what is decided there stays there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +61,20 @@ class HeldState:
 
     def roll_back(self, skip: Tensor) -> None:
         """Back to what is held, where `skip`, a bool scalar, is true."""
-        if skip.device.type != "cpu" or skip:
-            for tensor, held in zip(self._tensors(), self._held, strict=True):
-                tensor.copy_(held if skip.device.type == "cpu" else torch.where(skip, held, tensor))
+        roll_back(self._tensors(), self._held, skip)
 
     def _tensors(self) -> list[Tensor]:
         """In a fixed order; buffers are asked for anew, since a module may put a new tensor in an old one's place."""
         buffers = [buffer for module in self._modules for buffer in module.buffers()]
         return [tensor.detach() for tensor in [*buffers, *self._untrained]]
+
+
+@torch.no_grad()
+def roll_back(tensors: Sequence[Tensor], held: Sequence[Tensor], skip: Tensor) -> None:
+    """Each tensor is again what is held of it, where `skip`, a bool scalar, is true."""
+    if skip.device.type != "cpu" or skip:  # which on the CPU is known for nothing
+        for tensor, before in zip(tensors, held, strict=True):
+            tensor.copy_(torch.where(skip, before, tensor))
 
 
 def any_not_finite(norms: Iterable[Tensor]) -> Tensor:

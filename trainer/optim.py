@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
+from trainer.numerics import roll_back
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Decayed = Literal["all", "matrices"]
@@ -139,8 +140,8 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     a checkpoint before it, need no case of their own. All of its state is tensors of parameters: "momentum_buffer",
     "step", "exp_avg", "exp_avg_sq".
 
-    On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. LARS
-    and LAMB have no such kernel: whoever may skip their steps waits for the flag.
+    On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. For
+    those of LARS and LAMB, which are not, there is `step_unless`.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fused = parameters[0].device.type == "cuda"
@@ -224,6 +225,23 @@ def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(tell_groups)
     optimizer.register_step_post_hook(ask_groups)
+
+
+def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step, where `skip`, a bool scalar, is false; where it is true, parameters and state stay as they are.
+
+    On a GPU the host does not wait for the flag: the step is taken, and taken back, which needs memory for a copy of
+    both. LAMB counts its steps on the host, which therefore waits.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = [*parameters, *(value for each in parameters for value in optimizer.state[each].values())]
+    if skip.device.type == "cpu" or any(tensor.device != skip.device for tensor in tensors):
+        if not skip:
+            optimizer.step()
+        return
+    held = [tensor.detach().clone() for tensor in tensors]
+    optimizer.step()
+    roll_back(tensors, held, skip)
 
 
 def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:

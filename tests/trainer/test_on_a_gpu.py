@@ -34,6 +34,7 @@ from trainer.distributed.ddp_engine import DDPEngine
 from trainer.distributed.fake_ranks import fake_ranks
 from trainer.objectives import ObjectiveOutput
 from trainer.objectives.nt_xent import NTXent
+from trainer.optim import LAMBConfig, LARSConfig, OptimizerConfig
 from trainer.players import build_players, build_run_objective
 from trainer.step import TrainingStep
 
@@ -186,6 +187,24 @@ def test_a_step_makes_the_host_wait_for_nothing(
 ) -> None:
     """As rank 0 of two, whose collectives send nothing."""
     assert what_waits(monkeypatch, recipe, overrides, num_ranks=2) == []
+
+
+@pytest.mark.parametrize(("config", "waits_for"), [(LARSConfig(), []), (LAMBConfig(), ["asks"])], ids=["lars", "lamb"])
+def test_an_optimizer_that_is_not_fused_skips_a_step_without_waiting(
+    config: OptimizerConfig, waits_for: list[str]
+) -> None:
+    """But for LAMB, which counts its steps on the host."""
+    pytest.importorskip("timm")
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with FakeTensorMode(), Waits() as waits:
+        on_the_gpu(module)
+        engine = DDPEngine(module, optimizer=config)
+        for parameter in module.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        waits.found.clear()
+        skip, scale = torch.empty((), dtype=torch.bool, device=CUDA), torch.empty((), device=CUDA)
+        engine.step(learning_rate=0.1, skip=skip, gradient_scale=scale)
+    assert [line.split()[0] for line in waits.found] == waits_for
 
 
 DIGITS = Digits(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10)

@@ -225,6 +225,32 @@ def test_the_state_is_there_before_the_first_step_and_keeps_its_names(config: Op
     assert all(value.any() for value in after.values())
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+    ids=["cpu", "gpu"],
+)
+@every_config
+def test_a_skipped_step_leaves_no_trace(config: OptimizerConfig, device: str) -> None:
+    engine = DDPEngine(small_net(seed=0).to(device), optimizer=config)
+    parameters = list(engine.module.parameters())
+
+    def step(number: int, skip: bool, spoil: float = 1.0) -> dict[str, Tensor]:
+        for parameter, gradient in zip(parameters, gradients(engine.module, number), strict=True):
+            parameter.grad = gradient.to(device) * spoil
+        engine.step(learning_rate=0.1, skip=torch.tensor(skip, device=device))
+        assert all(parameter.grad is None for parameter in parameters)
+        return {name: value.clone() for name, value in (engine.module_state() | engine.optimizer_state()).items()}
+
+    before = step(0, skip=False)
+    after = step(1, skip=True, spoil=math.nan)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    goes_on = step(1, skip=False)
+    assert not any(
+        torch.equal(goes_on[name], before[name]) for name in before if "running" not in name and "num" not in name
+    )
+
+
 @every_config
 def test_a_run_taken_up_by_the_names_of_its_parameters_ends_in_the_same_bits(
     config: OptimizerConfig, tmp_path: Path

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.collectives import sum_in_rank_order, world_size
-from trainer.optim import OptimizerConfig, build_optimizer
+from trainer.optim import OptimizerConfig, build_optimizer, step_unless
 
 
 class DDPEngine:
@@ -60,12 +60,15 @@ class DDPEngine:
             self._optimizer.grad_scale = gradient_scale  # type: ignore[attr-defined]
             self._optimizer.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
             self._optimizer.step()
-        elif skip is None or not skip:
+        else:
             if gradient_scale is not None:
                 for parameter in self.module.parameters():
                     if parameter.grad is not None:
                         parameter.grad.div_(gradient_scale)
-            self._optimizer.step()
+            if skip is None:
+                self._optimizer.step()
+            else:
+                step_unless(skip, self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
