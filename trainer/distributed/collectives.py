@@ -80,6 +80,8 @@ def all_gather_rows(x_BD: Tensor) -> Tensor:
     """The rows of all ranks, (W * B, D), in rank order; a row's gradient is summed over all ranks, at its owner."""
     if not is_distributed():
         return x_BD
+    if not (torch.is_grad_enabled() and x_BD.requires_grad):
+        return _gathered_rows(x_BD)
     gathered_GD: Tensor = _AllGatherRows.apply(x_BD)  # type: ignore[no-untyped-call]
     return gathered_GD
 
@@ -88,6 +90,8 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     """The sum of `x` over all ranks, on every rank; the gradient is the sum of all ranks' gradients."""
     if not is_distributed():
         return x
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _sum_over_ranks(x)
     total: Tensor = _AllReduceSum.apply(x)  # type: ignore[no-untyped-call]
     return total
 
@@ -187,13 +191,7 @@ class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BD: Tensor) -> Tensor:
         ctx.num_rows = len(x_BD)
-        gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
-        with stage("communication"):
-            if _share_memory_with(x_BD):
-                torch.ops.neighbours.allgather_(gathered_GD, x_BD.contiguous())
-            else:
-                dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
-        return gathered_GD
+        return _gathered_rows(x_BD)
 
     @staticmethod
     @once_differentiable
@@ -216,6 +214,17 @@ class _AllReduceSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return _sum_over_ranks(grad)
+
+
+def _gathered_rows(x_BD: Tensor) -> Tensor:
+    """The rows of all ranks, without gradient."""
+    gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
+    with stage("communication"):
+        if _share_memory_with(x_BD):
+            torch.ops.neighbours.allgather_(gathered_GD, x_BD.contiguous())
+        else:
+            dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
+    return gathered_GD
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:

@@ -46,21 +46,22 @@ class Neighbours:
         self._lines = lines
         self._slots = [torch.frombuffer(memory, dtype=torch.uint8).view(_NUM_SLOTS, SLOT_BYTES) for memory in memories]
         self._turn = 0
+        self._views_by_key: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     def all_gather(self, out_WN: Tensor, x_N: Tensor) -> None:
         """Every rank's `x_N` into the rows of `out_WN`; both contiguous, on the CPU, of one dtype."""
         for part, views in self._rounds(x_N):
-            for out_N, view in zip(out_WN, views, strict=True):
-                out_N[part] = view
+            torch.stack(views, out=out_WN[:, part])
 
     def all_reduce_sum(self, x_N: Tensor) -> Tensor:
         """The sum over the ranks, (N,), each number added up in the order of the ranks."""
-        total_N = torch.empty_like(x_N)
-        for part, (first, *others) in self._rounds(x_N):
-            total_N[part] = first
+        totals = []
+        for _, (first, second, *others) in self._rounds(x_N):
+            total = first + second
             for other in others:
-                total_N[part] += other
-        return total_N
+                total += other
+            totals.append(total)
+        return totals[0] if len(totals) == 1 else torch.cat(totals)
 
     def close(self) -> None:
         """Hang up."""
@@ -71,14 +72,21 @@ class Neighbours:
     def _rounds(self, x_N: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         """What all ranks wrote, in rank order, piece by piece; a piece may be read until the next one is asked for."""
         num = SLOT_BYTES // x_N.element_size()
-        for start in range(0, len(x_N), num):
+        for start in range(0, max(len(x_N), 1), num):
             part = slice(start, min(start + num, len(x_N)))
-            size = (part.stop - part.start) * x_N.element_size()
-            views = [slots[self._turn, :size].view(x_N.dtype) for slots in self._slots]
+            views = self._views(part.stop - part.start, x_N.dtype)
             views[self._rank].copy_(x_N[part])
             self._turn = (self._turn + 1) % _NUM_SLOTS
             self._meet()
             yield part, views
+
+    def _views(self, num: int, dtype: torch.dtype) -> list[Tensor]:
+        """So many numbers of every rank's slot. A step asks for the same ones again and again."""
+        key = self._turn, num, dtype
+        if key not in self._views_by_key:
+            size = num * dtype.itemsize
+            self._views_by_key[key] = [slots[self._turn, :size].view(dtype) for slots in self._slots]
+        return self._views_by_key[key]
 
     def _meet(self) -> None:
         """Tell all others, then hear from all. A rank that cannot go on hangs up, so that none waits for it."""

@@ -86,7 +86,7 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
         out_BCHW, mean_SC, unbiased_SC = synchronized_batch_norm(
             input, self.weight, self.bias, eps=self.eps, num_groups=_num_groups[-1]
         )
-        for mean_C, unbiased_C in zip(mean_SC, unbiased_SC, strict=True):
+        for mean_C, unbiased_C in zip(mean_SC.unbind(), unbiased_SC.unbind(), strict=True):
             self.running_mean.lerp_(mean_C, self.momentum)
             self.running_var.lerp_(unbiased_C, self.momentum)
         self.num_batches_tracked.add_(len(mean_SC))
@@ -213,7 +213,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         # Running statistics in the parameters' type make torch accumulate a bfloat16 input in float32.
         scratch_C = torch.zeros_like(weight_C)
         groups = x_BCHW.chunk(num_groups)
-        own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C.clone(), 0.0)]
+        own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C, 0.0)]
         num = groups[0].numel() // x_BCHW.shape[1]
         stats_RN = all_gather_rows(torch.cat([*own, scratch_C.new_full((1,), num)])[None])
         num_R1 = stats_RN[:, -1:]
@@ -222,11 +222,13 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         total = num_R1.sum()
         share_R11 = (num_R1 / total)[..., None]
         mean_SC = (mean_RSC * share_R11).sum(0)
-        var_SC = ((var_RSC + (mean_RSC - mean_SC).square()) * share_R11).sum(0)
+        apart_RSC = mean_RSC - mean_SC
+        var_SC = (torch.addcmul(var_RSC, apart_RSC, apart_RSC) * share_R11).sum(0)
         ctx.eps = eps
         ctx.save_for_backward(x_BCHW, weight_C, mean_SC, var_SC, total)
         out_BCHW = torch.empty_like(x_BCHW)
-        for x, out, mean_C, var_C in zip(groups, out_BCHW.chunk(num_groups), mean_SC, var_SC, strict=True):
+        outs = out_BCHW.chunk(num_groups)
+        for x, out, mean_C, var_C in zip(groups, outs, mean_SC.unbind(), var_SC.unbind(), strict=True):
             _normalise(x, mean_C, var_C, weight_C, bias_C, eps=eps, out=out)
         unbiased_SC = var_SC * (total / (total - 1))
         ctx.mark_non_differentiable(mean_SC, unbiased_SC)
@@ -237,8 +239,9 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x_BCHW, weight_C, mean_SC, var_SC, total = ctx.saved_tensors
         num_groups = len(mean_SC)
-        groups = list(zip(x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC, var_SC, strict=True))
-        none = torch.empty_like(mean_SC[0, :0])  # of training's own statistics; CUDA's kernel does not take None
+        parts = (x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC.unbind(), var_SC.unbind())
+        groups = list(zip(*parts, strict=True))
+        none = mean_SC.new_empty(0)  # of training's own statistics; CUDA's kernel does not take None
         own = []
         for x, grad, mean_C, var_C in groups:
             # The sums of grad * normalised x and of grad; the statistics are as constants in them.
@@ -255,11 +258,11 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         grad_x_BCHW = torch.empty_like(x_BCHW)
         per_channel = (-1, *(1,) * (x_BCHW.dim() - 2))
         for (x, grad, mean_C, var_C), out, scale_C, through_2C in zip(
-            groups, grad_x_BCHW.chunk(num_groups), scale_SC, through_S2C, strict=True
+            groups, grad_x_BCHW.chunk(num_groups), scale_SC.unbind(), through_S2C.unbind(), strict=True
         ):
-            _normalise(x, mean_C, var_C, *through_2C, eps=ctx.eps, out=out)
+            _normalise(x, mean_C, var_C, *through_2C.unbind(), eps=ctx.eps, out=out)
             out.addcmul_(grad, scale_C.view(per_channel))
-        grad_weight_C, grad_bias_C = own_S2C.sum(0)
+        grad_weight_C, grad_bias_C = own_S2C.sum(0).unbind()
         return grad_x_BCHW, grad_weight_C, grad_bias_C, None, None
 
 
@@ -267,7 +270,5 @@ def _normalise(
     x: Tensor, mean_C: Tensor, var_C: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, out: Tensor
 ) -> None:
     """`F.batch_norm` with the given statistics, into `out`, which may be a part of a tensor."""
-    none = torch.empty_like(mean_C[:0])  # what training would leave for backward
-    torch.ops.aten.native_batch_norm.out(
-        x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=out, save_mean=none, save_invstd=torch.empty_like(none)
-    )
+    none = mean_C.new_empty(0)  # what training would leave for backward
+    torch.native_batch_norm(x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=(out, none, none))
