@@ -238,7 +238,12 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     if skip.device.type == "cpu" or any(tensor.device != skip.device for tensor in tensors):
         if not skip:
             optimizer.step()
-        return
+    else:
+        _step_and_take_back(skip, optimizer, tensors)
+
+
+def _step_and_take_back(skip: Tensor, optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> None:
+    """One step, after which each of `tensors`, all that it changes, is as before where `skip` is true."""
     held = [tensor.detach().clone() for tensor in tensors]
     optimizer.step()
     roll_back(tensors, held, skip)

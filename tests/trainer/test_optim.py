@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.errors import UserError
+from trainer import optim
 from trainer.distributed.ddp_engine import DDPEngine
 from trainer.optim import (
     AdamConfig,
@@ -249,6 +250,26 @@ def test_a_skipped_step_leaves_no_trace(config: OptimizerConfig, device: str) ->
     assert not any(
         torch.equal(goes_on[name], before[name]) for name in before if "running" not in name and "num" not in name
     )
+
+
+@pytest.mark.parametrize("config", [CONFIGS["lars"], CONFIGS["lars, all"]], ids=["lars", "lars, all"])
+def test_a_step_that_is_taken_back_was_never_taken(config: OptimizerConfig) -> None:
+    """As on a GPU, where whether it stays is not known to the host."""
+
+    def states(skips: list[bool]) -> list[Tensor]:
+        net = small_net(seed=0)
+        optimizer = build_optimizer(config, net)
+        tensors = [t for p in net.parameters() for t in (p, *optimizer.state[p].values())]
+        number = 0
+        for skip in skips:
+            for parameter, gradient in zip(net.parameters(), gradients(net, number), strict=True):
+                parameter.grad = gradient * (math.nan if skip else 1.0)
+            optim._step_and_take_back(torch.tensor(skip), optimizer, tensors)
+            number += not skip
+        return [tensor.detach() for tensor in tensors]
+
+    for found, expected in zip(states([True, False, True, False]), states([False, False]), strict=True):
+        assert torch.equal(found, expected)
 
 
 @every_config

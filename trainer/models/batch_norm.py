@@ -213,7 +213,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         # Running statistics in the parameters' type make torch accumulate a bfloat16 input in float32.
         scratch_C = torch.zeros_like(weight_C)
         groups = x_BCHW.chunk(num_groups)
-        own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C, 0.0)]
+        own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C.clone(), 0.0)]
         num = groups[0].numel() // x_BCHW.shape[1]
         stats_RN = all_gather_rows(torch.cat([*own, scratch_C.new_full((1,), num)])[None])
         num_R1 = stats_RN[:, -1:]
@@ -270,5 +270,6 @@ def _normalise(
     x: Tensor, mean_C: Tensor, var_C: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, out: Tensor
 ) -> None:
     """`F.batch_norm` with the given statistics, into `out`, which may be a part of a tensor."""
-    none = mean_C.new_empty(0)  # what training would leave for backward
-    torch.native_batch_norm(x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=(out, none, none))
+    # What training would leave for backward; two tensors, since CUDA's kernel reads from them what it has put there.
+    save_mean, save_invstd = mean_C.new_empty(0), mean_C.new_empty(0)
+    torch.native_batch_norm(x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=(out, save_mean, save_invstd))

@@ -254,15 +254,22 @@ def test_compiling_stops_at_the_collective_and_nowhere_else(num_ranks: int, stop
 
 
 class AsOnCuda(TorchDispatchMode):
-    """Checks what CUDA's kernel asserts, and the CPU's does not look at."""
+    """Checks what CUDA's kernels assert or rely on, and the CPU's do not look at."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_calls = 0
+        self.num_calls = self.num_normalised = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten.native_batch_norm.out:
+            assert kwargs is not None
+            self.num_normalised += 1
+            own = {id(kwargs[name]) for name in ("out", "save_mean", "save_invstd")}
+            assert len(own) == 3, "each is written, and the output is made of the other two"
+        if func is torch.ops.aten.batch_norm_update_stats.default:
+            assert args[1] is not args[2], "both are written"
         if func is torch.ops.aten.native_batch_norm_backward.default:
             self.num_calls += 1
             save_mean, save_invstd = args[5:7]
@@ -277,6 +284,7 @@ def test_going_backward_it_gives_cuda_what_its_kernel_asserts() -> None:
         out = synchronized_batch_norm(x, torch.ones(3), torch.zeros(3), eps=1e-5, num_groups=2)[0]
         torch.autograd.backward(out.square().sum())
     assert calls.num_calls == 2
+    assert calls.num_normalised == 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
