@@ -201,7 +201,7 @@ def firing() -> list[RunConfig]:
     The network is the paper's. It does not give the training, which here is that of Huang et al. for SimCLR.
     """
     base = simclr.huang_cifar10()
-    network = WideResNet34x5Config.model_validate(base.encoder.model_dump(exclude={"kind", "stem_relu"}))
+    network = WideResNet34x5Config.model_validate(base.encoder.model_dump(exclude={"kind", "stem_relu", "init"}))
     views = {"none": NO_VIEWS, "crop": huang_views("a"), "crop-colour": huang_views("ad")}
     runs = [_named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
     return _study("firing", _seeded(runs, _SEEDS))

@@ -21,7 +21,7 @@ from data_pipeline.schema import Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import grouped_statistics, knows_order, split_batch_norm, synchronize_batch_norm
 from trainer.models.heads import HeadConfig, build_head
-from trainer.models.resnet import resnet_trunk
+from trainer.models.resnet import Init, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
 from trainer.models.trunk import ConvolutionalTrunk
 from trainer.models.wide_resnet import wide_resnet_trunk
@@ -58,9 +58,14 @@ class _Fields(Schema):
 
 
 class _ResNetFields(_Fields):
-    """`stem_relu`: False leaves out the ReLU after the stem, as the published code of Huang et al. 2023 does."""
+    """Fields of residual networks.
+
+    `stem_relu`: False leaves out the ReLU after the stem, as the published code of Huang et al. 2023 does.
+    `init`: the law of the convolutions' first weights, see `trainer.models.resnet.Init`.
+    """
 
     stem_relu: bool = True
+    init: Init = "torch"
 
     form: ClassVar[Literal["standard", "small"]]
     block: ClassVar[type[BasicBlock] | type[Bottleneck]] = BasicBlock
@@ -68,7 +73,10 @@ class _ResNetFields(_Fields):
 
 
 class ResNet18SmallConfig(_ResNetFields):
-    """ResNet-18 for small pictures: 3x3 stem of stride 1, no max-pooling (Chen et al. 2020, appendix B.9)."""
+    """ResNet-18 for small pictures: 3x3 stem of stride 1, no max-pooling (Chen et al. 2020, appendix B.9).
+
+    The published codes of Tamkin et al. 2022 and Huang et al. 2023 both train it from torch's first weights.
+    """
 
     kind: Literal["resnet18_small"] = "resnet18_small"
     form = "small"
@@ -93,9 +101,13 @@ class ResNet50SmallConfig(_ResNetFields):
 
 
 class ResNet18Config(_ResNetFields):
-    """ResNet-18 as torchvision has it; with one input channel, the sound encoder of Tamkin et al. 2022."""
+    """ResNet-18 as torchvision has it; with one input channel, the sound encoder of Tamkin et al. 2022.
+
+    The published code takes torchvision's network and replaces its stem, which so has torch's first weights.
+    """
 
     kind: Literal["resnet18"] = "resnet18"
+    init: Init = "torchvision"
     form = "standard"
     num_blocks = (2, 2, 2, 2)
 
@@ -104,6 +116,7 @@ class ResNet34Config(_ResNetFields):
     """ResNet-34 as torchvision has it."""
 
     kind: Literal["resnet34"] = "resnet34"
+    init: Init = "torchvision"
     form = "standard"
     num_blocks = (3, 4, 6, 3)
 
@@ -112,6 +125,7 @@ class ResNet50Config(_ResNetFields):
     """ResNet-50 as torchvision has it."""
 
     kind: Literal["resnet50"] = "resnet50"
+    init: Init = "torchvision"
     form = "standard"
     block = Bottleneck
     num_blocks = (3, 4, 6, 3)
@@ -293,6 +307,7 @@ def _build_trunk(config: EncoderConfig) -> Trunk:
                 width=config.width if isinstance(config, ResNet10Config) else 64,
                 in_channels=config.in_channels,
                 stem_relu=config.stem_relu,
+                init=config.init,
             )
 
 

@@ -6,6 +6,7 @@ Shapes: B pictures, C channels of the map, H by W pixels.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 
 from torch import Tensor, nn
 
@@ -47,8 +48,11 @@ class ConvolutionalTrunk(nn.Sequential):
         return blocks + [nn.Sequential(*between)] * bool(between)
 
 
-def initialise_convolutions(trunk: nn.Module) -> None:
-    """Redraw every convolution as residual networks want it (He et al. 2015, over the outputs); the rest stays."""
+def draw_convolutions(trunk: nn.Module, *, but: Container[nn.Module] = ()) -> None:
+    """Redraw the weights of every convolution from a normal law of variance 2 / fan_out (He et al. 2015).
+
+    The convolutions in `but` keep their weights, and so does every other layer.
+    """
     for module in trunk.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and module not in but:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

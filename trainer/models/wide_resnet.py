@@ -10,7 +10,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.models.trunk import ConvolutionalTrunk, initialise_convolutions
+from trainer.models.trunk import ConvolutionalTrunk, draw_convolutions
 
 STEM_WIDTH = 16
 NUM_STAGES = 3
@@ -34,7 +34,7 @@ def wide_resnet_trunk(depth: int, widening: int, *, in_channels: int = 3) -> Con
     layers["bn1"] = nn.BatchNorm2d(num_in)
     layers["relu"] = nn.ReLU(inplace=True)
     trunk = ConvolutionalTrunk(layers, num_channels=num_in)
-    initialise_convolutions(trunk)
+    draw_convolutions(trunk)
     return trunk
 
 

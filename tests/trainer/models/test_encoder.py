@@ -25,6 +25,7 @@ from trainer.models import (
     build_encoder,
 )
 from trainer.models.batch_norm import SynchronizedBatchNorm2d
+from trainer.models.encoder import ResNetConfig
 from trainer.models.resnet import resnet_trunk
 from trainer.models.wide_resnet import wide_resnet_trunk
 
@@ -83,10 +84,18 @@ def test_heads_of_the_papers(head: HeadConfig, embedding_size: int, number: int)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (ResNet18SmallConfig(), [0.0071451664, -0.0268920921, 0.0219631698, 0.0061245105, -0.0075154836]),
-        (ResNet10Config(), [-0.0655433759, -0.0016397752, -0.0086924732, 0.0244700275, -0.0269987658]),
+        (ResNet18SmallConfig(), [-0.0014408393, 0.1032386199, -0.0071888282, 0.0114132930, 0.0010148012]),
+        (ResNet10Config(), [-0.0014408393, 0.1032386199, -0.0225090049, 0.0247150492, -0.0392907038]),
+        (
+            ResNet18SmallConfig(init="torchvision"),
+            [0.0071451664, -0.0268920921, 0.0219631698, 0.0061245105, -0.0075154836],
+        ),
+        (
+            ResNet10Config(init="torchvision"),
+            [-0.0655433759, -0.0016397752, -0.0086924732, 0.0244700275, -0.0269987658],
+        ),
     ],
-    ids=["resnet18_small", "resnet10"],
+    ids=["resnet18_small", "resnet10", "resnet18_small-torchvision", "resnet10-torchvision"],
 )
 def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected: list[float]) -> None:
     """Published numbers of ours were trained from these."""
@@ -125,14 +134,64 @@ def test_resnets_are_torchvisions(config: EncoderConfig, training: bool) -> None
     torch.testing.assert_close(encoder(views_BCHW), encoder.head(peer((views_BCHW - mean) / std)))
 
 
-def test_weights_are_drawn_as_torchvision_draws_them() -> None:
-    ours = build_encoder(ResNet18SmallConfig()).trunk.state_dict()
+def test_first_weights_are_drawn_as_torchvision_draws_them() -> None:
+    ours = build_encoder(ResNet18SmallConfig(init="torchvision")).trunk.state_dict()
     theirs = torchvision.models.resnet18().state_dict()
     for name, value in ours.items():
         if name.endswith("weight") and value.numel() > 30_000:
             assert value.std().item() == pytest.approx(theirs[name].std().item(), rel=0.03), name
         elif name != "conv1.weight" and value.dim() < 2:
             assert torch.equal(value, theirs[name]), name
+
+
+def assert_law(weight: Tensor, *, std: float, uniform: bool) -> None:
+    """Check mean, deviation and range. In units of the deviation no uniform value exceeds sqrt(3)."""
+    scaled = weight.flatten().double() / std
+    num = scaled.numel()
+    assert scaled.mean().item() == pytest.approx(0, abs=5 / num**0.5)
+    variance_of_square = 0.8 if uniform else 2
+    assert scaled.square().mean().item() == pytest.approx(1, abs=5 * (variance_of_square / num) ** 0.5)
+    if uniform:
+        assert 1.7 < scaled.abs().max().item() <= 3**0.5 * (1 + 1e-6)
+    else:
+        assert scaled.abs().max().item() > 2
+
+
+@pytest.mark.parametrize(
+    ("config", "stem_std", "others_uniform"),
+    [
+        (ResNet18SmallConfig(), 1 / (3 * 27) ** 0.5, True),
+        (ResNet10Config(width=64), 1 / (3 * 27) ** 0.5, True),
+        (ResNet18Config(), (2 / (64 * 49)) ** 0.5, False),
+        (ResNet18Config(**SPECTROGRAM), 1 / (3 * 49) ** 0.5, False),
+    ],
+    ids=["resnet18_small", "resnet10", "resnet18", "sound"],
+)
+def test_the_law_of_every_first_weight(config: ResNetConfig, stem_std: float, others_uniform: bool) -> None:
+    """The published pictures: torch's law. The published sounds: torchvision's, but for the replaced stem."""
+    encoder = build_encoder(config)
+    for name, weight in encoder.trunk.named_parameters():
+        if weight.dim() == 4:
+            num_out, num_in, height, width = weight.shape
+            torchs, torchvisions = (3 * num_in * height * width) ** -0.5, (2 / (num_out * height * width)) ** 0.5
+            std = stem_std if name == "conv1.weight" else torchs if others_uniform else torchvisions
+            assert_law(weight.detach(), std=std, uniform=std == torchs)
+        else:
+            assert torch.equal(weight, torch.ones_like(weight) * name.endswith("weight")), name
+    assert isinstance(encoder.head, nn.Linear)
+    torchs = (3 * encoder.head.in_features) ** -0.5
+    assert_law(encoder.head.weight.detach(), std=torchs, uniform=True)
+
+
+def test_the_first_weights_of_the_published_encoder_are_a_fifth_of_torchvisions_in_square() -> None:
+    """The sums over all convolutions that follow from the two laws are 1,600 and 7,686."""
+
+    def squares(config: ResNetConfig) -> float:
+        weights = build_encoder(config).trunk.parameters()
+        return sum(weight.square().sum().item() for weight in weights if weight.dim() == 4)
+
+    assert squares(ResNet18SmallConfig()) == pytest.approx(1_600, rel=0.01)
+    assert squares(ResNet18SmallConfig(init="torchvision")) == pytest.approx(7_686, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["resnet18_small", "resnet18"])
