@@ -67,6 +67,7 @@ from data_pipeline.progress import Progress
 from data_pipeline.randomness import generator
 from data_pipeline.sample import NO_LABEL
 from data_pipeline.shards import index_path, shard_name
+from data_pipeline.sources import Source
 from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,7 @@ def _plan(
     recipe = Recipe(
         source=source,
         overlay=None if drawn == "online" else overlay,
-        label_names=LabelNames(base=source.class_names, overlay=() if overlay is None else overlay.class_names),
+        label_names=_label_names(source, overlay),
         split=split,
         seed=seed,
         sample_rate=ingredients.sample_rate,
@@ -259,6 +260,17 @@ def _plan(
         source_sha256="",
     )
     return Plan(recipe, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
+
+
+def _label_names(source: Source, overlay: Overlay | None) -> LabelNames:
+    if overlay is None:
+        return LabelNames(base=source.class_names, overlay=(), title_base=source.title)
+    return LabelNames(
+        base=source.class_names,
+        overlay=overlay.class_names,
+        title_base=source.title,
+        title_overlay=overlay.title,
+    )
 
 
 def _overlay_sha256(overlay: Overlay) -> str:
@@ -500,3 +512,10 @@ def run(args: argparse.Namespace) -> None:
     )
     done = "is there already, built from the same data with the same arguments" if there_already else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {len(manifest.shards)} shards, {manifest.sha256[:12]}")
+    names = manifest.label_names
+    for label, title, classes in (
+        ("label_base", names.title_base, names.base),
+        ("label_overlay", names.title_overlay, names.overlay),
+    ):
+        if classes:
+            print(f"{label}, {title}: {len(classes)} classes, {', '.join(classes[:12])}{', ...' * (len(classes) > 12)}")

@@ -13,7 +13,7 @@ from data_pipeline.schema import Schema
 
 MANIFEST_NAME: Final = "manifest.json"
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 
 class ShardEntry(Schema):
@@ -26,10 +26,16 @@ class ShardEntry(Schema):
 
 
 class LabelNames(Schema):
-    """Class names by label; `overlay` is empty where nothing is drawn, `base` where only the overlay has a class."""
+    """Class names of both labels, and a title of each label for readers, such as "picture" and "digit".
+
+    `overlay` is empty if nothing is drawn, `base` if only the overlay has a class. The title of a label without
+    classes means nothing. A source gives `title_base`, an overlay class gives `title_overlay`.
+    """
 
     base: tuple[str, ...]
     overlay: tuple[str, ...]
+    title_base: str = "base"
+    title_overlay: str = "overlay"
 
 
 class OverlayEntry(Schema):

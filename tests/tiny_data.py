@@ -70,7 +70,12 @@ def write_tiny_dataset(
     return _write(
         directory,
         samples,
-        names=LabelNames(base=("dark", "bright"), overlay=second_names),
+        names=LabelNames(
+            base=("dark", "bright"),
+            overlay=second_names,
+            title_base="picture",
+            title_overlay="shape" if overlay == "online" else "object",
+        ),
         input_shape=(3, size, size),
         baked_kind="halves" if overlay == "baked" else None,
         online=Shapes() if overlay == "online" else None,
@@ -127,7 +132,10 @@ def write_tiny_sounds(
         directory,
         samples,
         names=LabelNames(
-            base=("deep", "high"), overlay=overlay.class_names if isinstance(overlay, Overlay) else second_names
+            base=("deep", "high"),
+            overlay=overlay.class_names if isinstance(overlay, Overlay) else second_names,
+            title_base="tone",
+            title_overlay=overlay.title if isinstance(overlay, Overlay) else "background",
         ),
         input_shape=(NUM_POINTS,),
         baked_kind="hiss" if overlay == "baked" else None,

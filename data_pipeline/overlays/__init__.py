@@ -46,6 +46,7 @@ class Overlay(nn.Module, ABC):
     """
 
     class_names: tuple[str, ...]  # in the order of the labels
+    title: str = "object"  # names the overlay's label for readers, such as "digit"
 
     def options(self) -> dict[str, str | int | float]:
         """The constructor's other arguments: `type(overlay)(**buffers, **options)` is the same overlay again."""

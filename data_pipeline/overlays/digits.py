@@ -43,6 +43,7 @@ class Digits(PictureOverlay):
     """
 
     class_names = tuple("0123456789")
+    title = "digit"
     digits_NHW: Tensor
     label_N: Tensor
 

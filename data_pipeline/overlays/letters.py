@@ -65,6 +65,7 @@ class Letters(PictureOverlay):
     """
 
     class_names = tuple(string.ascii_uppercase)
+    title = "letter"
     glyphs_KHW: Tensor
     masks_KHW: Tensor
 

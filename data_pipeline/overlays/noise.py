@@ -42,6 +42,7 @@ class Noise(Overlay):
     """
 
     class_names = ("babble", "traffic", "machinery")
+    title = "background"
     sounds_X: Tensor
     length_K: Tensor
     _start_K: Tensor

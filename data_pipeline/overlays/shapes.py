@@ -51,6 +51,7 @@ class Shapes(PictureOverlay):
     """Three classes, uniform; the colour is uniform over the RGB cube. For pictures of 32x32."""
 
     class_names = tuple(_ROWS)
+    title = "shape"
     masks_KHW: Tensor
 
     def __init__(self) -> None:

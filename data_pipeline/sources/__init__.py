@@ -28,6 +28,10 @@ class Source(Protocol):
         """The names of the classes, in the order of their labels; none where records have no class."""
 
     @property
+    def title(self) -> str:
+        """Names the label for readers, such as "picture" or "spoken digit"."""
+
+    @property
     def labels(self) -> NDArray[np.int64]:
         """(num_records,): the label of each record, `NO_LABEL` where it has none."""
 

@@ -29,6 +29,7 @@ class AudioMnist:
 
     description = "audiomnist"
     class_names = tuple("0123456789")
+    title = "spoken digit"
     sample_rate = 48_000
 
     def __init__(self, root: Path, *, split: str) -> None:

@@ -20,6 +20,7 @@ class Cifar:
     """
 
     description = "torchvision"
+    title = "picture"
 
     def __init__(self, root: Path, *, num_classes: Literal[10, 100], split: str) -> None:
         reader = CIFAR10 if num_classes == 10 else CIFAR100

@@ -39,6 +39,8 @@ class ImageFolder:
     does not decode (found when it is read) or has another size.
     """
 
+    title = "picture"
+
     def __init__(self, root: Path, *, split: str, image_size: int | None = None) -> None:
         self.root = _split_folder(root, split)
         self.image_size = image_size

@@ -27,6 +27,7 @@ class Fsdd:
     """
 
     class_names = tuple("0123456789")
+    title = "spoken digit"
     sample_rate = 8_000
 
     def __init__(self, root: Path, *, split: str, test_speaker: str = DEFAULT_TEST_SPEAKER) -> None:

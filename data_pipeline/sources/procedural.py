@@ -175,6 +175,7 @@ class Procedural:
     num_records: int
     description: str = field(default="procedural", init=False)
     class_names: tuple[str, ...] = field(default=tuple(PATTERNS), init=False)
+    title: str = field(default="picture", init=False)
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -78,6 +78,7 @@ class ProceduralSpeech:
     num_records: int
     description: str = field(default="procedural speech", init=False)
     class_names: tuple[str, ...] = field(default=tuple(MELODIES), init=False)
+    title: str = field(default="melody", init=False)
     sample_rate: int = field(default=SAMPLE_RATE, init=False)
 
     @property

@@ -18,6 +18,7 @@ class Silence:
     sample_rate: int
     description: str = field(default="silence", init=False)
     class_names: tuple[str, ...] = field(default=(), init=False)
+    title: str = field(default="silence", init=False)
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -176,6 +176,29 @@ def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
     assert len({made.how_made.source for made in (manifest, quiet, anywhere)}) == 3
 
 
+@pytest.mark.parametrize(
+    ("dataset", "titles"),
+    [
+        ("procedural", ("picture", "overlay")),
+        ("procedural_shapes", ("picture", "shape")),
+        ("procedural_digits", ("picture", "digit")),
+        ("procedural_letters", ("picture", "letter")),
+        ("spoken_noise", ("melody", "background")),
+    ],
+)
+def test_a_manifest_gives_both_labels_a_title_for_readers(
+    dataset: str, titles: tuple[str, str], tmp_path: Path
+) -> None:
+    build_dataset(dataset, tmp_path / "built", source="procedural", limit=2)
+    names = load_manifest(tmp_path / "built").label_names
+    assert (names.title_base, names.title_overlay) == titles
+
+
+def test_speech_is_titled_spoken_digit_and_a_new_overlay_has_a_title_too(fsdd: Path) -> None:
+    assert open_dataset("spoken", source="fsdd", root=fsdd).source.title == "spoken digit"
+    assert Overlay.title == "object"
+
+
 @pytest.mark.parametrize("dataset", ["procedural_digits", "spoken_noise"])
 def test_an_online_overlay_lies_beside_clean_samples(dataset: str, tmp_path: Path) -> None:
     """The file draws as the build's own overlay would, and the shards hold what a build without overlay holds."""

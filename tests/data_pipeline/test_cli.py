@@ -40,6 +40,8 @@ def test_build_verify_and_preview(
     status, out, err = run(capsys, monkeypatch, *build)
     assert status == 0
     assert out[0].startswith(f"{built} built: 40 samples in 2 shards, ")
+    assert out[1].startswith("label_base, picture: 10 classes, ")
+    assert out[2].startswith("label_overlay, letter: 26 classes, A, B, ")
     assert err[-1].startswith("building built: 40/40 in ")
 
     status, out, _ = run(capsys, monkeypatch, *build)
