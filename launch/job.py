@@ -1,5 +1,9 @@
 """The job that submitit pickles: it names a run directory and holds nothing else that could grow old in the queue.
 
+The job itself reads that pickle, LOGS/JOB_submitted.pkl, when it starts and when it is started again: this is how
+submitit hands work to a node. The submitter wrote it moments before. Nothing else reads a pickle: the job tells the
+others how it ended in JSON (`launch.outcome`).
+
 It also says what becomes of a job that was warned (of preemption, of its time limit) and whose ranks have all saved and
 stopped: Slurm is asked once to start it again. What may never happen: two requeues for one warning, a requeue of what
 somebody has cancelled, or one after an error.
@@ -27,9 +31,9 @@ from typing import Final
 
 import submitit
 from submitit.core.job_environment import JobEnvironment
-from submitit.core.utils import cloudpickle_dump
 from submitit.helpers import DelayedSubmission
 
+from launch.outcome import last_line, outcome_path, write_outcome
 from launch.train import run
 from trainer.config import read_config
 from trainer.preemption import WARNINGS, StoppedError
@@ -83,11 +87,20 @@ class TrainJob:
         """
         start = time.monotonic()
         job = submitit.JobEnvironment()
+        outcome = _outcome_of(job)
+        outcome.unlink(missing_ok=True)  # of a start before this one, which says nothing about this one
+        try:
+            self._train(job, start=start)
+        except Exception as error:
+            write_outcome(outcome, "failed", last_line(error))
+            raise
+        write_outcome(outcome, "finished")
+
+    def _train(self, job: JobEnvironment, *, start: float) -> None:
         config = read_config(open_run(self.run_dir).config)
         for number in WARNINGS:
             signal.signal(number, _send_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/deaf_start.py
-        job.paths.result_pickle.unlink(missing_ok=True)  # of a start before this one, which says nothing about this one
         if job.cluster == "local":
             # CUDA_VISIBLE_DEVICES stays: every rank sees all GPUs and takes cuda:local_rank, as under torchrun.
             os.environ.update(
@@ -122,7 +135,7 @@ class TrainJob:
         if refusal:
             message = f"{stopped}; {refusal}"
             print(message, file=sys.stderr)
-            _leave_result(job, message)
+            write_outcome(_outcome_of(job), "stopped", message)
             return 1
         return 0
 
@@ -255,8 +268,5 @@ def _send_again(number: int, _: FrameType | None) -> None:
     timer.start()
 
 
-def _leave_result(job: JobEnvironment, message: str) -> None:
-    """What submitit would write after an error; for a stop there is no traceback that could help."""
-    partial = job.paths.result_pickle.with_suffix(".partial")
-    cloudpickle_dump(("error", message), partial)
-    partial.replace(job.paths.result_pickle)
+def _outcome_of(job: JobEnvironment) -> Path:
+    return outcome_path(job.paths.folder, job_id=job.job_id, rank=job.global_rank)

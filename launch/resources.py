@@ -6,14 +6,15 @@ Nothing is guessed from the name of a host: who moves to another cluster edits o
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import AfterValidator, Field
 
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
@@ -38,32 +39,55 @@ OWN_FLAGS = {
     "mem": "--mem-gb",
 }
 DECIDED = {"array", "error", "job-name", "no-requeue", "open-mode", "output", "requeue", "signal"}
+_MAX_CHARACTERS = 1_000
+# Fields of sbatch by which GPUs may be asked for in another way than by --gpus-per-node.
+_GPU_FIELDS = {"gres", "gpus", "gpus-per-socket", "gpus-per-task", "tres-per-job", "tres-per-node", "tres-per-task"}
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable() or len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"must be one line of at most {_MAX_CHARACTERS} characters that can be printed")
+    return text
+
+
+def _fields(fields: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
+    fields = {name.replace("_", "-"): value for name, value in fields.items()}
+    for name, value in fields.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ValueError(f"{name!r} is no field of sbatch; write it as in `man sbatch`, without the dashes")
+        if isinstance(value, str):
+            _one_line(value)
+        if name in OWN_FLAGS:
+            raise ValueError(f"{name} has a setting of its own; use {OWN_FLAGS[name]}")
+        if name in DECIDED:
+            raise ValueError(f"{name} is decided by launch/slurm.py itself; leave it out")
+    return fields
+
+
+# A line break would put a line of its own into the batch script.
+OneLine = Annotated[str, AfterValidator(_one_line)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+CountOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
+SbatchFields = Annotated[dict[str, bool | int | str], AfterValidator(_fields)]
 
 
 class Wishes(Schema):
-    """What flags, environment or a file may ask for; None leaves the default. `sbatch`: any other field of sbatch."""
+    """What flags, environment or a file may ask for; None leaves the default.
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    time_minutes: PositiveInt = 240
-    tasks_per_node: PositiveInt | None = None
-    cpus_per_task: PositiveInt | None = None
-    gpus_per_node: PositiveInt | None = None
-    mem_gb: PositiveInt | None = None
-    sbatch: dict[str, bool | int | str] = Field(default={})
+    gpus_per_node: 0 says that the CPU is meant, where None says nothing.
+    sbatch: any other field of sbatch.
+    """
 
-    @field_validator("sbatch")
-    @classmethod
-    def _has_no_flag_of_its_own(cls, fields: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
-        fields = {name.replace("_", "-"): value for name, value in fields.items()}
-        for name in fields:
-            if name in OWN_FLAGS:
-                raise ValueError(f"{name} has a setting of its own; use {OWN_FLAGS[name]}")
-            if name in DECIDED:
-                raise ValueError(f"{name} is decided by launch/slurm.py itself; leave it out")
-        return fields
+    partition: OneLine | None = None
+    account: OneLine | None = None
+    qos: OneLine | None = None
+    constraint: OneLine | None = None
+    time_minutes: Count = 240
+    tasks_per_node: Count | None = None
+    cpus_per_task: Count | None = None
+    gpus_per_node: CountOrNone | None = None
+    mem_gb: Count | None = None
+    sbatch: SbatchFields = Field(default={})
 
 
 class Resources(Schema):
@@ -73,22 +97,63 @@ class Resources(Schema):
     data workers. More threads than cores would not only be slow: they wait for each other in busy loops.
     """
 
-    nodes: PositiveInt
-    tasks_per_node: PositiveInt
-    cpus_per_task: PositiveInt
-    threads_per_task: PositiveInt
-    gpus_per_node: PositiveInt | None = None
-    time_minutes: PositiveInt
-    mem_gb: PositiveInt | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    sbatch: dict[str, bool | int | str] = Field(default={})
+    nodes: Count
+    tasks_per_node: Count
+    cpus_per_task: Count
+    threads_per_task: Count
+    gpus_per_node: CountOrNone | None = None
+    time_minutes: Count
+    mem_gb: Count | None = None
+    partition: OneLine | None = None
+    account: OneLine | None = None
+    qos: OneLine | None = None
+    constraint: OneLine | None = None
+    sbatch: SbatchFields = Field(default={})
 
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.tasks_per_node
+
+    @property
+    def asks_for_gpus(self) -> bool:
+        return bool(self.gpus_per_node) or any("gpu" in f"{name}={self.sbatch[name]}" for name in self._gpu_fields)
+
+    @property
+    def says_nothing_of_gpus(self) -> bool:
+        """Whether GPUs are neither asked for nor refused (by --gpus-per-node 0)."""
+        return self.gpus_per_node is None and not self.asks_for_gpus
+
+    @property
+    def _gpu_fields(self) -> set[str]:
+        return _GPU_FIELDS & self.sbatch.keys()
+
+
+def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
+    """Say in plain words what is asked for.
+
+    Examples:
+        >>> few = Resources(nodes=4, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=240)
+        >>> describe_request(few)
+        '4 nodes x 1 rank, no GPU: it trains on the CPU (add --gpus-per-node N for GPUs), 2 cores a rank, 240 minutes'
+        >>> describe_request(few.model_copy(update={"gpus_per_node": 8, "tasks_per_node": 8}), num_runs=3)
+        '3 runs of 4 nodes x 8 ranks, 8 GPUs a node, 2 cores a rank, 240 minutes'
+    """
+
+    def count(number: int, noun: str) -> str:
+        return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+    if resources.gpus_per_node:
+        gpus = f"{count(resources.gpus_per_node, 'GPU')} a node"
+    elif resources.asks_for_gpus:
+        gpus = "GPUs by " + ", ".join(f"{name}={resources.sbatch[name]}" for name in sorted(resources._gpu_fields))
+    else:
+        more = " (add --gpus-per-node N for GPUs)" if resources.says_nothing_of_gpus else ""
+        gpus = f"no GPU: it trains on the CPU{more}"
+    runs = f"{num_runs} runs of " if num_runs > 1 else ""
+    return (
+        f"{runs}{count(resources.nodes, 'node')} x {count(resources.tasks_per_node, 'rank')}, {gpus}, "
+        f"{count(resources.cpus_per_task, 'core')} a rank, {count(resources.time_minutes, 'minute')}"
+    )
 
 
 @dataclass(frozen=True)
@@ -174,7 +239,11 @@ def resources_for(wishes: Wishes, configs: Sequence[RunConfig], *, nodes: int) -
 def told_origins(gathered: Gathered) -> list[str]:
     """A line for each wish: its value, and where it came from."""
     values = gathered.wishes.model_dump(exclude={"sbatch"})
-    lines = [f"{name}: {value} from {gathered.origins.get(name, 'default')}" for name, value in values.items() if value]
+    lines = [
+        f"{name}: {value} from {gathered.origins.get(name, 'default')}"
+        for name, value in values.items()
+        if value is not None
+    ]
     return lines + [
         f"{name}: {value} from {gathered.origins[f'sbatch.{name}']}" for name, value in gathered.wishes.sbatch.items()
     ]

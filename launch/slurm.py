@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -30,14 +32,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import submitit
+import torch
 from submitit.core.utils import FailedJobError
 from submitit.helpers import clean_env
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.errors import UserError, run_command
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob, parse_seconds
+from launch.outcome import outcomes_of_job
 from launch.ports import free_ports
-from launch.resources import Gathered, Resources, Wishes, gather, parse_fields, resources_for, told_origins
+from launch.resources import (
+    Gathered,
+    Resources,
+    Wishes,
+    describe_request,
+    gather,
+    parse_fields,
+    resources_for,
+    told_origins,
+)
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import (
     Submission,
@@ -54,7 +67,7 @@ from launch.train import default_run_dir, positive
 from trainer.config import RunConfig
 from trainer.preflight import check_data, claim
 from trainer.provenance import command_line
-from trainer.rundir import RunDir
+from trainer.rundir import LOCK_NAME, RunDir
 
 MAX_TIMEOUTS = 20  # a job that has reached its time limit this often is not requeued again
 MAX_TIMEOUTS_HERE = 5  # on this machine, where submitit starts a job six times at most
@@ -101,7 +114,7 @@ def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_ti
         "nodes": resources.nodes,
         "ntasks_per_node": resources.tasks_per_node,
         "cpus_per_task": resources.cpus_per_task,
-        "gpus_per_node": resources.gpus_per_node,
+        "gpus_per_node": resources.gpus_per_node or None,
         "time": resources.time_minutes,
         "mem": None if resources.mem_gb is None else f"{resources.mem_gb}GB",
         "partition": resources.partition,
@@ -157,16 +170,9 @@ def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> lis
     The code is that of `snapshot`, by default that of now. Raises `UserError` for what cannot run, with nothing
     submitted and no directory left that was not there before.
     """
-    for member in plan.members:
-        check_data(member.config)
     snapshot = snapshot or read_snapshot()
     code = snapshot.folder(plan.home)
-    if plan.executor == "slurm":
-        _check_with_slurm(plan, code=code)
-    new = [path for path in (plan.home, *(member.run_dir.path for member in plan.members)) if not path.exists()]
-    try:
-        for member in plan.members:
-            claim(member.run_dir, member.config).close()
+    with _claimed(plan, code=code):
         write_snapshot(snapshot, into=plan.home)
         train_jobs = [
             TrainJob(
@@ -178,21 +184,12 @@ def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> lis
             for member in plan.members
         ]
         jobs = _submit_here(train_jobs, plan, code) if plan.executor == "local" else _sbatch(train_jobs, plan, code)
-    except (UserError, OSError) as error:
-        for path in new:
-            shutil.rmtree(path, ignore_errors=True)
-        if isinstance(error, UserError) or error.errno == 28:  # ENOSPC has its own sentence
-            raise
-        raise UserError(
-            f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
-        ) from None
     for member, job in zip(plan.members, jobs, strict=True):
         submission = Submission(
             job_id=job.job_id,
             executor=plan.executor,
-            logs=str(plan.logs),
-            submitted_at=datetime.now(UTC).isoformat(),
-            home=str(plan.home),
+            home="." if plan.home == member.run_dir.path else "..",
+            submitted_at=datetime.now(UTC),
             at_a_time=plan.at_a_time,
             resources=plan.resources,
             host=socket.gethostname(),
@@ -201,18 +198,79 @@ def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> lis
     return jobs
 
 
-def _check_with_slurm(plan: Plan, *, code: Path) -> None:
-    """Raises `UserError` where there is no Slurm, where it says that it would refuse this job, or where its nodes
-    cannot see the directory; submits nothing.
+class _DryRunError(Exception):
+    """Raised inside `_claimed` to take back what a dry run has claimed."""
+
+
+def dry_run(plan: Plan, *, snapshot: Snapshot) -> str:
+    """Make every check that `submit` makes, leave nothing, and return the batch script.
+
+    Slurm itself is asked only if there is one on this machine. Raises `UserError` as `submit` does.
     """
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+    code = snapshot.folder(plan.home)
+    with contextlib.suppress(_DryRunError), _claimed(plan, code=code, needs_slurm=False):
+        raise _DryRunError
+    return sbatch_script(plan, code=code)
+
+
+@contextlib.contextmanager
+def _claimed(plan: Plan, *, code: Path, needs_slurm: bool = True) -> Iterator[None]:
+    """Check all that can be checked before a submission, and claim the run directories.
+
+    What was made for that is removed if the block raises. Raises `UserError` for what cannot run.
+    """
+    if not str(plan.home).isprintable():
+        raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
+    for member in plan.members:
+        check_data(member.config)
+    if plan.executor == "slurm" and (needs_slurm or _has_slurm()):
+        _check_with_slurm(plan, code=code)
+    directories = [plan.home, *(member.run_dir.path for member in plan.members)]
+    new = [path for path in directories if not path.exists()]
+    new_files = [
+        path / name
+        for path in directories
+        for name in (RunDir(path).config.name, LOCK_NAME)
+        if path.exists() and not (path / name).exists()
+    ]
+    new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
+    try:
+        for member in plan.members:
+            claim(member.run_dir, member.config).close()
+        yield
+    except BaseException as error:
+        for path in new:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in new_files:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        for path in new_parents:  # the innermost first; one in which something else lies meanwhile stays
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if not isinstance(error, OSError) or error.errno == errno.ENOSPC:  # which has a sentence of its own
+            raise
+        raise UserError(
+            f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
+        ) from None
+
+
+def _has_slurm() -> bool:
+    return shutil.which("sbatch") is not None and shutil.which("srun") is not None
+
+
+def _check_with_slurm(plan: Plan, *, code: Path) -> None:
+    """Raises `UserError` if there is no Slurm, if it says that it would refuse this job, if the job would leave its
+    GPUs idle, or if its nodes cannot see the directory; submits nothing.
+    """
+    if not _has_slurm():
         raise UserError(
             "there is no Slurm on this machine (no sbatch and srun on PATH); run this on a login node of the cluster, "
             "add --dry-run to see the script, or --executor local to train here"
         )
     with _outside_any_job():
-        nodes = _run_slurm("sinfo", "--noheader", "--Node", "--format", "%N %n %P %T").stdout
+        nodes = _run_slurm("sinfo", "--noheader", "--Node", "--format", "%N %n %P %T %G").stdout
         check_shared(plan.home, [line.split()[1] for line in nodes.splitlines()])
+        check_gpus(plan.resources, nodes)
         partitions = _run_slurm("scontrol", "show", "partition", "--oneliner").stdout
         check_time_limit(plan.resources, partitions)
         test = _run_slurm("sbatch", "--test-only", text=sbatch_script(plan, code=code))
@@ -222,7 +280,7 @@ def _check_with_slurm(plan: Plan, *, code: Path) -> None:
 
 def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
     """Why this job can never run, by what `sbatch --test-only` says and the nodes that sinfo lists as
-    "name host partition state", the default partition with a star; None where it could only not run now.
+    "name host partition state gres", the default partition with a star; None if it could only not run now.
 
     A job that needs nodes which are down for the moment may wait in the queue, but the test speaks of it as of one that
     asks for the impossible.
@@ -230,9 +288,7 @@ def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
     reason = _reason(said)
     if "down, drained or reserved" in reason:
         return None
-    rows = [line.split() for line in nodes.splitlines()]
-    asked = set(resources.partition.split(",")) if resources.partition else None
-    chosen = [row for row in rows if (row[2].endswith("*") if asked is None else row[2].rstrip("*") in asked)]
+    chosen = _nodes_of_partition(resources, nodes)
     names = {row[0] for row in chosen}
     if 0 < len(names) < resources.nodes:
         partition = resources.partition or chosen[0][2].rstrip("*")
@@ -240,6 +296,40 @@ def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
     if "node configuration is not available" in reason and not all(_is_up(row[3]) for row in chosen):
         return None
     return reason
+
+
+def _nodes_of_partition(resources: Resources, nodes: str) -> list[list[str]]:
+    """The rows of sinfo, in words, for the partitions that are asked for, or for the default one."""
+    rows = [line.split() for line in nodes.splitlines()]
+    asked = set(resources.partition.split(",")) if resources.partition else None
+    return [row for row in rows if (row[2].endswith("*") if asked is None else row[2].rstrip("*") in asked)]
+
+
+def check_gpus(resources: Resources, nodes: str) -> None:
+    """Raises `UserError` if every node of the partition has GPUs, by the list of sinfo, and nothing is said of them.
+
+    Examples:
+        >>> asked = Resources(nodes=4, tasks_per_node=1, cpus_per_task=1, threads_per_task=1, time_minutes=60)
+        >>> check_gpus(asked, "n0 n0 cpu* idle (null)")
+        >>> check_gpus(asked.model_copy(update={"gpus_per_node": 0}), "n0 n0 gpu* idle gpu:a100:8(S:0-1)")
+        >>> check_gpus(asked, "n0 n0 gpu* idle gpu:a100:8(S:0-1)")
+        Traceback (most recent call last):
+        data_pipeline.errors.UserError: every node of the partition gpu has GPUs (gpu:a100:8), but none is asked for, \
+so 4 ranks would train on the CPU; add --gpus-per-node 8, or --gpus-per-node 0 if the CPU is meant
+    """
+    if not resources.says_nothing_of_gpus:
+        return
+    chosen = _nodes_of_partition(resources, nodes)
+    found = [re.search(r"\bgpu(?::[^,():]+)*:(\d+)", row[4]) if len(row) > 4 else None for row in chosen]
+    if not found or None in found:
+        return
+    fewest = min((match for match in found if match is not None), key=lambda match: int(match[1]))
+    partition = resources.partition or chosen[0][2].rstrip("*")
+    raise UserError(
+        f"every node of the partition {partition} has GPUs ({fewest[0]}), but none is asked for, so "
+        f"{resources.num_ranks} ranks would train on the CPU; add --gpus-per-node {fewest[1]}, or --gpus-per-node 0 if "
+        "the CPU is meant"
+    )
 
 
 def _is_up(state: str) -> bool:
@@ -393,14 +483,15 @@ def wait(member: Member, job: submitit.Job[None]) -> None:
                 file.seek(shown)
                 print(file.read(), end="", flush=True)
                 shown = file.tell()
-    missing = [rank for rank in range(job.num_tasks) if not job.task(rank).paths.result_pickle.is_file()]
-    if error := first_error(submission):
+    outcomes = outcomes_of_job(log.parent, job_id=job.job_id, inside=log.parent)
+    missing = [rank for rank in range(job.num_tasks) if rank not in outcomes]
+    if error := first_error(member.run_dir, submission):
         rank, problem = error.rank, f"failed: {error.line}"
     elif missing:
         rank, problem = missing[0], "left no result (it was killed, or its node died)"
     else:
         return
-    print(f"error: rank {rank} of job {job.job_id} {problem}; see {submission.rank_log(rank)}", file=sys.stderr)
+    print(f"error: rank {rank} of job {job.job_id} {problem}; see {job.task(rank).paths.stdout}", file=sys.stderr)
     raise SystemExit(1)
 
 
@@ -500,7 +591,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="default: 1 and one for each data worker of the recipe; on this machine, an equal part of its cores",
     )
-    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="default: none")
+    parser.add_argument("--gpus-per-node", type=_whole, metavar="N", help="default: none; 0 says that none is meant")
     parser.add_argument("--time-minutes", type=positive, metavar="N", help="default: 240; then requeued")
     parser.add_argument("--mem-gb", type=positive, metavar="N", help="memory a node; default: the cluster's")
     parser.add_argument("--partition", metavar="NAME")
@@ -511,9 +602,13 @@ def _parser() -> argparse.ArgumentParser:
         "--sbatch", action="append", metavar="KEY=VALUE", help="any other field of sbatch; KEY alone: without a value"
     )
     parser.add_argument("--executor", choices=("slurm", "local"), default="slurm", help="local: ranks on this machine")
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check all, print the batch script and stop")
     parser.add_argument("--wait", action="store_true", help="show rank 0's log until the end; status 1 if a rank fails")
     return parser
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 def _gather(arguments: argparse.Namespace) -> Gathered:
@@ -565,49 +660,73 @@ def _with_part_of_cores(wishes: Wishes, *, at_a_time: int) -> Wishes:
     return wishes if wishes.cpus_per_task else wishes.model_copy(update={"cpus_per_task": part})
 
 
-def still_to_do(plan: Plan) -> list[Member]:
-    """The members of a study that neither are finished nor have a job; says which ones are left out."""
+def still_to_do(plan: Plan) -> tuple[list[Member], list[str]]:
+    """The members of a study that neither are finished nor have a job, and a line for each one that is left out."""
     queue = queue_for([member.run_dir for member in plan.members])
-    left = []
+    left, left_out = [], []
     for member in plan.members:
         status = run_status(member.run_dir, queue) if member.run_dir.config.is_file() else None
         if status is not None and status.state in {"finished", "waiting", "running"}:
-            print(f"{member.run_dir.path.name} is {status.state} already")
+            left_out.append(f"{member.run_dir.path.name} is {status.state} already")
         else:
             left.append(member)
-    return left
+    return left, left_out
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     gathered = _gather(arguments)
     plan = _plan(arguments, gathered)
-    if arguments.dry_run:
-        shebang, _, script = sbatch_script(plan, code=read_snapshot().folder(plan.home)).partition("\n")
-        print("\n".join([shebang, "", *(f"# {line}" for line in told_origins(gathered)), script]))
-        return
+    members = plan.members
+    notes: list[str] = []
     if arguments.study is None:
-        (member,) = plan.members
+        (member,) = members
         refuse_if_active(member.run_dir, queue_for([member.run_dir]))
-        (job,) = submit(plan, command=command_line())
-        where = "this machine" if plan.executor == "local" else f"{plan.resources.nodes} node(s)"
-        print(f"job {job.job_id}: {plan.resources.num_ranks} rank(s) on {where}")
-        print(f"run directory: {member.run_dir.path}")
-        print(f"follow: tail -F {job.task(0).paths.stdout}  (one log a rank: {job.job_id}_RANK_log.out)", flush=True)
-        if plan.executor == "slurm":
-            print(f"state: squeue --jobs {job.job_id}; end it: scancel {job.job_id}", flush=True)
-        if arguments.wait:
-            wait(member, job)
+    else:
+        left, notes = still_to_do(plan)
+        plan = replace(plan, members=left, at_a_time=max(1, min(plan.at_a_time, len(left))))
+    if plan.members:
+        notes.append(f"asks for {describe_request(plan.resources, num_runs=len(plan.members))}")
+    if plan.executor == "local" and plan.resources.says_nothing_of_gpus and (num_gpus := torch.cuda.device_count()):
+        notes.append(f"the {num_gpus} GPU(s) of this machine stay idle; --gpus-per-node 0 says that this is meant")
+    if arguments.dry_run:
+        _print_dry_run(plan, notes, gathered)
         return
-    left = still_to_do(plan)
-    if left and plan.executor == "local":
-        run_study_here(replace(plan, members=left), command=command_line())
-    elif left:
-        plan_left = replace(plan, members=left, at_a_time=min(plan.at_a_time, len(left)))
-        tell_study(plan_left, submit(plan_left, command=command_line()))
+    print(*notes, sep="\n", end="\n" if notes else "", flush=True)
+    if arguments.study is None:
+        _submit_one(plan, then_wait=arguments.wait)
+        return
+    if plan.members and plan.executor == "local":
+        run_study_here(plan, command=command_line())
+    elif plan.members:
+        tell_study(plan, submit(plan, command=command_line()))
     print(f"state: python launch/status.py {plan.home}", flush=True)
     if arguments.wait:
-        wait_for_study(plan.members)
+        wait_for_study(members)
+
+
+def _print_dry_run(plan: Plan, notes: Sequence[str], gathered: Gathered) -> None:
+    """Print the batch script, or only the notes if no run is left to submit. Raises `UserError` as `submit` does."""
+    if not plan.members:
+        print(*notes, sep="\n")
+        return
+    script = dry_run(plan, snapshot=read_snapshot())
+    unchecked = [] if _has_slurm() else ["not checked by Slurm: there is no sbatch on this machine"]
+    shebang, _, rest = script.partition("\n")
+    print("\n".join([shebang, "", *(f"# {line}" for line in [*notes, *unchecked, *told_origins(gathered)]), rest]))
+
+
+def _submit_one(plan: Plan, *, then_wait: bool) -> None:
+    (member,) = plan.members
+    (job,) = submit(plan, command=command_line())
+    where = "this machine" if plan.executor == "local" else f"{plan.resources.nodes} node(s)"
+    print(f"job {job.job_id}: {plan.resources.num_ranks} rank(s) on {where}")
+    print(f"run directory: {member.run_dir.path}")
+    print(f"follow: tail -F {job.task(0).paths.stdout}  (one log a rank: {job.job_id}_RANK_log.out)", flush=True)
+    if plan.executor == "slurm":
+        print(f"state: squeue --jobs {job.job_id}; end it: scancel {job.job_id}", flush=True)
+    if then_wait:
+        wait(member, job)
 
 
 def tell_study(plan: Plan, jobs: Sequence[submitit.Job[None]]) -> None:

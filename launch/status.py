@@ -18,6 +18,7 @@ from trainer.provenance import command_line
 from trainer.rundir import RunDir
 
 HEADER = ("run", "state", "step", "loss", "reason")
+MAX_REASON = 500  # characters that are shown
 
 
 def runs_in(directory: Path) -> list[RunDir]:
@@ -34,11 +35,24 @@ def table(statuses: Mapping[str, RunStatus]) -> str:
     for name, status in statuses.items():
         step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
         loss = "" if status.loss is None else f"{status.loss:.4f}"
-        rows.append((name, status.state, step, loss, status.reason))
+        rows.append((printable(name), status.state, step, loss, printable(status.reason)[:MAX_REASON]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def printable(text: str) -> str:
+    """Return the text with every character that is none of a line, such as those that steer a terminal, as a "?"."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
+    """Return where a run stands; a run with a damaged file is `unknown`, and hides no other."""
+    try:
+        return run_status(run_dir, queue)
+    except UserError as error:
+        return RunStatus("unknown", step=None, num_steps=None, loss=None, reason=str(error))
 
 
 def resubmit(runs: Sequence[RunDir], *, command: str) -> None:
@@ -50,17 +64,17 @@ def resubmit(runs: Sequence[RunDir], *, command: str) -> None:
     groups: dict[str, list[tuple[RunDir, Submission]]] = {}
     for run_dir in runs:
         before = last_submission(run_dir)
-        assert before is not None, "a run without a job cannot have failed"
-        key = before.model_dump_json(include={"home", "resources", "executor"})
+        assert before is not None, "only runs that were submitted are submitted again"
+        key = f"{before.home_of(run_dir)} {before.model_dump_json(include={'resources', 'executor'})}"
         groups.setdefault(key, []).append((run_dir, before))
     plans = [
         Plan(
             members=[Member(run_dir, read_config(run_dir.config)) for run_dir, _ in group],
-            home=Path(group[0][1].home),
+            home=group[0][1].home_of(group[0][0]),
             resources=group[0][1].resources,
             # One that was submitted alone meanwhile had no others to run beside.
             at_a_time=min(max(before.at_a_time for _, before in group), len(group)),
-            name=Path(group[0][1].home).name,
+            name=group[0][1].home_of(group[0][0]).name,
             executor=group[0][1].executor,
         )
         for group in groups.values()
@@ -85,13 +99,17 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = runs_in(arguments.directory.absolute())
     queue = queue_for(runs)
-    statuses = {run_dir: run_status(run_dir, queue) for run_dir in runs}
+    statuses = {run_dir: status_of(run_dir, queue) for run_dir in runs}
     print(table({run_dir.path.name: status for run_dir, status in statuses.items()}))
     if arguments.resubmit_failed:
         failed = [run_dir for run_dir, status in statuses.items() if status.state == "failed"]
-        if failed:
-            resubmit(failed, command=command_line())
-        else:
+        submitted = [run_dir for run_dir in failed if last_submission(run_dir) is not None]
+        for run_dir in failed:
+            if run_dir not in submitted:
+                print(f"{printable(run_dir.path.name)} was never submitted; start it again with its own command")
+        if submitted:
+            resubmit(submitted, command=command_line())
+        elif not failed:
             print("nothing has failed")
 
 

@@ -1,6 +1,8 @@
-"""What has become of a run that was submitted: by what squeue says, and by what lies in its run directory.
+"""Where a run stands: by what squeue says, by its lock, and by what lies in its run directory.
 
-RUN_DIR/job.json names the job. What may never happen: a run that is called failed while its job is still in the queue.
+RUN_DIR/job.json names the job of a run that was submitted. Invariants: a run is never called failed while its job is in
+the queue or a process trains in it; and nothing in a run directory is trusted, since it may come from a stranger: no
+code of it is run, no file outside of it (or of its study) is read, and what it says is checked before it is used.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import platform
 import re
 import shutil
 import socket
@@ -18,53 +21,58 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from submitit.core.utils import JobPaths, pickle_load
+from pydantic import AwareDatetime, Field, PositiveInt
+from submitit.core.utils import JobPaths
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import load_manifest
 from data_pipeline.remote import is_remote
 from data_pipeline.schema import Schema
 from data_pipeline.stream import num_steps_per_epoch
-from launch.resources import Resources
+from launch.outcome import ENDED_NAME, is_inside, outcomes_of_job, read_end, read_outcome
+from launch.resources import OneLine, Resources
 from trainer.config import RunConfig, read_config
-from trainer.rundir import RunDir, write_json
+from trainer.rundir import RunDir, is_held, write_json
 
-State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "unknown"]
+State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 
 SQUEUE_SECONDS = 60
 _SAME_CAUSE_SECONDS = 300.0  # the errors of several ranks so close together have one cause: the first of them
 _LOG_END_BYTES = 20_000
-_STOPPED, _CANCELLED = "stopped after step", "cancelled"
+_RECORD_BYTES = 1_000_000
+_CANCELLED = "cancelled"
 _CANCEL_LINE = re.compile(r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(.*?) \*\*\*")
 
 
 class Submission(Schema):
     """RUN_DIR/job.json: the job that trains this run, and all that is needed to submit the same again.
 
+    `home` is the directory of the logs and the code, as seen from the run directory: itself, or that of its study.
     `host` is where it was submitted; None in records of an earlier version of this code, which are taken to be of here.
     """
 
-    job_id: str
+    job_id: str = Field(pattern=r"^[0-9]{1,19}(_[0-9]{1,19})?$")
     executor: Literal["slurm", "local"]
-    logs: str
-    submitted_at: str
-    home: str
-    at_a_time: int
+    home: Literal[".", ".."]
+    submitted_at: AwareDatetime
+    at_a_time: PositiveInt
     resources: Resources
-    host: str | None = None
+    host: OneLine | None = None
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether only another machine knows what has become of it: a local job is one of that machine's processes."""
         return self.executor == "local" and self.host not in {None, socket.gethostname()}
 
-    @property
-    def log(self) -> Path:
-        """That of rank 0, and of Slurm about the job."""
-        return self.rank_log(0)
+    def home_of(self, run_dir: RunDir) -> Path:
+        return run_dir.path if self.home == "." else run_dir.path.parent
 
-    def rank_log(self, rank: int) -> Path:
-        path: Path = JobPaths(self.logs, job_id=self.job_id, task_id=rank).stdout
+    def logs_of(self, run_dir: RunDir) -> Path:
+        return self.home_of(run_dir) / "logs"
+
+    def rank_log(self, run_dir: RunDir, rank: int) -> Path:
+        """The log of a rank; in that of rank 0, Slurm writes about the job as well."""
+        path: Path = JobPaths(self.logs_of(run_dir), job_id=self.job_id, task_id=rank).stdout
         return path
 
 
@@ -88,10 +96,17 @@ def last_submission(run_dir: RunDir) -> Submission | None:
     path = run_dir.path / "job.json"
     if not path.is_file():
         return None
+    text = read_end(path, inside=run_dir.path, max_bytes=_RECORD_BYTES)
+    if text is None:
+        raise UserError(f"{path} cannot be read, or is a link that leads out of the run directory; remove it")
     try:
-        return Submission.parse(json.loads(path.read_text()), where=str(path))
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no valid JSON ({error}); remove it, and end its job by hand with scancel") from None
+    if isinstance(value, dict) and isinstance(value.get("home"), str) and "logs" in value:  # of an earlier version
+        is_alone = Path(value["home"]).name == run_dir.path.name
+        value = {name: entry for name, entry in value.items() if name != "logs"} | {"home": "." if is_alone else ".."}
+    return Submission.parse(value, where=str(path))
 
 
 def queued_jobs() -> dict[str, str] | None:
@@ -112,8 +127,11 @@ def queued_jobs() -> dict[str, str] | None:
 
 
 def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
-    """`queued_jobs`, but Slurm is left alone where none of these runs was ever submitted to it."""
-    submissions = [last_submission(run_dir) for run_dir in run_dirs]
+    """`queued_jobs`, but Slurm is left alone if none of these runs was ever submitted to it, as far as is known."""
+    submissions = []
+    for run_dir in run_dirs:
+        with contextlib.suppress(UserError):  # which is told with the status of this run
+            submissions.append(last_submission(run_dir))
     if any(submission is not None and submission.executor == "slurm" for submission in submissions):
         return queued_jobs()
     return {}
@@ -159,61 +177,142 @@ def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:
 
 
 def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Where a run stands, `queue` being what `queued_jobs` gave."""
+    """Where a run stands, `queue` being what `queued_jobs` gave. Raises `UserError` if a file of it is damaged."""
     config = read_config(run_dir.config)
     metrics = run_dir.read_metrics()
-    losses = [line["train/loss"] for line in metrics if "train/loss" in line]
-    submission = last_submission(run_dir)
-    provenance = json.loads(run_dir.provenance.read_text()) if run_dir.provenance.is_file() else {}
-    state, reason = _state(run_dir, submission, queue, provenance)
+    losses = [line["train/loss"] for line in metrics if isinstance(line.get("train/loss"), float)]
+    ended = _state(run_dir, last_submission(run_dir), queue, _read_provenance(run_dir))
     return RunStatus(
-        state=state,
+        state=ended.state,
         step=max(metrics[-1]["step"] if metrics else 0, run_dir.latest_step() or 0),
         num_steps=_num_steps(config),
         loss=losses[-1] if losses else None,
-        reason=reason,
+        reason=ended.reason,
     )
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A state, and why it is so."""
+
+    state: State
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _LastStart:
+    """When and where the run last began to train, by provenance.json; the time in seconds since 1970."""
+
+    at: float
+    host: str
 
 
 def _state(
     run_dir: RunDir, submission: Submission | None, queue: Mapping[str, str] | None, provenance: Mapping[str, Any]
-) -> tuple[State, str]:
+) -> Standing:
     if submission is not None and (queued := in_queue(submission, queue)) is not None:
         if queued.startswith("PENDING"):
-            return "waiting", queued
-        return "running", "" if queued == "RUNNING" else queued
+            return Standing("waiting", queued)
+        return Standing("running", "" if queued == "RUNNING" else queued)
+    if is_held(run_dir):
+        return Standing("running", "" if submission is None else f"without job {submission.job_id}, which has ended")
     if "finished_step" in provenance:
-        return "finished", ""
-    if submission is None:
-        return "pending", "not submitted"
+        return Standing("finished")
+    start = _last_start(provenance)
+    if submission is None or _is_newer(start, submission, run_dir):
+        return _how_it_ended_without_a_job(run_dir, start)
     if submission.executor == "slurm" and queue is None:
-        return "unknown", "there is no squeue on this machine; ask on a login node of the cluster"
+        return Standing("unknown", "there is no squeue on this machine; ask on a login node of the cluster")
     if submission.is_elsewhere:
-        return "unknown", f"it was started on {submission.host}, another machine; ask there"
-    starts = provenance.get("starts", [])
-    reason = why_it_ended(run_dir, submission, last_start=starts[-1]["started_at"] if starts else None)
-    return ("stopped" if reason.startswith((_STOPPED, _CANCELLED)) else "failed"), reason
+        return Standing("unknown", f"it was started on {submission.host}, another machine; ask there")
+    return how_it_ended(run_dir, submission, start=start)
 
 
-def why_it_ended(run_dir: RunDir, submission: Submission, *, last_start: str | None = None) -> str:
-    """One line about a job that has ended before the run was finished; `last_start` is when it last began to train."""
-    since = max(datetime.fromisoformat(text).timestamp() for text in (submission.submitted_at, last_start) if text)
-    stalled = run_dir.path / "stalled.txt"
-    if stalled.is_file() and stalled.stat().st_mtime >= since:
-        return f"{_first_line(stalled.read_text())} (see {stalled})"
-    if error := first_error(submission):
-        return error.line if error.line.startswith(_STOPPED) else f"rank {error.rank}: {error.line}"
-    text = _end_of(submission.log)
-    if text is None:
+def _is_newer(start: _LastStart | None, submission: Submission, run_dir: RunDir) -> bool:
+    """Whether the run was started again by hand after its job: the job's log ends before that start."""
+    if start is None or start.at <= submission.submitted_at.timestamp():
+        return False
+    log = submission.rank_log(run_dir, 0)
+    return not log.is_file() or log.stat().st_mtime < start.at
+
+
+def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None) -> Standing:
+    """For a run of python or torchrun that no process trains any more, and that is not finished."""
+    since = start.at if start is not None else 0.0
+    if stalled := _stalled(run_dir, since=since):
+        return Standing("failed", stalled)
+    outcome = read_outcome(run_dir.path / ENDED_NAME, inside=run_dir.path)
+    if outcome is not None and outcome.at >= since and outcome.ended != "finished":
+        return Standing(outcome.ended, outcome.reason)
+    if start is None:
+        return Standing("pending", "not started")
+    if start.host != platform.node():
+        return Standing("unknown", f"it was started on {start.host}, another machine; ask there")
+    step = run_dir.latest_step()
+    going_on = "from the start" if step is None else f"from step {step}"
+    return Standing("killed", f"it left no word; start it again with the same command and it goes on {going_on}")
+
+
+def how_it_ended(run_dir: RunDir, submission: Submission, *, start: _LastStart | None = None) -> Standing:
+    """How a job ended, whose run is not finished; `start` is when it last began to train."""
+    since = max(submission.submitted_at.timestamp(), start.at if start is not None else 0.0)
+    if stalled := _stalled(run_dir, since=since):
+        return Standing("failed", stalled)
+    if error := first_error(run_dir, submission):
+        return Standing(error.ended, error.line if error.ended == "stopped" else f"rank {error.rank}: {error.line}")
+    home, log = submission.home_of(run_dir), submission.rank_log(run_dir, 0)
+    if not log.is_file():
         if submission.executor == "slurm" and _was_cancelled(submission.job_id):
-            return f"{_CANCELLED} while it waited"
-        return f"no log: it was cancelled while it waited, or the nodes cannot write to {submission.logs}"
+            return Standing("stopped", f"{_CANCELLED} while it waited")
+        return Standing(
+            "failed", f"no log: it was cancelled while it waited, or the nodes cannot write to {log.parent}"
+        )
+    if not is_inside(log, home):
+        return Standing("failed", f"{log} leads out of {home}, and such a link is not followed; read it yourself")
+    text = read_end(log, inside=home, max_bytes=_LOG_END_BYTES) or ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         if match := _CANCEL_LINE.search(line):
-            return "its time limit was reached" if "TIME LIMIT" in match[1] else f"{_CANCELLED}{match[1].lower()}"
+            if "TIME LIMIT" in match[1]:
+                return Standing("failed", "its time limit was reached")
+            return Standing("stopped", f"{_CANCELLED}{match[1].lower()}")
     wrong = [line for line in lines if re.search(r"\b\w*(?:[Ee]rror|Exception)\b|Killed|oom", line)]
-    return (wrong or lines or ["its log is empty"])[-1]
+    return Standing("failed", (wrong or lines or ["its log is empty"])[-1])
+
+
+def _stalled(run_dir: RunDir, *, since: float) -> str | None:
+    """The first line of what the watchdogs wrote, unless it is older than `since`."""
+    path = run_dir.path / "stalled.txt"
+    text = read_end(path, inside=run_dir.path, max_bytes=_RECORD_BYTES)
+    if text is None or path.stat().st_mtime < since:
+        return None
+    return f"{_first_line(text)} (see {path})"
+
+
+def _read_provenance(run_dir: RunDir) -> dict[str, Any]:
+    """Raises `UserError` if it is damaged."""
+    if not run_dir.provenance.is_file():
+        return {}
+    text = read_end(run_dir.provenance, inside=run_dir.path, max_bytes=_RECORD_BYTES)
+    try:
+        value = json.loads(text or "")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{run_dir.provenance} is damaged, so it is not known how this run was started; see its log")
+    return value
+
+
+def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
+    """None if the run has not begun to train, or if its record does not say when."""
+    starts = provenance.get("starts")
+    last = starts[-1] if isinstance(starts, list) and starts else None
+    if not isinstance(last, dict):
+        return None
+    try:
+        return _LastStart(datetime.fromisoformat(str(last.get("started_at"))).timestamp(), str(last.get("host")))
+    except (ValueError, OverflowError):
+        return None
 
 
 def _was_cancelled(job_id: str) -> bool:
@@ -231,27 +330,28 @@ def _was_cancelled(job_id: str) -> bool:
 
 @dataclass(frozen=True)
 class RankError:
-    """The last line of the exception that ended a rank."""
+    """The last line of the exception that ended a rank, or of what it was asked to stop by."""
 
     rank: int
     line: str
+    ended: Literal["stopped", "failed"]
 
 
-def first_error(submission: Submission) -> RankError | None:
+def first_error(run_dir: RunDir, submission: Submission) -> RankError | None:
     """The first exception, which the others follow from, and the lowest rank that raised it; None if none is known."""
-    errors: list[tuple[float, int, str]] = []
-    for rank in range(submission.resources.num_ranks):
-        path = JobPaths(submission.logs, job_id=submission.job_id, task_id=rank).result_pickle
-        if not path.is_file():
-            continue
-        outcome, result = pickle_load(path)
-        if outcome == "error" and str(result).strip():
-            errors.append((path.stat().st_mtime, rank, str(result).strip().splitlines()[-1]))
+    outcomes = outcomes_of_job(
+        submission.logs_of(run_dir), job_id=submission.job_id, inside=submission.home_of(run_dir)
+    )
+    errors = [
+        (outcome.at, rank, outcome.reason, outcome.ended)
+        for rank, outcome in outcomes.items()
+        if outcome.ended != "finished"
+    ]
     if not errors:
         return None
     newest = max(errors)[0]
-    first = min(error for error in errors if newest - error[0] <= _SAME_CAUSE_SECONDS)[2]
-    return RankError(min(rank for _, rank, line in errors if line == first), first)
+    _, _, line, ended = min(error for error in errors if newest - error[0] <= _SAME_CAUSE_SECONDS)
+    return RankError(min(rank for _, rank, reason, _ in errors if reason == line), line, ended)
 
 
 def _num_steps(config: RunConfig) -> int | None:
@@ -267,11 +367,3 @@ def _num_steps(config: RunConfig) -> int | None:
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _end_of(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LOG_END_BYTES))
-        return file.read().decode(errors="replace")

@@ -17,6 +17,7 @@ import torch
 
 from configs import explain, resolve_recipe
 from data_pipeline.errors import UserError, run_command
+from launch.outcome import last_line, note_end
 from trainer.config import RunConfig
 from trainer.distributed.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
 from trainer.distributed.env import choose_device, process_group, read_env
@@ -44,6 +45,19 @@ def run(config: RunConfig, run_dir: Path, *, command: str) -> None:
                 "memory.micro_batches, set memory.encoder_checkpointing=whole, or see what fits with `--plan "
                 "--gpu-gigabytes`"
             ) from error
+
+
+def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str) -> None:
+    """`run`, and the first rank leaves in the run directory why it ended before its time, for launch/status.py."""
+    is_first = read_env(os.environ).rank == 0
+    try:
+        run(config, run_dir, command=command)
+    except Exception as error:
+        if is_first and isinstance(error, StoppedError):
+            note_end(RunDir(run_dir), config, "stopped", str(error))
+        elif is_first:
+            note_end(RunDir(run_dir), config, "failed", last_line(error))
+        raise
 
 
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
@@ -101,7 +115,7 @@ def main() -> None:
         )
         return
     try:
-        run(config, arguments.run_dir or default_run_dir(config), command=command_line())
+        run_noting_its_end(config, arguments.run_dir or default_run_dir(config), command=command_line())
     except StoppedError as stopped:
         if stopped.is_first_rank:
             print(stopped, file=sys.stderr)

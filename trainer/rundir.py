@@ -1,18 +1,20 @@
 """The run directory: the only thing that passes from training to probe, analysis, report and restart.
 
 RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled.txt  wandb/  wandb_run_id
-         job.json  code/  logs/  (of a job that was submitted)
+         job.json  code/  logs/  (of a job that was submitted)  ended.json  (of a run that was not)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
          probes/step_00010000/base.json overlay.json heads.safetensors ...  probes/curves.json
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from data_pipeline.errors import UserError
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
+_LOOKS, _LOOK_SECONDS = 10, 0.02
 _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # what such a file system answers
 
 
@@ -110,7 +113,7 @@ def hold(run_dir: RunDir) -> TextIO:
     run_dir.path.mkdir(parents=True, exist_ok=True)
     file = (run_dir.path / LOCK_NAME).open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
     except BlockingIOError:
         file.close()
         raise UserError(
@@ -126,6 +129,39 @@ def hold(run_dir: RunDir) -> TextIO:
         )
     _held.add(file)
     return file
+
+
+def is_held(run_dir: RunDir) -> bool:
+    """Tell whether a process trains in the run directory now, by its lock; changes nothing there.
+
+    False if the directory has no lock file, or if its file system knows no locks.
+    """
+    try:
+        # The file may be read-only for this user, and without O_NONBLOCK a pipe in its place would block.
+        descriptor = os.open(run_dir.path / LOCK_NAME, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _lock(file: TextIO) -> None:
+    """Raise BlockingIOError if another process holds the lock for longer than `is_held` needs to look at it."""
+    for _ in range(_LOOKS):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_SECONDS)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()

@@ -13,12 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import submitit
-from submitit.core.utils import cloudpickle_dump, pickle_load
+from submitit.core.utils import pickle_load
 from submitit.helpers import DelayedSubmission
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
 
 import launch.job
+from data_pipeline.errors import UserError
 from launch.job import AFTER_SRUN, EARLY_SECONDS, TrainJob
+from launch.outcome import outcome_path, read_outcome, write_outcome
 from launch.slurm import MAX_TIMEOUTS_HERE, WARNING_SECONDS
 from trainer.preemption import WARNINGS
 
@@ -142,25 +144,39 @@ def test_on_one_machine_no_more_starts_are_announced_than_submitit_makes() -> No
     assert inspect.signature(Controller.run).parameters["max_retry"].default == 1 + MAX_TIMEOUTS_HERE
 
 
-def test_a_start_takes_away_the_result_of_the_start_before(
+def test_a_start_takes_away_the_outcome_of_the_start_before_and_leaves_its_own(
     local_job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be taken for the reason why this start has ended, if somebody cancels it."""
-    result = tmp_path / "12_0_result.pkl"
-    cloudpickle_dump(("error", "RuntimeError: Connection closed by peer"), result)
-    other = tmp_path / "12_1_result.pkl"
-    other.write_bytes(result.read_bytes())
+    """The earlier one would be taken for the reason why this start has ended, if somebody cancels it."""
+    own, other = (outcome_path(tmp_path, job_id="12", rank=rank) for rank in (0, 1))
+    for path in (own, other):
+        write_outcome(path, "failed", "RuntimeError: Connection closed by peer")
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(launch.job, "read_config", lambda _: None)
-    monkeypatch.setattr(launch.job, "run", lambda *_, **__: seen.append(result.exists()))
     monkeypatch.setattr(launch.job, "Ending", lambda: SimpleNamespace(status=1))  # this process lives on
     monkeypatch.setattr(os, "environ", os.environ.copy())
     before = {number: signal.getsignal(number) for number in WARNINGS}
     seen: list[bool] = []
+
+    def fail(*_: object, **__: object) -> None:
+        seen.append(own.exists())
+        raise UserError("the loss was not finite\nin 10 steps in a row")
+
     try:
+        monkeypatch.setattr(launch.job, "run", lambda *_, **__: seen.append(own.exists()))
         local_job()
+        finished = read_outcome(own, inside=tmp_path)
+        monkeypatch.setattr(launch.job, "run", fail)
+        with pytest.raises(UserError):
+            local_job()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert seen == [False]
+    assert seen == [False, False]
+    assert finished is not None
+    assert (finished.ended, finished.reason) == ("finished", "")
+    failed = read_outcome(own, inside=tmp_path)
+    assert failed is not None
+    assert (failed.ended, failed.reason) == ("failed", "in 10 steps in a row")
     assert other.exists(), "another rank's own"
+    assert not list(tmp_path.glob("*_result.pkl")), "submitit's own is all that is pickled"

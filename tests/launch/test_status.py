@@ -14,13 +14,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from submitit.core.utils import cloudpickle_dump
 
 from configs import resolve_recipe
 from data_pipeline.errors import UserError
 from launch import slurm as slurm_module
 from launch import status as status_module
 from launch import submitted as submitted_module
+from launch.outcome import Ended, Outcome, outcome_path
 from launch.resources import Resources
 from launch.slurm import Member, Plan, run_study_here, wait_for_study
 from launch.snapshot import Snapshot
@@ -43,9 +43,8 @@ def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Pa
         submission = Submission(
             job_id=job_id,
             executor="slurm",
-            logs=str(home / "logs"),
-            submitted_at=(datetime.now(UTC) - timedelta(seconds=60)).isoformat(),
-            home=str(home),
+            home="..",
+            submitted_at=datetime.now(UTC) - timedelta(seconds=60),
             at_a_time=2,
             resources=RESOURCES,
         )
@@ -53,20 +52,22 @@ def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Pa
     return run_dir
 
 
+def submission_of(run_dir: RunDir) -> Submission:
+    submission = last_submission(run_dir)
+    assert submission is not None
+    return submission
+
+
 def log(run_dir: RunDir, text: str) -> None:
-    submission = last_submission(run_dir)
-    assert submission is not None
-    submission.log.parent.mkdir(exist_ok=True)
-    submission.log.write_text(text)
-
-
-def leave_result(run_dir: RunDir, rank: int, outcome: str, result: object, *, seconds_ago: float = 0) -> None:
-    submission = last_submission(run_dir)
-    assert submission is not None
-    path = Path(submission.logs) / f"{submission.job_id}_{rank}_result.pkl"
+    path = submission_of(run_dir).rank_log(run_dir, 0)
     path.parent.mkdir(exist_ok=True)
-    cloudpickle_dump((outcome, result), path)
-    os.utime(path, (time.time() - seconds_ago,) * 2)
+    path.write_text(text)
+
+
+def leave_outcome(run_dir: RunDir, rank: int, ended: Ended, reason: str, *, seconds_ago: float = 0) -> None:
+    submission = submission_of(run_dir)
+    path = outcome_path(submission.logs_of(run_dir), job_id=submission.job_id, rank=rank)
+    write_json(path, Outcome(ended=ended, at=time.time() - seconds_ago, reason=reason).model_dump())
 
 
 def state_of(run_dir: RunDir, queue: Mapping[str, str] | None = NOTHING_QUEUED) -> tuple[str, str]:
@@ -76,7 +77,7 @@ def state_of(run_dir: RunDir, queue: Mapping[str, str] | None = NOTHING_QUEUED) 
 
 def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
-    leave_result(run_dir, 0, "error", "Traceback\nValueError: of the start before")
+    leave_outcome(run_dir, 0, "failed", "ValueError: of the start before")
     assert state_of(run_dir, {"7_0": "RUNNING"}) == ("running", "")
     assert state_of(run_dir, {"7_0": "PENDING (JobArrayTaskLimit)"}) == ("waiting", "PENDING (JobArrayTaskLimit)")
     assert state_of(run_dir, {"7_0": "COMPLETING"}) == ("running", "COMPLETING")
@@ -86,7 +87,7 @@ def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
 
 def test_states_after_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never = make_run(tmp_path, "never", job_id=None)
-    assert state_of(never) == ("pending", "not submitted")
+    assert state_of(never) == ("pending", "not started")
     done = make_run(tmp_path, "done", job_id="1")
     write_json(done.provenance, {"finished_step": 16, "starts": []})
     assert state_of(done, None) == ("finished", "")
@@ -97,7 +98,7 @@ def test_states_after_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     log(late, "slurmstepd: error: *** JOB 3 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***\n")
     assert state_of(late) == ("failed", "its time limit was reached")
     warned = make_run(tmp_path, "warned", job_id="4")
-    leave_result(warned, 0, "error", "stopped after step 5, as SIGTERM asked; start it again")
+    leave_outcome(warned, 0, "stopped", "stopped after step 5, as SIGTERM asked; start it again")
     assert state_of(warned) == ("stopped", "stopped after step 5, as SIGTERM asked; start it again")
     unseen = make_run(tmp_path, "unseen", job_id="5")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
@@ -136,17 +137,21 @@ def test_a_job_that_was_cancelled_while_it_waited_has_not_failed(
 def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     log(run_dir, "RuntimeError: Connection closed by peer\n")
-    leave_result(run_dir, 0, "error", "Traceback\nRuntimeError: Connection closed by peer", seconds_ago=1)
-    leave_result(run_dir, 1, "error", "Traceback\n  File x\nValueError: the loss is nan at step 3\n", seconds_ago=2)
-    assert state_of(run_dir) == ("failed", "rank 1: ValueError: the loss is nan at step 3")
-    leave_result(run_dir, 0, "error", "Traceback\nValueError: the loss is nan at step 3", seconds_ago=1)
-    assert state_of(run_dir) == ("failed", "rank 0: ValueError: the loss is nan at step 3"), "raised by both"
-    leave_result(run_dir, 0, "error", "Traceback\nRuntimeError: Connection closed by peer", seconds_ago=1)
-    leave_result(run_dir, 1, "error", "Traceback\nValueError: long ago, in an earlier start", seconds_ago=4_000)
-    assert state_of(run_dir) == ("failed", "rank 0: RuntimeError: Connection closed by peer")
+    closed, first = "RuntimeError: Connection closed by peer", "ValueError: the loss is nan at step 3"
+    leave_outcome(run_dir, 0, "failed", closed, seconds_ago=1)
+    leave_outcome(run_dir, 1, "failed", first, seconds_ago=2)
+    assert state_of(run_dir) == ("failed", f"rank 1: {first}")
+    leave_outcome(run_dir, 0, "failed", first, seconds_ago=1)
+    assert state_of(run_dir) == ("failed", f"rank 0: {first}"), "raised by both"
+    leave_outcome(run_dir, 0, "failed", closed, seconds_ago=1)
+    leave_outcome(run_dir, 1, "failed", "ValueError: long ago, in an earlier start", seconds_ago=4_000)
+    assert state_of(run_dir) == ("failed", f"rank 0: {closed}")
+    leave_outcome(run_dir, 0, "finished", "")
+    leave_outcome(run_dir, 1, "finished", "")
+    assert state_of(run_dir) == ("failed", closed), "only its log is left to ask"
 
 
-def test_without_a_result_the_log_and_the_watchdog_speak(tmp_path: Path) -> None:
+def test_without_an_outcome_the_log_and_the_watchdog_speak(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     log(run_dir, "step 1\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0\nsrun: terminating\n")
     assert state_of(run_dir) == ("failed", "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")
@@ -230,7 +235,7 @@ def test_what_failed_on_this_machine_does_not_stop_what_comes_after_it(
     before = last_submission(runs[0])
     assert before is not None
     for run_dir in runs:
-        record(run_dir, before.model_copy(update={"executor": "local", "home": str(run_dir.path.parent)}))
+        record(run_dir, before.model_copy(update={"executor": "local"}))
     started: list[str] = []
 
     def run_study_here(plan: Plan, *, command: str) -> None:
@@ -315,7 +320,7 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
 ) -> None:
     done, failed = make_run(tmp_path, "a", job_id="7_0"), make_run(tmp_path, "b", job_id="7_1")
     write_json(done.provenance, {"finished_step": 16, "starts": []})
-    leave_result(failed, 0, "error", "Traceback\nValueError: no")
+    leave_outcome(failed, 0, "failed", "ValueError: no")
     members = [Member(run_dir, resolve_recipe("debug:image")) for run_dir in (done, failed)]
     queues: list[Mapping[str, str] | UserError] = [
         {"7_0": "RUNNING", "7_1": "PENDING (Priority)"},
@@ -411,7 +416,7 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
         "b: job 7, 3 to come",
         "a: finished",
         "c: job 7, 2 to come",
-        "b: pending not submitted",
+        "b: pending not started",
         "e: job 7, 0 to come",
         "c: finished",
         "e: finished",

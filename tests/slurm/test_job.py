@@ -15,6 +15,7 @@ from submitit.helpers import DelayedSubmission
 
 import launch.job
 from launch.job import AFTER_SRUN, TrainJob
+from launch.outcome import outcome_path, read_outcome
 from tests.tiny_data import write_tiny_pair
 from trainer.preemption import WARNINGS, StoppedError
 from trainer.rundir import RunDir
@@ -109,7 +110,7 @@ def test_the_first_rank_asks_once_while_the_job_runs(
     assert job() == 0, "an error would end the others"
     assert job.asked == asked
     assert job.timeouts == timeouts, "only time limits count"
-    assert not list(tmp_path.glob("*result*")), "it has not ended"
+    assert not list(tmp_path.glob("*outcome*")), "it has not ended"
 
 
 def test_the_last_time_limit_is_one_sentence(
@@ -121,14 +122,22 @@ def test_the_last_time_limit_is_one_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("stopped after step 7, as SIGUSR2 asked; start it again and it goes on from there; ")
     assert line.endswith("has reached its time limit as often as it may, so it is not started again by itself")
-    assert pickle_load(tmp_path / "12_0_result.pkl") == ("error", line)
+    assert outcome_of(tmp_path) == ("stopped", line)
 
 
 def test_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = StoppedJob(tmp_path, monkeypatch, shown=RUNNING, rank=0, timeouts=3)
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/bash\nexit 1")
     assert job() == 1
-    assert "Slurm could not be asked" in pickle_load(tmp_path / "12_0_result.pkl")[1]
+    ended, reason = outcome_of(tmp_path)
+    assert ended == "stopped"
+    assert "Slurm could not be asked" in reason
+
+
+def outcome_of(logs: Path) -> tuple[str, str]:
+    outcome = read_outcome(outcome_path(logs, job_id="12", rank=0), inside=logs)
+    assert outcome is not None
+    return outcome.ended, outcome.reason
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""How training ended, in small JSON files that the ranks write themselves.
+
+A rank of a submitted job leaves LOGS/JOB_RANK_outcome.json. A run that was started by python or torchrun leaves
+RUN_DIR/ended.json, written by its first rank. Invariant: reading a file of a run directory runs no code, follows no
+link out of that directory and never blocks, whoever wrote the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from data_pipeline.schema import Schema
+from trainer.config import RunConfig, difference, read_config
+from trainer.rundir import RunDir, is_held, write_json
+
+ENDED_NAME = "ended.json"
+_MAX_REASON = 4_000  # characters, for an exception may quote a whole tensor
+_MAX_BYTES = 64_000
+
+Ended = Literal["finished", "stopped", "failed"]
+
+
+class Outcome(Schema):
+    """The end of a rank: how it ended, when (seconds since 1970), and why, in one line."""
+
+    ended: Ended
+    at: float
+    reason: str = ""
+
+
+def outcome_path(logs: Path, *, job_id: str, rank: int) -> Path:
+    """Return where a rank of a job leaves its outcome."""
+    return logs / f"{job_id}_{rank}_outcome.json"
+
+
+def write_outcome(path: Path, ended: Ended, reason: str = "") -> None:
+    """Write the outcome of this moment.
+
+    A file system that takes no files is passed over: the error that is being told matters more than this one.
+    """
+    with contextlib.suppress(OSError):
+        write_json(path, Outcome(ended=ended, at=time.time(), reason=reason[:_MAX_REASON]).model_dump())
+
+
+def read_outcome(path: Path, *, inside: Path) -> Outcome | None:
+    """Return the outcome at `path`, which must lie in `inside`; None if there is none or it is damaged."""
+    text = read_end(path, inside=inside, max_bytes=_MAX_BYTES)
+    if text is None:
+        return None
+    try:
+        return Outcome.parse(json.loads(text), where=str(path))
+    except (ValueError, RecursionError):  # no JSON, no outcome, or nested without end
+        return None
+
+
+def outcomes_of_job(logs: Path, *, job_id: str, inside: Path) -> Mapping[int, Outcome]:
+    """Return the outcomes of a job by rank, for those ranks that left a readable one."""
+    name = re.compile(rf"{re.escape(job_id)}_(\d{{1,7}})_outcome\.json")
+    found = {}
+    for path in logs.iterdir() if logs.is_dir() else ():
+        match = name.fullmatch(path.name)
+        if match is not None and (outcome := read_outcome(path, inside=inside)) is not None:
+            found[int(match[1])] = outcome
+    return found
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of what Python prints of an exception.
+
+    Examples:
+        >>> last_line(ValueError("the loss is nan"))
+        'ValueError: the loss is nan'
+    """
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.splitlines()[-1].strip()
+
+
+def note_end(run_dir: RunDir, config: RunConfig, ended: Ended, reason: str = "") -> None:
+    """Write RUN_DIR/ended.json for a run that was started without a job.
+
+    Writes nothing if the directory is not this config's, or if another process trains there: then this process was
+    refused, and the end is not that of the run.
+    """
+    if run_dir.config.is_file() and not difference(read_config(run_dir.config), config) and not is_held(run_dir):
+        write_outcome(run_dir.path / ENDED_NAME, ended, reason)
+
+
+def read_end(path: Path, *, inside: Path, max_bytes: int) -> str | None:
+    """Return the last `max_bytes` of a regular file; None if there is none, or if a link leads out of `inside`."""
+    if not is_inside(path, inside):
+        return None
+    try:
+        # Without O_NONBLOCK the opening of a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return os.pread(descriptor, max_bytes, max(0, status.st_size - max_bytes)).decode(errors="replace")
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def is_inside(path: Path, directory: Path) -> bool:
+    """Tell whether `path` lies in `directory` once all links are followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory))
