@@ -125,6 +125,92 @@ def test_nothing_names_what_is_not_in_the_repository() -> None:
     assert not wrong
 
 
+UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "pickle5", "shelve"}
+RUNS_WHAT_IT_READS = {
+    "DelayedSubmission",
+    "builtins.eval",
+    "builtins.exec",
+    "cloudpickle_dump",
+    "numpy.lib.format.read_array",
+    "os.popen",
+    "os.system",
+    "pandas.read_pickle",
+    "pickle_load",
+    "torch.hub",
+    "torch.jit.load",
+    "torch.load",
+    "torch.package",
+}
+# The build hands its recipe to processes that it starts itself. A job reads what submitit wrote for it moments before.
+MAY_UNPICKLE = {"data_pipeline/build_workers.py: pickle", "launch/job.py: DelayedSubmission"}
+
+
+def calls_that_could_run_what_they_read(source: str) -> Iterator[str]:
+    """Pickles under any name, evaluated text, YAML that builds objects, arrays of objects, and shells."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module else []
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names = [f"builtins.{node.func.id}"]
+        elif isinstance(node, ast.keyword) and node.arg in {"allow_pickle", "shell", "weights_only"}:
+            safe = "True" if node.arg == "weights_only" else "False"
+            names = [] if ast.unparse(node.value) == safe else [f"keyword.{node.arg}"]
+        else:
+            continue
+        for name in names:
+            first, last = name.split(".")[0], name.split(".")[-1]
+            if first in UNPICKLERS:
+                yield first
+            elif (
+                name in RUNS_WHAT_IT_READS
+                or last in RUNS_WHAT_IT_READS
+                or first == "keyword"
+                or (first == "yaml" and last not in {"yaml", "safe_load", "YAMLError"})
+            ):
+                yield last
+
+
+def test_the_scanner_of_what_runs_code_sees_every_form() -> None:
+    bad = (
+        "import pickle",
+        "from cloudpickle import load",
+        "from submitit.core.utils import pickle_load",
+        "torch.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "torch.load(path, weights_only=False)",
+        "yaml.load(text, Loader=x)",
+        "yaml.unsafe_load(text)",
+        "from yaml import full_load",
+        "eval(text)",
+        "exec(text)",
+        "os.system(text)",
+        "subprocess.run(text, shell=True)",
+    )
+    for source in bad:
+        assert list(calls_that_could_run_what_they_read(source)), source
+    good = (
+        "numpy.load(path, allow_pickle=False)",
+        "yaml.safe_load(text)",
+        "module.eval()",
+        "safetensors.torch.load(data)",
+    )
+    for source in good:
+        assert not list(calls_that_could_run_what_they_read(source)), source
+
+
+def test_nothing_runs_code_of_the_files_that_it_reads() -> None:
+    found = {
+        f"{path}: {name}"
+        for path in python_files(*ROOMS, "benchmarks")
+        for name in calls_that_could_run_what_they_read((ROOT / path).read_text())
+    }
+    assert found == MAY_UNPICKLE
+
+
 def test_the_training_loop_can_be_held_in_the_head() -> None:
     assert len((ROOT / "trainer" / "train.py").read_text().splitlines()) < 200
 

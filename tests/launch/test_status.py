@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,14 +25,17 @@ from data_pipeline.errors import UserError
 from launch import slurm as slurm_module
 from launch import status as status_module
 from launch import submitted as submitted_module
-from launch.outcome import Ended, Outcome, outcome_path
+from launch import train as train_module
+from launch.outcome import ENDED_NAME, Ended, Outcome, note_end, outcome_path
 from launch.resources import Resources
 from launch.slurm import Member, Plan, run_study_here, wait_for_study
 from launch.snapshot import Snapshot
-from launch.status import resubmit, runs_in, table
-from launch.submitted import Submission, last_submission, queue_for, record, refuse_if_active, run_status
+from launch.status import resubmit, runs_in, status_of, table
+from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.rundir import RunDir, write_json
+from trainer.config import read_config
+from trainer.preemption import StoppedError
+from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
 
 RESOURCES = Resources(nodes=2, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=60)
 
@@ -446,3 +454,212 @@ def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:
     (run_dir.path / "job.json").write_text("{")
     with pytest.raises(UserError, match=r"job\.json is no valid JSON"):
         last_submission(run_dir)
+
+
+class Trap:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, canary: Path) -> None:
+        self._canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._canary,)
+
+
+def test_no_pickle_of_a_run_directory_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a stranger has left under the names that submitit uses."""
+    canary, run_dir = tmp_path / "canary", make_run(tmp_path / "study", "a")
+    log(run_dir, "ValueError: no\n")
+    logs = submission_of(run_dir).logs_of(run_dir)
+    for rank in range(2):
+        for name in ("result.pkl", "submitted.pkl", "outcome.json", "outcome.pkl"):
+            (logs / f"7_0_{rank}_{name}").write_bytes(pickle.dumps(Trap(canary)))
+    (logs / "7_0_submitted.pkl").write_bytes(pickle.dumps(Trap(canary)))
+    monkeypatch.setattr(submitted_module, "queued_jobs", dict)
+    monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path / "study")])
+    status_module.main()
+    assert state_of(run_dir) == ("failed", "ValueError: no")
+    assert not canary.exists()
+    pickle.loads((logs / "7_0_0_result.pkl").read_bytes())
+    assert canary.exists(), "the trap works"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"home": "/etc"},
+        {"home": "../.."},
+        {"job_id": "../../7"},
+        {"job_id": "--all"},
+        {"job_id": ""},
+        {"submitted_at": "yesterday"},
+        {"at_a_time": 0},
+        {"host": "a\nb"},
+        {"resources": {"nodes": 10**30}},
+        {"resources": {"partition": "a\n#SBATCH --wrap=touch"}},
+        {"resources": {"sbatch": {"comment": "a\nb"}}},
+        {"resources": {"sbatch": {"a b": 1}}},
+        {"resources": {"sbatch": {"output": "/etc/passwd"}}},
+    ],
+)
+def test_a_record_that_could_lead_elsewhere_is_refused_and_hides_no_other_run(
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, other = make_run(tmp_path, "a"), make_run(tmp_path, "b", job_id=None)
+    path = run_dir.path / "job.json"
+    value = json.loads(path.read_text())
+    value["resources"] |= change.get("resources", {})
+    path.write_text(json.dumps(value | {name: entry for name, entry in change.items() if name != "resources"}))
+    with pytest.raises(UserError, match=r"/a/job\.json: "):
+        last_submission(run_dir)
+    monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path)])
+    status_module.main()
+    shown = capsys.readouterr().out.splitlines()
+    assert re.match(r"a +unknown +\S*/a/job\.json: ", shown[1])
+    assert shown[2].split() == [other.path.name, "pending", "0/?", "not", "started"]
+
+
+def test_a_record_of_an_earlier_version_is_read_wherever_the_run_lies_now(tmp_path: Path) -> None:
+    """It named absolute directories, which are not followed."""
+    run_dir = make_run(tmp_path, "a")
+    path = run_dir.path / "job.json"
+    value = json.loads(path.read_text())
+    for home, expected in (("/before/study", ".."), ("/before/a", ".")):
+        path.write_text(json.dumps(value | {"home": home, "logs": f"{home}/logs"}))
+        assert submission_of(run_dir).home == expected
+
+
+def test_files_that_are_none_and_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
+    """A pipe would block for ever, and a device never ends."""
+    home, secret = tmp_path / "study", tmp_path / "secret"
+    secret.write_text("SecretError: 42\n")
+    run_dir = make_run(home, "a")
+    log(run_dir, "ValueError: no\n")
+    logs = submission_of(run_dir).logs_of(run_dir)
+    os.mkfifo(logs / "7_0_0_outcome.json")
+    (logs / "7_0_1_outcome.json").symlink_to("/dev/zero")
+    (run_dir.path / "stalled.txt").symlink_to(secret)
+    os.mkfifo(run_dir.path / LOCK_NAME)
+    assert state_of(run_dir) == ("failed", "ValueError: no")
+    (logs / "7_0_0_log.out").unlink()
+    (logs / "7_0_0_log.out").symlink_to(secret)
+    state, reason = state_of(run_dir)
+    assert state == "failed"
+    assert "such a link is not followed" in reason
+    (run_dir.path / "job.json").unlink()
+    (run_dir.path / "job.json").symlink_to(secret)
+    with pytest.raises(UserError, match="a link that leads out of the run directory"):
+        last_submission(run_dir)
+
+
+@pytest.mark.parametrize("text", ["", "null", "5", "[" * 100_000, '{"starts": 5}', '{"starts": [5]}', '{"starts": []}'])
+def test_a_damaged_provenance_is_one_sentence_or_says_nothing(text: str, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    run_dir.provenance.write_text(text)
+    status = status_of(run_dir, {})
+    if "starts" in text:
+        assert (status.state, status.reason) == ("pending", "not started")
+    else:
+        assert status.state == "unknown"
+        assert "provenance.json is damaged" in status.reason
+
+
+def test_nothing_that_steers_a_terminal_is_printed() -> None:
+    status = RunStatus("failed", 1, 2, 0.5, "\x1b]0;title\x07 a\nb" + "c" * 10_000)
+    (_, row) = table({"run\x1b[2J": status}).splitlines()
+    assert row.startswith("run?[2J")
+    assert "?]0;title? a?b" in row
+    assert len(row) < 1_000
+
+
+def begin(run_dir: RunDir, *, at: datetime | None = None, host: str | None = None) -> None:
+    """As a training leaves its start."""
+    started_at = (at or datetime.now(UTC)).isoformat(timespec="seconds")
+    write_json(run_dir.provenance, {"starts": [{"started_at": started_at, "host": host or platform.node()}]})
+
+
+def test_a_run_without_a_job_is_known_by_its_lock_and_by_what_it_left(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    config = read_config(run_dir.config)
+    assert state_of(run_dir) == ("pending", "not started")
+    with hold(run_dir):
+        assert state_of(run_dir) == ("running", ""), "while it starts"
+        begin(run_dir)
+        assert state_of(run_dir) == ("running", "")
+        note_end(run_dir, config, "failed", "another process is training")
+        assert not (run_dir.path / ENDED_NAME).exists(), "that was the end of another process"
+    killed = "it left no word; start it again with the same command and it goes on from "
+    assert state_of(run_dir) == ("killed", f"{killed}the start")
+    run_dir.latest.write_text("step_00000020\n")
+    assert state_of(run_dir) == ("killed", f"{killed}step 20")
+    note_end(run_dir, resolve_recipe("debug:image", ["seed=5"]), "failed", "holds a run with another config")
+    assert state_of(run_dir)[0] == "killed", "the directory is of another config"
+    note_end(run_dir, config, "stopped", "stopped after step 20, as SIGTERM asked; start it again")
+    assert state_of(run_dir) == ("stopped", "stopped after step 20, as SIGTERM asked; start it again")
+    begin(run_dir, at=datetime.now(UTC) + timedelta(seconds=5))
+    assert state_of(run_dir)[0] == "killed", "it was started again after that"
+    begin(run_dir, at=datetime.now(UTC) - timedelta(seconds=5))
+    (run_dir.path / "stalled.txt").write_text("rank 1 on n1 is stuck\n")
+    assert state_of(run_dir) == ("failed", f"rank 1 on n1 is stuck (see {run_dir.path}/stalled.txt)")
+    write_json(run_dir.provenance, {"starts": [], "finished_step": 20})
+    assert state_of(run_dir) == ("finished", "")
+
+
+def test_a_run_of_another_machine_is_not_called_killed(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    begin(run_dir, host="elsewhere")
+    assert state_of(run_dir) == ("unknown", "it was started on elsewhere, another machine; ask there")
+
+
+def test_what_went_on_by_hand_after_its_job_is_not_told_from_the_job(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    log(run_dir, "ValueError: of the job\n")
+    leave_outcome(run_dir, 0, "failed", "ValueError: of the job", seconds_ago=30)
+    path = submission_of(run_dir).rank_log(run_dir, 0)
+    os.utime(path, (time.time() - 30,) * 2)
+    begin(run_dir, at=datetime.now(UTC) - timedelta(seconds=40))
+    assert state_of(run_dir) == ("failed", "rank 0: ValueError: of the job")
+    begin(run_dir, at=datetime.now(UTC) - timedelta(seconds=10))
+    assert state_of(run_dir)[0] == "killed"
+    with hold(run_dir):
+        assert state_of(run_dir) == ("running", "without job 7_0, which has ended")
+        assert state_of(run_dir, None)[0] == "running", "the lock is known without Slurm"
+
+
+def test_only_what_was_submitted_can_be_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    note_end(run_dir, read_config(run_dir.config), "failed", "ValueError: no")
+    monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path), "--resubmit-failed"])
+    monkeypatch.setattr(status_module, "resubmit", lambda *_, **__: pytest.fail("it has no job"))
+    status_module.main()
+    assert capsys.readouterr().out.splitlines()[-1] == ("a was never submitted; start it again with its own command")
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "state", "reason"),
+    [
+        (StoppedError(5, "SIGTERM"), 0, "stopped", "stopped after step 5, as SIGTERM asked; start it again"),
+        (ValueError("of this rank"), 0, "failed", "ValueError: of this rank"),
+        (ValueError("of this rank"), 1, "killed", "it left no word"),
+    ],
+)
+def test_a_run_of_train_py_notes_why_it_ended(
+    error: Exception, rank: int, state: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+
+    def fail(*_: object, **__: object) -> None:
+        begin(run_dir)
+        raise error
+
+    monkeypatch.setattr(train_module, "run", fail)
+    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
+    for name, value in {**numbers, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(type(error)):
+        train_module.run_noting_its_end(read_config(run_dir.config), run_dir.path, command="")
+    shown = state_of(run_dir)
+    assert shown[0] == state
+    assert shown[1].startswith(reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 import os
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.errors import UserError
 from tests.gloo import run_ranks
-from tests.real_data import REPOSITORY
 from trainer.checkpoint import CheckpointWriter, HostMemory, load_players, restore
 from trainer.checkpoint_files import FORMAT_VERSION, read_tensors, write_files, write_tensors
 from trainer.config import RunConfig
@@ -484,29 +482,6 @@ def test_a_strangers_code_is_not_run(form: str, config: RunConfig, tmp_path: Pat
     assert not canary.exists()
     pickle.loads(pickle.dumps(Trap(canary)))
     assert canary.exists()  # the trap works
-
-
-UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-# The build passes its recipe to worker processes that it starts itself; it reads no file that way.
-MAY_PICKLE = {Path("data_pipeline/build_workers.py")}
-
-
-def test_nothing_that_reads_files_unpickles() -> None:
-    wrong = []
-    paths = [path for room in ("data_pipeline", "trainer", "configs") for path in (REPOSITORY / room).rglob("*.py")]
-    assert len(paths) > 50
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-            if (
-                any(name.split(".")[0] in UNPICKLERS for name in names)
-                or dotted in {"torch.load", "torch.hub", "torch.jit.load", "torch.package"}
-                or (isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False")
-            ):
-                wrong.append(path.relative_to(REPOSITORY))
-    assert set(wrong) == MAY_PICKLE
 
 
 OBJECTIVES: dict[str, ObjectiveConfig] = {
