@@ -1,5 +1,7 @@
 #!/bin/bash
 
+# asks for 4 nodes x 1 rank, no GPU: it trains on the CPU (add --gpus-per-node N for GPUs), 2 cores a rank, 240 minutes
+# not checked by Slurm: there is no sbatch on this machine
 # time_minutes: 240 from default
 
 # Parameters

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,24 @@ import submitit
 from configs import resolve_recipe
 from data_pipeline.errors import UserError, run_command
 from launch.job import TrainJob
-from launch.resources import Resources, gather, resources_for, told_origins
+from launch.outcome import outcomes_of_job
+from launch.resources import Resources, describe_request, gather, resources_for, told_origins
 from launch.slurm import (
     Member,
     Plan,
     _outside_any_job,
     _reason,
     _submit_here,
+    check_gpus,
     check_shared,
     check_time_limit,
     main,
     refusal,
     sbatch_script,
 )
-from tests.tiny_data import write_tiny_dataset
-from trainer.rundir import RunDir
+from launch.submitted import Submission, record
+from tests.tiny_data import write_tiny_pair
+from trainer.rundir import RunDir, hold, write_json
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "slurm_debug_image.sh"
@@ -80,9 +84,38 @@ def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return command
 
 
-def test_dry_run_prints_the_script_that_is_on_record(slurm_py: Command, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Data that are there, for which `debug:image` can be trained."""
+    data = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=64, num_test=20)
+    given = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}"]
+    return [word for setting in given for word in ("--set", setting)]
+
+
+@pytest.fixture
+def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
+    """Programs by the names of Slurm's on the PATH: two nodes with eight GPUs each, and two without; nothing queued."""
+    programs = {
+        "sinfo": "printf '%s\\n' 'n0 n0 cpu* idle (null)' 'n1 n1 cpu* idle (null)'"
+        " 'g0 g0 gpu idle gpu:a100:8(S:0-1)' 'g1 g1 gpu idle gpu:a100:8(S:0-1),lustre:1'",
+        "scontrol": "echo PartitionName=cpu Default=YES MaxTime=UNLIMITED",
+        "squeue": "echo '7|RUNNING|None'",
+        "srun": "exit 1",
+        "sbatch": 'touch "$(dirname "$0")/asked"; grep -q partition=nope && '
+        "{ echo 'allocation failure: Invalid partition name specified' >&2; exit 1; }; exit 0",
+    }
+    folder = tmp_path / "empty"  # the only one on the PATH
+    folder.mkdir()
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\nPATH=/usr/bin:/bin\n{body}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_dry_run_prints_the_script_that_is_on_record(slurm_py: Command, settings: list[str], tmp_path: Path) -> None:
     """After a change that is meant: UPDATE_GOLDEN=1 pytest tests/launch/test_submission.py, and read the difference."""
-    done = slurm_py("--nodes", "4", "--config", "debug:image", "--run-dir", tmp_path / "run", "--dry-run")
+    flags = ["--nodes", "4", "--config", "debug:image", *settings, "--dry-run"]
+    done = slurm_py(*flags, "--run-dir", tmp_path / "run")
     assert done.status == 0, done.stderr
     script = done.stdout.replace(str(tmp_path / "run"), "RUN_DIR").replace(sys.executable, "PYTHON")
     script = re.sub(r"RUN_DIR/code/[0-9a-f]{16}", "RUN_DIR/code/HASH", script)
@@ -121,17 +154,18 @@ def test_everything_asked_for_is_in_the_script(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in script, "Slurm decides which GPUs a task sees"
 
 
-def test_a_study_is_one_array_with_a_limit(slurm_py: Command, tmp_path: Path) -> None:
-    flags = ["--study-dir", tmp_path / "study", "--at-a-time", "2", "--dry-run"]
+def test_a_study_is_one_array_with_a_limit(slurm_py: Command, settings: list[str], tmp_path: Path) -> None:
+    flags = ["--study-dir", tmp_path / "study", "--at-a-time", "2", "--dry-run", *settings]
     done = slurm_py("--study", "studies:debug_seeds", *flags)
     assert done.status == 0, done.stderr
     assert "#SBATCH --array=0-3%2\n" in done.stdout
     assert f"#SBATCH --output={tmp_path}/study/logs/%A_%a_0_log.out" in done.stdout
+    assert "\n# asks for 4 runs of 1 node x 1 rank, no GPU: it trains on the CPU" in done.stdout
     assert not (tmp_path / "study").exists()
 
 
 def test_flag_before_environment_before_file(
-    slurm_py: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm_py: Command, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the script says of each value where it came from."""
     user_file = tmp_path / "config" / "feature-dropout" / "slurm.yaml"
@@ -146,7 +180,7 @@ def test_flag_before_environment_before_file(
     monkeypatch.setenv("FEATURE_DROPOUT_SLURM_CONSTRAINT", "d")
     monkeypatch.setenv("FEATURE_DROPOUT_SLURM_TIME_MINUTES", "30")
     monkeypatch.setenv("FEATURE_DROPOUT_SLURM_SBATCH", "nice=2 exclusive")
-    flags = ["--time-minutes", "60", "--sbatch", "nice=3", "--dry-run"]
+    flags = ["--time-minutes", "60", "--sbatch", "nice=3", "--dry-run", *settings]
     done = slurm_py("--config", "debug:image", "--run-dir", tmp_path / "run", *flags)
     assert done.status == 0, done.stderr
     options = set(re.findall(r"^#SBATCH --(\S+)", done.stdout, re.MULTILINE))
@@ -309,15 +343,105 @@ def test_bad_input(arguments: list[str], message: str, slurm_py: Command, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_without_slurm_it_says_so_and_leaves_nothing_behind(slurm_py: Command, tmp_path: Path) -> None:
-    train_dir = write_tiny_dataset(tmp_path / "train", num_samples=64)
-    settings = ["--set", f"data.train_dir={train_dir}", "--set", f"data.test_dir={train_dir}"]
+def test_without_slurm_it_says_so_and_leaves_nothing_behind(
+    slurm_py: Command, settings: list[str], tmp_path: Path
+) -> None:
     done = slurm_py("--config", "debug:image", *settings, "--run-dir", tmp_path / "run")
     assert done.status == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: there is no Slurm on this machine")
     assert "--executor local" in done.stderr
     assert not (tmp_path / "run").exists()
+    dry = slurm_py("--config", "debug:image", *settings, "--run-dir", tmp_path / "run", "--dry-run")
+    assert dry.status == 0
+    assert "\n# not checked by Slurm: there is no sbatch on this machine\n" in dry.stdout
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["submission", "dry_run"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--set", "data.train_dir=nowhere"], "nowhere does not exist; build it"),
+        (["--set", "global_batch_size=128"], "64 samples"),
+        (["--run-dir", "OTHER"], "OTHER holds a run with another config (it differs in seed)"),
+        (["--run-dir", "FULL"], "FULL is not empty and is not a run directory"),
+        (["--run-dir", "HELD"], "another process is training in HELD"),
+        (["--run-dir", "QUEUED"], "job 7 is RUNNING for QUEUED already"),
+        (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
+        (["--run-dir", "a\nb"], "cannot stand in a batch script"),
+        (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
+        (["--partition", "a\nb"], "--partition: partition: must be one line"),
+        (["--partition", "gpu", "--nodes", "2"], "so 2 ranks would train on the CPU; add --gpus-per-node 8"),
+        (["--time-minutes", "99999999"], "--time-minutes: time_minutes: Input should be less than or equal to"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
+    flags: list[str],
+    message: str,
+    dry_run: list[str],
+    slurm_py: Command,
+    fake_slurm: Path,
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("launch.slurm.check_shared", lambda *_: None)  # /tmp is, for all nodes of this cluster
+    runs = tmp_path / "runs"
+    config = resolve_recipe("debug:image", settings[1::2])
+    for name in ("OTHER", "FULL", "HELD", "QUEUED"):
+        (runs / name).mkdir(parents=True)
+        if name != "FULL":
+            other = config.model_copy(update={"seed": 5}) if name == "OTHER" else config
+            write_json(RunDir(runs / name).config, other.model_dump(mode="json"))
+    (runs / "FULL" / "thesis.tex").touch()
+    queued = Submission(
+        job_id="7", executor="slurm", home=".", submitted_at=datetime.now(UTC), at_a_time=1, resources=RESOURCES
+    )
+    record(RunDir(runs / "QUEUED"), queued)
+    with hold(RunDir(runs / "HELD")):
+        before = sorted(runs.rglob("*"))
+        words = [str(runs / word) if word.isupper() else word for word in flags]
+        monkeypatch.chdir(runs)
+        done = slurm_py("--config", "debug:image", "--run-dir", "new/run", *settings, *words, *dry_run)
+    assert done.status == 2
+    assert re.sub(rf"{runs}/(?=[A-Z])", "", done.stderr).count(message) == 1, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "#SBATCH" not in done.stdout
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_a_dry_run_on_a_cluster_checks_and_leaves_all_as_it_was(
+    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.slurm.check_shared", lambda *_: None)
+    (tmp_path / "empty_run").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    flags = ["--partition", "gpu", "--nodes", "2", "--gpus-per-node", "8", "--dry-run"]
+    for run_dir in (tmp_path / "empty_run", tmp_path / "a" / "b" / "run"):
+        done = slurm_py("--config", "debug:image", *settings, *flags, "--run-dir", run_dir)
+        assert done.status == 0, done.stderr
+        assert "#SBATCH --gpus-per-node=8\n" in done.stdout
+        assert "\n# asks for 2 nodes x 8 ranks, 8 GPUs a node, 2 cores a rank, 240 minutes\n" in done.stdout
+    assert sorted({*tmp_path.rglob("*")} - {fake_slurm / "asked"}) == before
+    assert (fake_slurm / "asked").exists(), "sbatch was not asked"
+    meant = slurm_py("--config", "debug:image", *settings, *flags, "--gpus-per-node", "0", "--run-dir", "run")
+    assert meant.status == 0, meant.stderr
+    assert "gpus-per-node=" not in meant.stdout
+    assert "2 nodes x 1 rank, no GPU: it trains on the CPU, 2 cores" in meant.stdout, "said, and no advice"
+
+
+def test_gpus_may_be_asked_for_by_other_fields_of_sbatch() -> None:
+    nodes = "g0 g0 gpu* idle gpu:8\ng1 g1 gpu* mixed gpu:a100:4,gpu:h100:2\nn0 n0 cpu idle (null)\n"
+    bare = RESOURCES.model_copy(update={"gpus_per_node": None, "partition": None})
+    with pytest.raises(UserError, match=r"has GPUs \(gpu:a100:4\), .* add --gpus-per-node 4, or"):
+        check_gpus(bare.model_copy(update={"sbatch": {}}), nodes)
+    with pytest.raises(UserError, match="--gpus-per-node 0 if the CPU is meant"):
+        check_gpus(bare.model_copy(update={"sbatch": {"gres": "lustre:1"}}), nodes)
+    for field, value in {"gres": "gpu:2", "gpus": "8", "gpus-per-task": 1}.items():
+        asked = bare.model_copy(update={"sbatch": {field: value}})
+        check_gpus(asked, nodes)
+        assert f"GPUs by {field}={value}" in describe_request(asked)
+    check_gpus(bare.model_copy(update={"sbatch": {}, "partition": "gpu,cpu"}), nodes)  # Slurm may choose the cpu
 
 
 def test_a_requeued_job_is_the_same_job(tmp_path: Path) -> None:
@@ -328,9 +452,16 @@ def test_a_requeued_job_is_the_same_job(tmp_path: Path) -> None:
 
 
 def test_a_job_without_its_run_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    for name, value in {"EXECUTOR": "slurm", "FOLDER": str(tmp_path / "logs")}.items():
+        monkeypatch.setenv(f"SUBMITIT_{name}", value)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_PROCID", "1")
     with pytest.raises(UserError, match="is not a run directory"):
         TrainJob(run_dir=tmp_path, command="", local_port=1)()
+    (outcome,) = outcomes_of_job(tmp_path / "logs", job_id="12", inside=tmp_path).items()
+    assert (outcome[0], outcome[1].ended) == (1, "failed")
+    assert "UserError: " in outcome[1].reason
+    assert "is not a run directory" in outcome[1].reason
 
 
 def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.MonkeyPatch) -> None:
