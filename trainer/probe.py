@@ -224,6 +224,7 @@ def probe(
             train_manifest_sha256=train.manifest.sha256,
             test_manifest_sha256=test.manifest.sha256,
             seconds=seconds,
+            title=getattr(train.manifest.label_names, f"title_{space}", None),
         )
         for space, target in targets.items()
     }

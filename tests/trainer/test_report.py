@@ -54,9 +54,12 @@ def make_run(
     untrained: Accuracies | None = None,
     num_test: int = 1000,
     provenance: Mapping[str, Any] | None = None,
+    probe: ProbeConfig | None = None,
+    titles: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Path:
     """A run directory as training, probe and analysis leave it, with chosen numbers."""
+    probe = recipe().probe if probe is None else probe
     config = recipe().model_dump() | settings
     config["data"] |= {"train_dir": "no/such/train", "test_dir": "no/such/test"}
     run_dir = RunDir(directory)
@@ -71,9 +74,9 @@ def make_run(
     for step, accuracies in ((0, untrained), (11, trained)):
         for space in LABEL_SPACES:
             if accuracies and space in accuracies:
-                write_json(
-                    run_dir.probes(step) / f"{space}.json", probe_result(space, step, accuracies[space], num_test)
-                )
+                title = None if titles is None else titles[space]
+                result = probe_result(space, step, accuracies[space], num_test, config=probe, title=title)
+                write_json(run_dir.probes(step) / f"{space}.json", result)
     run_dir.analysis.mkdir()
     buffer = io.BytesIO()
     Image.new("RGB", (4, 4), (1, 2, 3)).save(buffer, "PNG")
@@ -95,7 +98,15 @@ def make_run(
     return directory
 
 
-def probe_result(space: Any, step: int, curve: Sequence[float], num_test: int) -> dict[str, Any]:
+def probe_result(
+    space: Any,
+    step: int,
+    curve: Sequence[float],
+    num_test: int,
+    *,
+    config: ProbeConfig | None = None,
+    title: str | None = None,
+) -> dict[str, Any]:
     best = max(curve)
     return ProbeResult(
         label=space,
@@ -113,10 +124,11 @@ def probe_result(space: Any, step: int, curve: Sequence[float], num_test: int) -
         class_names=tuple("0123456789"),
         num_train=5000,
         num_test=num_test,
-        probe_config=ProbeConfig(num_epochs=len(curve)),
+        probe_config=debug.image().probe if config is None else config,
         train_manifest_sha256="a" * 64,
         test_manifest_sha256="b" * 64,
         seconds=1.0,
+        title=title,
     ).model_dump(mode="json")
 
 
@@ -227,12 +239,12 @@ def test_doing_it_again_changes_no_byte(
 
 def test_verdict_says_what_the_numbers_say(two_runs: tuple[Path, Path]) -> None:
     assert verdict(arms_of(read_runs(two_runs))) == [
-        "Both trained encoders beat the untrained one on label_base: "
+        "Both trained encoders beat the untrained one on the base label: "
         "debug-image 45.2 % against 21.5 % and debug-viewmaker 40.2 % against 21.5 %.",
-        "Both trained encoders beat the untrained one on label_overlay: "
+        "Both trained encoders beat the untrained one on the overlay label: "
         "debug-image 56.9 % against 37.0 % and debug-viewmaker 71.1 % against 37.0 %.",
-        "On label_base, debug-image is ahead of debug-viewmaker by 5.0 points: 45.2 % against 40.2 %.",
-        "On label_overlay, debug-viewmaker is ahead of debug-image by 14.2 points: 71.1 % against 56.9 %.",
+        "On the base label, debug-image is ahead of debug-viewmaker by 5.0 points: 45.2 % against 40.2 %.",
+        "On the overlay label, debug-viewmaker is ahead of debug-image by 14.2 points: 71.1 % against 56.9 %.",
     ]
 
 
@@ -247,10 +259,10 @@ def test_verdict_does_not_claim_what_the_test_set_cannot_resolve(tmp_path: Path)
     ]
     sentences = verdict(arms_of(read_runs(runs)))
     assert sentences == [
-        "On label_base, debug-image cannot be told apart from the untrained encoder (45.0 % against 40.0 %), "
+        "On the base label, debug-image cannot be told apart from the untrained encoder (45.0 % against 40.0 %), "
         "b is below the untrained encoder (20.0 % against 40.0 %) and "
         "c cannot be told apart from the untrained encoder (50.0 % against 40.0 %).",
-        "On label_base, c and debug-image cannot be told apart: 50.0 % against 45.0 %, and differences below "
+        "On the base label, c and debug-image cannot be told apart: 50.0 % against 45.0 %, and differences below "
         "14.1 points are not resolved.",
     ]
 

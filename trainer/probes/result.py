@@ -17,6 +17,7 @@ class ProbeResult(Schema):
 
     `checkpoint_step` 0 is the untrained encoder. `chance` is one over the number of classes; `majority_share` is the
     test accuracy of always answering the commonest class of the train set. `seconds` covers all labels of the probe.
+    `title` is what the manifest calls the label for readers, such as "digit"; None if it gives no title.
     """
 
     label: LabelSpace
@@ -32,6 +33,7 @@ class ProbeResult(Schema):
     train_manifest_sha256: str
     test_manifest_sha256: str
     seconds: float
+    title: str | None = None
 
 
 def read_result(path: Path) -> ProbeResult:

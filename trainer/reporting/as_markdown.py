@@ -34,7 +34,7 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     results = []
     grids = result_grids(arms)
     for name, grid in grids:
-        results += ([f"**{markdown_text(name)}**"] if len(grids) > 1 else []) + [to_markdown(grid)]
+        results += ([f"**{markdown_text(name)}**"] if name else []) + [to_markdown(grid)]
     found.append(("Results", [RESULTS_CAPTION, *results]))
     found.append(("What this is too small to show", ["\n".join(f"- {markdown_text(text)}" for text in limits(arms))]))
     found.append(("Speed and memory", [to_markdown(speed_grid(arms))]))

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Literal
 
 import matplotlib as mpl
@@ -15,19 +16,20 @@ from matplotlib.ticker import MaxNLocator
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult
+from trainer.reporting.protocols import Reading, label_titles, readings
 from trainer.reporting.runs import Arm, Run
 
 # Readable on white and on near-black alike; arms beyond these repeat the colours.
 COLORS = ("#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d", "#6b7f94", "#5ba3a8")
 _INK = "#010203"  # stands for the page's text colour until the SVG is written
 
-# Keys of metrics.jsonl that are drawn, where a run has them.
+# Titles of the metrics that are drawn if a run has them; `metric_title` puts the titles of the labels in.
 METRICS = {
     "train/loss": "Encoder loss",
     "train/viewmaker_loss": "Viewmaker loss",
     "train/alignment": "Alignment of the two views (cosine)",
-    "probe/base/knn": "kNN of label_base while training, on some samples",
-    "probe/overlay/knn": "kNN of label_overlay while training, on some samples",
+    "probe/base/knn": "kNN of the {base} while training, on some samples",
+    "probe/overlay/knn": "kNN of the {overlay} while training, on some samples",
 }
 MAX_POINTS = 300
 
@@ -56,29 +58,47 @@ class Chart:
     svg: str
 
 
-def charts(arms: Sequence[Arm]) -> list[Chart]:
-    """Training metrics over steps, probe accuracy over the probe's epochs, and over steps where several were probed.
+def metric_title(key: str, titles: Mapping[LabelSpace, str]) -> str:
+    """Return the title of a metric, given those of the labels."""
+    return METRICS[key].format(base=titles["base"], overlay=titles["overlay"])
 
-    Where the seeds of an arm have points at the same places, their mean is drawn with its deviation, else each alone.
+
+def charts(arms: Sequence[Arm]) -> list[Chart]:
+    """Draw training metrics by step, probe accuracy by the probe's epoch, and by step if several were probed.
+
+    Probes of different protocols are in charts of their own. If the seeds of an arm have points at the same places,
+    their mean is drawn with its deviation, else each alone.
     """
+    titles = label_titles(arms)
     colored = [(arm, COLORS[number % len(COLORS)]) for number, arm in enumerate(arms)]
     drawn = [
-        line_chart(title, lines, x_label="training step")
-        for key, title in METRICS.items()
+        line_chart(metric_title(key, titles), lines, x_label="training step")
+        for key in METRICS
         if (
             lines := [line for arm, color in colored for line in _lines([_metric(run, key) for run in arm.runs], color)]
         )
     ]
+    for reading in readings(arms):
+        drawn += _probe_charts(reading, titles)
+    return drawn
+
+
+def _probe_charts(reading: Reading, titles: Mapping[LabelSpace, str]) -> list[Chart]:
+    """Draw the probes of one protocol; colours are those of the whole report."""
+    drawn = []
+    colored = [(arm, COLORS[number % len(COLORS)]) for number, arm in enumerate(reading.arms)]
+    note = f"; {reading.title}" if reading.title else ""
     for space in LABEL_SPACES:
         fits: list[Line] = []
         for arm, color in colored:
             fits += _lines([_fit(probe) for probe in arm.untrained(space)], color, style="--")
             fits += _lines([_fit(probe) for probe in arm.trained(space)], color)
         if fits:
-            drawn.append(line_chart(f"Linear probe of label_{space}, test accuracy in %", fits, x_label="probe epoch"))
+            title = f"Linear probe of the {titles[space]}, test accuracy in %{note}"
+            drawn.append(line_chart(title, fits, x_label="probe epoch"))
         growth = [line for arm, color in colored for line in _lines([_growth(run, space) for run in arm.runs], color)]
         if growth:
-            title = f"Linear probe of label_{space} by checkpoint, %"
+            title = f"Linear probe of the {titles[space]} by checkpoint, %{note}"
             drawn.append(line_chart(title, growth, x_label="training step"))
     return drawn
 
@@ -154,5 +174,6 @@ def _inline(svg: str, title: str) -> str:
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<g id=\"[^\"]*\">", "<g>", svg)  # nothing refers to them, and two charts would share them
     svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", svg, count=1)
-    svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", rf'\1 role="img" aria-label="{title}"', svg, count=1)
+    label = f' role="img" aria-label="{escape(title)}"'
+    svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", lambda match: match[1] + label, svg, count=1)
     return svg.replace(_INK, "currentColor").strip()

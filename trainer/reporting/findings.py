@@ -13,6 +13,7 @@ from typing import Literal
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult
+from trainer.reporting.protocols import Reading, label_titles, readings
 from trainer.reporting.runs import Arm, Run, datasets_of
 
 Method = Literal["linear", "knn"]
@@ -76,30 +77,53 @@ def num_seeds(arm: Arm) -> int:
 
 
 def verdict(arms: Sequence[Arm]) -> list[str]:
-    """The result in sentences, from linear probes: against the untrained encoder, then between arms of one dataset."""
+    """Return the result in sentences, from linear probes.
+
+    Compares with the untrained encoder, then between arms, and only within one dataset and one probe protocol.
+    """
+    measured = [reading for reading in readings(arms) if _measured(reading.arms)]
+    if not measured:
+        return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
     datasets = datasets_of(arms)
-    if len(datasets) == 1:
-        return _verdict_of_one(arms)
-    return [
-        f"The runs are of {len(datasets)} datasets, {_join([dataset.name for dataset in datasets])}; accuracies are "
-        "compared within each alone.",
-        *(f"{dataset.name}: {sentence}" for dataset in datasets for sentence in _verdict_of_one(dataset.arms)),
-    ]
+    sentences = []
+    if len(datasets) > 1:
+        names = _join([dataset.name for dataset in datasets])
+        sentences.append(
+            f"The runs are of {len(datasets)} datasets, {names}; accuracies are compared within each alone."
+        )
+    if len(measured) > 1:
+        sentences.append(f"The runs were probed in {len(measured)} ways; accuracies are compared within each alone.")
+    return sentences + [sentence for reading in measured for sentence in _verdict_under(reading)]
+
+
+def _verdict_under(reading: Reading) -> list[str]:
+    datasets = datasets_of(reading.arms)
+    title = reading.title[:1].upper() + reading.title[1:]
+    sentences = []
+    for dataset in datasets:
+        where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
+        sentences += [f"{where}: {text}" if where else text for text in _verdict_of_one(dataset.arms)]
+    return sentences
+
+
+def _measured(arms: Sequence[Arm]) -> list[LabelSpace]:
+    """Return the labels that some trained encoder was probed on."""
+    return [space for space in LABEL_SPACES if any(arm.trained(space) for arm in arms)]
 
 
 def _verdict_of_one(arms: Sequence[Arm]) -> list[str]:
-    measured = [space for space in LABEL_SPACES if any(arm.trained(space) for arm in arms)]
+    measured, titles = _measured(arms), label_titles(arms)
     if not measured:
-        return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
-    sentences = [_against_untrained(arms, space) for space in measured]
-    sentences += [text for space in measured if (text := _between(arms, space))]
+        return ["No trained encoder has been probed yet, so nothing is said of it."]
+    sentences = [_against_untrained(arms, space, titles[space]) for space in measured]
+    sentences += [text for space in measured if (text := _between(arms, space, titles[space]))]
     missing = [arm.name for arm in arms if not any(arm.trained(space) for space in measured)]
     if missing:
         sentences.append(f"Not probed, and so not compared: {_join(missing)}.")
     return sentences
 
 
-def _against_untrained(arms: Sequence[Arm], space: LabelSpace) -> str:
+def _against_untrained(arms: Sequence[Arm], space: LabelSpace, title: str) -> str:
     compared = [
         (arm.name, trained, untrained)
         for arm in arms
@@ -107,24 +131,24 @@ def _against_untrained(arms: Sequence[Arm], space: LabelSpace) -> str:
         and (untrained := score(baseline(arm, arms, space), "linear"))
     ]
     if not compared:
-        return f"The untrained encoder was not probed on label_{space}, so whether training helped is not measured."
-    outcomes = [_outcome(trained, untrained) for _, trained, untrained in compared]
+        return f"The untrained encoder was not probed on the {title}, so whether training helped is not measured."
+    outcomes = [outcome(trained, untrained) for _, trained, untrained in compared]
     if set(outcomes) == {"above"}:
         who = {1: "The trained encoder beats", 2: "Both trained encoders beat"}.get(
             len(compared), f"All {len(compared)} trained encoders beat"
         )
         numbers = _join([f"{name} {trained} % against {untrained} %" for name, trained, untrained in compared])
-        return f"{who} the untrained one on label_{space}: {numbers}."
+        return f"{who} the untrained one on the {title}: {numbers}."
     relation = {"above": "is above", "below": "is below", "unresolved": "cannot be told apart from"}
     clauses = [
-        f"{name} {relation[outcome]} the untrained encoder ({trained} % against {untrained} %)"
-        for (name, trained, untrained), outcome in zip(compared, outcomes, strict=True)
+        f"{name} {relation[found]} the untrained encoder ({trained} % against {untrained} %)"
+        for (name, trained, untrained), found in zip(compared, outcomes, strict=True)
     ]
-    return f"On label_{space}, {_join(clauses)}."
+    return f"On the {title}, {_join(clauses)}."
 
 
-def _between(arms: Sequence[Arm], space: LabelSpace) -> str:
-    """How the best arm differs from the next; empty where fewer than two were measured."""
+def _between(arms: Sequence[Arm], space: LabelSpace, title: str) -> str:
+    """Return how the best arm differs from the next; empty if fewer than two were measured."""
     ranked = sorted(
         ((measured, arm.name) for arm in arms if (measured := score(arm.trained(space), "linear"))),
         key=lambda pair: -pair[0].mean,
@@ -133,26 +157,38 @@ def _between(arms: Sequence[Arm], space: LabelSpace) -> str:
         return ""
     (best, best_name), (second, second_name) = ranked[:2]
     numbers = f"{best} % against {second} %"
-    if _outcome(best, second) == "unresolved":
+    if outcome(best, second) == "unresolved":
         return (
-            f"On label_{space}, {best_name} and {second_name} cannot be told apart: {numbers}, and differences "
+            f"On the {title}, {best_name} and {second_name} cannot be told apart: {numbers}, and differences "
             f"below {100 * resolution(best, second):.1f} points are not resolved."
         )
     lead = f"{100 * (best.mean - second.mean):.1f} points"
-    return f"On label_{space}, {best_name} is ahead of {second_name} by {lead}: {numbers}."
+    return f"On the {title}, {best_name} is ahead of {second_name} by {lead}: {numbers}."
 
 
-def _outcome(a: Score, b: Score) -> Literal["above", "below", "unresolved"]:
+def outcome(a: Score, b: Score) -> Literal["above", "below", "unresolved"]:
+    """Return whether `a` is above `b`; "unresolved" if they differ by less than two standard errors."""
     difference = a.mean - b.mean
     if abs(difference) <= resolution(a, b):
         return "unresolved"
     return "above" if difference > 0 else "below"
 
 
+def winner(arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
+    """Return the arm whose linear probe is above every other by two standard errors or more; None if there is none."""
+    scores = [(arm, measured) for arm in arms if (measured := score(arm.trained(space), "linear"))]
+    for arm, own in scores:
+        others = [other for another, other in scores if another is not arm]
+        if others and all(outcome(own, other) == "above" for other in others):
+            return arm
+    return None
+
+
 def limits(arms: Sequence[Arm]) -> list[str]:
     """What the numbers are too small to show, from the sizes of what was run."""
     runs = [run for arm in arms for run in arm.runs]
-    probes = [probe for arm in arms for space in LABEL_SPACES for probe in arm.trained(space)]
+    main = readings(arms)[0].arms
+    probes = [probe for arm in main for space in LABEL_SPACES for probe in arm.trained(space)]
     notes: list[str] = []
     single = [arm.name for arm in arms if num_seeds(arm) == 1]
     if single:
@@ -178,8 +214,6 @@ def limits(arms: Sequence[Arm]) -> list[str]:
                 f"published runs on pictures saw ({PUBLISHED_PICTURES:,} for {PUBLISHED_EPOCHS} epochs): compare "
                 "signs, not levels."
             )
-        if len({probe.probe_config for probe in probes}) > 1:
-            notes.append("The probes were not trained with the same settings, so part of a difference may be theirs.")
     if any(run.provenance.get("git_dirty") for run in runs):
         notes.append("Some of the code was not committed when it ran; the commit alone does not give these numbers.")
     return notes

@@ -36,6 +36,11 @@ def to_html(grid: Grid, *, code: Container[str] = (), numbers: bool = False) -> 
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def prose(text: str) -> str:
+    """Return text as HTML in which no line breaks between a number and its unit or its deviation."""
+    return re.sub(r"(?<=\d) (?=%)|(?<=\d) (?=±)|(?<=±) (?=\d)", "&nbsp;", escape(text))
+
+
 def to_markdown(grid: Grid) -> str:
     """A table as GitHub and pandoc read it."""
     lines = [grid.head, tuple("---" for _ in grid.head), *grid.rows]

@@ -9,7 +9,8 @@ from html import escape
 from trainer.probes.features import LABEL_SPACES
 from trainer.reporting.curves import charts
 from trainer.reporting.findings import limits, samples_of, verdict
-from trainer.reporting.grid import NOT_MEASURED, columns, to_html
+from trainer.reporting.grid import NOT_MEASURED, columns, prose, to_html
+from trainer.reporting.protocols import label_titles, readings
 from trainer.reporting.runs import Arm, Run
 from trainer.reporting.study_sheet import Sheet
 from trainer.reporting.study_tables import study_html
@@ -105,9 +106,9 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
         f"<h1>{escape(title)}</h1>\n<p class='subtitle'>{_subtitle(arms)}</p>",
         "" if sheet is None else "<h2>Against the paper</h2>\n" + study_html(sheet) + "\n<h2>What was found</h2>",
         '<div class="verdict">'
-        + "".join(f"<p>{escape(text)}</p>" for text in verdict(arms))
+        + "".join(f"<p>{prose(text)}</p>" for text in verdict(arms))
         + f'<p class="caption">{HOW_COMPARED}</p></div>',
-        f"<p>{how_to_read(runs)}</p>",
+        f"<p>{how_to_read(arms)}</p>",
         "<h2>Results</h2>\n" + results(arms),
         "<h2>What this is too small to show</h2>\n" + _list(limits(arms)),
         "<h2>Curves</h2>\n" + _curves(arms),
@@ -140,30 +141,33 @@ CARRIES = {
 }
 
 
-def how_to_read(runs: Sequence[Run]) -> str:
-    """HTML: what the two labels are."""
-    sample, base, overlay = CARRIES[samples_of(runs)]
+def how_to_read(arms: Sequence[Arm]) -> str:
+    """Return, as HTML, what the two labels are."""
+    sample, base, overlay = CARRIES[samples_of([run for arm in arms for run in arm.runs])]
+    titles = {space: escape(title) for space, title in label_titles(arms).items()}
     return (
-        f"Each {sample} carries {base} (<code>label_base</code>) and, {overlay} (<code>label_overlay</code>). "
+        f"Each {sample} carries {base} (<b>{titles['base']}</b>, in files <code>label_base</code>) and, {overlay} "
+        f"(<b>{titles['overlay']}</b>, <code>label_overlay</code>). "
         "An encoder that has kept both lets a linear classifier read both from its frozen features; where one feature "
         "has suppressed the other, one of the two accuracies falls towards that of the untrained encoder."
     )
 
 
 def _subtitle(arms: Sequence[Arm]) -> str:
-    probes = [probe for arm in arms for space in LABEL_SPACES for probe in [*arm.trained(space), *arm.untrained(space)]]
-    names = list(dict.fromkeys(arm.name for arm in arms))
+    every = [arm for reading in readings(arms) for arm in reading.arms]
+    probes = [one for arm in every for space in LABEL_SPACES for one in [*arm.trained(space), *arm.untrained(space)]]
+    names, titles = list(dict.fromkeys(arm.name for arm in arms)), label_titles(arms)
     num_runs = sum(len(arm.runs) for arm in arms)
     is_short = len(names) <= MOST_NAMES
-    parts = [escape(", ".join(names)) if is_short else f"{len(names)} configurations, {num_runs} runs"]
+    parts = [", ".join(names) if is_short else f"{len(names)} configurations, {num_runs} runs"]
     for space in LABEL_SPACES:
         sizes = sorted({len(probe.class_names) for probe in probes if probe.label == space})
         if sizes:
-            parts.append(f"label_{space} of {' or '.join(map(str, sizes))} classes")
+            parts.append(f"{titles[space]} of {' or '.join(map(str, sizes))} classes")
     sizes_of_data = sorted({(probe.num_train, probe.num_test) for probe in probes})
     samples = samples_of([run for arm in arms for run in arm.runs])
     parts += [f"{num_train:,} train and {num_test:,} test {samples}" for num_train, num_test in sizes_of_data]
-    return " · ".join(parts)
+    return escape(" · ".join(parts))
 
 
 def _curves(arms: Sequence[Arm]) -> str:
@@ -172,7 +176,7 @@ def _curves(arms: Sequence[Arm]) -> str:
         return f"<p>{NOT_MEASURED}: no metrics.jsonl and no probes.</p>"
     legend = "".join(f"<span>{chip(number)}{escape(arm.name)}</span>" for number, arm in enumerate(arms))
     figures = "".join(f"<figure><figcaption>{escape(c.title)}</figcaption>{c.svg}</figure>" for c in drawn)
-    untrained = any(arm.untrained(space) for arm in arms for space in LABEL_SPACES)
+    untrained = any(arm.untrained(s) for reading in readings(arms) for arm in reading.arms for s in LABEL_SPACES)
     dashed = '<span class="soft">dashed: untrained encoder</span>' if untrained else ""
     band = '<span class="soft">band: ± deviation over seeds</span>' if any(len(arm.runs) > 1 for arm in arms) else ""
     return f'<div class="legend">{legend}{dashed}{band}</div><div class="charts">{figures}</div>'
@@ -237,4 +241,4 @@ def _image(png: bytes, alt: str) -> str:
 
 
 def _list(items: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+    return f"<ul>{''.join(f'<li>{prose(item)}</li>' for item in items)}</ul>"

@@ -22,8 +22,9 @@ from PIL import Image
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 from trainer.reporting.as_markdown import sections
-from trainer.reporting.curves import METRICS
+from trainer.reporting.curves import METRICS, metric_title
 from trainer.reporting.page import title_of
+from trainer.reporting.protocols import label_titles
 from trainer.reporting.runs import Arm, Run
 from trainer.reporting.study_sheet import Sheet
 from trainer.rundir import RunDir, write_json
@@ -189,15 +190,16 @@ def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: st
     for title, body in sections(arms, sheet):
         found += [wr.H2(text=title), wr.MarkdownBlock(text="\n\n".join(body))]
         if title == "Results":
-            found += _curve_blocks(runs, entity=entity)
+            found += _curve_blocks(arms, entity=entity)
             found += _picture_blocks(runs, entity=entity, project=project, run_id=run_id)
     return found
 
 
-def _curve_blocks(runs: Sequence[Run], *, entity: str) -> list[Any]:
-    """Live curves, means over seeds: of the runs that W&B has."""
+def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
+    """Return live curves, means over seeds, of the runs that W&B has."""
     wr = _workspaces("nothing was sent")
 
+    runs, titles = [run for arm in arms for run in arm.runs], label_titles(arms)
     by_project: dict[str, list[str]] = {}
     for run in runs:
         if (run_id := _run_id(run)) is not None:
@@ -217,7 +219,11 @@ def _curve_blocks(runs: Sequence[Run], *, entity: str) -> list[Any]:
     ]
     plots = [
         wr.LinePlot(
-            title=METRICS.get(name, name), x="Step", y=[name], groupby_aggfunc="mean", groupby_rangefunc="stddev"
+            title=metric_title(name, titles) if name in METRICS else name,
+            x="Step",
+            y=[name],
+            groupby_aggfunc="mean",
+            groupby_rangefunc="stddev",
         )
         for name in logged
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from data_pipeline.errors import UserError
 from trainer.analysis.views import ViewsResult, analyze_views
 from trainer.config import RunConfig, flatten, read_config
 from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, read_result
 from trainer.reporting.science import science_of
 from trainer.rundir import RunDir, open_run
@@ -36,18 +37,38 @@ class Picture:
     numbers: Mapping[str, str]
 
 
+Probes = Mapping[int, Mapping[LabelSpace, ProbeResult]]  # by step and label; step 0 is the untrained encoder
+
+
 @dataclass(frozen=True)
 class Run:
-    """All that a report shows of one run. `probes[step][label]`; step 0 is the untrained encoder."""
+    """All that a report shows of one run.
+
+    Results of different probe protocols are never mixed: `readouts` holds those of each protocol, and `probes` are
+    those of `protocol`. `read_runs` sets it to the protocol of the run's own config, `under` to another one.
+    """
 
     name: str
     path: Path
     config: RunConfig
     provenance: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
-    probes: Mapping[int, Mapping[LabelSpace, ProbeResult]]
+    readouts: Mapping[ProbeConfig, Probes]
+    protocol: ProbeConfig
     views: Views
     pictures: tuple[Picture, ...] = ()
+
+    @property
+    def probes(self) -> Probes:
+        return self.readouts.get(self.protocol, {})
+
+    @property
+    def own_protocol(self) -> ProbeConfig:
+        return protocol_of(self.config.probe)
+
+    def under(self, protocol: ProbeConfig) -> Run:
+        """Return this run with the probe results of another protocol, which may be none."""
+        return replace(self, protocol=protocol)
 
     def final_probe(self, space: LabelSpace) -> ProbeResult | None:
         """The probe of the latest probed checkpoint; None where only the untrained encoder was probed, or nothing."""
@@ -60,7 +81,8 @@ class Run:
     @property
     def data_key(self) -> tuple[str, str]:
         """What tells datasets apart: the hashes of both manifests, or their places where no hash is known."""
-        for source in [vars(probe) for step in self.probes.values() for probe in step.values()] + [self.provenance]:
+        results = [vars(one) for probes in self.readouts.values() for step in probes.values() for one in step.values()]
+        for source in [*results, self.provenance]:
             hashes = source.get("train_manifest_sha256"), source.get("test_manifest_sha256")
             if all(hashes):
                 return str(hashes[0]), str(hashes[1])
@@ -79,6 +101,9 @@ class Arm:
 
     name: str
     runs: tuple[Run, ...]
+
+    def under(self, protocol: ProbeConfig) -> Arm:
+        return replace(self, runs=tuple(run.under(protocol) for run in self.runs))
 
     def trained(self, space: LabelSpace) -> list[ProbeResult]:
         return [probe for run in self.runs if (probe := run.final_probe(space)) is not None]
@@ -191,15 +216,33 @@ def _read_run(run_dir: RunDir, config: RunConfig, name: str) -> Run:
         config=config,
         provenance=_read_object(run_dir.provenance) if run_dir.provenance.is_file() else {},
         metrics=run_dir.read_metrics(),
-        probes={step: _read_probes(run_dir, step) for step in run_dir.probe_steps()},
+        readouts=_read_readouts(run_dir),
+        protocol=protocol_of(config.probe),
         views=_read_views(run_dir),
         pictures=tuple(_read_pictures(run_dir)),
     )
 
 
-def _read_probes(run_dir: RunDir, step: int) -> dict[LabelSpace, ProbeResult]:
-    paths = {space: run_dir.probes(step) / f"{space}.json" for space in LABEL_SPACES}
-    return {space: read_result(path) for space, path in paths.items() if path.is_file()}
+def protocol_of(config: ProbeConfig) -> ProbeConfig:
+    """Return the settings that make accuracies comparable: all of the probe but its seed and the online probe."""
+    return config.protocol.model_copy(update={"seed": 0})
+
+
+def _read_readouts(run_dir: RunDir) -> dict[ProbeConfig, Probes]:
+    """Read the results of every protocol. What a file holds decides its protocol, not the name of the file."""
+    readouts: dict[ProbeConfig, dict[int, dict[LabelSpace, ProbeResult]]] = {}
+    for step in run_dir.probe_steps():
+        for space in LABEL_SPACES:
+            for path in sorted(run_dir.probes(step).glob(f"{space}*.json"), key=lambda path: (len(path.name), path)):
+                result = read_result(path)
+                if (result.label, result.checkpoint_step) != (space, step):
+                    raise UserError(
+                        f"{path} is a result of label_{result.label} at step {result.checkpoint_step}, and lies where "
+                        f"those of label_{space} at step {step} do; put it back, or remove it"
+                    )
+                of_step = readouts.setdefault(protocol_of(result.probe_config), {}).setdefault(step, {})
+                of_step.setdefault(space, result)
+    return {**readouts}
 
 
 def _read_views(run_dir: RunDir) -> Views:

@@ -18,7 +18,9 @@ from data_pipeline.errors import UserError
 from trainer.analysis.concentration import ConcentrationResult
 from trainer.config import difference
 from trainer.probes.features import LabelSpace
+from trainer.probes.linear import ProbeConfig
 from trainer.reporting.findings import Score, resolution
+from trainer.reporting.protocols import FITTED_ON, describe_protocol, protocols_of
 from trainer.reporting.published import PAIRS, Cell, Contrast, Study
 from trainer.reporting.runs import Run
 from trainer.rundir import RunDir
@@ -30,8 +32,9 @@ Direction = Literal["same", "opposite", "not told from chance", "not measured"]
 class Filled:
     """A cell and what was measured for it: `score` over `runs`, one a seed, or why there is none.
 
-    `unlike` says in what the runs are not like the paper's; empty where nothing hinders a comparison of levels.
-    `num_checkpoints` is over how many the best was taken.
+    `unlike` says in what the runs are not like the paper's; it is empty if levels may be compared.
+    `num_checkpoints` is over how many the best was taken. `in_train_mode` is the score with batch norm in train mode
+    during the probe, as in the published runs; None if that was not probed.
     """
 
     cell: Cell
@@ -39,6 +42,7 @@ class Filled:
     score: Score | None
     unlike: tuple[str, ...]
     num_checkpoints: int = 1
+    in_train_mode: Score | None = None
 
     @property
     def missing(self) -> str:
@@ -48,10 +52,17 @@ class Filled:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the published one, in points; None where there is none, or where only directions compare."""
-        if self.score is None or self.cell.published is None or self.unlike:
+        """Ours less the published one, in points; None if one is missing, or if only directions compare."""
+        return self._less_published(self.score)
+
+    @property
+    def difference_in_train_mode(self) -> float | None:
+        return self._less_published(self.in_train_mode)
+
+    def _less_published(self, score: Score | None) -> float | None:
+        if score is None or self.cell.published is None or self.unlike:
             return None
-        return 100 * self.score.mean - self.cell.published.mean
+        return 100 * score.mean - self.cell.published.mean
 
 
 @dataclass(frozen=True)
@@ -74,16 +85,22 @@ class Compared:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The whole table. `left_out` are runs that it has no cell for."""
+    """The whole table, of one probe protocol. `left_out` are runs that it has no cell for."""
 
     study: Study
+    protocol: ProbeConfig
     cells: Mapping[tuple[str, int], Filled]
     compared: tuple[Compared, ...]
     left_out: tuple[Run, ...]
 
 
 def fill(study: Study, runs: Sequence[Run]) -> Sheet:
-    """The runs in the cells of `study`, by their names. Raises `UserError` where a cell could be filled in two ways."""
+    """Return the runs in the cells of `study`, by their names, as the protocol that most were probed under reads them.
+
+    Raises `UserError` if a cell could be filled in two ways.
+    """
+    protocol = _main_protocol(study, runs)
+    runs = [run.under(protocol) for run in runs]
     by_name: dict[str, list[Run]] = {}
     for run in runs:
         by_name.setdefault(run.config.name, []).append(run)
@@ -97,10 +114,18 @@ def fill(study: Study, runs: Sequence[Run]) -> Sheet:
     names = {cell.run for cell in study.cells.values()}
     return Sheet(
         study=study,
+        protocol=protocol,
         cells=cells,
         compared=tuple(_compare(study, contrast, cells) for contrast in study.contrasts),
         left_out=tuple(run for run in runs if run.config.name not in names),
     )
+
+
+def _main_protocol(study: Study, runs: Sequence[Run]) -> ProbeConfig:
+    """Return the protocol of the sheet: batch norm in eval mode if there is a choice, as the train mode has a line."""
+    names = {cell.run for cell in study.cells.values()}
+    protocols = protocols_of([run for run in runs if run.config.name in names] or runs)
+    return next((one for one in protocols if one.batch_norm == "eval"), protocols[0])
 
 
 def _check_namesakes(runs: Sequence[Run]) -> None:
@@ -125,12 +150,38 @@ def _check_namesakes(runs: Sequence[Run]) -> None:
 
 
 def _fill(study: Study, cell: Cell, label: LabelSpace, runs: Sequence[Run]) -> Filled:
-    measured = [found for run in runs if (found := _accuracy(study, run, label)) is not None]
+    measured = _measured(study, label, runs)
     if not measured:
         return Filled(cell, tuple(runs), None, ())
     unlike = list(dict.fromkeys(text for run in runs for text in _unlike(study, cell, label, run)))
-    score = Score(tuple(found.accuracy for found in measured), min(found.num_test for found in measured))
-    return Filled(cell, tuple(runs), score, tuple(unlike), min(found.num_checkpoints for found in measured))
+    return Filled(
+        cell,
+        tuple(runs),
+        _score(measured),
+        tuple(unlike),
+        min(found.num_checkpoints for found in measured),
+        _in_train_mode(study, label, runs),
+    )
+
+
+def _measured(study: Study, label: LabelSpace, runs: Sequence[Run]) -> list[_Accuracy]:
+    return [found for run in runs if (found := _accuracy(study, run, label)) is not None]
+
+
+def _score(measured: Sequence[_Accuracy]) -> Score:
+    return Score(tuple(found.accuracy for found in measured), min(found.num_test for found in measured))
+
+
+def _in_train_mode(study: Study, label: LabelSpace, runs: Sequence[Run]) -> Score | None:
+    if study.measure != "linear" or runs[0].protocol.batch_norm == "train":
+        return None
+    protocol = in_train_mode(runs[0].protocol)
+    measured = _measured(study, label, [run.under(protocol) for run in runs])
+    return _score(measured) if measured else None
+
+
+def in_train_mode(protocol: ProbeConfig) -> ProbeConfig:
+    return protocol.model_copy(update={"batch_norm": "train"})
 
 
 @dataclass(frozen=True)
@@ -141,11 +192,19 @@ class _Accuracy:
 
 
 def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
-    """As the paper measures: the linear probe after the last epoch, or the best kNN vote of all checkpoints."""
+    """Measure as the paper does: by the linear probe after the last epoch, or the best kNN vote of all checkpoints.
+
+    A vote is the same under every protocol of the linear probe.
+    """
     if study.measure == "linear":
         probe = run.final_probe(label)
         return None if probe is None else _Accuracy(probe.linear.accuracy, probe.num_test, 1)
-    probes = [by_label[label] for step, by_label in run.probes.items() if step > 0 and label in by_label]
+    probes = [
+        by_label[label]
+        for of_protocol in run.readouts.values()
+        for step, by_label in of_protocol.items()
+        if step > 0 and label in by_label
+    ]
     votes = {probe.checkpoint_step: probe.knn.accuracy for probe in probes}
     num_test = min((probe.num_test for probe in probes), default=run.config.probe.online_num_test)
     needed = max((probe.num_train for probe in probes), default=study.num_train)
@@ -167,6 +226,7 @@ def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
         pairs.append((probe.num_train, study.num_train, " train samples"))
         if study.measure == "linear":
             pairs.append((probe.probe_config.num_epochs, 100, " epochs of the probe"))
+            pairs.append((FITTED_ON[probe.probe_config.views], FITTED_ON["policy"], " in the probe"))
     return [f"{_number(ours)} instead of {_number(theirs)}{unit}" for ours, theirs, unit in pairs if ours != theirs]
 
 
@@ -208,6 +268,8 @@ def summary(sheet: Sheet) -> list[str]:
             f"Some runs are not like the paper's ({', '.join(unlike)}); where that is so, no difference to the "
             "published number is shown, and only directions can be compared."
         )
+    if sheet.study.measure == "linear" and measured:
+        sentences += _batch_norm(sheet)
     if sheet.study.measure == "knn_best" and measured:
         fewest = min(one.num_checkpoints for one in measured)
         here = (
@@ -225,6 +287,22 @@ def summary(sheet: Sheet) -> list[str]:
     if sheet.left_out:
         names = ", ".join(dict.fromkeys(run.config.name for run in sheet.left_out))
         sentences.append(f"The table has no cell for {names}.")
+    return sentences
+
+
+def _batch_norm(sheet: Sheet) -> list[str]:
+    """Say in which mode batch norm was, because the published levels depend on it by 5 to 10 points."""
+    published = "The published levels were measured with batch norm in train mode while the probe was fitted"
+    if sheet.protocol.batch_norm == "train":
+        return [f"{published}; so are these."]
+    measured = [one for one in sheet.cells.values() if one.score is not None]
+    paths = sorted({str(run.path) for one in measured if one.in_train_mode is None for run in one.runs})
+    protocol = describe_protocol(sheet.protocol)
+    sentences = [f"{published}; the first number of a cell is of {protocol}, and the line below it of train mode."]
+    if len(paths) and all(one.in_train_mode is None for one in measured):
+        sentences = [f"{published}; here it was in eval mode ({protocol}), which is 5 to 10 points apart from it."]
+    if paths:
+        sentences.append(f"To measure as published: python -m trainer.probe {' '.join(paths)} --batch-norm train")
     return sentences
 
 
@@ -255,7 +333,7 @@ def _beside_concentration(sheet: Sheet) -> str:
 
 
 def missing_commands(sheet: Sheet) -> list[str]:
-    """What measures the empty cells."""
+    """Return the commands that measure the empty cells."""
     commands = [sheet.study.command()] if any(not one.runs for one in sheet.cells.values()) else []
     unprobed = {str(run.path) for one in sheet.cells.values() if one.score is None for run in one.runs}
     return commands + [f"python -m trainer.probe {path}" for path in sorted(unprobed)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from trainer.reporting.grid import Grid, columns, to_html
+from trainer.reporting.grid import Grid, columns, prose, to_html
 from trainer.reporting.study_sheet import Filled, Sheet, missing_commands, summary
 
 MEASURES = {
@@ -17,7 +17,7 @@ MEASURES = {
 def study_html(sheet: Sheet) -> str:
     """The section of a page; its headings are of the third level."""
     study = sheet.study
-    sentences = "".join(f"<p>{escape(text)}</p>" for text in summary(sheet))
+    sentences = "".join(f"<p>{prose(text)}</p>" for text in summary(sheet))
     groups = "".join(
         f'<th class="group" colspan="{len(list(members))}">{escape(group)}</th>'
         for group, members in groupby(study.columns, key=lambda column: column.group)
@@ -47,14 +47,18 @@ def _html_cell(filled: Filled | None) -> str:
 
 
 def _lines(filled: Filled) -> list[str]:
-    """Ours, the paper's, the difference."""
+    """Return ours, ours with batch norm in train mode if it was probed, the paper's, and the differences."""
     published = filled.cell.published
     lines = [str(filled.score) if filled.score else filled.missing]
+    if filled.in_train_mode is not None:
+        lines.append(f"train mode {filled.in_train_mode}")
     lines.append("paper: no number" if published is None else f"paper {published}")
     if filled.difference is not None:
         lines.append(_signed(filled.difference))
     elif filled.score is not None and filled.unlike:
         lines.append("another scale")
+    if filled.difference_in_train_mode is not None:
+        lines.append(f"train mode {_signed(filled.difference_in_train_mode)}")
     return lines
 
 

@@ -10,79 +10,81 @@ from typing import Any
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.reporting.curves import COLORS
-from trainer.reporting.findings import Method, Score, baseline, score
-from trainer.reporting.grid import NOT_MEASURED, Grid, columns, to_html
+from trainer.reporting.findings import Method, Score, baseline, score, winner
+from trainer.reporting.grid import NOT_MEASURED, Grid, columns, prose, to_html
+from trainer.reporting.protocols import Reading, describe_protocol, label_titles, probe_command, readings
 from trainer.reporting.runs import Arm, Dataset, Run, config_differences, datasets_of
 
 
 def results(arms: Sequence[Arm]) -> str:
-    """A table for each dataset: accuracies on different data are never set against one another."""
-    spaces = [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
-    commands = _missing_probes(arms)
-    if not spaces:
-        return f"<p>Nothing has been probed yet.</p>{commands}"
-    datasets = datasets_of(arms)
-    tables = ""
-    for dataset in datasets:
-        tables += f"<h3>{escape(dataset.name)}</h3>" if len(datasets) > 1 else ""
-        tables += _results_of(dataset)
-    return f"{tables}<p class='caption'>{RESULTS_CAPTION.format(fitted_on=_fitted_on(arms))}</p>{commands}"
+    """Return a table for each protocol of the probe and each dataset: only accuracies that compare stand together."""
+    parts = []
+    for reading in readings(arms):
+        datasets = datasets_of(reading.arms)
+        for dataset in datasets:
+            title = " · ".join(part for part in (reading.title, dataset.name if len(datasets) > 1 else "") if part)
+            parts.append(f"<h3>{escape(title[:1].upper() + title[1:])}</h3>" if title else "")
+            parts.append(_results_of(dataset))
+        if any(_measured_spaces(reading.arms)):
+            caption = RESULTS_CAPTION.format(protocol=describe_protocol(reading.protocol))
+            parts.append(f"<p class='caption'>{prose(caption)}</p>")
+    return "".join(parts) + _missing_probes(readings(arms)[0])
 
 
 RESULTS_CAPTION = (
-    "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, fitted on "
-    "{fitted_on}, after its last epoch; below it the gain over the untrained encoder in points, and the best epoch, "
-    "which was chosen by its test accuracy and is therefore optimistic. kNN: weighted vote of the nearest train "
-    "samples by the cosine of pooled features. ± is the sample standard deviation over seeds."
+    "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, fitted for "
+    "{protocol} (for the untrained encoder, with the untrained policy), after its last epoch; below it the gain over "
+    "the untrained encoder in points, and the best epoch, which was chosen by its test accuracy and is therefore "
+    "optimistic. Bold: above every other encoder by more than two standard errors of the difference. kNN: weighted "
+    "vote of the nearest train samples by the cosine of pooled features. ± is the sample standard deviation over seeds."
 )
 
 
-def _fitted_on(arms: Sequence[Arm]) -> str:
-    told = {
-        "policy": "views of the run's own policy (for the untrained encoder, the untrained policy)",
-        "none": "samples without views",
-    }
-    return " or ".join(told[views] for views in sorted({run.config.probe.views for arm in arms for run in arm.runs}))
+def _measured_spaces(arms: Sequence[Arm]) -> list[LabelSpace]:
+    return [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
 
 
 def _results_of(dataset: Dataset) -> str:
     arms = dataset.arms
-    spaces = [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
+    spaces, titles = _measured_spaces(arms), label_titles(arms)
     if not spaces:
         return "<p>Nothing has been probed yet.</p>"
-    head = "".join(f'<th class="group" colspan="2">label_{space}</th>' for space in spaces)
+    head = "".join(f'<th class="group" colspan="2">{escape(titles[space])}</th>' for space in spaces)
     methods = '<th class="number">linear</th><th class="number">kNN</th>' * len(spaces)
     rows: list[str] = []
-    best = {
-        space: max((s.mean for arm in arms if (s := score(arm.trained(space), "linear"))), default=0)
-        for space in spaces
-    }
+    best = {space: winner(arms, space) for space in spaces}
     for number, arm in zip(dataset.numbers, arms, strict=True):
-        cells = "".join(_trained_cells(arm, arms, space, best[space]) for space in spaces)
+        cells = "".join(_trained_cells(arm, arms, space, is_best=best[space] is arm) for space in spaces)
         rows.append(f'<tr class="arm"><th>{chip(number)}{escape(arm.name)}{_stage(arm)}</th>{cells}</tr>')
         cells = "".join(_untrained_cells(arm, arms, space) for space in spaces)
-        rows.append(f'<tr class="untrained"><td>untrained encoder</td>{cells}</tr>')
+        rows.append(f'<tr class="untrained"><th>untrained encoder</th>{cells}</tr>')
     for title, attribute in (("commonest class", "majority_share"), ("chance", "chance")):
         cells = ""
         for space in spaces:
             probe = next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)])
             cells += f'<td class="number">{100 * getattr(probe, attribute):.1f}</td><td></td>'
-        rows.append(f'<tr class="floor"><td>{title}</td>{cells}</tr>')
+        rows.append(f'<tr class="floor"><th>{title}</th>{cells}</tr>')
     return (
-        f'<div class="scroll"><table class="wide"><thead><tr><th></th>{head}</tr><tr><th></th>{methods}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f'<table class="wide results columns{2 * len(spaces)}"><thead><tr><th class="corner"></th>{head}</tr>'
+        f'<tr><th class="corner"></th>{methods}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
 
 
 def result_grids(arms: Sequence[Arm]) -> list[tuple[str, Grid]]:
-    """The same tables as text, each with the name of its dataset; without the best epochs."""
-    return [(dataset.name, _result_grid(dataset.arms)) for dataset in datasets_of(arms)]
+    """Return the same tables as text, each with its protocol and dataset; without the best epochs."""
+    grids = []
+    for reading in readings(arms):
+        datasets = datasets_of(reading.arms)
+        for dataset in datasets:
+            name = dataset.name if len(datasets) > 1 else ""
+            grids.append((" · ".join(part for part in (reading.title, name) if part), _result_grid(dataset.arms)))
+    return grids
 
 
 def _result_grid(arms: Sequence[Arm]) -> Grid:
-    spaces = [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
+    spaces, titles = _measured_spaces(arms), label_titles(arms)
     methods: tuple[Method, ...] = ("linear", "knn")
-    head = ["encoder", "seeds", *(f"label_{space}, {_METHODS[method]}" for space in spaces for method in methods)]
+    head = ["encoder", "seeds", *(f"{titles[space]}, {_METHODS[method]}" for space in spaces for method in methods)]
     rows: list[list[str | None]] = []
     for arm in arms:
         for name, seeds, probes in (
@@ -97,7 +99,7 @@ def _result_grid(arms: Sequence[Arm]) -> Grid:
 _METHODS: Mapping[Method, str] = {"linear": "linear", "knn": "kNN"}
 
 
-def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, best: float) -> str:
+def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best: bool) -> str:
     probes = arm.trained(space)
     linear = score(probes, "linear")
     if linear is None:
@@ -109,7 +111,7 @@ def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, best: float
     if len(probes) == 1:
         result = probes[0].linear
         small += f"<small>best {100 * result.best_accuracy:.1f}, epoch {result.best_epoch}</small>"
-    number = f"<strong>{linear}</strong>" if linear.mean == best and len(arms) > 1 else str(linear)
+    number = f"<strong>{linear}</strong>" if is_best else str(linear)
     return f'<td class="number">{number}{small}</td>{_cell(score(probes, "knn"))}'
 
 
@@ -130,15 +132,15 @@ def _stage(arm: Arm) -> str:
     return f' <span class="soft">({"; ".join(parts)})</span>' if parts else ""
 
 
-def _missing_probes(arms: Sequence[Arm]) -> str:
-    """The commands that would fill the gaps of the table."""
+def _missing_probes(reading: Reading) -> str:
+    """Return the commands that fill the gaps of the first table."""
     commands = []
-    for arm in arms:
+    for arm in reading.arms:
         for run in arm.runs:
             if not any(run.final_probe(space) for space in LABEL_SPACES):
-                commands.append(f"python -m trainer.probe {run.path}")
-        if not any(baseline(arm, arms, space) for space in LABEL_SPACES):
-            commands.append(f"python -m trainer.probe {arm.runs[0].path} --step 0")
+                commands.append(probe_command(run, reading.protocol))
+        if not any(baseline(arm, reading.arms, space) for space in LABEL_SPACES):
+            commands.append(probe_command(arm.runs[0], reading.protocol, "--step 0"))
     if not commands:
         return ""
     return f"<p>To measure what is missing:</p><pre>{escape(chr(10).join(commands))}</pre>"
