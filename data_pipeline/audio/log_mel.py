@@ -162,6 +162,27 @@ def frames_that_hear(first_B: Tensor, length_B: Tensor, config: MelConfig) -> Te
     return is_reached_BN & (centre_N - half < (first_B + length_B)[:, None])
 
 
+def audible_frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
+    """Return which frames of `power_mel` have any power, (B, N) bool: those with a point under their window that is
+    not 0. The window is 0 at its first point.
+    """
+    if not serves_numpy(waveforms_BT):
+        return _points_of_frames(waveforms_BT, config).any(dim=2)
+    num_points = waveforms_BT.shape[1]
+    centre_N = torch.arange(1 + num_points // config.hop).mul_(config.hop).clamp_(max=num_points - 1)
+    is_audible_BN = waveforms_BT[:, centre_N] != 0  # settles most sounds at once
+    unsettled_S = is_audible_BN.logical_not().any(dim=1).nonzero()[:, 0]
+    # NumPy stops at the first point that is not 0: a thirtieth of torch's time.
+    points_SNW = _points_of_frames(waveforms_BT[unsettled_S], config).numpy()
+    return is_audible_BN.index_copy_(0, unsettled_S, torch.from_numpy(points_SNW.any(axis=2)))
+
+
+def _points_of_frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
+    """Return whether each point under a frame's window is not 0: (B, N, W - 1) bool."""
+    half = config.n_fft // 2
+    return F.pad(waveforms_BT.bool(), (half - 1, half)).unfold(1, config.n_fft - 1, config.hop)
+
+
 def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:
     """The normalised doubled decibels of `power_mel`, same shape and dtype: 20 log10 of the power, at least -100, at
     least `range_db` below the item's own maximum, then (x - mean) / std. Pure silence gives -0.823.

@@ -5,7 +5,7 @@ what the encoder sees. `Spectral` silences a range of mel bands and a range of f
 normalised decibels. `Waveform` silences what is outside a crop, and adds white noise to the points, in random order;
 before that it can change speed and pitch, which the paper names and its published code leaves out.
 
-Legend: B samples, T points of a waveform, K of them up to the middle, M mel bands, N frames.
+Legend: B samples, T points of a waveform, K of them up to the middle or tries of a mask, M mel bands, N frames.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor, nn
 
-from data_pipeline.audio.log_mel import MelConfig, frames_that_hear, log_mel, power_mel
+from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
 from data_pipeline.counter_rng import DrawKeys, normal_pairs, uniform
 from data_pipeline.schema import Schema
 from trainer.views.speed_and_pitch import change_pitch, change_speed
@@ -36,12 +37,15 @@ Semitones = Annotated[float, Field(ge=-12, le=12)]
 class SpectralConfig(Schema):
     """The widest mask along either axis, and the standard deviation of the noise on the normalised spectrogram.
 
-    A mask's width is uniform from 0 to its maximum, so 0 switches it off; so does a `noise_std` of 0.
+    A mask's width is uniform from 0 to its maximum, so 0 switches it off; so does a `noise_std` of 0. A mask that
+    changes nothing, because its width is 0 or because it hides silence only, is drawn again until there were
+    `mask_tries` draws: 4 as published, 1 for a single draw.
     """
 
     kind: Literal["spectral"] = "spectral"
     max_masked_bands: NonNegativeInt = 39
     max_masked_frames: NonNegativeInt = 39
+    mask_tries: Annotated[int, Field(ge=1, le=100)] = 4
     noise_std: NonNegativeFloat = 0.25
 
 
@@ -108,7 +112,9 @@ class WaveformDraws:
 
 
 class Spectral(nn.Module):
-    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, and draws that depend on `keys` alone.
+    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters.
+
+    The draws depend on `keys` and on which frames of the sound are silent.
 
     Raises:
         ValueError: a mask may cover all bands or all frames.
@@ -134,7 +140,8 @@ class Spectral(nn.Module):
             ValueError: the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
-        draws = draw_masks(self.config, keys, self.mel)
+        audible_BN = audible_frames(waveforms_BT, self.mel) if self.config.mask_tries > 1 else None
+        draws = draw_masks(self.config, keys, self.mel, audible_BN=audible_BN)
         needed_BN = ~_inside(draws.first_frame_B, draws.num_frames_B, self.mel.num_frames)
         power_BMN = mask_power(power_mel(waveforms_BT, self.mel, needed_BN=needed_BN), draws)
         views_BMN = log_mel(power_BMN, self.mel)
@@ -230,18 +237,32 @@ def check_waveforms(waveforms_BT: Tensor, mel: MelConfig) -> None:
         raise ValueError(f"views of sounds need waveforms (B, {mel.num_points}), got {tuple(waveforms_BT.shape)}")
 
 
-def draw_masks(config: SpectralConfig, keys: DrawKeys, mel: MelConfig) -> MaskDraws:
+def draw_masks(
+    config: SpectralConfig, keys: DrawKeys, mel: MelConfig, *, audible_BN: Tensor | None = None
+) -> MaskDraws:
     """Draw one view's masks for each key: widths uniform from 0 to the maximum, first cells uniform from 0 to
     size - width - 1, so that, as published, the last band and the last frame are never masked.
+
+    Of `config.mask_tries` draws the first that changes the spectrogram counts, and the first of all if none does. A
+    mask of bands changes it unless its width is 0; a mask of frames unless all its frames are silent. `audible_BN` says
+    which frames are not (bool; None: no frame is silent).
     """
-    band_width_B, band_B, frame_width_B, frame_B = uniform(keys, 4, purpose=_MASKS).double().unbind(dim=1)
-    num_bands_B = _pick(band_width_B, config.max_masked_bands + 1)
-    num_frames_B = _pick(frame_width_B, config.max_masked_frames + 1)
+    shares_BK4 = uniform(keys, 4 * config.mask_tries, purpose=_MASKS).double().view(-1, config.mask_tries, 4)
+    band_width_BK, band_BK, frame_width_BK, frame_BK = shares_BK4.unbind(dim=2)
+    num_bands_BK = _pick(band_width_BK, config.max_masked_bands + 1)
+    num_frames_BK = _pick(frame_width_BK, config.max_masked_frames + 1)
+    first_band_BK = _pick(band_BK, mel.num_mels - num_bands_BK)
+    first_frame_BK = _pick(frame_BK, mel.num_frames - num_frames_BK)
+    num_audible_BK = num_frames_BK
+    if audible_BN is not None:
+        before_BX = F.pad(audible_BN.long().cumsum(dim=1), (1, 0))  # the audible frames before a frame
+        num_audible_BK = before_BX.gather(1, first_frame_BK + num_frames_BK) - before_BX.gather(1, first_frame_BK)
+    band_try_B1, frame_try_B1 = _first_that_is(num_bands_BK > 0), _first_that_is(num_audible_BK > 0)
     return MaskDraws(
-        first_band_B=_pick(band_B, mel.num_mels - num_bands_B),
-        num_bands_B=num_bands_B,
-        first_frame_B=_pick(frame_B, mel.num_frames - num_frames_B),
-        num_frames_B=num_frames_B,
+        first_band_B=first_band_BK.gather(1, band_try_B1)[:, 0],
+        num_bands_B=num_bands_BK.gather(1, band_try_B1)[:, 0],
+        first_frame_B=first_frame_BK.gather(1, frame_try_B1)[:, 0],
+        num_frames_B=num_frames_BK.gather(1, frame_try_B1)[:, 0],
     )
 
 
@@ -340,6 +361,11 @@ def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:
     return low + (high - low) * share_B
 
 
-def _pick(share_B: Tensor, num: int | Tensor) -> Tensor:
-    """(B,) int64 from 0 to num - 1, all alike for shares uniform in [0, 1)."""
-    return torch.floor(share_B * num).long()
+def _pick(share_X: Tensor, num: int | Tensor) -> Tensor:
+    """int64 from 0 to num - 1, in the shape of the shares, all alike for shares uniform in [0, 1)."""
+    return torch.floor(share_X * num).long()
+
+
+def _first_that_is(is_so_BK: Tensor) -> Tensor:
+    """(B, 1) int64: the first place of each row that is true, 0 if there is none."""
+    return is_so_BK.to(torch.uint8).argmax(dim=1, keepdim=True)

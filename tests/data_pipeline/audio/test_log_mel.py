@@ -10,7 +10,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, frames_that_hear, log_mel, mel_config, power_mel
+from data_pipeline.audio.log_mel import (
+    AUDIOMNIST,
+    FSDD,
+    MelConfig,
+    audible_frames,
+    frames_that_hear,
+    log_mel,
+    mel_config,
+    power_mel,
+)
 from data_pipeline.audio.waveform import decode_wav, fit_length, to_float
 from data_pipeline.errors import UserError
 from data_pipeline.sources.background import read_sounds
@@ -58,6 +67,24 @@ def test_equal_to_librosa(config: MelConfig, dtype: torch.dtype, tolerance: floa
     assert spectrograms.dtype == dtype
     expected = np.stack([librosas(waveform, config) for waveform in waveforms_BT.numpy()])
     np.testing.assert_allclose(spectrograms.numpy(), expected, rtol=0, atol=tolerance)
+
+
+@CONFIGS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_audible_frames_are_those_with_power_in_every_band(config: MelConfig, dtype: torch.dtype) -> None:
+    """Sounds, silence, clicks at every place of a hop and at both ends, and sounds with silence in the middle."""
+    click_at = [0, 1, config.num_points - 1, *range(20_000 % config.num_points, config.num_points, config.hop // 2)]
+    click_XT = torch.zeros(len(click_at), config.num_points, dtype=dtype)
+    click_XT[torch.arange(len(click_at)), torch.tensor(click_at)] = 1
+    gap_5T = sounds(config, dtype)
+    gap_5T[:, config.num_points // 4 : config.num_points // 2] = 0
+    waveforms_BT = torch.cat([sounds(config, dtype), 0 * gap_5T, click_XT, gap_5T])
+    is_audible_BN = audible_frames(waveforms_BT, config)
+    power_BMN = power_mel(waveforms_BT, config)
+    assert torch.equal(is_audible_BN, (power_BMN > 0).any(dim=1))
+    assert torch.equal(is_audible_BN, (power_BMN > 0).all(dim=1))
+    with_gradient = audible_frames(waveforms_BT.clone().requires_grad_(), config)  # as on an accelerator
+    assert torch.equal(with_gradient, is_audible_BN)
 
 
 def test_recorded_speech_is_equal_to_librosa() -> None:

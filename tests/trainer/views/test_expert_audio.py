@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torchaudio import functional as audio
 
-from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig
+from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, audible_frames
 from data_pipeline.counter_rng import DrawKeys, normal
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_audio import (
@@ -81,7 +81,8 @@ def librosa_log_mel(waveform: Sound, mel: MelConfig, masks: tuple[slice, slice] 
 @MELS
 def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
     x = sounds(24, mel, torch.float64)
-    views, draws = Spectral(SpectralConfig(), mel)(x, keys(24)), draw_masks(SpectralConfig(), keys(24), mel)
+    views = Spectral(SpectralConfig(), mel)(x, keys(24))
+    draws = draw_masks(SpectralConfig(), keys(24), mel, audible_BN=audible_frames(x, mel))
     assert views.shape == (24, 1, 64, 64)
     noise = views[:, 0] - Spectral(SpectralConfig(noise_std=0), mel)(x, keys(24))[:, 0]
     assert noise.std() == pytest.approx(0.25, rel=0.02)
@@ -178,25 +179,86 @@ def test_noise_on_the_spectrogram_is_normal_and_independent_from_cell_to_cell() 
         assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 4 / a.numel() ** 0.5
 
 
-def test_masks_have_the_published_law() -> None:
+def mask_as_published(is_power_MN: NDArray[np.bool_], rng: np.random.Generator) -> list[int]:
+    """Draw the published mask of bands, then that of frames: each until it changes the spectrogram, four times at most.
+
+    Returns the first band, the number of bands, the first frame and the number of frames.
+    """
+    drawn = []
+    for rows in (is_power_MN, is_power_MN.T):  # the second mask sees what the first one left
+        first = width = 0
+        for _ in range(4):
+            width = int(rng.integers(40))
+            first = int(rng.integers(64 - width))
+            if rows[first : first + width].any():
+                break
+        rows[first : first + width] = False
+        drawn += [first, width]
+    return drawn
+
+
+@pytest.mark.parametrize("num_silent", [0, 24])
+def test_masks_have_the_published_law(num_silent: int) -> None:
+    """Against one sound after the other, with no silent frame and with silence at the end."""
     num, rng = 20_000, np.random.default_rng(0)
-    draws = draw_masks(SpectralConfig(), keys(num), FSDD)
-    widths = rng.integers(0, 40, num)
-    starts = rng.integers(0, 64 - widths)
-    for name, ours in (("bands", draws.num_bands_B), ("frames", draws.num_frames_B)):
-        counts = np.bincount(ours.numpy(), minlength=40)
-        assert len(counts) == 40, name
-        chi_square = float(((counts - num / 40) ** 2 / (num / 40)).sum())
-        assert chi_square < 72.1, name  # 39 degrees of freedom, p = 0.001
-    for first_B, width_B in ((draws.first_band_B, draws.num_bands_B), (draws.first_frame_B, draws.num_frames_B)):
-        assert ks_p_value(first_B.numpy(), starts) > 1e-3
-        assert ks_p_value((first_B + width_B).numpy(), starts + widths) > 1e-3
-        assert int((first_B + width_B).max()) == 63  # as published: a mask never reaches the last cell
-        assert int(first_B.min()) == 0
-    table = torch.stack(dataclasses.astuple(draws)).numpy()
-    correlation = np.corrcoef(table)
+    audible_BN = (torch.arange(64) < 64 - num_silent).expand(num, -1)
+    draws = draw_masks(SpectralConfig(), keys(num), FSDD, audible_BN=audible_BN)
+    is_power_MN = np.broadcast_to(audible_BN[0].numpy(), (64, 64))
+    theirs = np.array([mask_as_published(is_power_MN.copy(), rng) for _ in range(num)]).T
+    ours = torch.stack(dataclasses.astuple(draws)).numpy()
+    for first, width in ((0, 1), (2, 3)):
+        for of_ours, of_theirs in (
+            (ours[first], theirs[first]),
+            (ours[width], theirs[width]),
+            (ours[first] + ours[width], theirs[first] + theirs[width]),
+        ):
+            assert ks_p_value(of_ours, of_theirs) > 1e-3
+        assert ours[width].max() == 39
+        assert (ours[width] == 0).sum() <= num_silent  # some: where four masks were drawn in vain
+        assert (ours[first] + ours[width]).max() == 63  # as published: a mask never reaches the last cell
+        assert ours[first].min() == 0
+    correlation = np.corrcoef(ours)
     for a, b in ((0, 2), (0, 3), (1, 2), (1, 3)):
         assert abs(correlation[a, b]) < 4 / num**0.5
+
+
+@pytest.mark.parametrize(
+    ("tries", "of_width_0", "mean_width", "unheard"), [(4, 0.0, 20.0, 0.0006), (1, 0.025, 19.5, 0.151)]
+)
+def test_a_mask_that_changes_nothing_is_drawn_again(
+    tries: int, of_width_0: float, mean_width: float, unheard: float
+) -> None:
+    """With 24 silent frames at the end, `unheard` of the masks of frames would hide nothing audible."""
+    num, config = 20_000, SpectralConfig(mask_tries=tries)
+    for width_B in (draws := draw_masks(config, keys(num), AUDIOMNIST)).num_bands_B, draws.num_frames_B:
+        assert float((width_B == 0).double().mean()) == pytest.approx(of_width_0, abs=0.004 * (tries == 1))
+        assert float(width_B.double().mean()) == pytest.approx(mean_width, abs=0.35)  # 4 standard errors
+    audible_BN = (torch.arange(64) < 40).expand(num, -1)
+    draws = draw_masks(config, keys(num), AUDIOMNIST, audible_BN=audible_BN)
+    is_unheard_B = (draws.num_frames_B == 0) | (draws.first_frame_B >= 40)
+    assert float(is_unheard_B.double().mean()) == pytest.approx(unheard, abs=4 * (unheard / num) ** 0.5)
+
+
+def test_a_first_mask_that_changes_something_is_kept() -> None:
+    once, again = (draw_masks(SpectralConfig(mask_tries=tries), keys(2_000), FSDD) for tries in (1, 4))
+    for first, width in (("first_band_B", "num_bands_B"), ("first_frame_B", "num_frames_B")):
+        is_kept_B = getattr(once, width) > 0
+        assert 0.95 < float(is_kept_B.double().mean()) < 1
+        for name in (first, width):
+            assert torch.equal(getattr(once, name)[is_kept_B], getattr(again, name)[is_kept_B])
+
+
+def test_views_draw_masks_of_frames_again_that_hide_silence() -> None:
+    x = 0.1 * torch.randn(60, FSDD.num_points, generator=torch.Generator().manual_seed(0))
+    x[:, 2_000:] = 0  # of 64 frames, 18 hear something
+    clean = clean_spectrogram(x, FSDD)
+    num_changed = []
+    for tries in (1, 4, 100):
+        config = SpectralConfig(max_masked_bands=0, noise_std=0, mask_tries=tries)
+        views = Spectral(config, FSDD)(x, keys(60))
+        num_changed.append(int((views != clean).flatten(1).any(dim=1).sum()))
+    assert num_changed[0] + 10 < num_changed[1] <= num_changed[2]
+    assert num_changed[2] > 50  # a frame whose last points alone are heard can lie below the floor of the decibels
 
 
 def test_crops_have_the_published_law() -> None:
@@ -322,7 +384,7 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
     x = torch.empty(8, FSDD.num_points, device="meta")
     policy = Waveform(WaveformConfig(speed=(0.9, 1.1), semitones=(-1, 1)), FSDD)
     assert policy.augment(x, on_meta).shape == x.shape
-    masks = draw_masks(SpectralConfig(), on_meta, FSDD)
+    masks = draw_masks(SpectralConfig(), on_meta, FSDD, audible_BN=audible_frames(x, FSDD))
     assert mask_power(torch.empty(8, 64, 64, device="meta"), masks).shape == (8, 64, 64)
 
 
@@ -361,7 +423,9 @@ def test_waveform_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -
         WaveformConfig.model_validate(wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"max_masked_bands": -1}, {"noise_std": -0.1}, {"max_masked_frames": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_masked_bands": -1}, {"noise_std": -0.1}, {"max_masked_frames": 1.5}, {"mask_tries": 0}]
+)
 def test_spectral_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         SpectralConfig.model_validate(wrong)
