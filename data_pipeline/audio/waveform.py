@@ -6,6 +6,7 @@ Shapes: B batch, T points of every waveform of a batch, X points of all clips la
 from __future__ import annotations
 
 import io
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torchaudio import functional as audio
@@ -132,10 +134,14 @@ def to_float(waveforms: Tensor) -> Tensor:
 
 
 def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
-    """A float sound (..., X) at another rate (points a second): ceil(X * to_rate / from_rate) points.
+    """Return a float sound (..., X) at another rate, in points a second, with as many points as librosa 0.9 gives it.
 
-    A windowed sinc with the Kaiser window that resampy calls `kaiser_best`, the published choice.
+    The filter is a windowed sinc with the Kaiser window that resampy calls `kaiser_best`, the published choice. With
+    Y = X * (to_rate / from_rate) in floating point, it makes floor(Y) points; a zero follows unless Y is whole. The
+    rounding of Y counts: 30 s at 44,100 points a second become 1,440,001 points at 48,000, the last of them a zero.
     """
+    num_points = sound.shape[-1] * (to_rate / from_rate)
+    num_made = math.floor(num_points)
     resampled: Tensor = audio.resample(
         sound,
         from_rate,
@@ -145,7 +151,7 @@ def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
         resampling_method="sinc_interp_kaiser",
         beta=14.769656459379492,
     )
-    return resampled
+    return F.pad(resampled[..., :num_made], (0, math.ceil(num_points) - num_made))
 
 
 def crop_last(keys: DrawKeys) -> Tensor:

@@ -275,14 +275,18 @@ def mask_power(power_BMN: Tensor, draws: MaskDraws) -> Tensor:
 
 
 def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) -> WaveformDraws:
-    """Draw one view's parameters for each key, for waveforms of `num_points`."""
+    """Draw one view's parameters for each key, for waveforms of `num_points`.
+
+    A crop's first point is uniform from 0 to num_points - length - 1, so that, as published, no crop holds the last
+    point; one of the whole length begins at 0.
+    """
     share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
     speed_B, semitones_B = uniform(keys, 2, purpose=_SPEED_AND_PITCH).double().unbind(dim=1)
     length_B = torch.floor(num_points * _between(config.kept or (1.0, 1.0), share_B)).long()
     return WaveformDraws(
         speed_B=None if config.speed is None else _between(config.speed, speed_B),
         semitones_B=None if config.semitones is None else _between(config.semitones, semitones_B),
-        first_B=_pick(place_B, num_points - length_B + 1),
+        first_B=_pick(place_B, (num_points - length_B).clamp(min=1)),
         length_B=length_B,
         crops_last_B=order_B < 0.5,
     )

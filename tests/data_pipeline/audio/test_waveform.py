@@ -187,6 +187,20 @@ def test_the_crop_is_a_fair_coin_of_the_key() -> None:
     assert torch.equal(alone, first[[7, 1_234]])
 
 
+@pytest.mark.parametrize(
+    ("num_points", "num_resampled", "num_made"),
+    [(1_323_000, 1_440_001, 1_440_000), (44_107, 48_008, 48_007), (441, 481, 480), (44_101, 48_002, 48_001)],
+)
+def test_a_resampled_sound_has_the_points_of_the_published_one(
+    num_points: int, num_resampled: int, num_made: int
+) -> None:
+    """Thirty seconds, the length of the traffic, get a point too many, because 48,000 / 44,100 is rounded up."""
+    resampled = resample(torch.ones(num_points), from_rate=44_100, to_rate=48_000)
+    assert len(resampled) == num_resampled
+    assert (resampled[:num_made] > 0.4).all()
+    assert not resampled[num_made:].any()
+
+
 @pytest.mark.parametrize(("from_rate", "to_rate"), [(44_100, 48_000), (44_100, 8_000)])
 def test_a_resampled_sine_is_that_sine_and_what_no_longer_fits_is_gone(from_rate: int, to_rate: int) -> None:
     time = torch.arange(from_rate + 7, dtype=torch.float64) / from_rate

@@ -45,7 +45,7 @@ POLICIES = pytest.mark.parametrize(
 )
 # Draws for seed 3, epoch 0, view 0 and the samples 0 and 1: masks as first band, bands, first frame, frames.
 GOLDEN_MASKS = [[18, 8, 16, 17], [23, 17, 6, 22]]
-GOLDEN_CROPS = [[8808, 40223, 1], [614, 48241, 1]]  # first point, points, whether the crop is last
+GOLDEN_CROPS = [[8807, 40223, 1], [613, 48241, 1]]  # first point, points, whether the crop is last
 Sound = NDArray[np.floating[Any]]
 
 
@@ -265,15 +265,25 @@ def test_crops_have_the_published_law() -> None:
     num, rng = 20_000, np.random.default_rng(0)
     draws = draw_waveform(WaveformConfig(), keys(num), num_points=50_000)
     lengths = np.floor(50_000 * rng.uniform(0.08, 1, num)).astype(int)
-    starts = rng.integers(0, 50_000 - lengths + 1)
+    starts = rng.integers(0, 50_000 - lengths)
     assert ks_p_value(draws.length_B.numpy(), lengths) > 1e-3
     assert ks_p_value(draws.first_B.numpy(), starts) > 1e-3
     assert ks_p_value((draws.first_B + draws.length_B).numpy(), starts + lengths) > 1e-3
     assert 4_000 <= int(draws.length_B.min()) < 4_020
-    assert int((draws.first_B + draws.length_B).max()) <= 50_000
+    assert int((draws.first_B + draws.length_B).max()) == 49_999  # as published: no crop holds the last point
     assert abs(float(draws.crops_last_B.double().mean()) - 0.5) < 4 * 0.5 / num**0.5
     table = np.stack([draws.length_B.numpy(), draws.crops_last_B.numpy()])
     assert abs(np.corrcoef(table)[0, 1]) < 4 / num**0.5
+
+
+@pytest.mark.parametrize(("kept", "num_points"), [((0.5, 0.5), 4), ((0.999, 1.0), 2), ((1.0, 1.0), 10), (None, 10)])
+def test_crops_of_few_points_start_where_the_published_ones_do(
+    kept: tuple[float, float] | None, num_points: int
+) -> None:
+    """Each of the starts 0 to T - L - 1 occurs, and none else; a crop of everything starts at 0."""
+    draws = draw_waveform(WaveformConfig(kept=kept), keys(500), num_points=num_points)
+    length = int(draws.length_B.unique())
+    assert draws.first_B.unique().tolist() == list(range(max(1, num_points - length)))
 
 
 def test_speed_and_pitch_are_uniform_and_change_no_other_draw() -> None:
