@@ -78,6 +78,7 @@ class TrainJob:
     command: str
     local_port: int
     warning_seconds: int = 120
+    accepted_data: tuple[str, ...] = ()
 
     def __call__(self) -> None:
         """Called by submitit in every task; a run that was cut short goes on from its LATEST checkpoint.
@@ -115,7 +116,7 @@ class TrainJob:
             )
         ending = Ending()
         try:
-            run(config, self.run_dir, command=self.command)
+            run(config, self.run_dir, command=self.command, accepted_data=self.accepted_data)
             ending.status = 0
         except StoppedError as stopped:
             ending.status = self._status_after(stopped, job, seconds=time.monotonic() - start)

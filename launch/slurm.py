@@ -63,7 +63,7 @@ from launch.submitted import (
     refuse_if_active,
     run_status,
 )
-from launch.train import default_run_dir, positive
+from launch.train import add_accept_data, default_run_dir, positive
 from trainer.config import RunConfig
 from trainer.preflight import check_data, claim
 from trainer.provenance import command_line
@@ -91,7 +91,7 @@ class Plan:
     """What is submitted together: one job, or one job array of which `at_a_time` members run at once.
 
     `home` holds the logs and the code of all: the run directory itself, or that of the study. On this machine, `place`
-    numbers the members that run at once: each has GPUs of its own.
+    numbers the members that run at once: each has GPUs of its own. `accepted_data` as in `trainer.train`.
     """
 
     members: Sequence[Member]
@@ -101,6 +101,7 @@ class Plan:
     name: str
     executor: Executor = "slurm"
     place: int = 0
+    accepted_data: tuple[str, ...] = ()
 
     @property
     def logs(self) -> Path:
@@ -180,6 +181,7 @@ def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> lis
                 command=command,
                 local_port=free_ports(1)[0],
                 warning_seconds=WARNING_SECONDS,
+                accepted_data=plan.accepted_data,
             )
             for member in plan.members
         ]
@@ -236,7 +238,7 @@ def _claimed(plan: Plan, *, code: Path, needs_slurm: bool = True) -> Iterator[No
     new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
     try:
         for member in plan.members:
-            claim(member.run_dir, member.config).close()
+            claim(member.run_dir, member.config, accepted_data=plan.accepted_data).close()
         yield
     except BaseException as error:
         for path in new:
@@ -528,7 +530,7 @@ def run_study_here(plan: Plan, *, command: str) -> None:
     for member in plan.members:
         check_data(member.config)
     for member in plan.members:
-        claim(member.run_dir, member.config).close()
+        claim(member.run_dir, member.config, accepted_data=plan.accepted_data).close()
     snapshot = read_snapshot()
     waiting = deque(plan.members)
     running: dict[int, tuple[Member, submitit.Job[None]]] = {}
@@ -577,6 +579,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--study", metavar="studies:NAME", help="all runs of a study, as one job array")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
+    add_accept_data(parser)
     parser.add_argument("--study-dir", type=Path, metavar="DIR", help="of all runs of a study; default: runs/NAME")
     parser.add_argument(
         "--at-a-time", type=positive, metavar="N", help="runs of a study at once; default: all, or 1 on this machine"
@@ -649,7 +652,13 @@ def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
         if arguments.dry_run:
             raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")
     return Plan(
-        members=members, home=home, resources=resources, at_a_time=at_a_time, name=name, executor=arguments.executor
+        members=members,
+        home=home,
+        resources=resources,
+        at_a_time=at_a_time,
+        name=name,
+        executor=arguments.executor,
+        accepted_data=tuple(arguments.accept_data),
     )
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -30,15 +31,15 @@ from trainer.rundir import RunDir
 from trainer.train import train
 
 
-def run(config: RunConfig, run_dir: Path, *, command: str) -> None:
-    """Train as the rank that the environment says this process is; alone where it says nothing. Raises as `train`."""
+def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
+    """Train as the rank given by the variables of torchrun or Slurm; alone if there are none. Raises as `train`."""
     keep_freed_memory()
     world = read_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = choose_device(world)
     with process_group(world, device):
         try:
-            train(config, RunDir(run_dir), device=device, command=command)
+            train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"rank {world.rank} has not enough memory on {device} ({str(error).partition('. GPU')[0]}); raise "
@@ -47,11 +48,11 @@ def run(config: RunConfig, run_dir: Path, *, command: str) -> None:
             ) from error
 
 
-def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str) -> None:
-    """`run`, and the first rank leaves in the run directory why it ended before its time, for launch/status.py."""
+def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
+    """Call `run`; if it ends early, the first rank writes why into the run directory, for launch/status.py."""
     is_first = read_env(os.environ).rank == 0
     try:
-        run(config, run_dir, command=command)
+        run(config, run_dir, command=command, accepted_data=accepted_data)
     except Exception as error:
         if is_first and isinstance(error, StoppedError):
             note_end(RunDir(run_dir), config, "stopped", str(error))
@@ -86,6 +87,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def add_accept_data(parser: argparse.ArgumentParser) -> None:
+    """Add the flag by which a run goes on with a dataset that was replaced.
+
+    It names the new data, so that no later replacement is accepted with it, by a requeue or by a script.
+    """
+    parser.add_argument(
+        "--accept-data",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="go on with a dataset that was replaced; the refusal says its NAME; repeatable",
+    )
+
+
 def default_run_dir(config: RunConfig) -> Path:
     return Path("runs") / f"{config.name}-seed{config.seed}"
 
@@ -97,6 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
+    add_accept_data(parser)
     parser.add_argument("--explain", action="store_true", help="print every setting and where it came from, and stop")
     parser.add_argument("--plan", action="store_true", help="print what the run would take of memory and net, and stop")
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="of the plan; default: 1")
@@ -115,7 +131,8 @@ def main() -> None:
         )
         return
     try:
-        run_noting_its_end(config, arguments.run_dir or default_run_dir(config), command=command_line())
+        run_dir = arguments.run_dir or default_run_dir(config)
+        run_noting_its_end(config, run_dir, command=command_line(), accepted_data=arguments.accept_data)
     except StoppedError as stopped:
         if stopped.is_first_rank:
             print(stopped, file=sys.stderr)

@@ -21,13 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class BadSamples:
-    """The bad samples that the ranks have met since this process started, each once."""
+    """The bad samples that the ranks of a run have met, each once; `before`: up to the checkpoint it goes on from."""
 
-    def __init__(self, run_dir: RunDir, *, num_samples: int, max_share: float, where: str) -> None:
+    def __init__(
+        self, run_dir: RunDir, *, num_samples: int, max_share: float, where: str, before: Iterable[BadSample] = ()
+    ) -> None:
         self._path = run_dir.bad_samples
         self._num_samples, self._max_share, self._where = num_samples, max_share, where
-        self._found: dict[int, BadSample] = {}
+        self._found = {sample.index: sample for sample in before}
         self._new: list[BadSample] = []
+
+    @property
+    def found(self) -> tuple[BadSample, ...]:
+        """Those of all ranks up to the last `settle`, by their index."""
+        return tuple(self._found[index] for index in sorted(self._found))
 
     def add(self, bad: Iterable[BadSample]) -> None:
         """Take note of what this rank has met; costs nothing where there is nothing."""

@@ -3,8 +3,8 @@
     checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.safetensors
                                 viewmaker.safetensors  viewmaker_optimizer.safetensors  (where the views are learned)
                                 objective.safetensors  objective_optimizer.safetensors  (where it has state, learns)
-                                run.safetensors        (where the loop has state of its own: a loss scale, counters)
-                                checkpoint.json        (what must be there: each file's size and SHA-256)
+                                run.safetensors        (where the loop has tensors of its own: a loss scale)
+                                checkpoint.json        (each file's size and SHA-256; the datasets and the counters)
     LATEST                      step_00000500
 
 Training stops for a copy to the memory of the host; a thread of the first rank writes that copy beside its place,
@@ -16,6 +16,7 @@ Nothing in a checkpoint is code, and loading one runs none.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
@@ -23,7 +24,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -40,6 +41,7 @@ from trainer.checkpoint_files import (
     check_sizes,
     check_whole,
     flush,
+    read_index,
     read_tensors,
     write_files,
 )
@@ -48,6 +50,7 @@ from trainer.distributed.collectives import all_gather_object, broadcast_object,
 from trainer.distributed.engine import Engine
 from trainer.objectives import Objective
 from trainer.players import Players, build_players
+from trainer.run_state import DataIdentity, RunState, identity_in_provenance
 from trainer.rundir import RunDir, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -138,12 +141,14 @@ class CheckpointWriter:
         engines: Mapping[str, Engine],
         objective_state: Mapping[str, Tensor],
         extra: Mapping[str, Tensor] | None = None,
+        run: RunState | None = None,
     ) -> None:
         """Begin to write the state after `step` steps, once the save before is done. Returns after a copy to the host.
 
-        `objective_state` is `Objective.saved_state()`; `extra` is the loop's own state, equal on all ranks, of fixed
-        shapes. Raises `UserError` where the disk had no room for the save before or refused it; on the ranks that do
-        not write, SystemExit(2), so that one speaks for all. Older checkpoints stay as they are then.
+        `objective_state` is `Objective.saved_state()`; `extra` are the loop's own tensors, equal on all ranks, of fixed
+        shapes; `run` is its other state. Raises `UserError` if the disk had no room for the save before or refused it,
+        or if that state was not finite; on the ranks that do not write, SystemExit(2), so that one speaks for all.
+        Older checkpoints stay as they are then.
         """
         began = time.perf_counter()
         self._settle()
@@ -158,7 +163,7 @@ class CheckpointWriter:
             self._in_flight.set_exception(error)
             return
         waited_seconds = time.perf_counter() - began
-        self._in_flight = self._thread.submit(self._write, step, copy, waited_seconds)
+        self._in_flight = self._thread.submit(self._write, step, copy, run, waited_seconds)
 
     def close(self) -> None:
         """Wait for what is being written; raises as `save` does. A second call does nothing more."""
@@ -207,10 +212,10 @@ class CheckpointWriter:
             return None
         return _Outcome(None if error is None else str(error), isinstance(error, UserError))
 
-    def _write(self, step: int, copy: HostCopy, waited_seconds: float) -> None:
+    def _write(self, step: int, copy: HostCopy, run: RunState | None, waited_seconds: float) -> None:
         copy.wait()
         began = time.perf_counter()
-        num_bytes = _write(self._run_dir, step=step, states=copy.states, keep=self._keep)
+        num_bytes = _write(self._run_dir, step=step, states=copy.states, run=run, keep=self._keep)
         logger.info(
             "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
             step,
@@ -220,18 +225,51 @@ class CheckpointWriter:
         )
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that a run goes on from: its step, and the run's state besides tensors.
+
+    At the start of a run the step is 0 and there is no state. A checkpoint of format 1 has no state either.
+    """
+
+    step: int
+    run: RunState | None
+
+    def trained_on(self, run_dir: RunDir) -> DataIdentity | None:
+        """Return the datasets behind the checkpoint; None if there is no checkpoint, or nothing is known of them."""
+        if self.step == 0:
+            return None
+        return identity_in_provenance(run_dir) if self.run is None else self.run.data
+
+
+def newest_state(run_dir: RunDir) -> Restored:
+    """Return what the newest checkpoint that has an index says, without a look at its tensors."""
+    latest = _latest_step(run_dir)
+    steps = [step for step in reversed(_steps(run_dir)) if step != latest]
+    for step in [latest, *steps] if latest is not None else steps:
+        with contextlib.suppress(DamagedError):
+            return Restored(step, read_index(run_dir.checkpoint(step)).run)
+    return Restored(0, None)
+
+
 def restore(
     run_dir: RunDir, engines: Mapping[str, Engine], objective: Objective, *, extra: Mapping[str, Tensor] | None = None
-) -> int:
+) -> Restored:
     """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
 
-    Returns its step, 0 where there is none yet. A damaged checkpoint is passed over, and the log says so. Raises
-    `UserError` if none is whole, or the newest is of a newer version of this project or of another architecture; on the
-    ranks that have nothing to say, SystemExit(2).
+    Returns its step and state; the step is 0 if there is none yet. A damaged checkpoint is passed over, and the log
+    says so. Raises `UserError` if none is whole, or the newest is of a newer version of this project or of another
+    architecture; on the ranks that have nothing to say, SystemExit(2).
     """
-    step = broadcast_object(_together(lambda: _newest_whole(run_dir) if rank() == 0 else None))
-    if step is None:
-        return 0
+
+    def find() -> Restored | None:
+        step = _newest_whole(run_dir) if rank() == 0 else None
+        return None if step is None else Restored(step, read_index(run_dir.checkpoint(step)).run)
+
+    found = broadcast_object(_together(find))
+    if found is None:
+        return Restored(0, None)
+    step = found.step
     directory = run_dir.checkpoint(step)
     wanted = {name: engine.module_state() for name, engine in engines.items() if name != _OBJECTIVE}
     others = {_OBJECTIVE: objective.saved_state(), _RUN: dict(extra or {})}
@@ -255,7 +293,7 @@ def restore(
             tensor.copy_(states[_RUN][name])
 
     _together(take_up)
-    return step
+    return found
 
 
 def load_players(run_dir: RunDir, *, step: int | None = None) -> Players:
@@ -279,7 +317,15 @@ def load_players(run_dir: RunDir, *, step: int | None = None) -> Players:
             raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
     for module in modules.values():
         module.eval()
-    return Players(config=players.config, step=step, encoder=players.encoder, view_policy=players.view_policy)
+    return replace(players, step=step, trained_on=_trained_on(run_dir, step))
+
+
+def _trained_on(run_dir: RunDir, step: int) -> DataIdentity | None:
+    """Return the datasets behind a checkpoint that is read; None if they are not known, or training has pruned it."""
+    try:
+        return Restored(step, read_index(run_dir.checkpoint(step)).run if step > 0 else None).trained_on(run_dir)
+    except DamagedError:  # a checkpoint from before there was an index is read all the same
+        return identity_in_provenance(run_dir)
 
 
 def _load_newest(run_dir: RunDir, modules: Mapping[str, nn.Module]) -> int:
@@ -362,19 +408,38 @@ def _states_of(
     return states | {name: state for name, state in rest.items() if state}
 
 
-def _write(run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], keep: int) -> int:
+def refuse_link(run_dir: RunDir) -> None:
+    """Raise `UserError` if the directory in which checkpoints are written and pruned is a symbolic link.
+
+    The files behind it may be those of another run. A single checkpoint may be a link: it is read, and pruning removes
+    the link alone. The whole run directory may be a link, too.
+    """
+    path = run_dir.checkpoints
+    if path.is_symlink():
+        raise UserError(
+            f"{path} is a symbolic link, and pruning would remove files behind it; replace it by a directory, or pass "
+            "a --run-dir on the other disk"
+        )
+
+
+def _write(
+    run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None, keep: int
+) -> int:
     """Write a checkpoint to its place, name it in `LATEST`, and prune; returns its bytes.
 
-    Raises `UserError` where the disk has no room or fails; then the checkpoints before are as they were.
+    Raises `UserError` if the state is not finite, or the disk has no room or fails; then the checkpoints before are as
+    they were.
     """
     final = run_dir.checkpoint(step)
     partial = final.with_name(f".{final.name}.partial")
+    refuse_link(run_dir)
+    _check_finite(run_dir, step, states)
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         for left in partial.parent.glob(".step_*"):  # by a kill
-            shutil.rmtree(left)
+            _delete(left)
         partial.mkdir()
-        num_bytes = write_files(partial, step=step, states=states)
+        num_bytes = write_files(partial, step=step, states=states, run=run)
         _remove(final)  # left by a kill between the rename and LATEST, or damaged
         partial.replace(final)
         flush(final.parent)
@@ -383,13 +448,34 @@ def _write(run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tens
         _prune(run_dir, newest=step, keep=keep)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        before = _latest_step(run_dir)
         where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
-        going_on = f"start again: the run goes on from {f'step {before}' if before else 'the start'}"
+        going_on = f"start again: the run goes on from {_newest_in_words(run_dir)}"
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
         raise UserError(f"cannot write {where} ({error}); mend that and {going_on}") from error
     return num_bytes
+
+
+def _check_finite(run_dir: RunDir, step: int, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise `UserError` that names the first tensor with a value that is inf or nan.
+
+    The gradients of every step are looked at, but a step can overflow what it changes: a parameter by its rate, the
+    moments of Adam by their squares. Such a moment would hold its parameter still without any sign.
+    """
+    for file, state in states.items():
+        for name, tensor in state.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                num_bad = int((~tensor.isfinite()).sum())
+                raise UserError(
+                    f"the state after step {step} is not saved, for it is not finite: {num_bad} of {tensor.numel()} "
+                    f"values of {name} ({file}) are inf or nan; lower the learning rate with another --run-dir, or "
+                    f"start again from {_newest_in_words(run_dir)}"
+                )
+
+
+def _newest_in_words(run_dir: RunDir) -> str:
+    step = _latest_step(run_dir)
+    return f"step {step}" if step else "the start"
 
 
 def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
@@ -407,11 +493,22 @@ def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a checkpoint so that a kill leaves it whole or not there."""
-    if directory.is_dir():
+    """Remove a checkpoint so that a kill leaves it whole or not there.
+
+    Of a symbolic link, which somebody made to keep a checkpoint on another disk, only the link is removed.
+    """
+    if directory.is_dir() or directory.is_symlink():
         gone = directory.with_name(f".{directory.name}.gone")
         directory.replace(gone)
-        shutil.rmtree(gone)
+        _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, or a file or symbolic link in its place; what a link leads to stays."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _steps(run_dir: RunDir) -> list[int]:

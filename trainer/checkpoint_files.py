@@ -21,8 +21,9 @@ from torch import Tensor
 
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
+from trainer.run_state import RunState
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no `run` in its index
 INDEX_NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
 
@@ -49,24 +50,30 @@ class FileRecord(Schema):
 
 
 class CheckpointIndex(Schema):
-    """The content of `checkpoint.json`; `files` is by name in the same directory."""
+    """The content of `checkpoint.json`; `files` is by name in the same directory.
+
+    `run` is None in format 1, which had no such field, and for a caller that keeps no such state.
+    """
 
     format_version: PositiveInt
     step: NonNegativeInt
     files: dict[str, FileRecord]
+    run: RunState | None = None
 
 
 class DamagedError(Exception):
     """A checkpoint is not whole; the message says which file and why, as a part of a sentence."""
 
 
-def write_files(directory: Path, *, step: int, states: Mapping[str, Mapping[str, Tensor]]) -> int:
+def write_files(
+    directory: Path, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None = None
+) -> int:
     """Write each state as `NAME.safetensors`, then the index, all flushed to the disk; returns the bytes written.
 
     The tensors are contiguous and on the CPU.
     """
     files = {f"{name}{SUFFIX}": write_tensors(directory / f"{name}{SUFFIX}", state) for name, state in states.items()}
-    index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files)
+    index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run)
     text = index.model_dump_json(indent=2) + "\n"
     with (directory / INDEX_NAME).open("w") as file:
         file.write(text)

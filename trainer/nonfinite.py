@@ -7,7 +7,9 @@ on every rank where too many steps in a row were skipped. What may never happen:
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +23,10 @@ from data_pipeline.schema import Schema
 from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
 from trainer.distributed.engine import Engine
 from trainer.objectives import Objective
+from trainer.run_state import SkipCounts
 from trainer.rundir import RunDir, write_json
+
+logger = logging.getLogger(__name__)
 
 MAX_RECORDS: Final = 5
 _RECORD_NAME: Final = "record.json"
@@ -44,6 +49,7 @@ class NonFiniteRecord(Schema):
         step: from 0, as in `Batch.step`.
         state_step: the number of steps done in the state that lies beside it: `step`, or more where the loop had gone
             on before it knew, or the encoder had taken its step before the viewmaker's was skipped.
+        train_manifest_sha256: of the dataset that the samples are from; None in records of an earlier version.
         ranks: in rank order; their keys together are the global batch.
     """
 
@@ -54,6 +60,7 @@ class NonFiniteRecord(Schema):
     precision: str
     command: str
     learning_rates: dict[str, float]
+    train_manifest_sha256: str | None = None
     ranks: tuple[RankValues, ...]
 
     @property
@@ -68,29 +75,73 @@ class NonFiniteRecord(Schema):
 
 
 class SkippedSteps:
-    """How many steps were skipped since this process started; all ranks add the same.
+    """How many steps of the run were skipped; all ranks add the same. `before`: up to the checkpoint of `saved_step`.
 
-    Raises `UserError` where `max_in_a_row` steps running were skipped.
+    Raises `UserError` if `max_in_a_row` steps running were skipped, over any number of starts.
     """
 
-    def __init__(self, run_dir: RunDir, *, max_in_a_row: int) -> None:
+    def __init__(
+        self, run_dir: RunDir, *, max_in_a_row: int, before: SkipCounts | None = None, saved_step: int = 0
+    ) -> None:
         self._run_dir, self._max_in_a_row = run_dir, max_in_a_row
-        self.total = self.in_a_row = 0
+        self._counts = SkipCounts() if before is None else before
+        self._saved_step = saved_step
+        self._has_learned = False  # since that checkpoint
+
+    @property
+    def counts(self) -> SkipCounts:
+        return self._counts
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the checkpoint from which the run would go on; 0 if there is none."""
+        return self._saved_step
 
     def add(self, step: int, *, skipped: bool) -> None:
-        """To be called for every step, in order."""
-        self.total += skipped
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self.in_a_row < self._max_in_a_row:
-            return
+        """Count step `step`. To be called for every step, in order."""
+        total, in_a_row = self._counts.total + skipped, self._counts.in_a_row + 1 if skipped else 0
+        self._counts = SkipCounts(total=total, in_a_row=in_a_row)
+        self._has_learned |= not skipped
+        if in_a_row >= self._max_in_a_row:
+            raise UserError(
+                f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; "
+                f"{self._advice()}"
+            )
+
+    def may_save(self, step: int) -> bool:
+        """Return whether a checkpoint after `step` steps would hold anything new, and take it as saved then.
+
+        A checkpoint that skipped steps alone part from the one before would only let a restart go on behind the
+        trouble.
+        """
+        if not self._has_learned:
+            logger.warning(
+                "no checkpoint of step %d: every step since that of step %d was skipped", step, self._saved_step
+            )
+            return False
+        self._saved_step, self._has_learned = step, False
+        return True
+
+    def check_end(self, num_steps: int, *, overflows_by_design: bool) -> None:
+        """Raise `UserError` if more of the run's steps were skipped than taken; to be called before its last save.
+
+        `overflows_by_design`: the search for float16's loss scale skips steps too, more than a short run takes.
+        """
+        total, in_a_row = self._counts.total, self._counts.in_a_row
+        if 2 * total > num_steps and not overflows_by_design:
+            raise UserError(
+                f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; "
+                f"{self._advice()}"
+            )
+        if in_a_row:
+            logger.warning("the run ends in a row of %d skipped steps: look at what it has learned", in_a_row)
+
+    def _advice(self) -> str:
         recorded = recorded_steps(self._run_dir)
         look = (
             f"`python -m trainer.replay {self._run_dir.path} --step {recorded[-1]}` shows where; " if recorded else ""
         )
-        raise UserError(
-            f"the loss or a gradient was not finite in {self.in_a_row} steps in a row, up to step {step}; {look}"
-            "lower the learning rate or use precision float32"
-        )
+        return f"{look}lower the learning rate or use precision float32, with another --run-dir"
 
 
 def record_nonfinite(
@@ -105,6 +156,7 @@ def record_nonfinite(
     learning_rates: Mapping[str, float],
     precision: str,
     command: str,
+    train_manifest_sha256: str | None,
     engines: Mapping[str, Engine],
     objective: Objective,
 ) -> Path | None:
@@ -129,6 +181,7 @@ def record_nonfinite(
         precision=precision,
         command=command,
         learning_rates=dict(learning_rates),
+        train_manifest_sha256=train_manifest_sha256,
         ranks=tuple(all_gather_object(own)),
     )
     states = {name: engine.module_state() for name, engine in engines.items() if name != _OBJECTIVE}
@@ -146,8 +199,9 @@ def record_nonfinite(
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
-    """The steps that can be replayed, ascending."""
-    return sorted(int(path.name.removeprefix("step_")) for path in (run_dir.path / "nonfinite").glob("step_*"))
+    """Return the steps that can be replayed, ascending."""
+    matches = [re.fullmatch(r"step_(\d+)", path.name) for path in (run_dir.path / "nonfinite").glob("step_*")]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def read_record(run_dir: RunDir, step: int) -> tuple[NonFiniteRecord, dict[str, dict[str, Tensor]]]:

@@ -1,5 +1,8 @@
 """Steps whose gradient is not finite: they are skipped, on all ranks alike, as if they had never been.
 
+A gradient counts as not finite, too, if its numbers are finite but its length overflows float32. The optimizers square
+gradients in float32: such a step would leave inf in the moments of Adam, which then hold parameters still for good.
+
 Nothing here makes the host wait for a GPU: what is decided there stays there.
 """
 

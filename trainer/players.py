@@ -10,18 +10,23 @@ from torch import nn
 from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, build_encoder
 from trainer.objectives import Objective, build_objective
+from trainer.run_state import DataIdentity
 from trainer.views import ViewPolicy, build_view_policy
 from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
 class Players:
-    """The modules of a run at `step` (0: untrained), with the config they were built from."""
+    """The modules of a run at `step` (0: untrained), with the config they were built from.
+
+    `trained_on` are the datasets behind the checkpoint; None for untrained modules, or if they are not known.
+    """
 
     config: RunConfig
     step: int
     encoder: Encoder
     view_policy: ViewPolicy
+    trained_on: DataIdentity | None = None
 
     @property
     def viewmaker(self) -> Viewmaker | None:

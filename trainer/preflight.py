@@ -5,25 +5,30 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import TextIO, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
 from data_pipeline.remote import RemoteShards, is_remote
 from data_pipeline.resident import NodeShare, shared_memory_identity
-from data_pipeline.stream import check_batch_size
+from data_pipeline.stream import check_batch_size, num_steps_per_epoch
+from trainer.checkpoint import Restored, newest_state, refuse_link, restore
 from trainer.config import DataConfig, RunConfig, difference, read_config
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
+from trainer.distributed.engine import Engine
 from trainer.models.batch_norm import check_splits
+from trainer.objectives import Objective
 from trainer.optim import scaled_learning_rate
 from trainer.players import Players
+from trainer.run_state import DataIdentity, check_same_data
 from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
 
@@ -39,6 +44,10 @@ class Manifests:
     train: Manifest
     test: Manifest
 
+    @property
+    def identity(self) -> DataIdentity:
+        return DataIdentity(train_manifest_sha256=self.train.sha256, test_manifest_sha256=self.test.sha256)
+
 
 def read_manifests(data: DataConfig) -> Manifests:
     """Raises `UserError` where one is missing."""
@@ -51,9 +60,11 @@ def read_manifests(data: DataConfig) -> Manifests:
     return Manifests(manifest(data.train_dir), manifest(data.test_dir))
 
 
-def check_data(config: RunConfig) -> None:
-    """Raises `UserError` unless both data sets are there, belong together and are what the config asks for, and the
-    ranks divide the global batch.
+def check_data(config: RunConfig) -> Manifests:
+    """Return the manifests of both datasets.
+
+    Raises `UserError` unless both are there, belong together and are what the config asks for, and the ranks divide the
+    global batch.
     """
     manifests = read_manifests(config.data)
     train, test = manifests.train, manifests.test
@@ -100,6 +111,7 @@ def check_data(config: RunConfig) -> None:
             f"memory.micro_batches {config.memory.micro_batches} does not divide the {local_batch_size} samples that "
             f"each of {world_size()} ranks has of a batch; use {gcd(local_batch_size, config.memory.micro_batches)}"
         )
+    return manifests
 
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
@@ -145,21 +157,98 @@ def node_share() -> NodeShare | None:
     return NodeShare(local_rank=machines[: rank()].count(machines[rank()]), barrier=barrier, token=token)
 
 
-def claim(run_dir: RunDir, config: RunConfig) -> TextIO:
+def claim(run_dir: RunDir, config: RunConfig, *, accepted_data: Collection[str] = ()) -> TextIO:
     """Make `run_dir` this config's, once its data are known to be there; hold it until the returned file is closed.
 
-    Raises `UserError` for data that do not fit, for a directory with another config, other files or another trainer,
-    and for one that cannot be made or written.
+    `accepted_data` are names of new datasets (`DataIdentity.name`) that the run may go on with. Raises `UserError` for
+    data that do not fit or were replaced, for a directory with another config, other files or another trainer, and for
+    one that cannot be made or written.
     """
-    check_data(config)
+    manifests = check_data(config)
     try:
-        return _claim(run_dir, config)
+        held = _claim(run_dir, config)
     except OSError as error:
         if error.errno == errno.ENOSPC:  # which has a sentence of its own
             raise
         raise UserError(
             f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another --run-dir"
         ) from error
+    try:
+        check_resumed(run_dir, config, manifests, newest_state(run_dir), accepted_data=accepted_data)
+    except UserError:
+        held.close()
+        raise
+    return held
+
+
+def check_resumed(
+    run_dir: RunDir, config: RunConfig, manifests: Manifests, found: Restored, *, accepted_data: Collection[str]
+) -> bool:
+    """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
+
+    Its state is a number of steps, so with another number of samples the epoch, the order and the learning rate are
+    those which this step has with the new data. Raises `UserError` for new data that were not accepted, and for those
+    with which the run would have ended before this step.
+    """
+    is_new = check_same_data(
+        run_dir,
+        step=found.step,
+        trained_on=found.trained_on(run_dir),
+        now=manifests.identity,
+        train_dir=config.data.train_dir,
+        test_dir=config.data.test_dir,
+        accepted=accepted_data,
+    )
+    num_samples = manifests.train.num_samples
+    num_steps = config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
+    if found.step > num_steps:
+        raise UserError(
+            f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_dir} "
+            f"its {config.num_epochs} epochs end at step {num_steps}; put back the dataset that it was trained with, "
+            "or pass another --run-dir"
+        )
+    return is_new
+
+
+def resume(
+    run_dir: RunDir,
+    config: RunConfig,
+    manifests: Manifests,
+    engines: Mapping[str, Engine],
+    objective: Objective,
+    *,
+    extra: Mapping[str, Tensor],
+    accepted_data: Collection[str],
+) -> Restored:
+    """Load the newest whole checkpoint, as `restore` does, and check that it goes with the data. Every rank calls this.
+
+    `claim` has checked the newest one; this may be an older one, if that is damaged. Raises as `restore` and
+    `check_resumed` do.
+    """
+    restored = restore(run_dir, engines, objective, extra=extra)
+    if on_first_rank(lambda: check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
+        logger.warning(
+            "the data were replaced after step %d and are accepted: going on with those of now", restored.step
+        )
+    return restored
+
+
+def read_agreed_manifests(data: DataConfig) -> Manifests:
+    """Return the manifests, which are the same on all ranks.
+
+    Raises `UserError` if one is missing; and if a rank finds other datasets than the first, which then speaks for all.
+    """
+    manifests = read_manifests(data)
+    found = all_gather_object(manifests.identity)
+    odd = [number for number, identity in enumerate(found) if identity != found[0]]
+    if not odd:
+        return manifests
+    if rank() > 0:
+        raise SystemExit(2)
+    raise UserError(
+        f"rank {odd[0]} finds other datasets at {data.train_dir} and {data.test_dir} than rank 0; copy the same to "
+        "every machine, or use a directory that all of them share"
+    )
 
 
 def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
@@ -172,6 +261,9 @@ def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
             )
     elif run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
         raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another --run-dir")
+    refuse_link(run_dir)
+    if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
+        raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
     if not run_dir.config.is_file():
         write_json(run_dir.config, config.model_dump(mode="json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -19,6 +20,8 @@ import torch
 from trainer.config import RunConfig
 from trainer.preflight import Manifests
 from trainer.rundir import RunDir, write_json
+
+logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SNAPSHOT_FILE = "snapshot.json"  # beside the packages of a snapshot of the code
@@ -45,8 +48,12 @@ def this_code() -> Code:
 def write_provenance(
     run_dir: RunDir, config: RunConfig, manifests: Manifests, *, command: str, world_size: int, start_step: int
 ) -> None:
-    """Write provenance.json; a restart keeps what the first start wrote and adds itself to `starts`."""
-    earlier: dict[str, Any] = json.loads(run_dir.provenance.read_text()) if run_dir.provenance.is_file() else {}
+    """Write provenance.json; a restart keeps what the first start wrote and adds itself to `starts`.
+
+    The manifests at the top are those of the newest start; each start holds its own.
+    """
+    earlier = _read(run_dir)
+    earlier.pop("finished_step", None)  # of a run that goes on, because new data made it longer
     code = this_code()
     diff = code.git_diff
     start = {
@@ -60,6 +67,7 @@ def write_provenance(
         "git_commit": code.git_commit,
         "snapshot_sha256": code.snapshot_sha256,
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+        **manifests.identity.model_dump(),
     }
     if diff:
         run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n")
@@ -74,14 +82,28 @@ def write_provenance(
         "num_cpus": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
-        "train_manifest_sha256": manifests.train.sha256,
-        "test_manifest_sha256": manifests.test.sha256,
     }
-    write_json(run_dir.provenance, {**first, "starts": [*earlier.get("starts", []), start]})
+    now = manifests.identity.model_dump() | {"starts": [*earlier.get("starts", []), start]}
+    write_json(run_dir.provenance, first | now)
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:
-    write_json(run_dir.provenance, json.loads(run_dir.provenance.read_text()) | facts)
+    write_json(run_dir.provenance, _read(run_dir) | facts)
+
+
+def _read(run_dir: RunDir) -> dict[str, Any]:
+    """Return what provenance.json holds; nothing if it is not there, or is damaged, which the log says."""
+    try:
+        value = json.loads(run_dir.provenance.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:  # not JSON, or not UTF-8
+        logger.warning("%s is damaged and will be written anew: %s", run_dir.provenance, error)
+        return {}
+    if not isinstance(value, dict) or not isinstance(value.get("starts", []), list):
+        logger.warning("%s is damaged and will be written anew: it is no record of starts", run_dir.provenance)
+        return {}
+    return value
 
 
 def command_line() -> str:

@@ -10,6 +10,7 @@ Shapes: B samples of the global batch, D embedding size.
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -32,6 +33,7 @@ from trainer.rundir import RunDir, open_run
 from trainer.step import StepOutput, TrainingStep
 
 _NUM_SAMPLES_LISTED = 10
+_NUM_PARAMETERS_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,30 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Length:
+    """The length of a gradient, and its largest number without its sign, both computed in float64."""
+
+    length: float
+    largest: float
+
+
+@dataclass(frozen=True)
 class Replay:
-    """What came of a step. `bad_parameters` had values that were not finite before it, each with how many."""
+    """What came of a step.
+
+    Attributes:
+        bad_parameters: those with values that were not finite before the step, each with how many.
+        too_long: engines whose gradient is finite, but longer than float32 can say.
+        lengths: of the gradient of each parameter.
+    """
 
     batch: Batch
     output: StepOutput
     bad_parameters: Mapping[str, int]
     forward: Finding | None
     backward: Finding | None
+    too_long: Sequence[str]
+    lengths: Mapping[str, Length]
 
 
 class Inspector:
@@ -73,6 +91,7 @@ class Inspector:
     def __init__(self, modules: Mapping[str, nn.Module], config: RunConfig, *, batch_size: int) -> None:
         self.forward: Finding | None = None
         self.backward: Finding | None = None
+        self.lengths: dict[str, Length] = {}
         self._batch_size = batch_size
         self._num_parts = config.memory.micro_batches
         self._calls: Counter[str] = Counter()
@@ -84,7 +103,9 @@ class Inspector:
                 module.register_forward_hook(partial(self._after, label))
             for name, parameter in whole.named_parameters(prefix=player):
                 if parameter.requires_grad:
-                    parameter.register_hook(partial(self._gradient, f"the gradient of {name}"))  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        partial(self._accumulated, name)
+                    )
 
     def _before(self, label: str, _module: nn.Module, given: Any) -> None:
         self._calls[label] += 1
@@ -111,6 +132,13 @@ class Inspector:
                 self.forward = Finding(what, _bad_share(tensor), given(), rows)
             else:
                 self.forward = replace(found, rows=tuple(sorted({*found.rows, *rows})))
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        """Look at the gradient of a parameter with all that was added to it so far."""
+        assert parameter.grad is not None
+        self._gradient(f"the gradient of {name}", parameter.grad)
+        gradient = parameter.grad.detach().double()
+        self.lengths[name] = Length(float(gradient.norm()), float(gradient.abs().max()))
 
     def _gradient(self, what: str, gradient: Tensor) -> None:
         if self.backward is not None:
@@ -152,10 +180,10 @@ def replay(
         overlay_draw=config.data.overlay_draw,
     )
     batch = next(iter(stream))
-    if batch.keys != record.keys:
+    if batch.keys != record.keys or record.train_manifest_sha256 not in {None, stream.manifest.sha256}:
         raise UserError(
-            f"step {record.step} gives other samples than are recorded, so {config.data.train_dir} is not the dataset "
-            "that the run was trained on; put that back"
+            f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded, but another one; "
+            "put that back"
         )
     players = build_players(config).to(where, config.parameter_dtype)
     objective = build_run_objective(config, players.encoder, num_samples=stream.manifest.num_samples, device=where)
@@ -181,7 +209,14 @@ def replay(
     }
     inspector = Inspector(watched, config, batch_size=len(batch))
     output = training_step(batch, learning_rates=record.learning_rates)
-    return Replay(batch, output, bad_parameters, inspector.forward, inspector.backward)
+    too_long = [
+        name
+        for name in engines
+        if inspector.backward is None and not bool(output.metrics[f"train/{name}_gradient_norm"].isfinite())
+    ]
+    return Replay(
+        batch, output, bad_parameters, inspector.forward, inspector.backward, too_long, dict(inspector.lengths)
+    )
 
 
 def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator[str]:
@@ -190,7 +225,7 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
     who = (
         f"the loss of rank{'s' if len(bad_ranks) > 1 else ''} {', '.join(map(str, bad_ranks))} was not finite"
         if bad_ranks
-        else "every loss was finite, a gradient was not"
+        else "every loss was finite, a gradient or its length was not"
     )
     yield (
         f"step {record.step}, epoch {record.epoch}, seed {record.seed}: {len(record.keys)} samples on "
@@ -203,7 +238,9 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
         )
     for name, count in result.bad_parameters.items():
         yield f"before the step, {name} held {count} value{'s' if count > 1 else ''} that {_are(count)} not finite"
-    if result.forward is None and result.backward is None:
+    for engine in result.too_long:
+        yield from _too_long(engine, result.lengths)
+    if result.forward is None and result.backward is None and not result.too_long:
         loss = float(result.output.metrics["train/loss"])
         yield f"here, on {device} in one process, everything is finite: loss {loss:.6g}"
         yield (
@@ -216,6 +253,19 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
             if finding.given:
                 yield f"  {finding.given}"
     yield from _samples(result)
+
+
+def _too_long(engine: str, lengths: Mapping[str, Length]) -> Iterator[str]:
+    """Name the parameters that make a gradient too long for float32."""
+    own = {name: length for name, length in lengths.items() if name.partition(".")[0] == engine}
+    whole = math.hypot(*(length.length for length in own.values()))
+    yield (
+        f"going back, every gradient is finite, but the length of the whole gradient of {engine} is {whole:.4g}, and "
+        f"float32 ends at {torch.finfo(torch.float32).max:.4g} for it and for the sum of squares that it comes from"
+    )
+    longest = sorted(own, key=lambda name: own[name].length, reverse=True)[:_NUM_PARAMETERS_LISTED]
+    for name in longest:
+        yield f"  the gradient of {name} has length {own[name].length:.4g}, its largest number {own[name].largest:.4g}"
 
 
 def _samples(result: Replay) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The loop's eye on skipped steps: seen, counted, recorded for replay, without making a GPU wait."""
+"""Count and record skipped steps without making a GPU wait."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainer.distributed.collectives import any_rank, rank
 from trainer.distributed.engine import Engine
 from trainer.nonfinite import SkippedSteps, record_nonfinite
 from trainer.objectives import Objective
+from trainer.run_state import SkipCounts
 from trainer.rundir import RunDir
 from trainer.step import StepOutput
 
@@ -52,17 +53,29 @@ class SkipLog:
         engines: Mapping[str, Engine],
         objective: Objective,
         command: str,
+        train_manifest_sha256: str | None = None,
+        before: SkipCounts | None = None,
+        saved_step: int = 0,
     ) -> None:
+        """Start from what a checkpoint holds: `before` and `saved_step` are as in `SkippedSteps`."""
         self._run_dir, self._config, self._command = run_dir, config, command
+        self._train_manifest_sha256 = train_manifest_sha256
         self._engines, self._objective = engines, objective
-        self._counts = SkippedSteps(run_dir, max_in_a_row=config.max_skipped_in_a_row)
+        self._counts = SkippedSteps(
+            run_dir, max_in_a_row=config.max_skipped_in_a_row, before=before, saved_step=saved_step
+        )
         self._lag = 1 if device.type == "cuda" else 0
         self._unknown: deque[_Done] = deque()
 
     @property
-    def total(self) -> int:
-        """The steps that were skipped since this process started."""
-        return self._counts.total
+    def counts(self) -> SkipCounts:
+        """The skipped steps of the run, as far as they are known."""
+        return self._counts.counts
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the checkpoint from which the run would go on; 0 if there is none."""
+        return self._counts.saved_step
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
         """Raises `UserError` where too many steps in a row were skipped."""
@@ -72,8 +85,20 @@ class SkipLog:
         if len(self._unknown) > self._lag:
             self._look_at(self._unknown.popleft(), state_step=batch.step + 1)
 
+    def may_save(self, num_done: int, *, num_steps: int) -> bool:
+        """Return whether the state after `num_done` of `num_steps` steps is to be saved; it is taken as saved then.
+
+        Waits until it is known whether the last step was skipped. The last state of a run is always saved, unless the
+        run has failed: raises `UserError` if too many steps were skipped.
+        """
+        self.settle()
+        if num_done < num_steps:
+            return self._counts.may_save(num_done)
+        self._counts.check_end(num_steps, overflows_by_design=self._config.precision == "float16")
+        return True
+
     def settle(self) -> None:
-        """After the last step."""
+        """Look at every step that was added."""
         while self._unknown:
             done = self._unknown.popleft()
             self._look_at(done, state_step=done.step + 1)
@@ -98,13 +123,16 @@ class SkipLog:
                 learning_rates=done.learning_rates,
                 precision=self._config.precision,
                 command=self._command,
+                train_manifest_sha256=self._train_manifest_sha256,
                 engines=self._engines,
                 objective=self._objective,
             )
             if rank() == 0:
                 look = f"; python -m trainer.replay {self._run_dir.path} --step {done.step} shows where"
                 logger.warning(
-                    "step %d was skipped: a loss or gradient was not finite%s", done.step, look if recorded else ""
+                    "step %d was skipped: a loss, a gradient or its length was not finite%s",
+                    done.step,
+                    look if recorded else "",
                 )
         self._counts.add(done.step, skipped=skipped)
 

@@ -12,27 +12,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Collection
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from data_pipeline.progress import Progress
 from data_pipeline.stream import Stream, num_steps_per_epoch
 from trainer.alarms import Alarms
-from trainer.bad_samples import BadSamples
-from trainer.checkpoint import CheckpointWriter, restore
+from trainer.checkpoint import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.engines import build_engines
 from trainer.models.batch_norm import settle_running_statistics
-from trainer.optim import learning_rate_at
+from trainer.optim import learning_rates_at
 from trainer.players import build_players, build_run_objective
 from trainer.preemption import StoppedError, StopRequests
-from trainer.preflight import claim, log_start, node_share, on_first_rank, read_manifests
+from trainer.preflight import claim, log_start, node_share, on_first_rank, read_agreed_manifests, resume
 from trainer.probes.online import online_probe
 from trainer.provenance import add_to_provenance, write_provenance
+from trainer.run_counters import RunCounters
 from trainer.rundir import RunDir
-from trainer.skips import SkipLog
 from trainer.step import TrainingStep
 from trainer.step_pictures import step_pictures
 from trainer.timing import Clock, slowest
@@ -45,18 +46,22 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_SECONDS, PROBE_SECONDS, CLOSING_SECONDS = 600.0, 600.0, 60.0
 
 
-def train(config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str) -> None:
-    """Train to the end of the config, or go on from the newest checkpoint in `run_dir`.
+def train(
+    config: RunConfig, run_dir: RunDir, *, device: torch.device, command: str, accepted_data: Collection[str] = ()
+) -> None:
+    """Train to the end of the config, or go on from the newest checkpoint in `run_dir`; `accepted_data` as in `claim`.
 
     Every rank calls this after the process group is there. Raises `UserError` for input that cannot be trained on, and
     `StoppedError` where a signal to some rank (see `trainer.preemption`) asked all of them to save and stop.
     """
     with (
-        on_first_rank(lambda: claim(run_dir, config)) or contextlib.nullcontext(),
+        on_first_rank(lambda: claim(run_dir, config, accepted_data=accepted_data)) or contextlib.nullcontext(),
         StopRequests() as stop_requests,
         start_watchdog(run_dir, config.watchdog) as watchdog,
     ):
-        stopped_after = _train(config, run_dir, stop_requests, watchdog, device=device, command=command)
+        stopped_after = _train(
+            config, run_dir, stop_requests, watchdog, device=device, command=command, accepted_data=accepted_data
+        )
     if stopped_after is not None:
         raise StoppedError(stopped_after, stop_requests.signal_name)
 
@@ -69,9 +74,10 @@ def _train(
     *,
     device: torch.device,
     command: str,
+    accepted_data: Collection[str],
 ) -> int | None:
-    """The step after which training stopped as it was asked to; None where it came to its end."""
-    manifests = read_manifests(config.data)
+    """Return the step from which the run goes on if training was asked to stop; None if it came to its end."""
+    manifests = read_agreed_manifests(config.data)
     steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
 
@@ -81,7 +87,9 @@ def _train(
     if config.compile:
         players.encoder.compile()
     training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
-    start_step = restore(run_dir, engines, objective, extra=training_step.loss_scale.state())
+    loss_scale = training_step.loss_scale.state
+    restored = resume(run_dir, config, manifests, engines, objective, extra=loss_scale(), accepted_data=accepted_data)
+    start_step = restored.step
     log_start(config, players, manifests.train, device=device, start_step=start_step, num_steps=num_steps)
     if start_step == num_steps:
         return None
@@ -98,19 +106,16 @@ def _train(
         overlay_draw=config.data.overlay_draw,
         share=node_share(),
     )
-    bad_samples = BadSamples(
-        run_dir,
-        num_samples=manifests.train.num_samples,
-        max_share=config.data.max_bad_share,
-        where=config.data.train_dir,
+    counters = RunCounters(
+        run_dir, config, manifests, restored, device=device, engines=engines, objective=objective, command=command
     )
-    skipped_steps = SkipLog(run_dir, config, device=device, engines=engines, objective=objective, command=command)
     first = rank() == 0
     if first:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
     pictures = step_pictures(config, players.view_policy, device=device) if first else None
-    optimizers = config.engine_optimizers
+    optimizers = {name: config.engine_optimizers[name] for name in engines}
+    rates_at = partial(learning_rates_at, optimizers, num_steps=num_steps, global_batch_size=config.global_batch_size)
     probe, probe_every = online_probe(config, players.encoder, device=device), config.probe.online_every_steps or 1
     alarms = Alarms(config.alarms)
 
@@ -125,19 +130,10 @@ def _train(
         watchdog.beat(start_step, doing="reading", shards=stream.shards_of(start_step))
         for batch in clock.timed(stream):
             watchdog.beat(batch.step, doing="training")
-            rates = {
-                name: learning_rate_at(
-                    optimizers[name],
-                    step=batch.step,
-                    num_steps=num_steps,
-                    global_batch_size=config.global_batch_size,
-                )
-                for name in engines
-            }
+            rates = rates_at(batch.step)
             with _time_to_compile_again(config, batch.step, watchdog):
                 output = training_step(batch, learning_rates=rates)
-            skipped_steps.add(batch, output, rates)
-            bad_samples.add(batch.bad)
+            counters.add(batch, output, rates)
             completed, note = batch.step + 1, ""
             metrics: dict[str, float] = {}
             if is_logged(completed):
@@ -145,8 +141,7 @@ def _train(
                 metrics = {name: value for name, value in values.items() if math.isfinite(value)}
                 for alarm in alarms.check(metrics, completed) if first else ():
                     logger.warning("%s", alarm)
-                metrics["train/skipped_steps"] = skipped_steps.total
-                metrics["data/bad_samples"] = bad_samples.settle()
+                metrics |= counters.metrics()
                 speed = clock.read(num_samples=config.global_batch_size)
                 metrics |= all_reduce_mean_scalars(speed | memory_in_use(device))
                 metrics |= {f"optim/{name}_learning_rate": rate for name, rate in rates.items()}
@@ -159,21 +154,22 @@ def _train(
             if tracker is not None and pictures is not None and (shown := pictures(completed)) is not None:
                 tracker.log_pictures(completed, shown)
             stops = stop_requests.agreed() and completed < num_steps
-            if completed % config.checkpoint_every_steps == 0 or completed == num_steps or stops:
+            is_due = completed % config.checkpoint_every_steps == 0 or completed == num_steps or stops
+            if is_due and (state := counters.state_to_save(completed, num_steps=num_steps)) is not None:
                 settle_running_statistics(players.encoder)
                 with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
                     checkpoints.save(
                         completed,
                         engines=engines,
                         objective_state=objective.saved_state(),
-                        extra=training_step.loss_scale.state(),
+                        extra=loss_scale(),
+                        run=state,
                     )
             progress.advance(note=note)
             if stops:
                 break
             if completed < num_steps:
                 watchdog.beat(completed, doing="reading", shards=stream.shards_of(completed))
-        skipped_steps.settle()
         with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
             checkpoints.close()
     if tracker is not None:
@@ -181,7 +177,7 @@ def _train(
             tracker.close()
     if completed < num_steps:
         # Not by an exception, which would keep DDP alive until after its process group: taking that down would hang.
-        return completed
+        return counters.saved_step
     if first:
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(clock.total_seconds, 1))
     return None

@@ -60,7 +60,7 @@ def save(run_dir: RunDir, *steps: int, engines: Mapping[str, DDPEngine], keep: i
 
 
 def restored_step(run_dir: RunDir, config: RunConfig) -> int:
-    return restore(run_dir, start(run_dir, config), NTXent(NTXentConfig()))
+    return restore(run_dir, start(run_dir, config), NTXent(NTXentConfig())).step
 
 
 def fake_step(engines: dict[str, DDPEngine], seed: int) -> None:
@@ -82,7 +82,7 @@ def test_a_restored_run_goes_on_bit_for_bit(config: RunConfig, tmp_path: Path) -
     fake_step(engines, 0)
     save(run_dir, 1, engines=engines, keep=2)
     again = start(run_dir, config)
-    assert restore(run_dir, again, NTXent(NTXentConfig())) == 1
+    assert restore(run_dir, again, NTXent(NTXentConfig())).step == 1
     for each in (engines, again):
         fake_step(each, 1)  # momentum and Adam's moments matter here
     assert all(map(torch.equal, weights(engines), weights(again)))
@@ -156,7 +156,7 @@ def tiny(seed: int = 0, *, num_columns: int = 3) -> dict[str, DDPEngine]:
 
 
 def restore_tiny(run_dir: RunDir, **extra: Tensor) -> int:
-    return restore(run_dir, tiny(1), NTXent(NTXentConfig()), extra=extra)
+    return restore(run_dir, tiny(1), NTXent(NTXentConfig()), extra=extra).step
 
 
 def test_files_are_what_the_library_reads_and_writes(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_whatever_else_it_says(tmp_pa
     save(run_dir, 10, 20, engines=tiny())
     index = {"format_version": FORMAT_VERSION + 1, "layers": []}
     (run_dir.checkpoint(20) / "checkpoint.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"step_00000020 was written by a newer version of this project .*format 2;"):
+    with pytest.raises(UserError, match=r"step_00000020 was written by a newer version of this project .*format 3;"):
         restore_tiny(run_dir)
 
 
@@ -510,7 +510,7 @@ def whole_state(config: RunConfig, run_dir: RunDir, *, trains: bool) -> dict[str
         with CheckpointWriter(run_dir, keep=1) as writer:
             writer.save(5, engines=engines, objective_state=objective.saved_state())
     else:
-        assert restore(run_dir, engines, objective) == 5
+        assert restore(run_dir, engines, objective).step == 5
     states = {f"{name}/module": engine.module_state() for name, engine in engines.items() if name != "objective"}
     states |= {f"{name}/optimizer": engine.optimizer_state() for name, engine in engines.items()}
     states |= {"objective": objective.saved_state()}

@@ -67,7 +67,7 @@ def fill(engines: dict[str, DDPEngine], step: int) -> None:
 def restored(run_dir: RunDir) -> int:
     """The step of what loads; every number must be that step."""
     engines, extra = build(), torch.zeros(())
-    step = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": extra})
+    step = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": extra}).step
     for engine in engines.values():
         for tensor in [*engine.module_state().values(), *engine.optimizer_state().values(), extra]:
             if step:
@@ -78,7 +78,7 @@ def restored(run_dir: RunDir) -> int:
 def save_on(run_dir: RunDir, board: Board, *, until: float = float("inf")) -> None:
     """Go on from what is there as a training run does, saving after every step."""
     engines = build()
-    step = first = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": torch.zeros(())})
+    step = first = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": torch.zeros(())}).step
     with CheckpointWriter(run_dir, keep=KEEP) as writer:
         while step < until:
             step += 1

@@ -22,6 +22,7 @@ from trainer.engines import build_engines
 from trainer.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_nonfinite, recorded_steps
 from trainer.players import build_players, build_run_objective
 from trainer.replay import Inspector
+from trainer.run_state import SkipCounts
 from trainer.rundir import RunDir, write_json
 from trainer.skips import SkipLog
 from trainer.step import TrainingStep
@@ -89,6 +90,7 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
                 learning_rates=RATES,
                 precision=config.precision,
                 command="train",
+                train_manifest_sha256=stream.manifest.sha256,
                 engines=engines,
                 objective=objective,
             )
@@ -264,7 +266,7 @@ def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: P
     record, states = read_record(run_dir, BAD_STEP)
     other = write_tiny_pair(tmp_path / "other", num_train=NUM_SAMPLES + 16, num_test=20)
     write_json(run_dir.config, configure(other, "debug:image").model_dump(mode="json"))
-    with pytest.raises(UserError, match="other samples than are recorded"):
+    with pytest.raises(UserError, match="is not the dataset from which step"):
         replay.replay(run_dir, record, states, device="cpu")
     wider = configure(data, "debug:image", "encoder.width=8")
     run_dir.config.unlink()
@@ -316,6 +318,6 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(tmp_path: P
     skipped = SkippedSteps(RunDir(tmp_path), max_in_a_row=3)
     for step, bad in enumerate([True, True, False, False, True, True]):
         skipped.add(step, skipped=bad)
-    assert (skipped.total, skipped.in_a_row) == (4, 2)
+    assert skipped.counts == SkipCounts(total=4, in_a_row=2)
     with pytest.raises(UserError, match=r"3 steps in a row, up to step 6; `python -m trainer.replay \S+ --step 4`"):
         skipped.add(6, skipped=True)

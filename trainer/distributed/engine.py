@@ -39,8 +39,11 @@ class Engine(Protocol):
         ...
 
     def gradient_norm(self) -> Tensor:
-        """The length of the whole gradient after backward, a float32 scalar, equal on all ranks, inf or nan where any
-        number of it is. Every rank calls this at the same time."""
+        """Return the length of the whole gradient after backward, a float32 scalar, equal on all ranks.
+
+        It is inf or nan if any number of the gradient is, and inf if the length overflows float32. Every rank calls
+        this at the same time.
+        """
         ...
 
     def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:

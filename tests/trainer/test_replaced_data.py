@@ -1,0 +1,209 @@
+"""A dataset that was replaced in its place: a run does not go on with it unless the user names it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs import resolve_recipe
+from data_pipeline.errors import UserError
+from data_pipeline.manifest import load_manifest
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.checkpoint import newest_state
+from trainer.checkpoint_files import INDEX_NAME
+from trainer.config import RunConfig
+from trainer.distributed.collectives import rank
+from trainer.preflight import claim, read_agreed_manifests, read_manifests
+from trainer.rundir import RunDir, write_json
+from trainer.train import train
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_tiny_pair(tmp_path / "data", num_train=40, num_test=20)
+
+
+def configure(data: Path, *overrides: str) -> RunConfig:
+    """A run of 4 steps with 40 samples."""
+    return resolve_recipe(
+        "debug:image",
+        [
+            f"data.train_dir={data / 'train'}",
+            f"data.test_dir={data / 'test'}",
+            "data.num_workers=0",
+            "global_batch_size=20",
+            "checkpoint_every_steps=1",
+            "watchdog.enabled=false",
+            "tracking.wandb=disabled",
+            *overrides,
+        ],
+    )
+
+
+def stop_after(run_dir: RunDir, step: int) -> None:
+    """Leave a run as a kill after `step` steps would."""
+    for path in run_dir.checkpoints.glob("step_*"):
+        if path != run_dir.checkpoint(step):
+            shutil.rmtree(path)
+    run_dir.latest.write_text(run_dir.checkpoint(step).name + "\n")
+    provenance = json.loads(run_dir.provenance.read_text())
+    del provenance["finished_step"]
+    write_json(run_dir.provenance, provenance)
+
+
+def go_on(run_dir: RunDir, config: RunConfig, *accepted: str) -> None:
+    train(config, run_dir, device=torch.device("cpu"), command="train", accepted_data=accepted)
+
+
+def replace(data: Path, split: Any, *, num_samples: int, seed: int = 7) -> str:
+    """Build one of the datasets anew in its place; returns its manifest's hash."""
+    shutil.rmtree(data / split)
+    write_tiny_dataset(data / split, num_samples=num_samples, seed=seed, split=split)
+    return load_manifest(data / split).sha256
+
+
+def stopped_run(data: Path, directory: Path, *, step: int = 2) -> RunDir:
+    run_dir = RunDir(directory)
+    config = configure(data, "keep_checkpoints=9")
+    go_on(run_dir, config)
+    stop_after(run_dir, step)
+    return run_dir
+
+
+def as_older_version(run_dir: RunDir, step: int) -> None:
+    """Take from a checkpoint what its format 1 did not have."""
+    path = run_dir.checkpoint(step) / INDEX_NAME
+    index = json.loads(path.read_text())
+    del index["run"]
+    path.write_text(json.dumps(index | {"format_version": 1}))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_replaced_data_are_refused_and_a_named_replacement_is_accepted(
+    split: str, is_old: bool, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir, config = stopped_run(data, tmp_path / "run"), configure(data, "keep_checkpoints=9")
+    before = read_manifests(config.data).identity
+    if is_old:
+        as_older_version(run_dir, 2)
+    state = (run_dir.checkpoint(2) / INDEX_NAME).read_bytes()
+    provenance = run_dir.provenance.read_bytes()
+    new = replace(data, split, num_samples=40 if split == "train" else 20)
+    name = read_manifests(config.data).identity.name
+
+    with pytest.raises(UserError, match=rf"{data / split} holds another dataset \(manifest {new[:12]}\)") as refused:
+        go_on(run_dir, config)
+    assert f"came to step 2 (manifest {getattr(before, f'{split}_manifest_sha256')[:12]})" in str(refused.value)
+    assert f"go on with the new data by --accept-data {name}" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert (run_dir.checkpoint(2) / INDEX_NAME).read_bytes() == state
+    assert run_dir.provenance.read_bytes() == provenance
+    with pytest.raises(UserError, match="holds another dataset"):
+        go_on(run_dir, config, before.name, "0" * 12)
+
+    go_on(run_dir, config, "0" * 12, name)
+    assert "the data were replaced after step 2 and are accepted" in caplog.text
+    now = read_manifests(config.data).identity
+    found = newest_state(run_dir)
+    assert found.run is not None
+    assert (found.step, found.run.data) == (4, now)
+    told = json.loads(run_dir.provenance.read_text())
+    assert now.model_dump().items() <= told.items()
+    hashes = [{name: start[name] for name in now.model_dump()} for start in told["starts"]]
+    assert hashes == [before.model_dump(), now.model_dump()]
+    claim(run_dir, config).close()  # accepted once, it is the run's own
+
+
+def test_the_same_data_built_again_are_gone_on_with(data: Path, tmp_path: Path) -> None:
+    run_dir = stopped_run(data, tmp_path / "run")
+    replace(data, "train", num_samples=40, seed=0)
+    go_on(run_dir, configure(data, "keep_checkpoints=9"))
+    assert run_dir.latest_step() == 4
+
+
+def test_a_finished_run_is_not_called_done_with_other_data(data: Path, tmp_path: Path) -> None:
+    run_dir, config = RunDir(tmp_path / "run"), configure(data)
+    go_on(run_dir, config)
+    replace(data, "train", num_samples=40)
+    with pytest.raises(UserError, match="came to step 4"):
+        go_on(run_dir, config)
+
+
+def test_an_older_checkpoint_is_looked_at_too_when_the_newest_is_damaged(data: Path, tmp_path: Path) -> None:
+    run_dir, config = stopped_run(data, tmp_path / "run"), configure(data, "keep_checkpoints=9")
+    replace(data, "train", num_samples=40)
+    go_on(run_dir, config, read_manifests(config.data).identity.name)
+    (run_dir.checkpoint(3) / "encoder.safetensors").write_bytes(b"")
+    (run_dir.checkpoint(4) / "encoder.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="came to step 2"):
+        go_on(run_dir, config)
+
+
+@pytest.mark.parametrize(("num_samples", "num_steps"), [(60, 6), (20, None)])
+def test_accepted_data_of_another_size(num_samples: int, num_steps: int | None, data: Path, tmp_path: Path) -> None:
+    """The state is the number of steps, so a larger dataset makes a run longer; one may also make it too short."""
+    run_dir, config = stopped_run(data, tmp_path / "run", step=3), configure(data, "keep_checkpoints=9")
+    replace(data, "train", num_samples=num_samples)
+    with pytest.raises(UserError, match=r"by --accept-data \w+$"):
+        go_on(run_dir, config)
+    name = read_manifests(config.data).identity.name
+    if num_steps is None:
+        with pytest.raises(
+            UserError, match=r"is at step 3, but with the 20 samples of \S+ its 2 epochs end at step 2;"
+        ):
+            go_on(run_dir, config, name)
+        return
+    go_on(run_dir, config, name)
+    assert run_dir.latest_step() == num_steps
+    assert [line["epoch"] for line in run_dir.read_metrics()] == [0, 0, 1, 1, 1, 1]
+    assert json.loads(run_dir.provenance.read_text())["finished_step"] == num_steps
+
+
+def test_a_checkpoint_of_which_no_data_are_known_is_taken(data: Path, tmp_path: Path) -> None:
+    run_dir = stopped_run(data, tmp_path / "run")
+    as_older_version(run_dir, 2)
+    run_dir.provenance.unlink()
+    replace(data, "train", num_samples=40)
+    go_on(run_dir, configure(data, "keep_checkpoints=9"))
+    assert run_dir.latest_step() == 4
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'{"starts": 3}'])
+def test_a_damaged_provenance_is_written_anew(
+    content: bytes, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = stopped_run(data, tmp_path / "run")
+    run_dir.provenance.write_bytes(content)
+    go_on(run_dir, configure(data, "keep_checkpoints=9"))
+    assert f"{run_dir.provenance} is damaged and will be written anew" in caplog.text
+    assert len(json.loads(run_dir.provenance.read_text())["starts"]) == 1
+
+
+def agree(directories: list[Path]) -> str:
+    config = configure(directories[rank()])
+    try:
+        read_agreed_manifests(config.data)
+    except (UserError, SystemExit) as error:
+        return re.sub(r"at \S+ and \S+ than", "at A and B than", str(error))
+    return "the same"
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_ranks_that_read_different_data_do_not_train(is_same: bool, data: Path, tmp_path: Path) -> None:
+    other = write_tiny_pair(tmp_path / "other", num_train=40, num_test=20)
+    if not is_same:
+        replace(other, "test", num_samples=20)
+    first, second = run_ranks(agree, 2, [data, other])
+    if is_same:
+        assert (first, second) == ("the same", "the same")
+    else:
+        assert first.startswith("rank 1 finds other datasets at A and B than rank 0; ")
+        assert second == "2"
