@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +22,8 @@ class Progress:
     """
 
     def __init__(self, title: str, *, total: int, start: int = 0, enabled: bool = True) -> None:
+        self._stop_telling = threading.Event()
+        self._teller: threading.Thread | None = None
         self._title, self._total, self._done, self._first = title, total, start, start
         self._started = self._last_line = time.monotonic()
         self._enabled = enabled
@@ -51,6 +55,25 @@ class Progress:
             tail = f", {self._note}" if self._note else ""
             print(f"{self._title}: {self._done}/{self._total}{ending}{tail}", file=sys.stderr, flush=True)
 
+    def tell_meanwhile(self, doing: Callable[[], str]) -> None:
+        """From now on also print what is going on when nothing has advanced for ten seconds. Ends with the block.
+
+        `doing` is called by another thread. Only the first call has an effect.
+        """
+        if self._enabled and self._teller is None:
+            self._teller = threading.Thread(target=self._tell, args=(doing,), name="progress", daemon=True)
+            self._teller.start()
+
+    def _tell(self, doing: Callable[[], str]) -> None:
+        while not self._stop_telling.wait(max(0.05, self._last_line + SECONDS_BETWEEN_LINES - time.monotonic())):
+            if time.monotonic() - self._last_line < SECONDS_BETWEEN_LINES:
+                continue
+            self._last_line = time.monotonic()
+            if self._bar is not None:
+                self._bar.update(self._task, note=doing())
+            else:
+                print(f"{self._title}: {self._done}/{self._total}, {doing()}", file=sys.stderr, flush=True)
+
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
@@ -59,5 +82,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._stop_telling.set()
+        if self._teller is not None:
+            self._teller.join()
         if self._bar is not None:
             self._bar.stop()

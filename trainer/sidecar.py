@@ -1,10 +1,11 @@
-"""The process that watches one rank of a training run, and tells why when it stands still.
+"""The process that watches one rank of a training run, and reports why when the rank stands still.
 
 `trainer.watchdog` starts it beside each rank, as a script that imports nothing but the standard library: a few
-megabytes that sleep. Comes in: a page of memory in which the rank counts its signs of life. Goes out: nothing, unless a
-rank stops counting or dies; then RUN_DIR/stalled/START/rank_0003.txt from every rank, joined into RUN_DIR/stalled.txt
-by the first of them, and the end of the ranks. What may never happen: a sidecar that outlives its rank, or one that is
-held up by the file system that holds up its rank.
+megabytes that sleep. Input: a page of memory in which the rank counts its signs of life. Output: nothing, unless a rank
+stands still or dies. Then every rank writes RUN_DIR/stalled/START/rank_0003.txt, the first rank joins these into
+RUN_DIR/stalled.txt, and all ranks are ended. `Silence` holds the rule by which a rank stands still.
+
+Invariant: a sidecar never outlives its rank, and is never held up by the file system that holds up its rank.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import struct
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 DUMP_SIGNAL = signal.SIGRTMIN + 5  # nobody's: jobs are warned with USR1, USR2 and TERM
 COLLECT_SECONDS = 6.0  # that the ranks have to report once one has raised the alarm
@@ -34,10 +37,19 @@ ALARM_SECONDS = 2.0  # in which the alarm of another rank is seen that met the s
 ENDING_SECONDS = 5.0  # that a rank with an exception has to print it and leave
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # by which a process is asked to end
 LONGEST_INTERVALS = 5  # silence is no stall before it is so many times the longest that was none
+WORKING_SHARE = 0.05  # of a processor: whoever uses less is not at work
+READING = "read"  # the stage in which data workers and other threads work for the rank
 
-_NUMBERS = struct.Struct("<Qqd?")  # beats, step, patience in seconds, closed
+_NUMBERS = struct.Struct("<Qqd??")  # beats, step, patience in seconds, whether gaps are usual, closed
 _SIZES = {"doing": 64, "shards": 1024, "ending": 1024}  # bytes of text behind the numbers
+# Written many times a step, so it has a place of its own: signs of life, whether the rank waits for others, stage.
+_SIGN = struct.Struct("<Q?15s")
+_SIGN_OFFSET = 4096 - _SIGN.size
 MEMORY_BYTES = 4096
+
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # a second, in which the system counts processor time
+
+Activity = Literal["idle", "waiting", "working"]
 
 _STATES = {
     "R": "running",
@@ -53,9 +65,16 @@ _WAITS = re.compile(r"torch/distributed/|distributed/collectives|deepspeed/comm/
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a rank last said of itself. `patience` is how long it asked to be left alone, in seconds; 0: not at all.
+    """What a rank last said of itself.
 
-    `ending` says how it left, where `closed`: empty after the last step, else its exception.
+    Attributes:
+        beats: how often it began something that all ranks do alike.
+        patience: how long it asked to be left alone, in seconds; 0: not at all.
+        usual: whether its silence now shows how long a step of this run is silent.
+        closed: it has left; `ending` is then its exception, or empty after the last step.
+        signs: the signs of life inside a step. Ranks need not give equally many.
+        waits: it waits for other ranks or for its device.
+        stage: the stage of the step; empty between stages.
     """
 
     beats: int
@@ -65,10 +84,27 @@ class Pulse:
     doing: str
     shards: str
     ending: str
+    usual: bool = True
+    signs: int = 0
+    waits: bool = False
+    stage: str = ""
+
+    @property
+    def place(self) -> str:
+        """What the rank does: "training, forward"."""
+        return f"{self.doing}, {self.stage}" if self.stage else self.doing
 
 
-def write_numbers(memory: mmap.mmap, *, beats: int, step: int, patience: float, closed: bool = False) -> None:
-    _NUMBERS.pack_into(memory, 0, beats, step, patience, closed)
+def write_numbers(
+    memory: mmap.mmap, *, beats: int, step: int, patience: float, usual: bool = True, closed: bool = False
+) -> None:
+    """Write all numbers that a beat changes."""
+    _NUMBERS.pack_into(memory, 0, beats, step, patience, usual, closed)
+
+
+def write_sign(memory: mmap.mmap, signs: int, waits: bool, stage: bytes) -> None:
+    """Write one sign of life; `stage` is cut to 15 bytes."""
+    _SIGN.pack_into(memory, _SIGN_OFFSET, signs, waits, stage)
 
 
 def write_text(memory: mmap.mmap, **texts: str) -> None:
@@ -81,38 +117,64 @@ def write_text(memory: mmap.mmap, **texts: str) -> None:
 
 
 def read_pulse(memory: mmap.mmap) -> Pulse:
-    beats, step, patience, closed = _NUMBERS.unpack_from(memory, 0)
+    beats, step, patience, usual, closed = _NUMBERS.unpack_from(memory, 0)
+    signs, waits, stage = _SIGN.unpack_from(memory, _SIGN_OFFSET)
     start, texts = _NUMBERS.size, {}
     for name, size in _SIZES.items():
         texts[name] = memory[start : start + size].rstrip(b"\0").decode(errors="ignore")
         start += size
-    return Pulse(beats, step, patience, closed, **texts)
+    name = stage.rstrip(b"\0").decode(errors="ignore")
+    return Pulse(beats, step, patience, closed, **texts, usual=usual, signs=signs, waits=waits, stage=name)
 
 
 class Silence:
-    """How long a rank has shown no sign of life, and how long it may.
+    """How long a rank has given no sign of life, and how long it may.
 
-    Only time in which the sidecar itself ran is counted: where a whole job is suspended, nobody is late afterwards.
+    Each moment without a sign is one of three kinds, and each kind has a limit of its own:
+
+    - working: its main thread uses the processor, or would if it got one. While it reads data, so do its other threads
+      and its data workers. One large convolution is such a silence.
+    - waiting: it is in a collective, or waits for its device. Another rank is late, and that rank's own sidecar judges
+      it. Alone this ends what no other sidecar sees: a host that is gone, a kernel that never ends.
+    - idle: all else. A process that a signal has stopped is idle wherever it was.
+
+    The limit of a kind is the configured one, or `LONGEST_INTERVALS` times the longest silence of this kind that ended
+    with a sign; the first step counts, what was announced (a checkpoint) does not. No announced patience is cut short.
+
+    Invariant: a rank that gave a sign, or worked, within its limits is never reported. A frozen one is idle, so it is
+    reported after the idle limit. A rank that computes for ever (an endless loop) looks like one large operation, so
+    it has the limit for working. Only time in which the sidecar itself ran is counted: if a whole job is suspended, no
+    rank is late afterwards.
     """
 
-    def __init__(self, *, limit_seconds: float) -> None:
-        self._limit_seconds = limit_seconds
-        self._longest = 0.0
+    def __init__(self, limits: Mapping[Activity, float]) -> None:
+        self._limits = limits
+        self._longest: defaultdict[Activity, float] = defaultdict(float)
+        self._silent: defaultdict[Activity, float] = defaultdict(float)
         self._last: Pulse | None = None
-        self.seconds = 0.0
 
-    def is_too_long(self, pulse: Pulse, *, elapsed: float) -> bool:
-        """To be called every moment or so, with the seconds since the last call."""
+    @property
+    def seconds(self) -> float:
+        """Seconds since the last sign of life, of all kinds."""
+        return sum(self._silent.values())
+
+    def too_long(self, pulse: Pulse, *, elapsed: float, activity: Activity = "idle") -> Activity | None:
+        """Return the kind of silence that is too long now; None if there is none.
+
+        Call it every second or so. `elapsed` is in seconds, since the last call; `activity` is how the rank spent them.
+        """
         before, self._last = self._last, pulse
-        self.seconds += elapsed
-        if before is None or pulse.beats != before.beats:
-            if before is not None and not before.patience and not pulse.patience:
-                self._longest = max(self._longest, self.seconds)
-            self.seconds = 0.0
-        return self.seconds > self.limit(pulse)
+        self._silent[activity] += elapsed
+        if before is None or (pulse.beats, pulse.signs) != (before.beats, before.signs):
+            if before is not None and before.usual and pulse.usual:
+                for kind, seconds in self._silent.items():
+                    self._longest[kind] = max(self._longest[kind], seconds)
+            self._silent.clear()
+        return next((kind for kind, silent in self._silent.items() if silent > self.limit(pulse, kind)), None)
 
-    def limit(self, pulse: Pulse) -> float:
-        return max(self._limit_seconds, LONGEST_INTERVALS * self._longest, pulse.patience)
+    def limit(self, pulse: Pulse, kind: Activity = "idle") -> float:
+        """Return how long the rank may be silent in this way, in seconds."""
+        return max(self._limits[kind], LONGEST_INTERVALS * self._longest[kind], pulse.patience)
 
 
 @dataclass(frozen=True)
@@ -126,6 +188,7 @@ class RankReport:
         beats: how often it has shown a sign of life since the start; the same for all ranks that are equally far.
         silent: seconds since the last of them.
         stacks: the Python stacks of all its threads and of the processes that read for it, or why there are none.
+        limit: of a silent rank, the setting that it exceeded: "watchdog.limit_seconds=40".
     """
 
     rank: int
@@ -139,6 +202,7 @@ class RankReport:
     silent: float
     shards: str
     stacks: str
+    limit: str = ""
 
     def text(self) -> str:
         head = {name: value for name, value in vars(self).items() if name != "stacks"}
@@ -160,6 +224,7 @@ class RankReport:
             silent=float(values["silent"]),
             shards=values["shards"],
             stacks=stacks,
+            limit=values["limit"],
         )
 
     @property
@@ -170,7 +235,13 @@ class RankReport:
 
 
 def name_the_culprits(reports: Sequence[RankReport], *, world_size: int) -> str:
-    """One sentence: which ranks hold up the others, and how that is known."""
+    """Return one sentence: which ranks hold up the others, how that is known, and what to set if they are only slow."""
+    exceeded = sorted({report.limit for report in reports if report.why == "silent" and report.limit})
+    advice = f"; if the run is only slow, raise {' and '.join(exceeded)}" if exceeded else ""
+    return _culprits(reports, world_size=world_size) + advice
+
+
+def _culprits(reports: Sequence[RankReport], *, world_size: int) -> str:
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     no_report = f"; {_ranks(missing)} left no report" if missing else ""
     alive = [report for report in reports if report.why in {"silent", "asked"}]
@@ -248,6 +319,7 @@ class Rank:
 
     def __init__(self, pid: int, *, stacks: int) -> None:
         self.pid, self._stacks = pid, stacks
+        self._used: dict[str, float] = {}  # seconds of processor that each thread or process had used
         try:
             self.ends: int | None = os.pidfd_open(pid)
         except OSError:  # a kernel before 5.3, or a process that is dead already
@@ -264,9 +336,28 @@ class Rank:
     def state(self) -> str:
         return _state(self.pid)
 
+    def activity(self, pulse: Pulse, *, elapsed: float, thorough: bool = True) -> Activity:
+        """Return what it did in the `elapsed` seconds since the last call.
+
+        Its main thread counts. While it reads, its other threads and its data workers count too, if `thorough`: to find
+        them costs some milliseconds.
+        """
+        paths = [f"/proc/{self.pid}/task/{self.pid}"]
+        if thorough and pulse.stage == READING:
+            paths += [f"/proc/{pid}" for pid in (self.pid, *_forks(self.pid)) if pid != os.getpid()]
+        stats = {path: fields for path in paths if (fields := _stat(path))}
+        before, self._used = self._used, {path: _processor_seconds(fields) for path, fields in stats.items()}
+        if stats and _STATES.get(stats[paths[0]][0]) == _STATES["T"]:
+            return "idle"
+        if pulse.waits:
+            return "waiting"
+        used = [seconds - before.get(path, seconds) for path, seconds in self._used.items()]
+        runs = any(fields[0] == "R" for fields in stats.values())
+        return "working" if runs or max(used, default=0.0) >= WORKING_SHARE * elapsed > 0 else "idle"
+
     def exit_signal(self) -> int:
         """The signal that ended it; 0 if none did, or where its parent has taken note of the end before us."""
-        fields = _stat(self.pid)
+        fields = _stat(f"/proc/{self.pid}")
         return int(fields[-1]) & 0x7F if fields and fields[0] == "Z" else 0
 
     def last_words(self) -> str:
@@ -309,16 +400,21 @@ class Rank:
         return os.pread(self._stacks, size - start, start).decode(errors="replace")
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
+def _stat(directory: str) -> list[str]:
+    """Return the fields of a process's or thread's `stat` from the state on; none if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"{directory}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
+def _processor_seconds(fields: Sequence[str]) -> float:
+    """Return the processor time of `_stat`'s process, in itself and in the system, in seconds."""
+    return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
+
+
 def _state(pid: int) -> str:
-    fields = _stat(pid)
+    fields = _stat(f"/proc/{pid}")
     return _STATES.get(fields[0], fields[0]) if fields else "dead"
 
 
@@ -326,7 +422,7 @@ def _forks(pid: int) -> list[int]:
     """The children of a process that run the same program."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(path.name))
+        fields = _stat(str(path))
         if fields and int(fields[1]) == pid:
             with contextlib.suppress(OSError):  # one that ended meanwhile, or is somebody else's
                 if (path / "exe").samefile(f"/proc/{pid}/exe"):
@@ -356,8 +452,14 @@ class Sidecar:
         self._memory = mmap.mmap(int(task["memory"]), MEMORY_BYTES)
         self._rank = Rank(int(task["pid"]), stacks=int(task["stacks"]))
         self._control = int(task["control"])
-        self._silence = Silence(limit_seconds=float(task["limit_seconds"]))
-        self._tick = min(1.0, float(task["limit_seconds"]) / 10)
+        self._limits: dict[Activity, float] = {
+            "idle": float(task["limit_seconds"]),
+            "waiting": float(task["waiting_seconds"]),
+            "working": float(task["working_seconds"]),
+        }
+        self._silence = Silence(self._limits)
+        self._exceeded: Activity | None = None
+        self._tick = min(1.0, self._limits["idle"] / 10)
         self._was_asked_to_end = False
         self._end = _STATES["Z"]
         self._alarm = threading.Event()
@@ -396,7 +498,9 @@ class Sidecar:
                 return "asked"
             now = time.monotonic()
             elapsed, before = min(now - before, 2 * self._tick), now
-            if self._silence.is_too_long(pulse, elapsed=elapsed) and self._rank.state() != _STATES["t"]:
+            activity = self._rank.activity(pulse, elapsed=elapsed, thorough=self._silence.seconds > 2 * self._tick)
+            self._exceeded = self._silence.too_long(pulse, elapsed=elapsed, activity=activity)
+            if self._exceeded is not None and self._rank.state() != _STATES["t"]:
                 return "silent"
 
     def _judge_death(self) -> str:
@@ -428,10 +532,11 @@ class Sidecar:
             state=state,
             beats=pulse.beats,
             step=pulse.step,
-            doing=" ".join(pulse.doing.split()),
+            doing=" ".join(pulse.place.split()),
             silent=round(self._silence.seconds, 1),
             shards=" ".join(pulse.shards.split()),
             stacks=stacks,
+            limit=self._limit_exceeded(),
         )
         filing = threading.Thread(target=self._file, args=(own,), daemon=True)
         filing.start()
@@ -459,6 +564,12 @@ class Sidecar:
             _write(self._directory / "all.txt", text)
         except OSError as error:
             print(f"{error}\n{merge([own], world_size=self._world_size)}", file=sys.stderr, flush=True)
+
+    def _limit_exceeded(self) -> str:
+        if self._exceeded is None:
+            return ""
+        setting = "limit_seconds" if self._exceeded == "idle" else f"{self._exceeded}_seconds"
+        return f"watchdog.{setting}={self._limits[self._exceeded]:g}"
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank_{rank:04d}.txt"

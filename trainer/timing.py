@@ -2,7 +2,8 @@
 
     read -> decode -> overlay -> transfer -> views -> forward -> backward -> optimizer;  communication, other
 
-`stage` is entered where a stage happens, also inside another one, which then does not count that time. On the CPU a
+`stage` is entered where a stage happens, also inside another one, which then does not count that time. Entering and
+leaving one is also a sign of life (see `trainer.liveness`). On the CPU a
 stage is timed by the clock; on a GPU by events in its stream, so that nothing waits, and only in steps that are logged:
 there "read" is all that the GPU waits for until it has a batch, and what communicates beside its computation (DDP's
 sums) counts where the computation waits for it.
@@ -19,6 +20,7 @@ from typing import Literal
 import torch
 
 from data_pipeline.sample import Batch
+from trainer import liveness
 
 Stage = Literal[
     "read",
@@ -40,15 +42,16 @@ _clocks: list[Clock] = []  # the one that runs, if one does
 @contextmanager
 def stage(name: Stage) -> Iterator[None]:
     """What happens inside is timed as `name` by the clock that runs; without one, nothing is."""
-    if not _clocks:
-        yield
-        return
-    clock = _clocks[-1]
-    clock.enter(name)
-    try:
-        yield
-    finally:
-        clock.leave()
+    with liveness.inside(name, waits=name == "communication"):
+        if not _clocks:
+            yield
+            return
+        clock = _clocks[-1]
+        clock.enter(name)
+        try:
+            yield
+        finally:
+            clock.leave()
 
 
 class Clock:

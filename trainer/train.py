@@ -20,6 +20,7 @@ import torch
 
 from data_pipeline.progress import Progress
 from data_pipeline.stream import Stream, num_steps_per_epoch
+from trainer import liveness
 from trainer.alarms import Alarms
 from trainer.checkpoint import CheckpointWriter
 from trainer.config import RunConfig
@@ -86,6 +87,8 @@ def _train(
     engines = build_engines(config, players.trained_modules, objective)
     if config.compile:
         players.encoder.compile()
+    for network in (objective, *players.trained_modules.values()):
+        liveness.follow(network)
     training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
     loss_scale = training_step.loss_scale.state
     restored = resume(run_dir, config, manifests, engines, objective, extra=loss_scale(), accepted_data=accepted_data)
@@ -130,14 +133,17 @@ def _train(
         watchdog.beat(start_step, doing="reading", shards=stream.shards_of(start_step))
         for batch in clock.timed(stream):
             watchdog.beat(batch.step, doing="training")
+            progress.tell_meanwhile(watchdog.step_at_hand)  # not before: the first batch may have forked data workers
             rates = rates_at(batch.step)
             with _time_to_compile_again(config, batch.step, watchdog):
                 output = training_step(batch, learning_rates=rates)
-            counters.add(batch, output, rates)
+            with liveness.waiting_for(device):
+                counters.add(batch, output, rates)
             completed, note = batch.step + 1, ""
             metrics: dict[str, float] = {}
             if is_logged(completed):
-                values = all_reduce_mean_scalars(output.read())
+                with liveness.waiting_for(device):
+                    values = all_reduce_mean_scalars(output.read())
                 metrics = {name: value for name, value in values.items() if math.isfinite(value)}
                 for alarm in alarms.check(metrics, completed) if first else ():
                     logger.warning("%s", alarm)

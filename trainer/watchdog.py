@@ -1,9 +1,11 @@
-"""A rank that freezes or dies explains itself: who, where, in which step, at which shard, with all stacks, and an end.
+"""Report a rank that freezes or dies: which, where, in which step, at which shard, with all stacks; then end all ranks.
 
-The training loop says `beat` at each stage of a step. Beside each rank sits a small process that reads the beats
-(`trainer.sidecar`); where they fail to come for longer than the rank has ever taken, or where the rank is killed, all
-ranks report and are ended, so that the launcher ends the job. What may never happen: a run that is ended because it is
-slow in a way that was announced, or that waits for ever.
+The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step every
+stage and every block of a network gives a sign of life (`trainer.liveness`). A small process beside each rank reads
+them (`trainer.sidecar`). If they stop and the rank does not work either, or if the rank is killed, all ranks report and
+are ended, so that the launcher ends the job.
+
+Invariant: no run is ended because it is slow, and none waits for ever. `trainer.sidecar.Silence` states the rule.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Self
 from pydantic import PositiveFloat
 
 from data_pipeline.schema import Schema
-from trainer import sidecar
+from trainer import liveness, sidecar
 from trainer.distributed.collectives import broadcast_object, rank, world_size
 from trainer.rundir import RunDir
 
@@ -39,14 +41,23 @@ _CLOSE_SECONDS = 2.0
 
 
 class WatchdogConfig(Schema):
-    """A rank that shows no sign of life for `limit_seconds`, and for five times as long as it ever did before, is
-    reported and ended with all others; until its first step is done it has `startup_seconds`.
+    """How long a rank may give no sign of life before all ranks are reported and ended.
 
-    Who stops in a debugger for longer sets `enabled` to false.
+    Attributes:
+        enabled: set it to false while you stop in a debugger.
+        limit_seconds: if it neither works nor waits for another rank: it is frozen.
+        waiting_seconds: if it waits for other ranks or for its GPU. Keep it below the 300 s after which a collective
+            fails by itself.
+        working_seconds: if it uses the processor all the time: one large operation, or an endless loop.
+        startup_seconds: until the first step is done, at least this long whatever it does.
+
+    Each of the first three limits grows to five times the longest silence of its kind that the run has shown.
     """
 
     enabled: bool = True
     limit_seconds: PositiveFloat = 40
+    waiting_seconds: PositiveFloat = 200
+    working_seconds: PositiveFloat = 600
     startup_seconds: PositiveFloat = 600
 
 
@@ -69,6 +80,11 @@ class Watchdog:
         self._first_step: int | None = None
         self._patience = 0.0
         self._startup_patience = config.startup_seconds  # 0 once the first step is done
+        self._signs = 0
+        self._waits, self._stage_bytes, self.stage = False, b"", ""
+        self._usual = False  # from the first batch on
+        self._step_began, self._doing = time.monotonic(), ""
+        liveness.listen(self)
         if not config.enabled:
             return
         if sys.platform != "linux":
@@ -80,7 +96,7 @@ class Watchdog:
         self._memory = mmap.mmap(memory, sidecar.MEMORY_BYTES)
         self._write("start-up")
         faulthandler.register(sidecar.DUMP_SIGNAL, file=self._stacks, all_threads=True)
-        # What ends a process without a word of Python leaves its stacks there first, so that it can be told from harm.
+        # Dump stacks on SIGTERM and SIGHUP, so that a requested stop can be told from a crash.
         self._asked = [number for number in sidecar.ENDING if signal.getsignal(number) == signal.SIG_DFL]
         for number in self._asked:
             faulthandler.register(number, file=self._stacks, all_threads=True, chain=True)
@@ -96,6 +112,8 @@ class Watchdog:
             "stacks": self._stacks,
             "control": control,
             "limit_seconds": config.limit_seconds,
+            "waiting_seconds": config.waiting_seconds,
+            "working_seconds": config.working_seconds,
         }
         self._sidecar = subprocess.Popen(
             # -I and -S: no environment, no site-packages, so that it starts in no time and holds nothing.
@@ -109,25 +127,47 @@ class Watchdog:
 
     @property
     def pid(self) -> int | None:
-        """The process that watches; None where there is none."""
+        """The process that watches; None if there is none."""
         return None if self._memory is None else self._sidecar.pid
 
     def beat(self, step: int, *, doing: str, shards: Sequence[str] | None = None) -> None:
         """A sign of life: this rank begins to do something in a step, for which it reads `shards` (None: as before).
 
-        All ranks beat alike, so that who is behind is known by their number. Costs a few microseconds.
+        All ranks beat alike, so that their numbers tell which one is behind. Costs a few microseconds.
         """
         if self._startup_patience:
             if self._first_step is None:
                 self._first_step = step
-            elif step != self._first_step:
-                self._startup_patience = 0.0
+            else:
+                self._usual = True
+                if step != self._first_step:
+                    self._startup_patience = 0.0
+        if step != self._step:
+            self._step_began = time.monotonic()
         self._step = step
         self._write(doing, shards)
 
+    def sign(self) -> None:
+        """A sign of life from inside a step; see `trainer.liveness`. Costs less than a microsecond."""
+        self._signs += 1
+        if self._memory is not None:
+            sidecar.write_sign(self._memory, self._signs, self._waits, self._stage_bytes)
+
+    def enter(self, stage: str, *, waits: bool) -> bool:
+        """A sign of life as a stage begins; see `trainer.liveness`."""
+        before, self._waits = self._waits, waits
+        self.stage, self._stage_bytes = stage, stage.encode()
+        self.sign()
+        return before
+
+    def step_at_hand(self) -> str:
+        """Return which step is under way, its stage and for how long: "first step: forward, 120 s"."""
+        which = "first step" if self._startup_patience else f"step {self._step + 1}"
+        return f"{which}: {self.stage or self._doing}, {time.monotonic() - self._step_began:.0f} s"
+
     @contextlib.contextmanager
     def patience(self, seconds: float, doing: str) -> Iterator[None]:
-        """What is done inside may take so long without a sign of life: a checkpoint, a probe, a compilation."""
+        """Allow what is done inside to take so long without a sign of life: a checkpoint, a probe, a compilation."""
         before, self._patience = self._patience, max(self._patience, seconds)
         self._write(doing)
         try:
@@ -137,11 +177,12 @@ class Watchdog:
             self._write(f"after {doing}")
 
     def close(self, *, ending: str = "") -> None:
-        """End the watch. `ending` is the exception with which this rank leaves; it is told only where others report."""
+        """End the watch. `ending` is the exception with which this rank leaves; it is told only if others report."""
+        liveness.stop_listening(self)
         if self._memory is None:
             return
         sidecar.write_text(self._memory, ending=ending)
-        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, closed=True)
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, usual=False, closed=True)
         with contextlib.suppress(BrokenPipeError):  # the sidecar was killed
             os.write(self._control, b"closed")
         os.close(self._control)
@@ -169,6 +210,7 @@ class Watchdog:
         self.close(ending="" if error is None else "".join(traceback.format_exception(error))[-1000:])
 
     def _write(self, doing: str, shards: Sequence[str] | None = None) -> None:
+        self._doing = doing
         if self._memory is None:
             return
         self._beats += 1
@@ -178,4 +220,5 @@ class Watchdog:
             named = ", ".join(shards[:_NUM_SHARDS_NAMED]) + (f" and {more} more" if more > 0 else "")
             sidecar.write_text(self._memory, shards=named)
         patience = max(self._patience, self._startup_patience)
-        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience)
+        usual = self._usual and not self._patience
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience, usual=usual)

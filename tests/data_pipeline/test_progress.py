@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from data_pipeline import progress
 from data_pipeline.progress import Progress
 
 
@@ -34,3 +37,23 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("train", total=1, enabled=False) as bar:
         bar.advance(note="loss 1.0")
     assert capsys.readouterr().err == ""
+
+
+def test_between_two_lines_the_log_says_what_is_going_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
+    said = ""
+    with Progress("train", total=2) as bar:
+        bar.tell_meanwhile(lambda: "first step: forward, 120 s")
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.02)
+            said = capsys.readouterr().err
+    assert said.startswith("train: 0/2, first step: forward, 120 s\n")
+
+
+def test_what_other_ranks_do_meanwhile_is_not_said() -> None:
+    with Progress("train", total=2, enabled=False) as bar:
+        bar.tell_meanwhile(lambda: pytest.fail("asked"))
+        assert bar._teller is None

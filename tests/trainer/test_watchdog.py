@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -18,14 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchvision.models.resnet import BasicBlock
 
+from configs import resolve_recipe
+from tests.gloo import run_ranks
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.rundir import RunDir
-from trainer.sidecar import LONGEST_INTERVALS, Pulse, Rank, RankReport, Silence, name_the_culprits
+from trainer.sidecar import LONGEST_INTERVALS, Activity, Pulse, Rank, RankReport, Silence, name_the_culprits
+from trainer.train import train
 from trainer.watchdog import Watchdog, WatchdogConfig
 
 
@@ -132,8 +138,8 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
 
 
 @contextmanager
-def one_rank(directory: Path, body: Callable[[Watchdog], None]) -> Iterator[BaseProcess]:
-    with started(toy_ranks.alone, (directory, body)) as processes:
+def one_rank(directory: Path, body: Callable[[Watchdog], None], *, busy_seconds: float = 100) -> Iterator[BaseProcess]:
+    with started(toy_ranks.alone, (directory, body, busy_seconds)) as processes:
         wait_until(lambda: all(sidecars(directory)), seconds=60)
         yield processes[0]
 
@@ -289,19 +295,117 @@ def test_who_left_no_report_is_named() -> None:
     assert name_the_culprits([WELL, stopped], world_size=4).endswith("; ranks 1, 2 left no report")
 
 
+LIMITS: dict[Activity, float] = {"idle": 10, "waiting": 50, "working": 100}
+PULSE = Pulse(beats=1, step=0, patience=0.0, closed=False, doing="", shards="", ending="")
+
+
 def test_silence_is_measured_by_what_a_rank_is_used_to() -> None:
-    silence = Silence(limit_seconds=10)
-    pulse = Pulse(beats=1, step=0, patience=0.0, closed=False, doing="", shards="", ending="")
-    assert not silence.is_too_long(pulse, elapsed=1)
-    assert not silence.is_too_long(pulse, elapsed=10)
-    assert silence.is_too_long(pulse, elapsed=0.1)
+    silence, pulse = Silence(LIMITS), PULSE
+    assert not silence.too_long(pulse, elapsed=1)
+    assert not silence.too_long(pulse, elapsed=10)
+    assert silence.too_long(pulse, elapsed=0.1) == "idle"
     pulse = replace(pulse, beats=2)  # after 13.1 s
-    assert not silence.is_too_long(pulse, elapsed=3)
+    assert not silence.too_long(pulse, elapsed=3)
     assert silence.limit(pulse) == pytest.approx(5 * 13.1)
     assert silence.limit(replace(pulse, patience=600)) == 600
-    silence.is_too_long(replace(pulse, beats=3, patience=600), elapsed=1)
-    silence.is_too_long(replace(pulse, beats=4), elapsed=500)  # an announced pause is no measure
+    silence.too_long(replace(pulse, beats=3, patience=600, usual=False), elapsed=1)
+    silence.too_long(replace(pulse, beats=4), elapsed=500)  # an announced pause is no measure
     assert silence.limit(pulse) == pytest.approx(5 * 13.1)
+
+
+def test_the_first_step_counts_as_what_a_rank_is_used_to() -> None:
+    """It has the patience of a start and is a step like any other."""
+    silence, first = Silence(LIMITS), replace(PULSE, patience=600)
+    silence.too_long(first, elapsed=0)
+    for _ in range(200):
+        assert not silence.too_long(first, elapsed=1, activity="working")
+    assert not silence.too_long(replace(PULSE, beats=2), elapsed=0)
+    assert silence.limit(PULSE, "working") == 5 * 200
+    assert silence.limit(PULSE, "idle") == 10, "a first step that works for long makes no frozen rank late"
+
+
+def test_a_sign_of_life_ends_a_silence_without_a_beat() -> None:
+    silence = Silence(LIMITS)
+    for signs in range(10):
+        assert not silence.too_long(replace(PULSE, signs=signs), elapsed=8)
+    assert silence.seconds == 0
+
+
+@pytest.mark.parametrize("activity", LIMITS)
+def test_each_kind_of_silence_has_its_own_limit(activity: Activity) -> None:
+    silence = Silence(LIMITS)
+    silence.too_long(PULSE, elapsed=0)
+    assert not silence.too_long(PULSE, elapsed=LIMITS[activity], activity=activity)
+    for other in LIMITS.keys() - {activity}:
+        assert not silence.too_long(PULSE, elapsed=LIMITS[other], activity=other)
+    assert silence.too_long(PULSE, elapsed=0.1, activity=activity) == activity
+
+
+@pytest.mark.parametrize(
+    "body", [toy_ranks.work_for_long, toy_ranks.wait_for_another_rank, toy_ranks.read_by_a_worker_that_works]
+)
+def test_work_and_waiting_for_others_is_no_stall(tmp_path: Path, body: Callable[[Watchdog], None]) -> None:
+    """Each of them takes twice as long as an idle rank may, and gives no sign of life meanwhile."""
+    with one_rank(tmp_path, body) as process:
+        wait_for_the_end([process], seconds=60)
+        assert process.exitcode == 0, (tmp_path / "stderr_0").read_text()
+    assert not (tmp_path / "stalled").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (toy_ranks.loop_for_ever, r"in step 2 \(step\); if the run is only slow, raise watchdog\.working_seconds=4$"),
+        (
+            toy_ranks.wait_for_ever,
+            r"in step 2 \(step, communication\); if the run is only slow, raise watchdog\.waiting_seconds=4$",
+        ),
+        (toy_ranks.freeze, r"sleeping, in step 2 \(step\); if the run is only slow, raise watchdog\.limit_seconds=1$"),
+    ],
+)
+def test_what_never_ends_is_reported_with_the_setting_that_it_exceeded(
+    tmp_path: Path, body: Callable[[Watchdog], None], said: str
+) -> None:
+    with one_rank(tmp_path, body, busy_seconds=4) as process:
+        wait_for_the_end([process], seconds=30)
+        assert process.exitcode == -signal.SIGKILL
+    assert re.search(said, (tmp_path / "stalled.txt").read_text().splitlines()[0])
+
+
+def test_a_stopped_rank_is_idle_though_it_stands_in_a_collective(tmp_path: Path) -> None:
+    with one_rank(tmp_path, toy_ranks.stop_in_a_collective) as process:
+        wait_for_the_end([process], seconds=20)
+    assert "watchdog.limit_seconds=1" in (tmp_path / "stalled.txt").read_text().splitlines()[0]
+
+
+def train_with_slow_blocks(data: Path, directory: Path) -> None:
+    """Three steps that take several times the limit, every block of them less than it, and none of them computing."""
+    forward = BasicBlock.forward
+
+    def slow(block: BasicBlock, x: torch.Tensor) -> Any:
+        time.sleep(0.25)
+        return forward(block, x)
+
+    BasicBlock.forward = slow
+    config = resolve_recipe(
+        "debug:image",
+        [
+            f"data.train_dir={data / 'train'}",
+            f"data.test_dir={data / 'test'}",
+            "global_batch_size=16",
+            "num_epochs=1",
+            "tracking.wandb=disabled",
+            "watchdog.limit_seconds=0.8",
+        ],
+    )
+    train(config, RunDir(directory), device=torch.device("cpu"), command="test")
+
+
+def test_a_slow_step_is_no_stall(tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=48, num_test=20)
+    run_ranks(train_with_slow_blocks, 1, data, tmp_path / "run")
+    assert RunDir(tmp_path / "run").latest_step() == 3
+    assert not (tmp_path / "run" / "stalled").exists()
 
 
 def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.rundir import RunDir
+from trainer.timing import stage
 from trainer.watchdog import Watchdog, WatchdogConfig
 
 NUM_RANKS, CULPRIT, BAD_STEP = 4, 2, 10
@@ -88,10 +90,12 @@ def wait_for_a_worker() -> None:
         pass
 
 
-def alone(directory: Path, body: Callable[[Watchdog], None]) -> None:
-    """A rank by itself, with a limit of 1 s after a start of 3 s."""
+def alone(directory: Path, body: Callable[[Watchdog], None], busy_seconds: float) -> None:
+    """A rank by itself, which may be idle for 1 s, and work or wait for `busy_seconds`, after a start of 3 s."""
     _write_stderr_to(directory / "stderr_0")
-    config = WatchdogConfig(limit_seconds=1, startup_seconds=3)
+    config = WatchdogConfig(
+        limit_seconds=1, waiting_seconds=busy_seconds, working_seconds=busy_seconds, startup_seconds=3
+    )
     with Watchdog(RunDir(directory), config, rank=0, world_size=1, start="first") as watchdog:
         (directory / "sidecar_0").write_text(str(watchdog.pid))
         body(watchdog)
@@ -120,9 +124,60 @@ def take_steps_for_three_seconds(watchdog: Watchdog) -> None:
 
 
 def freeze(watchdog: Watchdog) -> None:
+    _take_three_steps(watchdog)
+    time.sleep(60)
+
+
+def work_for_long(watchdog: Watchdog) -> None:
+    """Python that computes for two seconds of its processor, in one step without a sign of life."""
+    _take_three_steps(watchdog)
+    began = time.thread_time()
+    while time.thread_time() < began + 2:
+        pass
+
+
+def wait_for_another_rank(watchdog: Watchdog) -> None:
+    _take_three_steps(watchdog)
+    with stage("communication"):
+        time.sleep(2)
+
+
+def read_by_a_worker_that_works(watchdog: Watchdog) -> None:
+    _take_three_steps(watchdog)
+    worker = multiprocessing.get_context("fork").Process(target=_work_of_a_worker)
+    with stage("read"):
+        worker.start()
+        worker.join()
+
+
+def _work_of_a_worker() -> None:
+    began = time.thread_time()
+    while time.thread_time() < began + 2:
+        pass
+
+
+def loop_for_ever(watchdog: Watchdog) -> None:
+    _take_three_steps(watchdog)
+    while True:
+        pass
+
+
+def wait_for_ever(watchdog: Watchdog) -> None:
+    _take_three_steps(watchdog)
+    with stage("communication"):
+        time.sleep(60)
+
+
+def stop_in_a_collective(watchdog: Watchdog) -> None:
+    _take_three_steps(watchdog)
+    with stage("communication"):
+        stop_this_process()
+        time.sleep(60)
+
+
+def _take_three_steps(watchdog: Watchdog) -> None:
     for step in range(3):
         watchdog.beat(step, doing="step")
-    time.sleep(60)
 
 
 def wait(watchdog: Watchdog) -> None:

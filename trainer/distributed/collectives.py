@@ -138,7 +138,8 @@ class AnyRank:
         if before is None:
             return False
         answer, work = before
-        work.wait()
+        with stage("communication"):
+            work.wait()
         return bool(answer)
 
 
