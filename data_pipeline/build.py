@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +32,10 @@ from data_pipeline.build_workers import (
     FINISHED_SUFFIX,
     Recipe,
     ShardTask,
+    content_digests,
     finished_path,
     finished_shard,
     make_shard,
-    record_digest,
-    record_digests,
     run_all,
     wait_for_orphans,
 )
@@ -55,6 +54,7 @@ from data_pipeline.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     OVERLAY_NAME,
+    SOURCE_DIGESTS_NAME,
     HowMade,
     LabelNames,
     Manifest,
@@ -67,15 +67,17 @@ from data_pipeline.progress import Progress
 from data_pipeline.randomness import generator
 from data_pipeline.sample import NO_LABEL
 from data_pipeline.shards import index_path, shard_name
+from data_pipeline.source_digests import check_source_digests, write_source_digests
 from data_pipeline.sources import Source
 from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
+from data_pipeline.sources.silence import Silence
 
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLES_PER_SHARD: Final = 1_000
 DRAWN: Final = ("baked", "online")
 _ARGUMENTS_NAME = "build.json"  # in DIR.partial: what its finished shards were made from
-_OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, _ARGUMENTS_NAME})
+_OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, _ARGUMENTS_NAME})
 
 
 def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: int | None) -> NDArray[np.int64]:
@@ -93,8 +95,10 @@ def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: i
     return shuffled[np.argsort(rounds, kind="stable")][:limit]
 
 
-def _source_sha256(class_names: Sequence[str], digests: Iterable[bytes]) -> str:
-    sha256 = hashlib.sha256(json.dumps(class_names).encode())
+def _source_sha256(plan: Plan, digests: Iterable[bytes]) -> str:
+    """Hash the class names, and the labels and contents of the records in the order of the dataset."""
+    sha256 = hashlib.sha256(json.dumps(plan.recipe.label_names.base).encode())
+    sha256.update(plan.recipe.source.labels[plan.order].astype("<i8").tobytes())
     for some in digests:
         sha256.update(some)
     return sha256.hexdigest()
@@ -188,8 +192,8 @@ def build_dataset(
         manifest = _check_finished(directory, plan)
         starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
         slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
-        with closing(run_all(record_digests, plan.recipe, slices, num_workers=num_workers)) as digests:
-            if manifest.how_made.source_sha256 != _source_sha256(plan.recipe.label_names.base, digests):
+        with closing(run_all(content_digests, plan.recipe, slices, num_workers=num_workers)) as digests:
+            if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
                 raise UserError(f"{directory} was built from other data; choose another directory or remove it")
         return manifest
     with _whole_or_nothing(directory) as unfinished:
@@ -329,13 +333,13 @@ def _is_from_same_data(plan: Plan, directory: Path, number: int) -> bool:
     assert finished is not None
     if not task.num_new:
         return True
-    return finished.digests.startswith(record_digest(plan.recipe.source[int(task.records_B[0])]).hex())
+    return finished.digests.startswith(content_digests(plan.recipe, task.records_B[:1]).hex())
 
 
 def _write_manifest(plan: Plan, directory: Path) -> Manifest:
     """Put together what is known of the finished shards, and write it behind all else."""
     recipe, entry = plan.recipe, plan.overlay_entry
-    totals, entries = recipe.no_totals(), []
+    totals, entries, all_digests = recipe.no_totals(), [], bytearray()
 
     def digests() -> Iterator[bytes]:
         for number in range(len(plan.shard_sizes)):
@@ -343,9 +347,16 @@ def _write_manifest(plan: Plan, directory: Path) -> Manifest:
             assert finished is not None
             totals.merge(finished.sums)
             entries.append(finished.entry)
-            yield bytes.fromhex(finished.digests)
+            of_shard = bytes.fromhex(finished.digests)
+            all_digests.extend(of_shard)
+            yield of_shard
 
-    source_sha256 = _source_sha256(recipe.label_names.base, digests())
+    source_sha256 = _source_sha256(plan, digests())
+    source_digests_sha256 = None
+    if not isinstance(recipe.source, Silence):  # whose records are all alike
+        source_digests_sha256 = write_source_digests(
+            directory / SOURCE_DIGESTS_NAME, bytes(all_digests), num_samples=plan.num_samples
+        )
     is_online = entry is not None and entry.drawn == "online"
     if is_online:
         assert plan.overlay is not None
@@ -366,6 +377,7 @@ def _write_manifest(plan: Plan, directory: Path) -> Manifest:
         overlay=entry,
         how_made=plan.how_made.model_copy(update={"source_sha256": source_sha256}),
         shards=tuple(entries),
+        source_digests_sha256=source_digests_sha256,
     )
     with (directory / MANIFEST_NAME).open("w") as file:
         file.write(manifest.model_dump_json(indent=2) + "\n")
@@ -403,6 +415,8 @@ def _check_finished(directory: Path, plan: Plan) -> Manifest:
             raise UserError(f"{path} is missing or damaged; remove {directory} and build it again")
     if manifest.overlay is not None and manifest.overlay.sha256 is not None:
         load_overlay(directory / OVERLAY_NAME, sha256=manifest.overlay.sha256)
+    if manifest.source_digests_sha256 is not None:
+        check_source_digests(directory / SOURCE_DIGESTS_NAME, manifest)
     return manifest
 
 
@@ -463,6 +477,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--image-size", metavar="N", type=int, help="of a folder's pictures: the middle of each, resized to NxN pixels"
     )
     parser.add_argument(
+        "--test-share",
+        metavar="P",
+        type=float,
+        help="of a folder without train/ and test/: the share that is the test split, chosen by --seed",
+    )
+    parser.add_argument(
         "--digits", metavar="|".join(DIGITS), help="default: sklearn for procedural pictures, else mnist"
     )
     parser.add_argument(
@@ -503,6 +523,7 @@ def run(args: argparse.Namespace) -> None:
         source=args.source,
         root=args.root,
         image_size=args.image_size,
+        test_share=args.test_share,
         digits=args.digits,
         digits_root=args.digits_root,
         noise_root=args.noise_root,

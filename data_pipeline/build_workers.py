@@ -10,7 +10,6 @@ Shapes: B samples of a shard or of one call of the overlay, C channels, H height
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import multiprocessing
 import os
 import pickle
@@ -37,6 +36,7 @@ from data_pipeline.overlays import Overlay, baked_keys
 from data_pipeline.sample import NO_LABEL, Record, Sample
 from data_pipeline.schema import Schema
 from data_pipeline.shards import EncodedSample, encode, index_path, shard_name, write_shard
+from data_pipeline.source_digests import content_digest
 from data_pipeline.sources import Source
 from data_pipeline.totals import Sums, Totals
 
@@ -79,7 +79,9 @@ class ShardTask:
 
 
 class FinishedShard(Schema):
-    """What the build must know of a finished shard; `digests` are those of its new records in hexadecimal digits."""
+    """What the build must know of a finished shard; `digests` are those of its new records' contents in hexadecimal
+    digits.
+    """
 
     entry: ShardEntry
     sums: Sums
@@ -94,7 +96,7 @@ def make_shard(recipe: Recipe, task: ShardTask, *, directory: Path) -> int:
     def encoded() -> Iterator[EncodedSample]:
         for sample, record in _samples(recipe, task):
             if len(digests) < task.num_new:
-                digests.append(record_digest(record))
+                digests.append(content_digest(record.content))
             totals.add(sample)
             yield encode(sample, sample_rate=recipe.sample_rate)
 
@@ -144,12 +146,9 @@ def _overlaid(overlay: Overlay, recipe: Recipe, records: Sequence[Record], first
     ]
 
 
-def record_digest(record: Record) -> bytes:
-    return hashlib.sha256(repr((record.label, record.content.shape)).encode() + record.content.tobytes()).digest()
-
-
-def record_digests(recipe: Recipe, numbers: NDArray[np.int64]) -> bytes:
-    return b"".join(record_digest(recipe.source[number]) for number in numbers.tolist())
+def content_digests(recipe: Recipe, numbers: NDArray[np.int64]) -> bytes:
+    """Return the digests of some records' contents, end to end."""
+    return b"".join(content_digest(recipe.source[number].content) for number in numbers.tolist())
 
 
 def finished_path(directory: Path, number: int) -> Path:

@@ -80,6 +80,8 @@ class Choices(TypedDict, total=False):
     root: the folder of the source's data.
     image_size: of the source `folder`: each picture becomes this many pixels wide and high; by default all must be of
         one size already.
+    test_share: of the source `folder`, if `root` has no folders `train` and `test`: the share of the pictures that are
+        the test split, chosen by `seed`.
     digits: a name in `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
     digits_root: the folder of MNIST; by default `root`.
     noise_root: the folder of the background sounds; by default `root`, and made ones for the source `procedural`.
@@ -91,6 +93,7 @@ class Choices(TypedDict, total=False):
     source: str | None
     root: Path | None
     image_size: int | None
+    test_share: float | None
     digits: str | None
     digits_root: Path | None
     noise_root: Path | None
@@ -140,7 +143,7 @@ def _refuse_what_does_not_fit(dataset: str, base: str, overlay: str | None, sour
     for fits, what, names in (
         (overlay == "digits", "has no digits", ("digits", "digits_root")),
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
-        (source == "folder", "does not come from a folder of pictures", ("image_size",)),
+        (source == "folder", "does not come from a folder of pictures", ("image_size", "test_share")),
         (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
     ):
         wrong = [name for name in names if choices.get(name) is not None]
@@ -163,7 +166,13 @@ def _open_pictures(
     elif source == "torchvision":
         opened = Cifar(root, num_classes=10 if base == "cifar10" else 100, split=split)
     else:
-        opened = ImageFolder(root, split=split, image_size=choices.get("image_size"))
+        opened = ImageFolder(
+            root,
+            split=split,
+            image_size=choices.get("image_size"),
+            test_share=choices.get("test_share"),
+            seed=seed,
+        )
     description = opened.description
     drawn: Overlay | None = None
     if overlay == "digits":

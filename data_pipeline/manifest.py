@@ -13,6 +13,7 @@ from data_pipeline.schema import Schema
 
 MANIFEST_NAME: Final = "manifest.json"
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
+SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source, beside the shards
 FORMAT_VERSION: Final = 3
 
 
@@ -72,6 +73,7 @@ class Manifest(Schema):
     its own length and cut or filled up to T when it is read. `mean` and `std` are over all stored values: of each
     channel in [0, 1] units for pictures, of the waveform in [-1, 1] for sounds. `counts_base` and `counts_overlay` are
     the number of samples of each class, in label order; `counts_overlay` is empty where the overlay is online.
+    `source_digests_sha256` is of the file `SOURCE_DIGESTS_NAME`; None if the source has no content, which is silence.
     """
 
     format_version: int
@@ -87,6 +89,7 @@ class Manifest(Schema):
     overlay: OverlayEntry | None
     how_made: HowMade
     shards: tuple[ShardEntry, ...]
+    source_digests_sha256: str | None = None
 
     @property
     def sha256(self) -> str:

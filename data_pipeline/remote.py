@@ -32,7 +32,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from data_pipeline.errors import UserError
 from data_pipeline.fetch import Expected, Limits, check_answers, fetch
-from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, Manifest, parse_manifest
+from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, Manifest, parse_manifest
 from data_pipeline.schema import Schema
 from data_pipeline.shards import index_path
 
@@ -154,7 +154,7 @@ class RemoteShards:
         return count
 
     def path(self, name: str, *, stop: threading.Event | None = None) -> Path:
-        """The local path of a shard, or of the assets of an online overlay; fetched if it is not here.
+        """The local path of a shard, of an online overlay's assets or of the source digests; fetched if not here.
 
         A shard's index comes with it where the location has one. The file counts as used now; another process may still
         evict it: what is mapped or open stays readable, and a caller that finds the path gone asks again. Raises
@@ -197,6 +197,8 @@ class RemoteShards:
             return Expected(num_bytes=entry.num_bytes, sha256=entry.sha256)
         if name == OVERLAY_NAME and self.manifest.overlay is not None and self.manifest.is_online:
             return Expected(sha256=self.manifest.overlay.sha256)
+        if name == SOURCE_DIGESTS_NAME and self.manifest.source_digests_sha256 is not None:
+            return Expected(sha256=self.manifest.source_digests_sha256)
         raise ValueError(f"the dataset at {self.location} has no file {name!r}")
 
     def _num_bytes(self, name: str) -> int:

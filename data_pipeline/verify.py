@@ -21,12 +21,13 @@ from torchvision.io import ImageReadMode, decode_png
 
 from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.errors import UserError
-from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, Manifest, ShardEntry, load_manifest
+from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, Manifest, ShardEntry, load_manifest
 from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.progress import Progress
 from data_pipeline.remote import is_remote
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
 from data_pipeline.shards import index_path, index_shard
+from data_pipeline.source_digests import check_source_digests
 from data_pipeline.store import label_ranges, read_labels
 from data_pipeline.totals import Totals
 
@@ -52,8 +53,8 @@ def find_problems(directory: Path) -> Iterator[Problem]:
 
     Checks the shards' sizes and sha256; that each tar is whole and holds the samples that are due there, in order, each
     in one piece; that pictures or sounds, masks and labels decode and fit the manifest; that counts, mean and std are
-    those of the samples; that an index beside a shard is that shard's; and that what an online overlay draws from is
-    there. Raises `UserError` where `directory` is no dataset.
+    those of the samples; that an index beside a shard is that shard's; and that the source digests, and what an online
+    overlay draws from, are there. Raises `UserError` where `directory` is no dataset.
     """
     manifest = load_manifest(directory)
     num_overlay = 0 if manifest.is_online else len(manifest.label_names.overlay)
@@ -72,6 +73,12 @@ def find_problems(directory: Path) -> Iterator[Problem]:
             yield Problem(path.name, None, f"is not named in {MANIFEST_NAME}")
     if manifest.is_online and (wrong := _overlay_problem(directory / OVERLAY_NAME, manifest)) is not None:
         yield Problem(OVERLAY_NAME, None, wrong)
+    if manifest.source_digests_sha256 is not None:
+        path = directory / SOURCE_DIGESTS_NAME
+        try:
+            check_source_digests(path, manifest)
+        except UserError as error:
+            yield Problem(SOURCE_DIGESTS_NAME, None, str(error).removeprefix(f"{path} "))
     if manifest.num_samples != first_index:
         what = f"num_samples is {manifest.num_samples}, but its shards add up to {first_index}"
         yield Problem(MANIFEST_NAME, None, what)

@@ -14,6 +14,7 @@ from data_pipeline.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     OVERLAY_NAME,
+    SOURCE_DIGESTS_NAME,
     HowMade,
     LabelNames,
     Manifest,
@@ -25,6 +26,7 @@ from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sample import NO_LABEL, Sample
 from data_pipeline.shards import encode, write_shards
+from data_pipeline.source_digests import content_digest, write_source_digests
 from data_pipeline.totals import Totals
 
 SAMPLE_RATE = 8_000  # of the sounds, points a second
@@ -186,6 +188,7 @@ def _write(
     totals = Totals(num_base=len(names.base), num_overlay=0 if online is not None else len(names.overlay))
     for sample in samples:
         totals.add(sample)
+    digests = b"".join(content_digest(sample.content) for sample in samples)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         num_samples=len(samples),
@@ -208,6 +211,7 @@ def _write(
             source_sha256=hashlib.sha256(str(seed).encode()).hexdigest(),
         ),
         shards=shards,
+        source_digests_sha256=write_source_digests(directory / SOURCE_DIGESTS_NAME, digests, num_samples=len(samples)),
     )
     (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
     return directory

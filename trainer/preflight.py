@@ -28,6 +28,7 @@ from trainer.models.batch_norm import check_splits
 from trainer.objectives import Objective
 from trainer.optim import scaled_learning_rate
 from trainer.players import Players
+from trainer.probes.shared import check_shared, find_shared
 from trainer.run_state import DataIdentity, check_same_data
 from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
@@ -63,8 +64,8 @@ def read_manifests(data: DataConfig) -> Manifests:
 def check_data(config: RunConfig) -> Manifests:
     """Return the manifests of both datasets.
 
-    Raises `UserError` unless both are there, belong together and are what the config asks for, and the ranks divide the
-    global batch.
+    Raises `UserError` unless both are there, belong together, share few enough sources and are what the config asks
+    for, and the ranks divide the global batch.
     """
     manifests = read_manifests(config.data)
     train, test = manifests.train, manifests.test
@@ -111,6 +112,9 @@ def check_data(config: RunConfig) -> Manifests:
             f"memory.micro_batches {config.memory.micro_batches} does not divide the {local_batch_size} samples that "
             f"each of {world_size()} ranks has of a batch; use {gcd(local_batch_size, config.memory.micro_batches)}"
         )
+    shared = find_shared(config.data, train=train, test=test)
+    if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
+        logger.warning("%s", said)
     return manifests
 
 

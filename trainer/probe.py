@@ -36,6 +36,7 @@ from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear, spread
 from trainer.probes.result import ProbeResult
+from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.reporting.science import science_of
 from trainer.rundir import RunDir, open_run, runs_of, write_json
@@ -57,6 +58,7 @@ def main() -> None:
                 labels=None if arguments.label is None else [arguments.label],
                 num_draws=arguments.overlay_draws,
                 changes={name: value for name, value in changes.items() if value is not None},
+                allow_shared=arguments.allow_shared,
                 device=device,
                 untrained=arguments.untrained,
             )
@@ -79,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overlay-draws", type=_positive, default=1, metavar="N", help="test under N draws of the overlays (default 1)"
     )
+    parser.add_argument(
+        "--allow-shared",
+        type=_share,
+        metavar="P",
+        help="share of the test samples that the train set may show too (default: the run's probe.allow_shared)",
+    )
     fit = parser.add_argument_group("linear probe", "by default as the run's config says; else files bear the change")
     fit.add_argument("--views", choices=["policy", "none"], help="none: fast, on features that are computed once")
     fit.add_argument("--batch-norm", choices=["eval", "train"], help="train: batch statistics, as originally published")
@@ -95,11 +103,13 @@ def probe_run(
     changes: Mapping[str, Any],
     device: torch.device,
     untrained: bool = False,
+    allow_shared: float | None = None,
 ) -> Mapping[LabelSpace, ProbeResult]:
     """Probe checkpoints of a run, and write what was found; returns the last one's. Every rank calls this.
 
     `steps`: one of them, "all", or None for the newest. `untrained`: the untrained encoder too, first. `changes` are
-    those to the probe of the run's config; results are then filed under names that say so. Raises `UserError`.
+    those to the probe of the run's config; results are then filed under names that say so. `allow_shared` is used in
+    place of the config's, if given. Raises `UserError`.
     """
     config = read_config(run_dir.config)
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
@@ -113,8 +123,17 @@ def probe_run(
         chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
         return [0, *chosen] if untrained else chosen
 
+    def count_shared() -> int | None:
+        manifests = read_manifests(config.data)
+        shared = find_shared(config.data, train=manifests.train, test=manifests.test)
+        allowed = config.probe.allow_shared if allow_shared is None else allow_shared
+        if (said := check_shared(shared, config.data, allowed=allowed)) is not None:
+            print(said, file=sys.stderr)
+        return None if shared is None else shared.num_shared
+
     chosen = broadcast_object(on_first_rank(check)) or []
     players = _load(run_dir, chosen[-1])  # a run that has none is told so before its data are read
+    num_shared = broadcast_object(on_first_rank(count_shared))
     data = config.data
     train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
@@ -130,6 +149,7 @@ def probe_run(
             config=probe_config,
             labels=labels,
             other_draws=other_draws,
+            num_shared=num_shared,
         )
         if rank() == 0:
             directory = run_dir.probes(players.step)
@@ -181,8 +201,11 @@ def probe(
     config: ProbeConfig | None = None,
     labels: Sequence[LabelSpace] | None = None,
     other_draws: Sequence[Pictures] = (),
+    num_shared: int | None = None,
 ) -> Readout:
     """Read out `labels`, or every one the pictures have, by the run's own probe or by `config`; every rank calls this.
+
+    `num_shared`, the number of test samples that the train set shows too, is written into the results as it is given.
 
     Raises `UserError` where train and test set have different classes, or not a label that is asked for.
     """
@@ -224,11 +247,12 @@ def probe(
             train_manifest_sha256=train.manifest.sha256,
             test_manifest_sha256=test.manifest.sha256,
             seconds=seconds,
-            title=getattr(train.manifest.label_names, f"title_{space}", None),
+            title=getattr(train.manifest.label_names, f"title_{space}"),
+            num_shared=num_shared,
         )
         for space, target in targets.items()
     }
-    settings = (f"{name} {value}" for name, value in config.protocol if not name.startswith("online_"))
+    settings = (f"{name} {value}" for name, value in config.fit_settings.items())
     made_by = f"probe with {', '.join(settings)}"
     return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
 
@@ -303,6 +327,16 @@ def _whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return share
 
 
 def _positive(text: str) -> int:

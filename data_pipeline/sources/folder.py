@@ -1,9 +1,12 @@
-"""A folder of pictures with a folder for each class: `ROOT/CLASS/*`, or `ROOT/train/CLASS/*` and
-`ROOT/test/CLASS/*`."""
+"""A folder of pictures with a folder for each class: `ROOT/train/CLASS/*` and `ROOT/test/CLASS/*`, or `ROOT/CLASS/*`,
+from which the test split is cut."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_pipeline.errors import UserError
+from data_pipeline.progress import Progress
 from data_pipeline.sample import Record
+from data_pipeline.source_digests import content_digest
+from data_pipeline.sources.picture_file import read_rgb
 
 SUFFIXES: Final = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
@@ -29,21 +35,27 @@ def middle_square(picture: Image.Image, size: int) -> Image.Image:
 
 
 class ImageFolder:
-    """Every picture of a folder, classes and files sorted by name, converted to RGB.
+    """The pictures of one split, classes and files sorted by name, read by `read_rgb`.
 
-    If `root` has a folder named `train` or `test`, the one named `split` is read; else `root` itself holds the classes.
-    Files with other endings than `SUFFIXES`, and names that begin with a dot, are passed over. With an `image_size`,
-    each picture is made that size by `middle_square`; without one, all must have the size of the first.
+    If `root` has folders named `train` and `test`, the one named `split` is read. If it has neither, `root` itself
+    holds the classes, and `test_share` of the pictures of each class are the test split: see `in_test_split`. Every
+    picture is then decoded once to choose. Files with other endings than `SUFFIXES`, and names that begin with a dot,
+    are passed over. With an `image_size`, each picture is made that size by `middle_square`; without one, all must have
+    the size of the first.
 
-    Raises `UserError` that names the folder or file: a missing or empty folder, fewer than two classes, a picture that
-    does not decode (found when it is read) or has another size.
+    Raises `UserError` that names the folder or file: a missing or empty folder, fewer than two classes, a `test_share`
+    that is missing, not needed or leaves a class without pictures; a picture that does not decode (found when it is
+    read) or has another size.
     """
 
     title = "picture"
 
-    def __init__(self, root: Path, *, split: str, image_size: int | None = None) -> None:
-        self.root = _split_folder(root, split)
+    def __init__(
+        self, root: Path, *, split: str, image_size: int | None = None, test_share: float | None = None, seed: int = 0
+    ) -> None:
+        self.root = _split_folder(root, split, test_share)
         self.image_size = image_size
+        self.description = "folder" if image_size is None else f"folder, middle {image_size}x{image_size}"
         folders = sorted(path for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
         if len(folders) < 2:
             found = f"only one class folder ({folders[0].name})" if folders else "no class folders"
@@ -56,39 +68,99 @@ class ImageFolder:
             names.append(b"".join(in_class))
             lengths.append(np.array([len(name) for name in in_class], dtype=np.int64))
             num_files.append(len(in_class))
-        self._names, self._name_ends = b"".join(names), np.cumsum(np.concatenate(lengths))
+        length_N = np.concatenate(lengths)
+        self._names, self._name_ends = b"".join(names), np.cumsum(length_N)
+        self._name_starts = self._name_ends - length_N
         self.labels: NDArray[np.int64] = np.repeat(np.arange(len(folders)), num_files)
-        self._shape = _decode(self._path(0), image_size).shape
+        if test_share is not None:
+            self.description += f", test share {test_share} by seed {seed}"
+            self._keep_split(split, test_share=test_share, seed=seed)
+        self._shape = self._decode(0).shape
 
-    @property
-    def description(self) -> str:
-        return "folder" if self.image_size is None else f"folder, middle {self.image_size}x{self.image_size}"
+    def _keep_split(self, split: str, *, test_share: float, seed: int) -> None:
+        """Keep the records of one split."""
+        chosen_N = in_test_split(self._digests(), self.labels, test_share=test_share, seed=seed) == (split == "test")
+        counts = np.bincount(self.labels[chosen_N], minlength=len(self.class_names))
+        if not counts.all():
+            raise UserError(
+                f"--test-share {test_share} leaves class {self.class_names[int(counts.argmin())]} of {self.root} no "
+                f"pictures for the {split} split; choose another share or add pictures"
+            )
+        self.labels = self.labels[chosen_N]
+        self._name_starts, self._name_ends = self._name_starts[chosen_N], self._name_ends[chosen_N]
+
+    def _digests(self) -> list[bytes]:
+        """Return the digest of each decoded picture."""
+        digests: list[bytes] = []
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+            Progress(f"cutting {self.root.name} into train and test", total=len(self.labels)) as progress,
+        ):
+            for start in range(0, len(self.labels), _NUM_AT_ONCE):
+                numbers = range(start, min(start + _NUM_AT_ONCE, len(self.labels)))
+                digests += pool.map(lambda number: content_digest(self._decode(number)), numbers)
+                progress.advance(len(numbers))
+        return digests
 
     def _path(self, number: int) -> Path:
-        start = self._name_ends[number - 1] if number else 0
-        name = os.fsdecode(self._names[start : self._name_ends[number]])
+        name = os.fsdecode(self._names[self._name_starts[number] : self._name_ends[number]])
         return self.root / self.class_names[int(self.labels[number])] / name
 
+    def _decode(self, number: int) -> NDArray[np.uint8]:
+        picture = read_rgb(self._path(number))
+        return np.asarray(picture if self.image_size is None else middle_square(picture, self.image_size))
+
     def __getitem__(self, number: int) -> Record:
-        path = self._path(number)
-        pixels = _decode(path, self.image_size)
+        pixels = self._decode(number)
         if pixels.shape != self._shape:
             (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
             raise UserError(
-                f"{path} is {width}x{height} pixels but {self._path(0)} is {first_width}x{first_height}; "
+                f"{self._path(number)} is {width}x{height} pixels but {self._path(0)} is {first_width}x{first_height}; "
                 "make all one size with --image-size"
             )
         return Record(pixels, int(self.labels[number]))
 
 
-def _split_folder(root: Path, split: str) -> Path:
+_NUM_AT_ONCE: Final = 1_000  # pictures: bounds what waits for the threads
+
+
+def in_test_split(
+    digests: Sequence[bytes], labels: NDArray[np.int64], *, test_share: float, seed: int
+) -> NDArray[np.bool_]:
+    """Choose the test split, (N,): of each class the share `test_share`, to the nearest, of its different pictures.
+
+    The choice depends on the pictures and the seed alone, not on names or order. Equal pictures are on one side, also
+    those in two classes, which count for the first of them.
+    """
+    class_of: dict[bytes, int] = {}
+    for digest, label in zip(digests, labels.tolist(), strict=True):
+        class_of[digest] = min(label, class_of.get(digest, label))
+    in_class: dict[int, list[tuple[bytes, bytes]]] = {}
+    for digest, label in class_of.items():
+        lot = hashlib.sha256(f"test share {seed} ".encode() + digest).digest()
+        in_class.setdefault(label, []).append((lot, digest))
+    chosen = {digest for lots in in_class.values() for _, digest in sorted(lots)[: round(test_share * len(lots))]}
+    return np.array([digest in chosen for digest in digests])
+
+
+def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
     if not root.is_dir():
         raise UserError(
             f"{root} is not a folder; give --root the folder that holds one folder of pictures for each class"
         )
-    if not any((root / name).is_dir() for name in ("train", "test")):
+    there = [name for name in ("train", "test") if (root / name).is_dir()]
+    if not there:
+        if test_share is None:
+            raise UserError(
+                f"{root} has no folders train and test, so both splits would hold the same pictures; make these two "
+                "folders, or let the build cut off a test split: give --test-share 0.2 to the train and the test build"
+            )
+        if not 0 < test_share < 1:
+            raise UserError(f"--test-share is {test_share}; give a share between 0 and 1, such as 0.2")
         return root
-    if not (root / split).is_dir():
+    if test_share is not None:
+        raise UserError(f"{root} has a folder {there[0]}, so it takes no --test-share; leave that out")
+    if split not in there:
         raise UserError(f"{root} has no folder {split}; add it, or choose the other --split")
     return root / split
 
@@ -98,12 +170,3 @@ def _picture_names(folder: Path) -> list[str]:
     if not names:
         raise UserError(f"{folder} holds no pictures ({', '.join(sorted(SUFFIXES))}); fill it or remove it")
     return sorted(names)
-
-
-def _decode(path: Path, image_size: int | None) -> NDArray[np.uint8]:
-    try:
-        with Image.open(path) as picture:
-            rgb = picture.convert("RGB")
-            return np.asarray(rgb if image_size is None else middle_square(rgb, image_size))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} does not decode as a picture ({error}); mend or remove it") from None

@@ -238,7 +238,7 @@ def test_the_same_arguments_give_the_same_bytes_with_any_number_of_workers(
             num_workers=num_workers,
         )
     first = contents(tmp_path / "a")
-    beside = ["manifest.json", *(["overlay.safetensors"] if overlay == "online" else [])]
+    beside = ["manifest.json", "source_digests.bin", *(["overlay.safetensors"] if overlay == "online" else [])]
     assert sorted(first) == sorted(
         [*beside, *(f"shard-0000{n}{end}" for n in range(3) for end in (".tar", ".index.npz"))]
     )
@@ -261,7 +261,7 @@ def test_other_arguments_give_other_bytes(changed: dict[str, object], tmp_path: 
 def test_train_and_test_share_no_overlay_draw(tmp_path: Path) -> None:
     """The same pictures in both splits: the objects drawn on them differ all the same."""
     for number in range(20):
-        for name in "ab":
+        for name in ("train/a", "train/b", "test/a", "test/b"):
             path = tmp_path / "root" / name / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (32, 32)).save(path)

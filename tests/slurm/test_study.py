@@ -29,7 +29,8 @@ NAMES = [f"debug-{views}-seed{seed}" for views in ("image", "viewmaker") for see
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     data = tmp_path_factory.mktemp("data")
     train_dir = write_tiny_dataset(data / "train", num_samples=64)
-    given = [f"data.train_dir={train_dir}", f"data.test_dir={train_dir}", "data.num_workers=0", "num_epochs=1"]
+    test_dir = write_tiny_dataset(data / "test", num_samples=32, seed=1, split="test")
+    given = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", "data.num_workers=0", "num_epochs=1"]
     return [word for setting in [*given, "tracking.wandb=disabled"] for word in ("--set", setting)]
 
 

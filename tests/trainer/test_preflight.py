@@ -16,7 +16,7 @@ from configs import resolve_recipe
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import load_manifest
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.players import build_players
@@ -102,6 +102,29 @@ def test_a_run_directory_that_cannot_be_made_is_one_sentence(where: str, tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=rf"/{where} cannot be written \(Not a directory\); pass another --run-dir"):
         claim(RunDir(tmp_path / where), config)
+
+
+def with_test_dir(config: RunConfig, test_dir: str, **probe: float) -> RunConfig:
+    data = config.data.model_copy(update={"test_dir": test_dir})
+    return config.model_copy(update={"data": data, "probe": config.probe.model_copy(update=probe)})
+
+
+def test_training_with_the_train_set_as_test_set_is_refused_unless_it_is_allowed_by_name(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = with_test_dir(config, config.data.train_dir)
+    with pytest.raises(UserError, match=r"64 of the 64 test samples of .*data/train \(100 %\) have their picture"):
+        claim(RunDir(tmp_path / "run"), same)
+    assert not (tmp_path / "run").exists()
+    claim(RunDir(tmp_path / "run"), with_test_dir(config, config.data.train_dir, allow_shared=1.0)).close()
+    assert "64 of the 64 test samples" in caplog.text
+
+
+def test_training_on_pictures_that_the_test_set_holds_too_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    """Another dataset by its manifest, made from the same pictures."""
+    again = write_tiny_dataset(tmp_path / "again", num_samples=32, split="test")
+    with pytest.raises(UserError, match=r"32 of the 32 test samples of .*again \(100 %\) have their picture"):
+        claim(RunDir(tmp_path / "run"), with_test_dir(config, str(again)))
 
 
 def fail_on_the_first() -> str:

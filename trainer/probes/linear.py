@@ -18,7 +18,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -47,6 +47,9 @@ class ProbeConfig(Schema):
 
     `online_every_steps`: while the encoder is trained, kNN and ridge regression on up to `online_num_train` pictures of
     the train set and `online_num_test` of the test set, as often as this; None: never (see `trainer.probes.online`).
+
+    `allow_shared`: the share of the test samples that may have their source (the clean picture or sound) in the train
+    set too; above it training and probes are refused (see `trainer.probes.shared`).
     """
 
     num_epochs: PositiveInt = 100
@@ -60,11 +63,21 @@ class ProbeConfig(Schema):
     online_every_steps: PositiveInt | None = None
     online_num_train: PositiveInt = 4096
     online_num_test: PositiveInt = 1024
+    allow_shared: Annotated[float, Field(ge=0, le=1)] = 0.01
+
+    @property
+    def fit_settings(self) -> dict[str, Any]:
+        """The settings that decide a head: all but those of the online probe and `allow_shared`."""
+        return {
+            name: value
+            for name, value in self.model_dump().items()
+            if not name.startswith("online_") and name != "allow_shared"
+        }
 
     @property
     def protocol(self) -> ProbeConfig:
-        """These settings without those of the online probe, which decide no head."""
-        return ProbeConfig(**{name: value for name, value in self.model_dump().items() if "online" not in name})
+        """This config with the defaults of all that decides no head."""
+        return ProbeConfig(**self.fit_settings)
 
 
 class Spread(Schema):

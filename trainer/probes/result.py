@@ -18,6 +18,7 @@ class ProbeResult(Schema):
     `checkpoint_step` 0 is the untrained encoder. `chance` is one over the number of classes; `majority_share` is the
     test accuracy of always answering the commonest class of the train set. `seconds` covers all labels of the probe.
     `title` is what the manifest calls the label for readers, such as "digit"; None if it gives no title.
+    `num_shared` is the number of test samples whose source is in the train set too; None if the datasets do not tell.
     """
 
     label: LabelSpace
@@ -34,6 +35,7 @@ class ProbeResult(Schema):
     test_manifest_sha256: str
     seconds: float
     title: str | None = None
+    num_shared: int | None = None
 
 
 def read_result(path: Path) -> ProbeResult:

@@ -18,6 +18,7 @@ NOT_SCIENCE = (
     "data.test_dir",
     "data.num_workers",
     "probe.seed",
+    "probe.allow_shared",
 )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import io
 import json
 import shutil
@@ -19,6 +20,7 @@ import torch
 import trainer.probe
 from configs import debug
 from data_pipeline.errors import UserError
+from data_pipeline.manifest import SOURCE_DIGESTS_NAME
 from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
@@ -98,6 +100,7 @@ def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encode
         for result in (base, overlay):
             assert (result.num_train, result.num_test, result.checkpoint_step) == (103, 41, step)
             assert result.probe_config == debug.image().probe
+            assert result.num_shared == 0
             assert result.test_manifest_sha256 == read_pictures(data / "test").manifest.sha256
             assert (result.linear.accuracy * 41) == pytest.approx(round(result.linear.accuracy * 41))
     assert (run_dir.checkpoint(10) / "encoder.safetensors").read_bytes() == checkpoint
@@ -170,6 +173,7 @@ def test_the_heads_that_are_kept_score_what_was_reported(
     assert list(heads.by_label) == ["base", "overlay"]
     assert heads.made_by.startswith("probe with num_epochs 5, batch_size 128, ")
     assert "online" not in heads.made_by
+    assert "shared" not in heads.made_by
     assert heads.train_manifest_sha256 == read_pictures(data / "train").manifest.sha256
     tensors = safetensors.torch.load_file(run_dir.probes(0) / "heads.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
@@ -299,6 +303,59 @@ def test_draws_of_the_test_overlays_and_their_spread(
     assert heads["overlay"].accuracy(features_NF, third.labels("overlay")) == result.linear.draws.accuracies[3]
 
 
+def share_sources(directory: Path, *, num_test: int, num_shared: int) -> Path:
+    """A train set and a test set of which `num_shared` samples have their pictures in the train set."""
+    data = write_tiny_pair(directory, num_train=64, num_test=num_test)
+    train_N = np.fromfile(data / "train" / SOURCE_DIGESTS_NAME, dtype="<u8")
+    path = data / "test" / SOURCE_DIGESTS_NAME
+    test_M = np.fromfile(path, dtype="<u8")
+    test_M[3 : 3 + num_shared] = train_N[7 : 7 + num_shared]
+    path.write_bytes(test_M.tobytes())
+    manifest = json.loads((data / "test" / "manifest.json").read_text())
+    manifest["source_digests_sha256"] = hashlib.sha256(test_M.tobytes()).hexdigest()
+    (data / "test" / "manifest.json").write_text(json.dumps(manifest))
+    return data
+
+
+def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "run", share_sources(tmp_path / "data", num_test=50, num_shared=4))
+    with pytest.raises(UserError) as refused:
+        call(monkeypatch, run_dir.path)
+    said = str(refused.value)
+    assert said.startswith(f"4 of the 50 test samples of {tmp_path}/data/test (8 %) have their picture or sound in ")
+    assert "(sample 00000003 is sample 00000007 of the train set and sample 00000004 is sample 00000008 of" in said
+    assert "probe.allow_shared, for a probe --allow-shared" in said
+    assert not (run_dir.path / "probes").exists()
+    call(monkeypatch, run_dir.path, "--allow-shared", 0.08)
+    assert capsys.readouterr().err.startswith(f"4 of the 50 test samples of {tmp_path}/data/test (8 %) have their ")
+    for label in LABEL_SPACES:
+        assert read_result(run_dir.probes(10) / f"{label}.json").num_shared == 4
+
+
+def test_one_shared_picture_in_a_hundred_is_said_and_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "run", share_sources(tmp_path / "data", num_test=100, num_shared=1))
+    call(monkeypatch, run_dir.path, "--label", "base")
+    assert "1 of the 100 test samples" in capsys.readouterr().err
+    assert read_result(run_dir.probes(10) / "base.json").num_shared == 1
+    call(monkeypatch, run_dir.path, "--label", "base", "--step", 0)
+    with pytest.raises(UserError, match="1 of the 100 test samples"):
+        call(monkeypatch, run_dir.path, "--label", "base", "--allow-shared", 0)
+
+
+def test_a_dataset_that_is_train_and_test_set_at_once_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(data / "train", tmp_path / "copy" / "test")
+    (tmp_path / "copy" / "train").symlink_to(data / "train")
+    run_dir = make_run(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(UserError, match=r"103 of the 103 test samples of .*copy/test \(100 %\)"):
+        call(monkeypatch, run_dir.path)
+
+
 def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +372,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
 
     monkeypatch.setattr(trainer.probe, "probe", look)
     with pytest.raises(KeyboardInterrupt):
-        call(monkeypatch, run_dir.path)
+        call(monkeypatch, run_dir.path, "--allow-shared", 1)
     same_NHW = (seen["train"].images_NCHW == seen["test"].images_NCHW).all(1)
     assert not same_NHW.flatten(1).all(1).any()
 

@@ -1,0 +1,70 @@
+"""Picture files: any file that Pillow reads becomes upright RGB pixels of 8 bits a channel.
+
+- Only regular files are read, and only up to Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
+- The orientation that a camera wrote into EXIF is applied.
+- What is transparent is laid over white, in every mode that can be transparent.
+- Grey values of 16 bits are rounded to 8. Other numbers than 8 or 16 bits have no known range and are refused.
+- Of a file with several pictures, such as an animation, the first is read. Colour profiles are ignored.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from data_pipeline.errors import UserError
+
+_OPENING: Final = threading.Lock()
+_BACKGROUND: Final = (255, 255, 255)
+_16_BITS_IN_INT32: Final = frozenset({"PNG", "PPM"})  # older versions of Pillow read their 16 bits of grey as 32
+
+
+def read_rgb(path: Path) -> Image.Image:
+    """Read a picture in mode "RGB", upright.
+
+    Raises `UserError` that names the file: it is no regular file, does not decode, has too many pixels, or holds
+    numbers of an unknown range.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file, so it is not read; remove it")
+    try:
+        with _open(path) as picture:
+            picture.load()
+            ImageOps.exif_transpose(picture, in_place=True)
+            return to_rgb(picture)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise UserError(
+            f"{path} unpacks to more than {Image.MAX_IMAGE_PIXELS:,} pixels, which is too large; make it smaller or "
+            "remove it"
+        ) from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{path} does not decode as a picture ({error}); mend or remove it") from None
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Convert a decoded picture of any mode to mode "RGB", as this module's docstring says.
+
+    Raises `ValueError` for numbers of an unknown range.
+    """
+    mode = picture.mode
+    if mode.startswith("I;16") or (mode == "I" and picture.format in _16_BITS_IN_INT32):
+        grey_HW = np.asarray(picture).astype(np.float64) / 257  # 65,535 becomes 255
+        return Image.fromarray(np.rint(grey_HW).astype(np.uint8)).convert("RGB")
+    if mode in ("I", "F"):
+        raise ValueError(f"its numbers are of Pillow's mode {mode}, whose range is not known; save it with 8 bits")
+    if picture.has_transparency_data:
+        rgba = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, (*_BACKGROUND, 255)), rgba).convert("RGB")
+    return picture.convert("RGB")
+
+
+def _open(path: Path) -> Image.Image:
+    """Read the header of a picture; Pillow's warning of too many pixels is raised as an error."""
+    with _OPENING, warnings.catch_warnings():  # which changes what all threads see
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return Image.open(path)

@@ -1,0 +1,41 @@
+"""Test samples that show what the train set shows: how many there are, and how many are too many."""
+
+from __future__ import annotations
+
+from data_pipeline.errors import UserError
+from data_pipeline.manifest import Manifest
+from data_pipeline.source_digests import SharedSources, read_source_digests, shared_sources
+from trainer.config import DataConfig
+
+
+def find_shared(data: DataConfig, *, train: Manifest, test: Manifest) -> SharedSources | None:
+    """Count the test samples whose source is in the train set too; None if a dataset does not tell its sources.
+
+    If both are one dataset, that is all of them. Raises `UserError` if the digests of a dataset cannot be read.
+    """
+    if train.sha256 == test.sha256:
+        return SharedSources(test.num_samples, test.num_samples, (("00000000", "00000000"),))
+    train_N = read_source_digests(data.train_dir, train, remote=data.remote)
+    test_M = read_source_digests(data.test_dir, test, remote=data.remote)
+    return None if train_N is None or test_M is None else shared_sources(train_N, test_M)
+
+
+def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: float) -> str | None:
+    """Return a sentence about the shared samples, None if there are none.
+
+    Raises `UserError` if they are more than the share `allowed` of the test samples.
+    """
+    if shared is None or shared.num_shared == 0:
+        return None
+    examples = " and ".join(f"sample {test} is sample {train} of the train set" for test, train in shared.examples)
+    sentence = (
+        f"{shared.num_shared} of the {shared.num_test} test samples of {data.test_dir} "
+        f"({100 * shared.share:.3g} %) have their picture or sound in {data.train_dir} too ({examples})"
+    )
+    if shared.share <= allowed:
+        return sentence
+    raise UserError(
+        f"{sentence}, so test accuracy would be that of training samples; build the test set from other pictures or "
+        "sounds (after --test-share, both splits need the same --root, --seed and --test-share), or allow it by name "
+        "with probe.allow_shared, for a probe --allow-shared: the share of the test samples that may be shared"
+    )
