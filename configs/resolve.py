@@ -11,20 +11,27 @@ from typing import Any
 
 import configs
 from data_pipeline.errors import UserError, nearest
+from data_pipeline.remote import refuse_untyped_command
 from trainer.config import RunConfig, flatten, read_config
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
 STUDIES = "studies"
 
 
-def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool = False) -> RunConfig:
     """The RunConfig that `name` and `overrides` ("a.b=c", the value in YAML) stand for.
 
     `name` is `module:function` in configs/, e.g. "viewmaker:digits", or the path of a .json or .yaml file with the same
-    fields. Raises `UserError` with the nearest valid name or key.
+    fields. A recipe is code, which the user trusts; a file may be a stranger's, so without `allow_pipe` a `pipe:`
+    location of a file is refused. Raises `UserError`, for a wrong name or key with the nearest valid one.
     """
-    config = read_config(Path(name)) if Path(name).suffix in CONFIG_SUFFIXES else _recipe(name)()
-    return config.override(overrides, where=f"config {name}")
+    if Path(name).suffix not in CONFIG_SUFFIXES:
+        return _recipe(name)().override(overrides, where=f"config {name}")
+    of_file = read_config(Path(name), allow_pipe=allow_pipe)
+    config = of_file.override(overrides, where=f"config {name}")
+    for location in {of_file.data.train_dir, of_file.data.test_dir} & {config.data.train_dir, config.data.test_dir}:
+        refuse_untyped_command(location, of_file.data.remote)
+    return config
 
 
 def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
@@ -52,8 +59,8 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
 
 def explain(name: str, overrides: Sequence[str] = ()) -> str:
     """The resolved config, one setting a line, with where its value came from: --set, the recipe, or the default."""
-    config = resolve_recipe(name, overrides)
-    recipe = flatten(resolve_recipe(name))
+    config = resolve_recipe(name, overrides, allow_pipe=True)  # which reads no data
+    recipe = flatten(resolve_recipe(name, allow_pipe=True))
     by_hand = {override.partition("=")[0].strip() for override in overrides}
     given = _given(config)
     lines = []

@@ -1,10 +1,20 @@
-"""The one way a command tells the user that the input was wrong: one sentence on stderr, exit status 2."""
+"""How a command tells the user what to mend: one sentence on stderr, exit status 2."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# What a storage answers about a path. ENOENT is not among them: commands ask first whether a file is there.
+_REFUSED = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
+    | {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
 
 
 class UserError(ValueError):
@@ -25,11 +35,42 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return f'; did you mean "{near[0]}"?' if near else f"; valid are: {', '.join(words)}"
 
 
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Name `path` in an `OSError` raised inside that names no file, as those of write, flush and fsync do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def storage_problem(error: OSError) -> str | None:
+    """Return one sentence for an error of the storage, which the user can mend; None for any other, which may be a bug.
+
+    No room is always the user's to mend. A refusal is, if it names the file that was refused.
+
+    Examples:
+        >>> storage_problem(OSError(errno.EROFS, "Read-only file system", "/archive/run/report.html"))
+        '/archive/run/report.html: read-only file system; mend that, or choose another place for what is written'
+        >>> storage_problem(OSError(errno.EINVAL, "Invalid argument", "report.html")) is None
+        True
+    """
+    reason = (error.strerror or "").lower()
+    if error.errno in _NO_ROOM:
+        where = f" for {error.filename}" if error.filename else ""
+        return f"no room on the disk{where} ({reason}); free some, or choose another place for what is written"
+    if error.errno in _REFUSED and error.filename:
+        return f"{error.filename}: {reason}; mend that, or choose another place for what is written"
+    return None
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command line's `main`; a `UserError` becomes one line on stderr and exit status 2.
 
-    A full disk is the user's to mend as well, so `ENOSPC` is reported the same way. Ctrl-C ends without a traceback,
-    with the exit status 130 that shells give it.
+    So does an `OSError` that `storage_problem` has a sentence for. Ctrl-C ends without a traceback, with the exit
+    status 130 that shells give it.
     """
     try:
         main()
@@ -40,8 +81,8 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
-        if error.errno != 28:  # ENOSPC
+        problem = storage_problem(error)
+        if problem is None:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        print(f"error: no space left on the disk{where}; free some or choose another directory", file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2) from None

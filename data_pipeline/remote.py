@@ -28,7 +28,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from data_pipeline.errors import UserError
 from data_pipeline.fetch import Expected, Limits, check_answers, fetch
@@ -56,6 +56,8 @@ class RemoteConfig(Schema):
         stall_seconds: an attempt that brings no byte for so long is given up.
         file_seconds: by then a file must be here, all attempts together.
         num_attempts: how often a file is tried, with pauses of 0.5, 1, 2, ... up to 8 seconds between.
+        read_back_from: the file that the location was read from, if nobody typed it; `refuse_untyped_command` uses it.
+            It is no setting: `trainer.config.read_config` sets it, whatever the file says.
     """
 
     cache_dir: str | None = None
@@ -63,6 +65,7 @@ class RemoteConfig(Schema):
     stall_seconds: PositiveFloat = 30.0
     file_seconds: PositiveFloat = 600.0
     num_attempts: PositiveInt = 5
+    read_back_from: str | None = Field(default=None, exclude=True)
 
 
 def is_remote(location: str | Path) -> bool:
@@ -73,6 +76,25 @@ def is_remote(location: str | Path) -> bool:
         (True, True, False)
     """
     return isinstance(location, str) and re.match(r"pipe:|[a-z][a-z0-9+.-]*://", location) is not None
+
+
+def is_command(location: str) -> bool:
+    """Return whether reading from `location` runs a command of a shell.
+
+    Examples:
+        >>> is_command("pipe:cat /archive/{name}"), is_command("https://host/cifar")
+        (True, False)
+    """
+    return is_remote(location) and location.startswith("pipe:")
+
+
+def refuse_untyped_command(location: str, config: RemoteConfig) -> None:
+    """Raise `UserError` if `location` is a command that was read from a file: a stranger may have written the file."""
+    if is_command(location) and config.read_back_from is not None:
+        raise UserError(
+            f"{config.read_back_from} names the location {location!r}, a command that this machine would run; pass "
+            "--allow-pipe if you trust whoever wrote that file"
+        )
 
 
 def file_url(location: str, name: str) -> str:
@@ -113,11 +135,12 @@ class RemoteShards:
         location: as given.
         manifest: fetched from the location when this is made.
 
-    Raises `UserError` when made: the location cannot work, its manifest cannot be had, or the disk has no room for what
-    the cache may come to hold.
+    Raises `UserError` when made: the location cannot work, is a command that nobody has typed, its manifest cannot be
+    had, or the disk has no room for what the cache may come to hold.
     """
 
     def __init__(self, location: str, *, config: RemoteConfig) -> None:
+        refuse_untyped_command(location, config)
         self.location = location
         self._config = config
         self.manifest: Manifest = self._fetch_manifest()

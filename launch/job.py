@@ -98,7 +98,8 @@ class TrainJob:
         write_outcome(outcome, "finished")
 
     def _train(self, job: JobEnvironment, *, start: float) -> None:
-        config = read_config(open_run(self.run_dir).config)
+        # A pipe: location in it was allowed, or typed, when this job was submitted.
+        config = read_config(open_run(self.run_dir).config, allow_pipe=True)
         for number in WARNINGS:
             signal.signal(number, _send_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/deaf_start.py

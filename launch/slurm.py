@@ -605,6 +605,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sbatch", action="append", metavar="KEY=VALUE", help="any other field of sbatch; KEY alone: without a value"
     )
     parser.add_argument("--executor", choices=("slurm", "local"), default="slurm", help="local: ranks on this machine")
+    parser.add_argument("--allow-pipe", action="store_true", help="run the pipe: locations of a config file")
     parser.add_argument("--dry-run", action="store_true", help="check all, print the batch script and stop")
     parser.add_argument("--wait", action="store_true", help="show rank 0's log until the end; status 1 if a rank fails")
     return parser
@@ -624,7 +625,7 @@ def _plan(arguments: argparse.Namespace, gathered: Gathered) -> Plan:
     if arguments.study is None:
         if arguments.study_dir is not None or arguments.at_a_time is not None:
             raise UserError("--study-dir and --at-a-time belong to --study; use --run-dir for one run")
-        config = resolve_recipe(arguments.config, arguments.set)
+        config = resolve_recipe(arguments.config, arguments.set, allow_pipe=arguments.allow_pipe)
         home = (arguments.run_dir or default_run_dir(config)).absolute()
         members, name = [Member(RunDir(home), config)], config.name
     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from data_pipeline.errors import UserError, run_command
 from launch.slurm import Member, Plan, run_study_here, submit, tell_study
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, run_status
-from trainer.config import read_config
+from trainer.config import read_config, refuse_commands
 from trainer.provenance import command_line
 from trainer.rundir import RunDir
 
@@ -55,12 +55,15 @@ def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
         return RunStatus("unknown", step=None, num_steps=None, loss=None, reason=str(error))
 
 
-def resubmit(runs: Sequence[RunDir], *, command: str) -> None:
+def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) -> None:
     """Each with what its job asked for, together where they were; a run goes on from its newest checkpoint.
 
     The code is that of now, not the snapshot of before: most failures are mended there. Raises SystemExit(1), once all
     have been started, where one that runs on this machine did not finish.
     """
+    configs = {run_dir: read_config(run_dir.config, allow_pipe=allow_pipe) for run_dir in runs}
+    for config in configs.values():
+        refuse_commands(config)
     groups: dict[str, list[tuple[RunDir, Submission]]] = {}
     for run_dir in runs:
         before = last_submission(run_dir)
@@ -69,7 +72,7 @@ def resubmit(runs: Sequence[RunDir], *, command: str) -> None:
         groups.setdefault(key, []).append((run_dir, before))
     plans = [
         Plan(
-            members=[Member(run_dir, read_config(run_dir.config)) for run_dir, _ in group],
+            members=[Member(run_dir, configs[run_dir]) for run_dir, _ in group],
             home=group[0][1].home_of(group[0][0]),
             resources=group[0][1].resources,
             # One that was submitted alone meanwhile had no others to run beside.
@@ -96,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR", help="a study's directory, or a run's")
     parser.add_argument("--resubmit-failed", action="store_true", help="submit those that failed again, and no others")
+    parser.add_argument("--allow-pipe", action="store_true", help="resubmit runs with pipe: locations too")
     arguments = parser.parse_args()
     runs = runs_in(arguments.directory.absolute())
     queue = queue_for(runs)
@@ -108,7 +112,7 @@ def main() -> None:
             if run_dir not in submitted:
                 print(f"{printable(run_dir.path.name)} was never submitted; start it again with its own command")
         if submitted:
-            resubmit(submitted, command=command_line())
+            resubmit(submitted, command=command_line(), allow_pipe=arguments.allow_pipe)
         elif not failed:
             print("nothing has failed")
 

@@ -180,8 +180,8 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     """Where a run stands, `queue` being what `queued_jobs` gave. Raises `UserError` if a file of it is damaged."""
     config = read_config(run_dir.config)
     metrics = run_dir.read_metrics()
-    losses = [line["train/loss"] for line in metrics if isinstance(line.get("train/loss"), float)]
-    ended = _state(run_dir, last_submission(run_dir), queue, _read_provenance(run_dir))
+    losses = [line["train/loss"] for line in metrics if "train/loss" in line]
+    ended = _state(run_dir, last_submission(run_dir), queue, run_dir.read_provenance())
     return RunStatus(
         state=ended.state,
         step=max(metrics[-1]["step"] if metrics else 0, run_dir.latest_step() or 0),
@@ -287,20 +287,6 @@ def _stalled(run_dir: RunDir, *, since: float) -> str | None:
     if text is None or path.stat().st_mtime < since:
         return None
     return f"{_first_line(text)} (see {path})"
-
-
-def _read_provenance(run_dir: RunDir) -> dict[str, Any]:
-    """Raises `UserError` if it is damaged."""
-    if not run_dir.provenance.is_file():
-        return {}
-    text = read_end(run_dir.provenance, inside=run_dir.path, max_bytes=_RECORD_BYTES)
-    try:
-        value = json.loads(text or "")
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f"{run_dir.provenance} is damaged, so it is not known how this run was started; see its log")
-    return value
 
 
 def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:

@@ -111,6 +111,7 @@ def main() -> None:
         "--config", required=True, metavar="RECIPE", help="module:function in configs/, or a config file"
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
+    parser.add_argument("--allow-pipe", action="store_true", help="run the pipe: locations of a config file")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
     add_accept_data(parser)
     parser.add_argument("--explain", action="store_true", help="print every setting and where it came from, and stop")
@@ -124,7 +125,7 @@ def main() -> None:
     if arguments.explain:
         print(explain(arguments.config, arguments.set))
         return
-    config = resolve_recipe(arguments.config, arguments.set)
+    config = resolve_recipe(arguments.config, arguments.set, allow_pipe=arguments.allow_pipe)
     if arguments.plan:
         print_plan(
             config, world_size=arguments.nodes * arguments.tasks_per_node, device_gigabytes=arguments.gpu_gigabytes

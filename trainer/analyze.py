@@ -20,7 +20,7 @@ from trainer.analysis.feature_dropout import FeatureDropoutConfig, analyze_featu
 from trainer.analysis.filters import FiltersConfig, analyze_filters
 from trainer.analysis.subject import Look
 from trainer.analysis.views import ViewsAnalysisConfig, analyze_views
-from trainer.rundir import RunDir, open_run, runs_of
+from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run, runs_of
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the analysis; may be repeated"
     )
+    parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     arguments = parser.parse_args()
     if arguments.name not in ANALYSES:
         raise UserError(f'there is no analysis "{arguments.name}"{nearest(arguments.name, ANALYSES)}')
@@ -99,7 +100,12 @@ def main() -> None:
         raise UserError(f"--seed must not be negative, got {arguments.seed}")
     analysis = ANALYSES[arguments.name]
     config = analysis.config().override(arguments.set, where=f"settings of {arguments.name}")
-    look = Look(step=arguments.step, device=_device(arguments.device), seed=arguments.seed)
+    look = Look(
+        step=arguments.step,
+        device=_device(arguments.device),
+        seed=arguments.seed,
+        allow_pipe=arguments.allow_pipe,
+    )
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # all of them before the first is worked on
     for path in analysis.make(runs, config, look):
         print(path)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -51,7 +50,7 @@ from trainer.distributed.engine import Engine
 from trainer.objectives import Objective
 from trainer.players import Players, build_players
 from trainer.run_state import DataIdentity, RunState, identity_in_provenance
-from trainer.rundir import RunDir, write_atomically
+from trainer.rundir import RunDir, steps_in, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -296,13 +295,13 @@ def restore(
     return found
 
 
-def load_players(run_dir: RunDir, *, step: int | None = None) -> Players:
+def load_players(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool = False) -> Players:
     """The players of a run in eval mode on the CPU, at `step` or the newest whole checkpoint; training may go on.
 
-    Step 0 is the untrained players, rebuilt from the config and its seed. Raises `UserError` if there is no such step,
-    or it cannot be loaded.
+    Step 0 is the untrained players, rebuilt from the config and its seed. `allow_pipe` is that of `read_config`. Raises
+    `UserError` if there is no such step, or it cannot be loaded.
     """
-    players = build_players(read_config(run_dir.config))
+    players = build_players(read_config(run_dir.config, allow_pipe=allow_pipe))
     modules = players.trained_modules
     if step is None:
         step = _load_newest(run_dir, modules)
@@ -513,8 +512,7 @@ def _delete(path: Path) -> None:
 
 def _steps(run_dir: RunDir) -> list[int]:
     """Steps of all checkpoints, whole or not, ascending."""
-    matches = [re.fullmatch(r"step_(\d+)", path.name) for path in run_dir.checkpoints.glob("step_*")]
-    return sorted(int(match[1]) for match in matches if match)
+    return steps_in(run_dir.checkpoints)
 
 
 def _latest_step(run_dir: RunDir) -> int | None:

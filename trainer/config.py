@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.errors import UserError
+from data_pipeline.remote import is_command, refuse_untyped_command
 from data_pipeline.schema import Schema
 from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
@@ -187,18 +188,37 @@ def difference(a: Schema, b: Schema) -> list[str]:
     return [path for path in {**left, **right} if left.get(path, missing) != right.get(path, missing)]
 
 
-def read_config(path: Path) -> RunConfig:
-    """A RunConfig from a .json or .yaml file, such as an earlier run's config.json; raises `UserError`."""
+def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
+    """Return the RunConfig of a .json or .yaml file, such as an earlier run's config.json.
+
+    Whoever wrote the file may be a stranger. So without `allow_pipe`, reading data from a `pipe:` location of it raises
+    `UserError`; all else can be done with the config. Raises `UserError` if the file cannot be read or is no config.
+    """
     try:
         value: Any = (
             yaml.safe_load(path.read_text()) if path.suffix in {".yaml", ".yml"} else json.loads(path.read_text())
         )
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(
             f"{path} is not valid {path.suffix.removeprefix('.')}: {' '.join(str(error).split())}"
         ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a mapping of settings; see RunConfig in trainer/config.py")
-    return RunConfig.parse(value, where=str(path))
+    config = RunConfig.parse(value, where=str(path))
+    has_command = is_command(config.data.train_dir) or is_command(config.data.test_dir)
+    return _with_origin(config, str(path) if has_command and not allow_pipe else None)
+
+
+def refuse_commands(config: RunConfig) -> None:
+    """Raise `UserError` if a location of the config is a command that was read from a file without `allow_pipe`."""
+    for location in (config.data.train_dir, config.data.test_dir):
+        refuse_untyped_command(location, config.data.remote)
+
+
+def _with_origin(config: RunConfig, path: str | None) -> RunConfig:
+    if config.data.remote.read_back_from == path:
+        return config
+    remote = config.data.remote.model_copy(update={"read_back_from": path})
+    return config.model_copy(update={"data": config.data.model_copy(update={"remote": remote})})

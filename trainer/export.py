@@ -24,7 +24,6 @@ pictures normalised by mean and std. `trainer.models.load_encoder("encoder.safet
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,8 @@ def main() -> None:
 def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
     """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`, in place of a file that is there.
 
-    The same encoder gives the same bytes each time. Raises `UserError` where there is no such checkpoint, or `out` does
-    not end in .safetensors or cannot be written.
+    The same encoder gives the same bytes each time. Raises `UserError` if there is no such checkpoint or `out` does not
+    end in .safetensors, and `OSError` if `out` cannot be written.
     """
     if out.suffix != EXPORT_SUFFIX:
         raise UserError(
@@ -70,25 +69,14 @@ def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
     )
     weights = {name: tensor.contiguous() for name, tensor in named_as_published(players.encoder).state_dict().items()}
     # One key alone, because safetensors writes several in an order that differs from process to process.
-    _write(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
+    write_atomically(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
 
 
 def _git_commit(run_dir: RunDir, players: Players) -> str | None:
     """The commit of the last start that trained towards the step of `players`; None where provenance does not say."""
-    try:
-        starts: list[dict[str, Any]] = json.loads(run_dir.provenance.read_text())["starts"]
-        before: list[str | None] = [start["git_commit"] for start in starts if start["start_step"] < players.step]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    starts: list[dict[str, Any]] = run_dir.read_provenance().get("starts") or []
+    before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < players.step]
     return before[-1] if before else None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """A reader sees no file, or the earlier one, or the new one whole. Raises `UserError` where it is not allowed."""
-    try:
-        write_atomically(path, data)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise UserError(f"cannot export to {path}: {error.strerror} ({error.filename}); pass another --out") from None
 
 
 if __name__ == "__main__":

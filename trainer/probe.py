@@ -1,9 +1,11 @@
 """`python -m trainer.probe RUN_DIR...`: one linear probe and one kNN vote for each label, from the frozen encoder.
 
-Comes in: run directories and the shards that their configs name. Goes out, under RUN_DIR/probes/: of each checkpoint,
-step_00010000/base.json, and overlay.json where something was drawn on the pictures or mixed into the sounds, with the
-trained heads in heads.safetensors; and curves.json over all that was probed. What may never happen: a changed encoder
-or checkpoint, or a result that depends on the number of ranks.
+Reads run directories and the shards that their configs name. Writes for each checkpoint, under RUN_DIR/probes/,
+step_00010000/base.json, and overlay.json if something was drawn on the pictures or mixed into the sounds, with the
+trained heads in heads.safetensors; and curves.json over all that was probed. With `--out DIR` the results are under
+DIR/NAME instead, NAME being the run directory's, which may then be read-only.
+
+Guarantees: no encoder or checkpoint is changed, and no result depends on the number of ranks.
 
 Alone, or for more speed `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or under srun.
 """
@@ -16,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ from trainer.probes.result import ProbeResult
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.reporting.science import science_of
-from trainer.rundir import RunDir, open_run, runs_of, write_json
+from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of, steps_in, write_json
 from trainer.wandb_run import summarize
 
 
@@ -49,11 +52,21 @@ def main() -> None:
     device = choose_device(world)
     changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
     with process_group(world, device):
-        run_dirs = runs_of(arguments.run_dirs)
-        on_first_rank(lambda: [open_run(path) for path in run_dirs])  # all, before the first is worked on
+        paths = runs_of(arguments.run_dirs)
+        run_dirs = [RunDir(path) for path in paths]
+
+        def check() -> None:
+            for path in paths:
+                open_run(path)
+            if arguments.out is not None:
+                places_of_probes(run_dirs, arguments.out)
+
+        on_first_rank(check)  # all, before the first is worked on
+        if arguments.out is not None:
+            run_dirs = places_of_probes(run_dirs, arguments.out)
         of_runs = [
             probe_run(
-                RunDir(path),
+                run_dir,
                 steps="all" if arguments.all_steps else arguments.step,
                 labels=None if arguments.label is None else [arguments.label],
                 num_draws=arguments.overlay_draws,
@@ -61,11 +74,12 @@ def main() -> None:
                 allow_shared=arguments.allow_shared,
                 device=device,
                 untrained=arguments.untrained,
+                allow_pipe=arguments.allow_pipe,
             )
-            for path in run_dirs
+            for run_dir in run_dirs
         ]
         if len(of_runs) > 1 and rank() == 0:
-            print(runs_table(run_dirs, of_runs))
+            print(runs_table(paths, of_runs))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P",
         help="share of the test samples that the train set may show too (default: the run's probe.allow_shared)",
     )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/NAME/ and nothing into the run directory")
+    parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     fit = parser.add_argument_group("linear probe", "by default as the run's config says; else files bear the change")
     fit.add_argument("--views", choices=["policy", "none"], help="none: fast, on features that are computed once")
     fit.add_argument("--batch-norm", choices=["eval", "train"], help="train: batch statistics, as originally published")
@@ -104,14 +120,15 @@ def probe_run(
     device: torch.device,
     untrained: bool = False,
     allow_shared: float | None = None,
+    allow_pipe: bool = False,
 ) -> Mapping[LabelSpace, ProbeResult]:
     """Probe checkpoints of a run, and write what was found; returns the last one's. Every rank calls this.
 
     `steps`: one of them, "all", or None for the newest. `untrained`: the untrained encoder too, first. `changes` are
     those to the probe of the run's config; results are then filed under names that say so. `allow_shared` is used in
-    place of the config's, if given. Raises `UserError`.
+    place of the config's, if given. `allow_pipe` is that of `read_config`. Raises `UserError`.
     """
-    config = read_config(run_dir.config)
+    config = read_config(run_dir.config, allow_pipe=allow_pipe)
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
     changed = {name: value for name, value in changes.items() if value != getattr(config.probe, name)}
     suffix = "".join(f"-{name}_{value}" for name, value in changed.items())
@@ -151,12 +168,10 @@ def probe_run(
             other_draws=other_draws,
             num_shared=num_shared,
         )
+        directory = run_dir.probes(players.step)
+        on_first_rank(partial(_write, directory, readout, suffix=suffix))
         if rank() == 0:
-            directory = run_dir.probes(players.step)
-            write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
-            for space, result in readout.results.items():
-                write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
-            if not suffix and number + 1 == len(chosen) and not isinstance(steps, int):
+            if run_dir.probes_at is None and not suffix and number + 1 == len(chosen) and not isinstance(steps, int):
                 final = {
                     f"probe/{space}/{method}_final": getattr(result, method).accuracy
                     for space, result in readout.results.items()
@@ -165,20 +180,29 @@ def probe_run(
                 summarize(run_dir, config, final)
             print(table(readout.results))
             print(directory)
-    if rank() == 0:
+
+    def write_curves() -> None:
         steps_per_epoch = num_steps_per_epoch(train.manifest.num_samples, config.global_batch_size)
         curves = read_curves(run_dir, suffix=suffix, steps_per_epoch=steps_per_epoch)
         if curves.curves:
-            write_json(run_dir.path / "probes" / f"curves{suffix}.json", curves.model_dump(mode="json"))
+            write_json(run_dir.all_probes / f"curves{suffix}.json", curves.model_dump(mode="json"))
         if len(chosen) > 1:
             print(curve_table(curves.curves))
+
+    on_first_rank(write_curves)
     return readout.results
 
 
+def _write(directory: Path, readout: Readout, *, suffix: str) -> None:
+    """Write the heads and results of one checkpoint."""
+    write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
+    for space, result in readout.results.items():
+        write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
+
+
 def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
-    """The steps of all checkpoints, ascending. Raises `UserError` where there is none."""
-    names = [path.name.removeprefix("step_") for path in run_dir.checkpoints.glob("step_*")]
-    steps = sorted(int(name) for name in names if name.isdecimal())
+    """Return the steps of all checkpoints, ascending. Raises `UserError` if there is none."""
+    steps = steps_in(run_dir.checkpoints)
     if not steps:
         raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
     return [*steps]

@@ -52,7 +52,7 @@ def write_provenance(
 
     The manifests at the top are those of the newest start; each start holds its own.
     """
-    earlier = _read(run_dir)
+    earlier = run_dir.read_provenance()
     earlier.pop("finished_step", None)  # of a run that goes on, because new data made it longer
     code = this_code()
     diff = code.git_diff
@@ -88,22 +88,7 @@ def write_provenance(
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:
-    write_json(run_dir.provenance, _read(run_dir) | facts)
-
-
-def _read(run_dir: RunDir) -> dict[str, Any]:
-    """Return what provenance.json holds; nothing if it is not there, or is damaged, which the log says."""
-    try:
-        value = json.loads(run_dir.provenance.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:  # not JSON, or not UTF-8
-        logger.warning("%s is damaged and will be written anew: %s", run_dir.provenance, error)
-        return {}
-    if not isinstance(value, dict) or not isinstance(value.get("starts", []), list):
-        logger.warning("%s is damaged and will be written anew: it is no record of starts", run_dir.provenance)
-        return {}
-    return value
+    write_json(run_dir.provenance, run_dir.read_provenance() | facts)
 
 
 def command_line() -> str:

@@ -29,7 +29,7 @@ from trainer.engines import DDPConfig, build_engines
 from trainer.nonfinite import NonFiniteRecord, read_record
 from trainer.numerics import LossScale
 from trainer.players import build_players, build_run_objective
-from trainer.rundir import RunDir, open_run
+from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run
 from trainer.step import StepOutput, TrainingStep
 
 _NUM_SAMPLES_LISTED = 10
@@ -162,10 +162,16 @@ class Inspector:
 
 
 def replay(
-    run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]], *, device: str
+    run_dir: RunDir,
+    record: NonFiniteRecord,
+    states: Mapping[str, Mapping[str, Tensor]],
+    *,
+    device: str,
+    allow_pipe: bool = False,
 ) -> Replay:
     """The recorded step in one process. Raises `UserError` where the dataset or the state are not those of the run."""
-    config = read_config(run_dir.config).model_copy(update={"engine": DDPConfig()})  # one process needs no more
+    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    config = config.model_copy(update={"engine": DDPConfig()})  # one process needs no more
     where = torch.device(device)
     stream = Stream(
         config.data.train_dir,
@@ -331,13 +337,15 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="a step under RUN_DIR/nonfinite")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     arguments = parser.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("there is no GPU to be seen here; leave out --device cuda")
     run_dir = open_run(arguments.run_dir)
     record, states = read_record(run_dir, arguments.step)
-    for line in explain(record, replay(run_dir, record, states, device=device), device=device):
+    result = replay(run_dir, record, states, device=device, allow_pipe=arguments.allow_pipe)
+    for line in explain(record, result, device=device):
         print(line)
 
 

@@ -6,7 +6,6 @@ Invariant: a run goes on with the datasets that it was trained on, or the user h
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection
 
 from pydantic import NonNegativeInt
@@ -48,15 +47,13 @@ class RunState(Schema):
 
 
 def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:
-    """Return the datasets that provenance.json names; None if there is no such file or it cannot be read.
+    """Return the datasets that provenance.json names; None if it names none.
 
     Checkpoints of format 1 hold no identity of their own, so theirs is taken from here.
     """
-    try:
-        value = json.loads(run_dir.provenance.read_bytes())
-        return DataIdentity(**{name: value[name] for name in DataIdentity.model_fields})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    facts = run_dir.read_provenance()
+    named = {name: facts[name] for name in DataIdentity.model_fields if facts.get(name)}
+    return DataIdentity(**named) if named.keys() == DataIdentity.model_fields.keys() else None
 
 
 def check_same_data(

@@ -14,27 +14,34 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, about
+from trainer.records import Metrics, Provenance, read_metrics, read_provenance
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 _LOOKS, _LOOK_SECONDS = 10, 0.02
+ALLOW_PIPE_HELP = "run the pipe: locations in the run's config.json; for runs of people you trust"
 _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # what such a file system answers
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names of everything in a run directory; creates nothing by itself."""
+    """Names of everything in a run directory; creates nothing by itself.
+
+    `probes_at` is where results of probes are, if not in `probes/` of the run directory, which may be read-only.
+    """
 
     path: Path
+    probes_at: Path | None = None
 
     @property
     def config(self) -> Path:
@@ -75,33 +82,57 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
+    @property
+    def all_probes(self) -> Path:
+        return self.probes_at or self.path / "probes"
+
     def probes(self, step: int) -> Path:
-        return self.path / "probes" / f"step_{step:08d}"
+        return self.all_probes / f"step_{step:08d}"
 
     def probe_steps(self) -> list[int]:
-        """Steps that have probe results, ascending."""
-        return sorted(int(path.name.removeprefix("step_")) for path in (self.path / "probes").glob("step_*"))
+        """Return the steps that have probe results, ascending."""
+        return steps_in(self.all_probes)
 
     def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, by `LATEST`; None where nothing was saved yet."""
-        if not self.latest.is_file():
-            return None
-        return int(self.latest.read_text().strip().removeprefix("step_"))
+        """Return the step of the newest complete checkpoint, by `LATEST`; None if it is not there, or is damaged."""
+        text = self.latest.read_bytes() if self.latest.is_file() else b""
+        match = re.fullmatch(rb"step_([0-9]{1,18})\s*", text)
+        return int(match[1]) if match else None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl, in order: {"step": int, "epoch": int, "train/loss": float, ...}.
+        """Return the entries of metrics.jsonl by ascending step, as `trainer.records` reads them.
 
-        A line cut short by a kill is left out; where a restart repeated a step, its last line wins.
+        Logs which lines are damaged and left out.
         """
-        by_step: dict[int, dict[str, Any]] = {}
-        if self.metrics.is_file():
-            for line in self.metrics.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue
-                by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
-        return [by_step[step] for step in sorted(by_step)]
+        return _logged(read_metrics(self.metrics)).entries
+
+    def read_provenance(self) -> dict[str, Any]:
+        """Return the facts of provenance.json, as `trainer.records` reads them; logs what is damaged and left out."""
+        return _logged(read_provenance(self.provenance)).facts
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Return the steps that have a directory step_00000500 or so in `directory`, ascending.
+
+    Anything else whose name begins with "step_" is named in the log and passed over.
+    """
+    steps = []
+    for path in sorted(directory.glob("step_*")):
+        match = re.fullmatch(r"step_([0-9]{8,18})", path.name)
+        if match and path.is_dir() and path.name == f"step_{int(match[1]):08d}":
+            steps.append(int(match[1]))
+        else:
+            logger.warning("%s is no directory of a step, such as step_00000500; passing over it", path)
+    return steps
+
+
+_Read = TypeVar("_Read", Metrics, Provenance)
+
+
+def _logged(read: _Read) -> _Read:
+    for problem in read.problems:
+        logger.warning("%s", problem)
+    return read
 
 
 def hold(run_dir: RunDir) -> TextIO:
@@ -177,7 +208,7 @@ os.register_at_fork(after_in_child=_let_go_of_what_the_parent_holds)
 
 
 def open_run(path: Path) -> RunDir:
-    """The run directory at `path`; raises `UserError` if there is none."""
+    """Return the run directory at `path`; raises `UserError` if there is none."""
     run_dir = RunDir(path)
     if not run_dir.config.is_file():
         raise UserError(f"{path} is not a run directory: it holds no config.json; pass the --run-dir of a training run")
@@ -193,18 +224,54 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
+def places_of_probes(run_dirs: Sequence[RunDir], directory: Path) -> list[RunDir]:
+    """Return the run directories with their probe results in `directory`, by the name of each.
+
+    Raises `UserError` if two have the same name.
+    """
+    names = [run_dir.path.resolve().name for run_dir in run_dirs]
+    for run_dir, name in zip(run_dirs, names, strict=True):
+        if names.count(name) > 1:
+            raise UserError(f"{run_dir.path} is not the only run called {name}; give each a directory of its own")
+    return [replace(run_dir, probes_at=directory / name) for run_dir, name in zip(run_dirs, names, strict=True)]
+
+
+def read_object(path: Path, *, mend: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds; raises `UserError`, which ends with `mend`, if it holds none."""
+    if not path.is_file():
+        raise UserError(f"{path} is no file; {mend}")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"{path} is not valid JSON ({reason}); {mend}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object; {mend}")
+    return value
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write `content` so that a reader sees the old file or the new one, never a part, even after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write `content` so that a reader sees the old file or the new one, never a part, even after a power cut.
+
+    Text that UTF-8 cannot hold, such as a file name of other bytes, is written with backslashes. An `OSError` names
+    `path`.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        with about(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with partial.open("wb") as file:
+                    file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+    except OSError as error:
+        if error.filename == str(partial):
+            error.filename = str(path)
+        raise
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

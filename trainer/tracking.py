@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
+from data_pipeline.errors import about
 from data_pipeline.schema import Schema
 from trainer.rundir import RunDir, write_atomically
 
@@ -64,14 +65,16 @@ class Tracker:
 
     def __init__(self, run_dir: RunDir, *, config: RunConfig, start_step: int) -> None:
         _forget_steps_after(run_dir, start_step)
+        self._path = run_dir.metrics
         self._file = run_dir.metrics.open("a")
         self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tracking.tensorboard else None
         self._wandb = _wandb_run(run_dir, config) if uses_wandb(config.tracking) else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of metrics after `step` steps; names are paths such as train/loss."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        with about(self._path):
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)

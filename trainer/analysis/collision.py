@@ -75,7 +75,7 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, look: Look) -
 
     Raises `UserError` for sounds, and where there are less than two pictures.
     """
-    run_config, test = read_test_pictures(run_dir, what_for="collision")
+    run_config, test = read_test_pictures(run_dir, look, what_for="collision")
     seed = seed_of(run_config, look)
     policy = run_config.views if isinstance(run_config.views, ExpertImageConfig) else ExpertImageConfig()
     rows_N = choose_rows(len(test), config.num_pictures, seed=seed)

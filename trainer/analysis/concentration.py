@@ -91,7 +91,7 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, look:
 
     Raises `UserError` for sounds, and where a class has less than two pictures.
     """
-    run_config, test = read_test_pictures(run_dir, what_for="concentration")
+    run_config, test = read_test_pictures(run_dir, look, what_for="concentration")
     seed = seed_of(run_config, look)
     rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
     num_classes, num = rows_KN.shape

@@ -40,12 +40,13 @@ _BATCH_SIZE = 256
 @dataclass(frozen=True)
 class Look:
     """How to look at a run: at which checkpoint (None: the newest; 0: untrained), on which device, and with which seed
-    for whatever is drawn (None: the run's own).
+    for whatever is drawn (None: the run's own). `allow_pipe`: run a `pipe:` location that the run's config names.
     """
 
     step: int | None = None
     device: torch.device = CPU
     seed: int | None = None
+    allow_pipe: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,16 @@ class ViewBatch:
 
 def open_subject(run_dir: RunDir, look: Look) -> Subject:
     """Load a run's players. Raises `UserError` where there is no such checkpoint."""
-    players = load_players(run_dir, step=look.step).to(look.device)
+    players = load_players(run_dir, step=look.step, allow_pipe=look.allow_pipe).to(look.device)
     return Subject(run_dir, players, look.device, seed_of(players.config, look))
 
 
-def read_test_pictures(run_dir: RunDir, *, what_for: str) -> tuple[RunConfig, Pictures]:
+def read_test_pictures(run_dir: RunDir, look: Look, *, what_for: str) -> tuple[RunConfig, Pictures]:
     """The config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
 
     Raises `UserError` where they are sounds, and `what_for` begins that sentence, or where they are not square.
     """
-    config = read_config(run_dir.config)
+    config = read_config(run_dir.config, allow_pipe=look.allow_pipe)
     test = read_pictures(config.data.test_dir, read=config.data)
     refuse_sounds(test, run_dir, what_for=what_for)
     _, height, width = test.manifest.input_shape

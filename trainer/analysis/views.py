@@ -68,6 +68,13 @@ class Change:
 
 def analyze_views(run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, look: Look = _NEWEST) -> list[Path]:
     """Write analysis/views.json and views.png of a run; returns their paths. Raises `UserError` if data is missing."""
+    return write_result(run_dir, "views", *measure_views(run_dir, config=config, look=look))
+
+
+def measure_views(
+    run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, look: Look = _NEWEST
+) -> tuple[ViewsResult, bytes]:
+    """Return the numbers and the grid as PNG. Raises `UserError` if data is missing."""
     subject = open_subject(run_dir, look)
     players, test, seed, device = subject.players, subject.test, subject.seed, subject.device
     policy = players.view_policy
@@ -90,7 +97,7 @@ def analyze_views(run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, lo
         shown=tuple(test.index_N[shown].tolist()),
         test_manifest_sha256=test.manifest.sha256,
     )
-    return write_result(run_dir, "views", result, grid)
+    return result, grid
 
 
 def draw_views(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 from trainer.probes.features import LabelSpace
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
+from trainer.rundir import read_object
 
 
 class ProbeResult(Schema):
@@ -39,11 +38,7 @@ class ProbeResult(Schema):
 
 
 def read_result(path: Path) -> ProbeResult:
-    """Read one result; raises `UserError` where the file is not one."""
-    try:
-        value = json.loads(path.read_text())
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a probe result; run `python -m trainer.probe {path.parents[2]}` again")
-    return ProbeResult.parse(value, where=str(path))
+    """Read one result; raises `UserError` if the file is not one."""
+    return ProbeResult.parse(
+        read_object(path, mend="remove it, or run `python -m trainer.probe` again"), where=str(path)
+    )

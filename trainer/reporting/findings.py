@@ -214,6 +214,7 @@ def limits(arms: Sequence[Arm]) -> list[str]:
                 f"published runs on pictures saw ({PUBLISHED_PICTURES:,} for {PUBLISHED_EPOCHS} epochs): compare "
                 "signs, not levels."
             )
+    notes += [problem for run in runs for problem in run.problems]
     if any(run.provenance.get("git_dirty") for run in runs):
         notes.append("Some of the code was not committed when it ran; the commit alone does not give these numbers.")
     return notes

@@ -27,7 +27,7 @@ from trainer.reporting.page import title_of
 from trainer.reporting.protocols import label_titles
 from trainer.reporting.runs import Arm, Run
 from trainer.reporting.study_sheet import Sheet
-from trainer.rundir import RunDir, write_json
+from trainer.rundir import RunDir, read_object, write_json
 
 PLOTTED = (*METRICS, "perf/samples_per_second")
 MAX_TITLE = 128  # characters, of W&B
@@ -95,7 +95,7 @@ def report_run_id(runs: Sequence[Run]) -> str:
 
 def _run_id(run: Run) -> str | None:
     path = RunDir(run.path).wandb_run_id
-    return path.read_text().strip() if path.is_file() else None
+    return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
 def _log_run(
@@ -162,23 +162,13 @@ def _save_report(
         width="fluid",
     )
     if kept.is_file():
-        made = Made.parse(_object(kept), where=str(kept))
+        made = Made.parse(read_object(kept, mend="remove it, and a new report is made at W&B"), where=str(kept))
         if (made.entity, made.project) == (entity, project):
             report.id = made.report_id
     report.save()
     made = Made(entity=entity, project=project, report_id=report.id, url=report.url)
     write_json(kept, made.model_dump(mode="json"))
     return made.url
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged; remove it, and a new report will be made at W&B")
-    return value
 
 
 def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: str, run_id: str) -> list[Any]:

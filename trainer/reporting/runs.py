@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import UserError
-from trainer.analysis.views import ViewsResult, analyze_views
+from data_pipeline.errors import UserError, storage_problem
+from trainer.analysis.subject import Look, write_result
+from trainer.analysis.views import ViewsResult, measure_views
 from trainer.config import RunConfig, flatten, read_config
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, read_result
+from trainer.records import read_metrics, read_provenance
 from trainer.reporting.science import science_of
-from trainer.rundir import RunDir, open_run
+from trainer.rundir import RunDir, open_run, places_of_probes, read_object
+
+logger = logging.getLogger(__name__)
+
+NO_NUMBER = "— no finite number"
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Run:
     protocol: ProbeConfig
     views: Views
     pictures: tuple[Picture, ...] = ()
+    problems: tuple[str, ...] = ()  # sentences that name what is damaged and was left out
 
     @property
     def probes(self) -> Probes:
@@ -123,10 +131,12 @@ class Dataset:
     numbers: tuple[int, ...]
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every run once. Missing view grids are made now, where checkpoint and data are at hand.
+def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pipe: bool = False) -> list[Run]:
+    """Read every run once. Missing view grids are made now, if checkpoint and data are at hand.
 
-    Raises `UserError` where a path is not a run directory, is named twice, or holds a damaged file.
+    `probes_at` holds more probe results, by the name of each run directory; they come before the run's own.
+    `allow_pipe` is that of `read_config`. Raises `UserError` if a path is not a run directory, is named twice, or holds
+    a damaged config or result.
     """
     for path, count in Counter(path.resolve() for path in paths).items():
         if count > 1:
@@ -134,7 +144,16 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     directories = [open_run(path) for path in paths]
     configs = [read_config(run_dir.config) for run_dir in directories]
     names = _unique_names(directories, configs)
-    return [_read_run(*run) for run in zip(directories, configs, names, strict=True)]
+    places: list[list[RunDir]] = [[run_dir] for run_dir in directories]
+    if probes_at is not None:
+        if not probes_at.is_dir():
+            raise UserError(f"{probes_at} is no directory; pass the --out of `python -m trainer.probe` to --probes")
+        elsewhere = places_of_probes(directories, probes_at)
+        places = [[other, *own] for other, own in zip(elsewhere, places, strict=True)]
+    return [
+        _read_run(run_dir, config, name, probe_places=of_run, look=Look(allow_pipe=allow_pipe))
+        for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)
+    ]
 
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
@@ -209,17 +228,23 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return distinct
 
 
-def _read_run(run_dir: RunDir, config: RunConfig, name: str) -> Run:
+def _read_run(run_dir: RunDir, config: RunConfig, name: str, *, probe_places: Sequence[RunDir], look: Look) -> Run:
+    metrics, provenance = read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
+    pictures, damaged = _read_pictures(run_dir)
+    problems = (*metrics.problems, *provenance.problems, *damaged)
+    for problem in problems:
+        logger.warning("%s", problem)
     return Run(
         name=name,
         path=run_dir.path,
         config=config,
-        provenance=_read_object(run_dir.provenance) if run_dir.provenance.is_file() else {},
-        metrics=run_dir.read_metrics(),
-        readouts=_read_readouts(run_dir),
+        provenance=provenance.facts,
+        metrics=metrics.entries,
+        readouts=_read_readouts(probe_places),
         protocol=protocol_of(config.probe),
-        views=_read_views(run_dir),
-        pictures=tuple(_read_pictures(run_dir)),
+        views=_read_views(run_dir, look),
+        pictures=pictures,
+        problems=problems,
     )
 
 
@@ -228,44 +253,88 @@ def protocol_of(config: ProbeConfig) -> ProbeConfig:
     return config.protocol.model_copy(update={"seed": 0})
 
 
-def _read_readouts(run_dir: RunDir) -> dict[ProbeConfig, Probes]:
-    """Read the results of every protocol. What a file holds decides its protocol, not the name of the file."""
+def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
+    """Read the results of every protocol; of two results of one place in the report, the first.
+
+    What a file holds decides its protocol, not the name of the file.
+    """
     readouts: dict[ProbeConfig, dict[int, dict[LabelSpace, ProbeResult]]] = {}
-    for step in run_dir.probe_steps():
-        for space in LABEL_SPACES:
-            for path in sorted(run_dir.probes(step).glob(f"{space}*.json"), key=lambda path: (len(path.name), path)):
-                result = read_result(path)
-                if (result.label, result.checkpoint_step) != (space, step):
-                    raise UserError(
-                        f"{path} is a result of label_{result.label} at step {result.checkpoint_step}, and lies where "
-                        f"those of label_{space} at step {step} do; put it back, or remove it"
-                    )
-                of_step = readouts.setdefault(protocol_of(result.probe_config), {}).setdefault(step, {})
-                of_step.setdefault(space, result)
+    for run_dir in places:
+        for step in run_dir.probe_steps():
+            for space in LABEL_SPACES:
+                for result in _results_in(run_dir.probes(step), space, step):
+                    of_step = readouts.setdefault(protocol_of(result.probe_config), {}).setdefault(step, {})
+                    of_step.setdefault(space, result)
     return {**readouts}
 
 
-def _read_views(run_dir: RunDir) -> Views:
+def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[ProbeResult]:
+    """Yield the results of one label at one step, the run's own protocol first."""
+    for path in sorted(directory.glob(f"{space}*.json"), key=lambda path: (len(path.name), path)):
+        result = read_result(path)
+        if (result.label, result.checkpoint_step) != (space, step):
+            raise UserError(
+                f"{path} is a result of label_{result.label} at step {result.checkpoint_step}, and lies where those of "
+                f"label_{space} at step {step} do; put it back, or remove it"
+            )
+        yield result
+
+
+def _read_views(run_dir: RunDir, look: Look) -> Views:
     json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
-    if not (json_path.is_file() and png_path.is_file()):
-        try:
-            analyze_views(run_dir)
-        except UserError as error:
-            return Views(None, None, str(error))
-    return Views(png_path.read_bytes(), ViewsResult.parse(_read_object(json_path), where=str(json_path)))
+    try:
+        if json_path.is_file() and png_path.is_file():
+            result = ViewsResult.parse(read_object(json_path, mend=_MEND_ANALYSIS), where=str(json_path))
+            return Views(_read_png(png_path), result)
+        result, png = measure_views(run_dir, look=look)
+    except UserError as error:
+        return Views(None, None, str(error))
+    try:
+        write_result(run_dir, "views", result, png)
+    except OSError as error:  # it is kept for the next report alone, which makes it again
+        problem = storage_problem(error)
+        if problem is None:
+            raise
+        logger.info("the views of %s are not kept: %s", run_dir.path, problem)
+    return Views(png, result)
 
 
-def _read_pictures(run_dir: RunDir) -> Iterator[Picture]:
-    """Of all analyses but the view grids, which a report shows for themselves."""
+_MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"
+
+
+def _read_pictures(run_dir: RunDir) -> tuple[tuple[Picture, ...], tuple[str, ...]]:
+    """Return those of all analyses but the view grids, which a report shows for themselves; and what is damaged."""
+    pictures, problems = [], []
     for path in sorted(run_dir.analysis.glob("*.png")):
-        if path.stem != "views":
-            json_path = path.with_suffix(".json")
-            numbers = _numbers(_read_object(json_path)) if json_path.is_file() else {}
-            yield Picture(path.stem, path.read_bytes(), numbers)
+        json_path = path.with_suffix(".json")
+        if path.stem == "views":
+            continue
+        try:
+            numbers = _numbers(read_object(json_path, mend=_MEND_ANALYSIS)) if json_path.exists() else {}
+            pictures.append(Picture(path.stem, _read_png(path), numbers))
+        except UserError as error:
+            problems.append(f"Left out: {error}.")
+    return tuple(pictures), tuple(problems)
 
 
-def _numbers(value: Any, path: str = "") -> dict[str, str]:
-    """All that a reader may want of a result, by its dotted path: no long lists, no hashes, no settings."""
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _read_png(path: Path) -> bytes:
+    content = path.read_bytes() if path.is_file() else b""
+    if not content.startswith(_PNG):
+        raise UserError(f"{path} is no PNG picture; remove it")
+    return content
+
+
+_DEEPEST = 8  # levels of a result that are shown
+_LONGEST = 60  # characters of a value that are shown
+
+
+def _numbers(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
+    """Return all that a reader may want of a result, by its dotted path: no long lists, no hashes, no settings."""
+    if depth > _DEEPEST:
+        return {}
     if isinstance(value, dict):
         items = [(key, inner) for key, inner in value.items() if key != "config" and not key.endswith("sha256")]
     elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
@@ -273,24 +342,20 @@ def _numbers(value: Any, path: str = "") -> dict[str, str]:
     elif isinstance(value, list):
         return {path: ", ".join(map(_short, value))} if 0 < len(value) <= 12 else {}
     else:
-        return {} if value is None else {path: _short(value)}
+        return {path: _short(value)}
     return {
-        name: text for key, inner in items for name, text in _numbers(inner, f"{path}.{key}".removeprefix(".")).items()
+        name: text
+        for key, inner in items
+        for name, text in _numbers(inner, f"{path}.{key}".removeprefix("."), depth=depth + 1).items()
     }
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); restore it or leave this run out") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object; restore it or leave this run out")
-    return value
+    """Return a value as text; results hold null in place of what was not finite or could not be measured."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return NO_NUMBER
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -> list[str]:

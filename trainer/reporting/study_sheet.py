@@ -6,7 +6,6 @@ paper that did not train on as much, and a cell filled by two different configur
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from trainer.reporting.findings import Score, resolution
 from trainer.reporting.protocols import FITTED_ON, describe_protocol, protocols_of
 from trainer.reporting.published import PAIRS, Cell, Contrast, Study
 from trainer.reporting.runs import Run
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, read_object
 
 Direction = Literal["same", "opposite", "not told from chance", "not measured"]
 
@@ -317,7 +316,8 @@ def _beside_concentration(sheet: Sheet) -> str:
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         return f"To see how error and 1 − σ go together: python -m trainer.analyze concentration {runs[0].path}"
-    found = ConcentrationResult.parse(json.loads(path.read_text()), where=str(path))
+    mend = "remove it, or run `python -m trainer.analyze concentration` again"
+    found = ConcentrationResult.parse(read_object(path, mend=mend), where=str(path))
     if found.test_manifest_sha256 != runs[0].data_key[1]:
         return f"{path} is of other test data than the runs, so errors are not set beside its 1 − σ."
     told = []

@@ -1,0 +1,164 @@
+"""Commands that read a run directory which they may not write to, and what they say if they must write."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer.analyze
+import trainer.probe
+import trainer.report
+from data_pipeline.errors import run_command
+from tests.tiny_data import write_tiny_pair
+from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.test_report import Page
+from trainer.rundir import RunDir, write_atomically
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Guard:
+    """Refuses every change below a directory at the boundary to the system, as a read-only mount does.
+
+    An audit hook of Python, because tests run as root too, for whom the bits of permissions do not bind, and because
+    not every machine lets a test mount something. A hook cannot be taken away, so it is switched.
+    """
+
+    def __init__(self) -> None:
+        self.directory: str | None = None
+        self.number = errno.EROFS
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.directory is None:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            changed = [path] if isinstance(flags, int) and flags & WRITES else []
+        else:
+            changed = list(arguments[:2]) if event in {"os.mkdir", "os.rename", "os.remove", "os.rmdir"} else []
+        for path in changed:
+            if isinstance(path, str | os.PathLike) and str(Path(path).absolute()).startswith(self.directory):
+                raise OSError(self.number, os.strerror(self.number), os.fspath(path))
+
+
+_GUARD = Guard()
+sys.addaudithook(_GUARD)
+
+
+@pytest.fixture
+def protect() -> Iterator[Callable[..., None]]:
+    def switch(directory: Path, number: int = errno.EROFS) -> None:
+        _GUARD.directory, _GUARD.number = f"{directory}{os.sep}", number
+
+    yield switch
+    _GUARD.directory = None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=40, num_test=20)).path
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command; returns what it prints, or the one line of its refusal."""
+
+    def run_it(command: Any, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        try:
+            run_command(command.main)
+        except SystemExit as end:
+            if end.code != 2:
+                raise
+            (line,) = capsys.readouterr().err.splitlines()[-1:]
+            return line
+        return capsys.readouterr().out
+
+    return run_it
+
+
+def content(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_read_only_run_is_probed_and_reported_elsewhere(
+    run: Path, tmp_path: Path, protect: Callable[..., None], call: Callable[..., str]
+) -> None:
+    before = content(run)
+    protect(run)
+    call(trainer.probe, run, "--untrained", "--out", tmp_path / "probes")
+    found = {str(path.relative_to(tmp_path / "probes")) for path in (tmp_path / "probes").rglob("*.json")}
+    assert found == {"run/curves.json"} | {
+        f"run/step_000000{step}/{label}.json" for step in ("00", "10") for label in ("base", "overlay")
+    }
+    out = tmp_path / "r.html"
+    assert call(trainer.report, run, "--probes", tmp_path / "probes", "--out", out) == f"{out}\n"
+    html = out.read_text()
+    result = json.loads((tmp_path / "probes/run/step_00000010/base.json").read_text())
+    assert Page(html).row("debug-image (step 10)")[1].startswith(f"{100 * result['linear']['accuracy']:.1f}")
+    assert 'alt="Views of' in html  # which were made for this report alone
+    assert content(run) == before
+
+
+def test_results_elsewhere_come_before_those_of_the_run(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+    call(trainer.probe, run, "--out", tmp_path / "probes")
+    call(trainer.probe, run)
+    path = RunDir(run).probes(10) / "base.json"
+    result = json.loads(path.read_text())
+    result["linear"]["accuracy"] = 0.987
+    path.write_text(json.dumps(result))
+    out = tmp_path / "r.html"
+    call(trainer.report, run, "--out", out)
+    assert "98.7" in out.read_text()
+    call(trainer.report, run, "--out", out, "--probes", tmp_path / "probes")
+    assert "98.7" not in out.read_text()
+    assert "is no directory; pass the --out of" in call(trainer.report, run, "--probes", tmp_path / "nothing")
+
+
+def test_two_runs_of_one_name_cannot_share_a_place(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+    other = tmp_path / "other" / "run"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text((run / "config.json").read_text())
+    assert "is not the only run called run" in call(trainer.probe, run, other, "--out", tmp_path / "probes")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EDQUOT])
+@pytest.mark.parametrize("command", ["report", "probe", "analyze"])
+def test_a_command_that_must_write_says_so_in_one_sentence(
+    command: str, number: int, run: Path, protect: Callable[..., None], call: Callable[..., str]
+) -> None:
+    arguments = ["views", str(run)] if command == "analyze" else [str(run)]
+    protect(run, number)
+    line = call(getattr(trainer, command), *arguments)
+    assert line.startswith("error: ")
+    assert os.strerror(number).lower() in line
+    assert str(run) in line
+    assert ".partial" not in line  # the file that is asked for, not the one beside it that is written first
+
+
+def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+    """By a limit of the process, which binds root too; write() then fails, and its error names no file."""
+    call(trainer.analyze, "views", run)  # whose cache of fonts may have to grow
+    out = tmp_path / "r.html"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        line = call(trainer.report, run, "--out", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert line.startswith(f"error: no room on the disk for {out} (file too large)")
+    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
+
+
+def test_text_that_utf8_cannot_hold_is_written(tmp_path: Path) -> None:
+    """Such as the name of a file in other bytes, from a command line."""
+    write_atomically(tmp_path / "text", "caf\udce9")
+    assert (tmp_path / "text").read_text() == "caf\\udce9"

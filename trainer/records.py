@@ -1,0 +1,208 @@
+"""Reading what a run recorded, metrics.jsonl and provenance.json, for restart, report and status alike.
+
+Guarantees: nothing that these files may hold raises. What is damaged is left out, and named by file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+MOST = 2**53  # of a step and of other counts: above it, a float does not hold every whole number
+_LARGEST = 1e100  # of a metric: what is larger cannot be drawn, and is as good as not finite
+_NUM_NAMED = 5  # damaged lines that a message names
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Entries by ascending step, {"step": int, "epoch": int, "train/loss": float, ...}, with finite numbers only.
+
+    `problems` are sentences that say what was left out and where it stands.
+    """
+
+    entries: list[dict[str, Any]]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The facts of provenance.json; those that are known have the right type. `problems` as in `Metrics`."""
+
+    facts: dict[str, Any]
+    problems: tuple[str, ...]
+
+
+class _DamagedError(Exception):
+    """The message says what is wrong, as the end of a sentence."""
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a metrics.jsonl; one that is not there has no entries.
+
+    A last line that a kill cut short is no damage. If a restart repeated a step, its last line wins.
+    """
+    if not path.is_file():
+        return Metrics([], ())
+    by_step: dict[int, dict[str, Any]] = {}
+    damaged: list[str] = []
+    *lines, rest = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, rest], 1):
+        if not line.strip():
+            continue
+        try:
+            entry, wrong = _entry(_parse(line))
+        except _DamagedError as error:
+            if number <= len(lines):
+                damaged.append(f"line {number} {error}")
+            continue
+        damaged += [f"line {number} {text}" for text in wrong]
+        by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
+    return Metrics([by_step[step] for step in sorted(by_step)], _told(path, damaged))
+
+
+def read_provenance(path: Path) -> Provenance:
+    """Read a provenance.json; one that is not there has no facts."""
+    if not path.is_file():
+        return Provenance({}, ())
+    try:
+        value = _parse(path.read_bytes())
+        if not isinstance(value, dict):
+            raise _DamagedError("holds no object of facts")
+    except _DamagedError as error:
+        return Provenance({}, (f"{path} {error}; going on without it",))
+    facts, wrong = _checked(value, _FACTS)
+    if "starts" in facts:
+        starts = []
+        for number, start in enumerate(facts["starts"] or [], 1):
+            if isinstance(start, dict):
+                found, wrong_there = _checked(start, _START_FACTS)
+                starts.append(found)
+                wrong += [f"{text} in start {number}" for text in wrong_there]
+            else:
+                wrong.append(f"has no facts in start {number}")
+        facts["starts"] = starts
+    return Provenance(facts, _told(path, wrong))
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode())
+    except UnicodeDecodeError:
+        raise _DamagedError("is not UTF-8") from None
+    except ValueError:  # among them a number of more digits than Python reads
+        raise _DamagedError("is not JSON") from None
+    except RecursionError:
+        raise _DamagedError("is nested too deeply") from None
+
+
+def _entry(value: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the numbers of one line, and what is wrong with those that are left out."""
+    if not isinstance(value, dict):
+        raise _DamagedError("holds no object of metrics")
+    if "step" not in value:
+        raise _DamagedError("has no step")
+    if not _is_count(value["step"]):
+        raise _DamagedError(f"has the step {_shown(value['step'])}, which is no whole number from 0 to 2^53")
+    wrong = [
+        f"has {_shown(name)}: {_shown(number)}, which is no number"
+        for name, number in value.items()
+        if number is not None and not _is_number(number)
+    ]
+    return {name: number for name, number in value.items() if _is_number(number) and abs(number) <= _LARGEST}, wrong
+
+
+def _checked(value: Mapping[str, Any], known: Mapping[str, Callable[[Any], bool]]) -> tuple[dict[str, Any], list[str]]:
+    """Return the facts of the right type, unknown ones among them, and what is wrong with the others."""
+    wrong = [
+        f"has {name}: {_shown(fact)}, which it cannot be"
+        for name, fact in value.items()
+        if fact is not None and name in known and not known[name](fact)
+    ]
+    return {name: fact for name, fact in value.items() if fact is None or known.get(name, _anything)(fact)}, wrong
+
+
+def _told(path: Path, wrong: list[str]) -> tuple[str, ...]:
+    """Return one sentence, or none."""
+    if not wrong:
+        return ()
+    more = f", and {len(wrong) - _NUM_NAMED} more" if len(wrong) > _NUM_NAMED else ""
+    return (f"{path}: {', '.join(wrong[:_NUM_NAMED])}{more}; going on without it",)
+
+
+def _shown(value: Any) -> str:
+    """Return a value that may be hostile, short and in printable ASCII."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # a whole number of more digits than Python writes
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def _is_seconds(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= MOST and math.isfinite(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_texts_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_instant(value: Any) -> bool:
+    """Whether it is a moment with its time zone, in the ISO format."""
+    try:
+        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False
+
+
+_START_FACTS: Mapping[str, Callable[[Any], bool]] = {
+    "started_at": _is_instant,
+    "start_step": _is_count,
+    "command": _is_text,
+    "world_size": _is_count,
+    "host": _is_text,
+    "git_commit": _is_text,
+    "snapshot_sha256": _is_text,
+}
+_FACTS: Mapping[str, Callable[[Any], bool]] = {
+    **_START_FACTS,
+    "git_dirty": _is_flag,
+    "seed": _is_count,
+    "cpu": _is_text,
+    "num_cpus": _is_count,
+    "gpu": _is_text,
+    "versions": _is_texts_by_name,
+    "train_manifest_sha256": _is_text,
+    "test_manifest_sha256": _is_text,
+    "wall_seconds": _is_seconds,
+    "finished_step": _is_count,
+    "starts": _is_list,
+}
