@@ -18,6 +18,7 @@ one row is made of, S samples of a batch that something happens to.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self
 
@@ -57,9 +58,10 @@ class ExpertImageConfig(Schema):
     """The crop's share of the area (None: no crop) and its aspect (width / height, log-uniform), the strengths of
     torchvision's ColorJitter, the blur, and the probability of each operation, of which 0 switches it off.
 
-    A "gaussian" blur has a sigma in pixels, uniform in `blur_sigma`. The "constant" one is what PIL's GaussianBlur of
-    radius 1 computes, without its rounding: the published code of Huang et al. (2023) draws a radius of 1.28 to 1.92
-    for pictures of 32 pixels, but rounds it down.
+    A "pil" blur, as published by Tamkin et al. (2022), is what PIL's GaussianBlur computes, without its rounding. A
+    "gaussian" one has the weights of a true Gaussian at whole pixels, which blurs less below a sigma of 0.5. Both have
+    a sigma in pixels, uniform in `blur_sigma`. The "constant" one is PIL's with radius 1: the published code of Huang
+    et al. (2023) draws a radius of 1.28 to 1.92 for pictures of 32 pixels, but rounds it down.
     """
 
     kind: Literal["expert_image"] = "expert_image"
@@ -72,7 +74,7 @@ class ExpertImageConfig(Schema):
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     grayscale_probability: Probability = 0.2
     blur_probability: Probability = 0.5
-    blur: Literal["gaussian", "constant"] = "gaussian"
+    blur: Literal["pil", "gaussian", "constant"] = "pil"
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     flip_probability: Probability = 0.5
 
@@ -156,14 +158,15 @@ class ExpertDraws:
     Attributes:
         crop, jitter: see there.
         flip_B, gray_B: bool.
-        sigma_B: of the Gaussian blur, in pixels; 0 where there is none.
-        constant_blur_B: bool; None where the blur is Gaussian.
+        pil_sigma_B, sigma_B: of PIL's blur and of the Gaussian one, in pixels; 0 for a picture without blur.
+        constant_blur_B: bool. Of these three at most one is not None.
     """
 
     crop: CropDraws | None
     flip_B: Tensor | None
     jitter: JitterDraws | None
     gray_B: Tensor | None
+    pil_sigma_B: Tensor | None
     sigma_B: Tensor | None
     constant_blur_B: Tensor | None
 
@@ -203,7 +206,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
 
-    crop = flip_B = jitter = gray_B = sigma_B = constant_blur_B = None
+    crop = flip_B = jitter = gray_B = pil_sigma_B = sigma_B = constant_blur_B = None
     if config.area is not None:
         height_B, width_B = _draw_crop_size(config.area, config.aspect, u["area"], u["aspect"], size=size)
         top_B = torch.floor(u["place"][:, 0] * (size - height_B + 1))
@@ -222,12 +225,22 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
         gray_B = u["grayscale"][:, 0] < config.grayscale_probability
     if config.blur_probability:
         blurred_B = u["blur"][:, 0] < config.blur_probability
-        if config.blur == "constant":
-            constant_blur_B = blurred_B
-        else:
-            sigma_B = _between(config.blur_sigma, u["sigma"])[:, 0] * blurred_B
+        drawn_sigma_B = _between(config.blur_sigma, u["sigma"])[:, 0] * blurred_B
+        match config.blur:
+            case "pil":
+                pil_sigma_B = drawn_sigma_B
+            case "gaussian":
+                sigma_B = drawn_sigma_B
+            case "constant":
+                constant_blur_B = blurred_B
     return ExpertDraws(
-        crop=crop, flip_B=flip_B, jitter=jitter, gray_B=gray_B, sigma_B=sigma_B, constant_blur_B=constant_blur_B
+        crop=crop,
+        flip_B=flip_B,
+        jitter=jitter,
+        gray_B=gray_B,
+        pil_sigma_B=pil_sigma_B,
+        sigma_B=sigma_B,
+        constant_blur_B=constant_blur_B,
     )
 
 
@@ -247,11 +260,13 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
         jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
     if draws.gray_B is not None:
         x_BCHW.lerp_(luma(x_BCHW), _per_picture(draws.gray_B.to(x_BCHW.dtype)))
+    if draws.pil_sigma_B is not None:
+        x_BCHW = blur_(x_BCHW, draws.pil_sigma_B, pil_blur_matrix)
     if draws.sigma_B is not None:
-        x_BCHW = gaussian_blur_(x_BCHW, draws.sigma_B)
+        x_BCHW = blur_(x_BCHW, draws.sigma_B, gaussian_blur_matrix)
     if draws.constant_blur_B is not None:
-        blur_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
-        x_BCHW = blur_(x_BCHW, draws.constant_blur_B)
+        constantly_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
+        x_BCHW = constantly_(x_BCHW, draws.constant_blur_B)
     return x_BCHW
 
 
@@ -286,16 +301,42 @@ def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
     return centre_BQ.clamp_min(0).minimum((length_B - 1)[:, None]) + start_B[:, None]
 
 
-def blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
-    """(B, size, size) weights of a Gaussian along one axis, edge pixels repeated; the identity where sigma is 0.
+def gaussian_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
+    """Return the (B, size, size) weights of a Gaussian along one axis; the identity for a sigma of 0.
 
-    The true Gaussian, as far as float32 sees it: PIL's `GaussianBlur(radius=sigma)` approximates it by box filters.
+    The weights are those of the true Gaussian at whole pixels, as far as float32 sees it. Edge pixels are repeated.
     """
     distance_P = torch.arange(size, device=sigma_B.device, dtype=sigma_B.dtype)
     exponent_BP = distance_P.square() * (-0.5 / sigma_B.clamp_min(1e-3).square())[:, None]
     # exp(-20) is under float32's resolution of a sum of 1; subnormal weights would slow the products a hundredfold.
     weight_BP = exponent_BP.clamp_min(-20).exp_() * (exponent_BP > -20)
-    weight_BP = weight_BP / (2 * weight_BP.sum(dim=1, keepdim=True) - weight_BP[:, :1])
+    return _matrix_of_filter(weight_BP / (2 * weight_BP.sum(dim=1, keepdim=True) - weight_BP[:, :1]))
+
+
+def pil_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
+    """Return the (B, size, size) weights of PIL's `GaussianBlur(radius=sigma)` along one axis; the identity for 0.
+
+    PIL takes three box filters, each with a third of the Gaussian's variance (Gwosdek et al. 2011). A box reaches a
+    whole number of pixels and a fraction of the next one to either side. Edge pixels are repeated, anew for each box.
+    """
+    variance_B = sigma_B.square() / 3
+    whole_B = torch.floor((torch.sqrt(12 * variance_B + 1) - 1) / 2)
+    fraction_B = (2 * whole_B + 1) * (whole_B * (whole_B + 1) - 3 * variance_B)
+    fraction_B /= 6 * (variance_B - (whole_B + 1).square())
+    reach_B1 = (whole_B + fraction_B)[:, None]
+    distance_P = torch.arange(size, device=sigma_B.device, dtype=sigma_B.dtype)
+    weight_BP = (reach_B1 + 1 - distance_P).clamp_min_(0)
+    weight_BP[:, :-1].clamp_max_(1)  # the last one stands for all greater distances, too: the edge pixel has them
+    box_BQP = _matrix_of_filter(weight_BP / (2 * reach_B1 + 1))
+    return box_BQP @ box_BQP @ box_BQP
+
+
+def _matrix_of_filter(weight_BP: Tensor) -> Tensor:
+    """Return the (B, P, P) weights of a symmetric filter with repeated edge pixels, given the weight of each distance.
+
+    `weight_BP` (B, P): the last one is that of all distances from P - 1 on. P is at least 2.
+    """
+    size = weight_BP.shape[1]
     both_sides_BD = torch.cat([weight_BP.flip(1)[:, :-1], weight_BP], dim=1)
     matrix_BQP = both_sides_BD.unfold(1, size, 1).flip(1)
     beyond_BQ = weight_BP.flip(1).cumsum(dim=1)
@@ -354,25 +395,25 @@ def sum_rows(x_BCHW: Tensor, tap_BQT: Tensor, weight_BQT: Tensor) -> Tensor:
     return y_XW.view(B, C, Q, W)
 
 
-def gaussian_blur_(x_BCHW: Tensor, sigma_B: Tensor) -> Tensor:
-    """Blur each picture by a Gaussian of its own, 0: not at all; on a CPU in place.
+def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> Tensor:
+    """Blur each picture with a sigma of its own, 0: not at all; on a CPU in place.
 
-    A CPU leaves the others out, with the same bits as a result. Elsewhere all are multiplied: to know which ones need
-    not be would mean to wait for the device.
+    `matrix_of` is `pil_blur_matrix` or `gaussian_blur_matrix`. A CPU leaves pictures without blur out, with the same
+    bits as a result. Elsewhere all are multiplied: to know which ones need not be would mean to wait for the device.
     """
     size = x_BCHW.shape[-1]
     if x_BCHW.device.type != "cpu":
-        matrix_BQP = blur_matrix(sigma_B, size=size)
+        matrix_BQP = matrix_of(sigma_B, size=size)
         return apply_matrices(x_BCHW, matrix_BQP, matrix_BQP)
     some_S = sigma_B.nonzero()[:, 0]
-    matrix_SQP = blur_matrix(sigma_B[some_S], size=size)
+    matrix_SQP = matrix_of(sigma_B[some_S], size=size)
     return x_BCHW.index_copy_(0, some_S, apply_matrices(x_BCHW.index_select(0, some_S), matrix_SQP, matrix_SQP))
 
 
 def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
     """Blur some of the pictures as PIL's `GaussianBlur(radius=1)` does; on a CPU in place.
 
-    A CPU leaves the others out, and elsewhere all are multiplied, as in `gaussian_blur_`.
+    A CPU leaves the others out, and elsewhere all are multiplied, as in `blur_`.
     """
     matrix_QP = constant_blur_matrix(size=x_BCHW.shape[-1], device=x_BCHW.device)
     if x_BCHW.device.type != "cpu":

@@ -33,16 +33,17 @@ from trainer.views.expert_image import (
     apply_matrices,
     band_taps,
     blend_,
-    blur_matrix,
+    blur_,
     constant_blur_,
     constant_blur_matrix,
     crop_matrix,
     crop_taps,
     draw,
-    gaussian_blur_,
+    gaussian_blur_matrix,
     huang_views,
     jitter_colour_,
     luma,
+    pil_blur_matrix,
     shift_hue_,
     sum_rows,
 )
@@ -125,23 +126,14 @@ def test_luma_equals_torchvision() -> None:
 @pytest.mark.parametrize("sigma", [0.1, 0.3, 0.5, 1.0, 1.5, 2.0])
 def test_blur_equals_torchvision_on_repeated_edges(sigma: float) -> None:
     x = pictures(6)
-    matrix = blur_matrix(torch.full((6,), sigma), size=32)
+    matrix = gaussian_blur_matrix(torch.full((6,), sigma), size=32)
     expected = tv.gaussian_blur(tv.pad(x, [30], padding_mode="edge"), kernel_size=[31, 31], sigma=[sigma, sigma])
     torch.testing.assert_close(apply_matrices(x, matrix, matrix), expected[..., 30:-30, 30:-30], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
-def test_blur_is_near_pil(sigma: float) -> None:
-    """PIL's box filters approximate the Gaussian, in 8 bits: within 1.5 grey levels on average."""
-    x = (pictures(1)[0] * 255).round()
-    blurred = Image.fromarray(x.permute(1, 2, 0).byte().numpy()).filter(ImageFilter.GaussianBlur(radius=sigma))
-    matrix = blur_matrix(torch.tensor([sigma]), size=32)
-    ours = apply_matrices(x[None], matrix, matrix)[0].permute(1, 2, 0).numpy()
-    assert np.abs(ours - np.asarray(blurred, dtype=np.float32)).mean() < 1.5
-
-
-def test_no_blur_is_exactly_nothing() -> None:
-    assert torch.equal(blur_matrix(torch.zeros(2), size=32), torch.eye(32).expand(2, 32, 32))
+@pytest.mark.parametrize("matrix_of", [pil_blur_matrix, gaussian_blur_matrix])
+def test_no_blur_is_exactly_nothing(matrix_of: Callable[..., Tensor]) -> None:
+    assert torch.equal(matrix_of(torch.zeros(2), size=32), torch.eye(32).expand(2, 32, 32))
 
 
 def on_pil(x: Tensor, change: Callable[[Image.Image], Image.Image]) -> Tensor:
@@ -150,18 +142,65 @@ def on_pil(x: Tensor, change: Callable[[Image.Image], Image.Image]) -> Tensor:
     return changed / 255
 
 
-def boxes_of_radius_1(x: Tensor, *, rounded: bool = False) -> Tensor:
-    """The three box filters by which PIL blurs with radius 1, along rows, then columns, on repeated edges.
+def boxes_of_pil(x: Tensor, *, sigma: float = 1.0, rounded: bool = False) -> Tensor:
+    """The three box filters by which PIL blurs with that radius, along rows, then columns, on repeated edges.
 
-    `rounded`: to 256 levels after each filter, halves to the lower, as PIL does.
+    A box has the variance sigma^2 / 3: all pixels up to a distance count fully, the next ones in part. `rounded`: to
+    256 levels after each filter, halves to the lower, as PIL does.
     """
+    variance, whole = sigma**2 / 3, 0
+    while (whole + 1) * (whole + 2) / 3 <= variance:  # the variance of a box of whole pixels
+        whole += 1
+    # Such a box, and the weight w of the two pixels next to it, have that variance together.
+    inner = sum(d * d for d in range(-whole, whole + 1))
+    part = (variance * (2 * whole + 1) - inner) / (2 * (whole + 1) ** 2 - 2 * variance)
+    weights = {d: 1.0 if abs(d) <= whole else part for d in range(-whole - 1, whole + 2)}
+    total = sum(weights.values())
     for axis in (2, 2, 2, 1, 1, 1):
-        size = x.shape[axis]
-        before, after = (torch.arange(size) - 1).clamp_min(0), (torch.arange(size) + 1).clamp_max(size - 1)
-        x = (x.index_select(axis, before) + 4 * x + x.index_select(axis, after)) / 6
+        pixel = torch.arange(x.shape[axis])
+        x = sum(
+            (w / total * x.index_select(axis, (pixel + d).clamp(0, len(pixel) - 1)) for d, w in weights.items()),
+            start=torch.zeros_like(x),
+        )
         if rounded:
             x = torch.ceil(x * 255 - 0.5 - 1e-4) / 255
     return x
+
+
+@pytest.mark.parametrize("size", [32, 7, 2])
+@pytest.mark.parametrize("sigma", [0.1, 0.2, 0.3, 0.52, 0.7, 1.0, 1.3, 1.41, 1.42, 1.7, 1.99, 3.97])
+def test_pil_blur_is_that_of_pil(size: int, sigma: float) -> None:
+    """Ours are PIL's filters without the rounding, and with it they are PIL's: one level aside, in a pixel of 50.
+
+    At a sigma of 0.5 or 2 the weights are such that many sums lie half-way between two levels.
+    """
+    x = (pictures(12)[..., :size, :size] * 255).round() / 255
+    matrix = pil_blur_matrix(torch.full((12,), sigma), size=size)
+    ours = apply_matrices(x, matrix, matrix)
+    assert torch.equal(blur_(x.clone(), torch.full((12,), sigma), pil_blur_matrix), ours)
+    for picture, view in zip(x, ours, strict=True):
+        torch.testing.assert_close(view, boxes_of_pil(picture.double(), sigma=sigma).float(), atol=2e-6, rtol=0)
+    blur = ImageFilter.GaussianBlur(radius=sigma)
+    pil = torch.stack([on_pil(picture, lambda image: image.filter(blur)) for picture in x])
+    with_rounding = torch.stack([boxes_of_pil(picture.double(), sigma=sigma, rounded=True) for picture in x])
+    levels = ((pil - with_rounding) * 255).abs().round()
+    assert levels.max() <= 1
+    assert levels.mean() < 0.02
+    assert (ours - pil).abs().mean() < 1 / 255
+
+
+@pytest.mark.parametrize(
+    ("sigma", "of_pil", "of_gaussian"), [(0.3, 0.3, 0.088), (0.5, 0.5, 0.4637), (1.0, 1.0, 1.0), (2.0, 2.0, 2.0)]
+)
+def test_pil_blurs_as_far_as_asked_where_a_sampled_gaussian_does_not(
+    sigma: float, of_pil: float, of_gaussian: float
+) -> None:
+    """The standard deviation of the weights of the middle pixel."""
+    distance = torch.arange(65) - 32
+    for matrix_of, expected in ((pil_blur_matrix, of_pil), (gaussian_blur_matrix, of_gaussian)):
+        weight = matrix_of(torch.tensor([sigma], dtype=torch.float64), size=65)[0, 32]
+        assert float(weight.sum()) == pytest.approx(1)
+        assert float((weight * distance**2).sum().sqrt()) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("size", [32, 7, 2])
@@ -172,11 +211,11 @@ def test_constant_blur_is_that_of_pil(size: int) -> None:
     ours = apply_matrices(x, matrix, matrix)
     torch.testing.assert_close(constant_blur_(x.clone(), torch.ones(40, dtype=torch.bool)), ours, atol=1e-6, rtol=0)
     for picture, view in zip(x, ours, strict=True):
-        torch.testing.assert_close(view, boxes_of_radius_1(picture.double()).float(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(view, boxes_of_pil(picture.double()).float(), atol=1e-6, rtol=0)
     pil = torch.stack(
         [on_pil(picture, lambda image: image.filter(ImageFilter.GaussianBlur(radius=1))) for picture in x]
     )
-    with_rounding = torch.stack([boxes_of_radius_1(picture.double(), rounded=True) for picture in x])
+    with_rounding = torch.stack([boxes_of_pil(picture.double(), rounded=True) for picture in x])
     levels = ((pil - with_rounding) * 255).abs().round()
     assert levels.max() <= 1
     assert levels.mean() < 0.01
@@ -185,7 +224,10 @@ def test_constant_blur_is_that_of_pil(size: int) -> None:
 
 def test_no_blur_leaves_exactly_the_picture() -> None:
     x, some = pictures(8), torch.arange(8) % 2 == 0
-    for blurred in (constant_blur_(x.clone(), some), gaussian_blur_(x.clone(), 2.0 * some)):
+    for blurred in (
+        constant_blur_(x.clone(), some),
+        *(blur_(x.clone(), 2.0 * some, matrix_of) for matrix_of in (pil_blur_matrix, gaussian_blur_matrix)),
+    ):
         assert torch.equal(blurred[~some], x[~some])
         assert ((blurred - x)[some].abs().amax(dim=(1, 2, 3)) > 0.1).all()
 
@@ -225,18 +267,24 @@ def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, flip_last: bool) -> Ten
             x = adjust[operation](x, float(draws.jitter.factor_B4[i, operation]))
     if draws.gray_B is not None and draws.gray_B[i]:
         x = tv.rgb_to_grayscale(x, num_output_channels=3)
+    if draws.pil_sigma_B is not None and draws.pil_sigma_B[i] > 0:
+        x = boxes_of_pil(x, sigma=float(draws.pil_sigma_B[i]))
     if draws.sigma_B is not None and draws.sigma_B[i] > 0:
         wide = tv.pad(x, [30], padding_mode="edge")
         x = tv.gaussian_blur(wide, kernel_size=[31, 31], sigma=[float(draws.sigma_B[i])] * 2)[..., 30:-30, 30:-30]
     if draws.constant_blur_B is not None and draws.constant_blur_B[i]:
-        x = boxes_of_radius_1(x)
+        x = boxes_of_pil(x)
     return tv.horizontal_flip(x) if flips and flip_last else x
 
 
+GAUSSIAN = ExpertImageConfig(blur="gaussian")
+
+
+@pytest.mark.parametrize("config", [ExpertImageConfig(), GAUSSIAN], ids=["pil", "gaussian"])
 @pytest.mark.parametrize("size", [32, 48])
-def test_whole_views_equal_torchvision_one_by_one(size: int) -> None:
-    x, draws = pictures(150, size=size), draw(ExpertImageConfig(), keys(150), size=size)
-    views = ExpertImage(ExpertImageConfig())(x, keys(150))
+def test_whole_views_equal_torchvision_one_by_one(size: int, config: ExpertImageConfig) -> None:
+    x, draws = pictures(150, size=size), draw(config, keys(150), size=size)
+    views = ExpertImage(config)(x, keys(150))
     assert torch.equal(views, apply_draws(x, draws))
     for i in range(150):
         torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=True), atol=5e-4, rtol=0)
@@ -251,10 +299,16 @@ def test_views_of_huang_equal_torchvision_one_by_one(letters: str) -> None:
     assert (views != x).flatten(1).any(dim=1).double().mean() > 0.1
 
 
-def test_the_default_policy_is_bit_for_bit_what_it_was() -> None:
-    """Runs that were recorded before an operation could be switched off stay what they are."""
-    x, draws = pictures(64), draw(ExpertImageConfig(), keys(64, seed=3), size=32)
-    crop, jitter, sigma_B, gray_B = draws.crop, draws.jitter, draws.sigma_B, draws.gray_B
+@pytest.mark.parametrize(
+    ("config", "matrix_of"), [(ExpertImageConfig(), pil_blur_matrix), (GAUSSIAN, gaussian_blur_matrix)]
+)
+def test_views_are_bit_for_bit_the_operations_one_after_the_other(
+    config: ExpertImageConfig, matrix_of: Callable[..., Tensor]
+) -> None:
+    """Recorded draws are part of it, so that recorded runs stay what they are."""
+    x, draws = pictures(64), draw(config, keys(64, seed=3), size=32)
+    crop, jitter, gray_B = draws.crop, draws.jitter, draws.gray_B
+    sigma_B = draws.pil_sigma_B if config.blur == "pil" else draws.sigma_B
     assert crop is not None
     assert jitter is not None
     assert sigma_B is not None
@@ -263,8 +317,8 @@ def test_the_default_policy_is_bit_for_bit_what_it_was() -> None:
     columns = crop_matrix(crop.left_B, crop.width_B, size=32, mirror_B=draws.flip_B)
     expected = jitter_colour_(apply_matrices(x, rows, columns), jitter.factor_B4, jitter.order_B4)
     expected.lerp_(luma(expected), gray_B.float()[:, None, None, None])
-    blur = blur_matrix(sigma_B, size=32)
-    assert torch.equal(ExpertImage(ExpertImageConfig())(x, keys(64, seed=3)), apply_matrices(expected, blur, blur))
+    blur = matrix_of(sigma_B, size=32)
+    assert torch.equal(ExpertImage(config)(x, keys(64, seed=3)), apply_matrices(expected, blur, blur))
 
     assert torch.stack(dataclasses.astuple(crop), dim=1)[:2].tolist() == GOLDEN_BOXES
     torch.testing.assert_close(jitter.factor_B4[:2], torch.tensor(GOLDEN_FACTORS))
@@ -353,7 +407,7 @@ def test_jitter_factors_have_torchvisions_law(config: ExpertImageConfig, theirs:
 def test_operations_happen_as_often_as_configured(config: ExpertImageConfig) -> None:
     num = 20_000
     draws = draw(config, keys(num), size=32)
-    blurred_B = draws.constant_blur_B if draws.sigma_B is None else draws.sigma_B > 0
+    blurred_B = draws.constant_blur_B if draws.pil_sigma_B is None else draws.pil_sigma_B > 0
     assert draws.jitter is not None
     assert draws.gray_B is not None
     assert draws.flip_B is not None
@@ -365,7 +419,7 @@ def test_operations_happen_as_often_as_configured(config: ExpertImageConfig) -> 
 
 
 def test_the_blurs_sigma_is_uniform() -> None:
-    sigma_B = draw(ExpertImageConfig(), keys(20_000), size=32).sigma_B
+    sigma_B = draw(ExpertImageConfig(), keys(20_000), size=32).pil_sigma_B
     assert sigma_B is not None
     assert ks_p_value(((sigma_B[sigma_B > 0] - 0.1) / 1.9).numpy()) > 1e-3
 
@@ -385,7 +439,7 @@ HUANG = v2.Compose(
         v2.RandomHorizontalFlip(),
         v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
         v2.RandomGrayscale(0.2),
-        v2.RandomApply([v2.Lambda(boxes_of_radius_1)], p=0.5),
+        v2.RandomApply([v2.Lambda(boxes_of_pil)], p=0.5),
     ]
 )
 
@@ -425,18 +479,20 @@ def test_a_view_does_not_depend_on_its_batch(config: ExpertImageConfig) -> None:
         assert torch.equal(whole[part], policy(x[part], dataclasses.replace(all_keys, index_B=all_keys.index_B[part])))
 
 
-@pytest.mark.parametrize("policy", [ExpertImageConfig(), huang_views("b")])
+@pytest.mark.parametrize("policy", [ExpertImageConfig(), GAUSSIAN, huang_views("b")])
 @pytest.mark.parametrize("probability", [0.01, 0.5, 1.0])
 def test_pictures_without_blur_are_left_out(policy: ExpertImageConfig, probability: float) -> None:
     """The same bits as with the identity for a blur, down to a batch of which no picture is blurred."""
     config = policy.model_copy(update={"blur_probability": probability})
     x, draws = pictures(16), draw(config, keys(16), size=32)
-    if draws.sigma_B is not None:
-        matrix = blur_matrix(draws.sigma_B, size=32)
+    if draws.pil_sigma_B is not None:
+        matrix = pil_blur_matrix(draws.pil_sigma_B, size=32)
+    elif draws.sigma_B is not None:
+        matrix = gaussian_blur_matrix(draws.sigma_B, size=32)
     else:
         assert draws.constant_blur_B is not None
         matrix = torch.where(draws.constant_blur_B[:, None, None], constant_blur_matrix(size=32), torch.eye(32))
-    before = apply_draws(x, dataclasses.replace(draws, sigma_B=None, constant_blur_B=None))
+    before = apply_draws(x, dataclasses.replace(draws, pil_sigma_B=None, sigma_B=None, constant_blur_B=None))
     assert torch.equal(apply_draws(x, draws), apply_matrices(before, matrix, matrix))
 
 
