@@ -352,15 +352,15 @@ def _write_manifest(plan: Plan, directory: Path) -> Manifest:
             yield of_shard
 
     source_sha256 = _source_sha256(plan, digests())
+    is_online = entry is not None and entry.drawn == "online"
+    if is_online:
+        assert plan.overlay is not None
+        save_overlay(plan.overlay, directory / OVERLAY_NAME)
     source_digests_sha256 = None
     if not isinstance(recipe.source, Silence):  # whose records are all alike
         source_digests_sha256 = write_source_digests(
             directory / SOURCE_DIGESTS_NAME, bytes(all_digests), num_samples=plan.num_samples
         )
-    is_online = entry is not None and entry.drawn == "online"
-    if is_online:
-        assert plan.overlay is not None
-        save_overlay(plan.overlay, directory / OVERLAY_NAME)
     if recipe.num_points is None:
         height, width, num_channels = recipe.source[int(plan.order[0])].content.shape
     manifest = Manifest(

@@ -19,7 +19,7 @@ from data_pipeline.overlays.registry import OVERLAYS
 from data_pipeline.sources import SoundSource, Source, background, fsdd, procedural, procedural_speech
 from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.cifar import Cifar
-from data_pipeline.sources.digits import DigitSource, mnist_digits, sklearn_digits
+from data_pipeline.sources.digits import MNIST_KINDS, DigitSource, MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural import Procedural
@@ -27,7 +27,7 @@ from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.silence import Silence
 
 SPLITS: Final = ("train", "test")
-DIGITS: Final = ("mnist", "mnist_test_for_test", "sklearn")
+DIGITS: Final = (*MNIST_KINDS, "sklearn")
 NOISE_CROPS: Final = ("first_or_last", "random_offset")  # of the train split; the test split keeps the first points
 NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
 
@@ -193,7 +193,7 @@ def _open_digits(kind: str, root: Path | None, *, split: str) -> DigitSource:
         raise UserError(
             "the digits of MNIST are read from a folder; name it with --digits-root, or choose --digits sklearn"
         )
-    return mnist_digits(root, split=split, test_digits="train" if kind == "mnist" else "test")
+    return mnist_digits(root, split=split, kind=cast(MnistKind, kind))
 
 
 def _open_sounds(

@@ -2,9 +2,9 @@
 
 The published C+Digits draws from the 60,000 MNIST training digits for the training and for the test pictures, so that
 a test picture can show a digit that was trained on. The variant without this leak takes MNIST's 10,000 test digits for
-the test pictures. Where MNIST's training files are not at hand but its test digits are, digits 0 to 7,999 of those
-serve the train split and 8,000 to 9,999 the test split. scikit-learn's 1,797 digits are cut in the same way: 0 to
-1,436, and 1,437 to 1,796.
+the test pictures. A third variant, for those who have MNIST's test digits alone, cuts these in two: digits 0 to 7,999
+are for the train split, 8,000 to 9,999 for the test split. scikit-learn's 1,797 digits are cut in the same way: 0 to
+1,436, and 1,437 to 1,796. Each is chosen by its name; none stands in for another.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import UserError
 
+MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
+MNIST_KINDS: Final = get_args(MnistKind)
 NUM_T10K_FOR_TRAIN: Final = 8_000
 NUM_SKLEARN_FOR_TRAIN: Final = 1_437  # four fifths; the set is ordered by writer, so the splits share few of them
 _UINT8 = 0x08  # idx type code
@@ -42,26 +44,30 @@ class DigitSource:
         return f"{self.name} ({hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:12]})"
 
 
-def mnist_digits(root: Path, *, split: str, test_digits: Literal["train", "test"] = "train") -> DigitSource:
-    """The MNIST digits for one split from torchvision's layout, `root/MNIST/raw/*-ubyte` or `*-ubyte.gz`.
+def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitSource:
+    """Read the digits for one split from torchvision's layout, `root/MNIST/raw/*-ubyte` or `*-ubyte.gz`.
 
-    `test_digits` says which of MNIST's digits the test split gets where its training files are at hand: the `train`
-    digits, as published, or its own `test` digits, none of which is trained on.
+    `mnist`: the training digits for both splits, as published. `mnist_test_for_test`: the training digits for the train
+    split and the test digits for the test split. `mnist_t10k`: of the test digits, a part for each split.
 
-    Raises `UserError` where the files are missing or damaged.
+    Raises `UserError` if the files that this takes are missing or damaged.
     """
     raw = root / "MNIST" / "raw"
-    if _find(raw, "train-images-idx3-ubyte") is not None:
-        if split == "test" and test_digits == "test":
-            return DigitSource("mnist test digits", *_read_pair(raw, "t10k"))
-        return DigitSource("mnist train digits", *_read_pair(raw, "train"))
-    if _find(raw, "t10k-images-idx3-ubyte") is None:
+    prefix = "t10k" if kind == "mnist_t10k" or (kind == "mnist_test_for_test" and split == "test") else "train"
+    if _find(raw, f"{prefix}-images-idx3-ubyte") is None:
+        instead = ""
+        if prefix == "train" and _find(raw, "t10k-images-idx3-ubyte") is not None:
+            instead = ", or choose --digits mnist_t10k, which cuts the test digits that are there into two splits"
         raise UserError(
-            f"{raw} holds neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte, with or without .gz; download "
-            f"MNIST with `python -c \"import torchvision; torchvision.datasets.MNIST('{root}', download=True)\"`"
+            f"{raw} has no {prefix}-images-idx3-ubyte, with or without .gz; download MNIST with `python -c "
+            f"\"import torchvision; torchvision.datasets.MNIST('{root}', download=True)\"`{instead}"
         )
-    images, labels = _read_pair(raw, "t10k")
+    images, labels = _read_pair(raw, prefix)
+    if kind != "mnist_t10k":
+        return DigitSource(f"mnist {'test' if prefix == 't10k' else 'train'} digits", images, labels)
     part = slice(None, NUM_T10K_FOR_TRAIN) if split == "train" else slice(NUM_T10K_FOR_TRAIN, None)
+    if not len(labels[part]):
+        raise UserError(f"{raw} holds {len(labels)} test digits, too few for --digits mnist_t10k; download MNIST again")
     first, last, _ = part.indices(len(labels))
     return DigitSource(f"mnist t10k digits {first}-{last - 1}", images[part], labels[part])
 

@@ -79,8 +79,9 @@ def fsdd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar10_shapes", "cifar10_digits", "cifar10_letters"])
 def test_real_cifar_in_all_four_forms(dataset: str, cifar: Path, tmp_path: Path) -> None:
-    root = archive("mnist") if dataset == "cifar10_digits" else None
-    arguments = {"source": "folder", "root": cifar, "split": "test", "digits_root": root}
+    arguments = {"source": "folder", "root": cifar, "split": "test"}
+    if dataset == "cifar10_digits":
+        arguments |= {"digits": "mnist_t10k", "digits_root": archive("mnist")}
     manifest = build_dataset(dataset, tmp_path / "built", num_samples_per_shard=64, **arguments)  # type: ignore[arg-type]
     assert manifest == load_manifest(tmp_path / "built")
     assert list(find_problems(tmp_path / "built")) == []
@@ -330,20 +331,21 @@ def test_a_dataset_of_other_arguments_is_refused_with_their_name(tmp_path: Path)
 
 
 def test_a_dataset_of_other_pictures_or_with_a_torn_shard_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "root" / "train"
     for name in ("a/0.png", "b/0.png", "b/1.png"):
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (32, 32), (ord(name[0]), ord(name[2]), 0)).save(tmp_path / "root" / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (ord(name[0]), ord(name[2]), 0)).save(folder / name)
 
     def build() -> Manifest:
         return build_dataset("cifar10_shapes", tmp_path / "built", source="folder", root=tmp_path / "root")
 
     first = build()
-    Image.new("RGB", (32, 32), (9, 9, 9)).save(tmp_path / "root" / "b" / "0.png")
+    Image.new("RGB", (32, 32), (9, 9, 9)).save(folder / "b" / "0.png")
     with pytest.raises(UserError, match="was built from other data; choose another directory or remove it"):
         build()
-    Image.new("RGB", (32, 32), (ord("b"), ord("0"), 0)).save(tmp_path / "root" / "b" / "0.png")
+    Image.new("RGB", (32, 32), (ord("b"), ord("0"), 0)).save(folder / "b" / "0.png")
     assert build() == first
-    (tmp_path / "root" / "b").rename(tmp_path / "root" / "c")
+    (folder / "b").rename(folder / "c")
     with pytest.raises(UserError, match="was built from other data"):
         build()
     shard = tmp_path / "built" / "shard-00000.tar"
@@ -370,7 +372,8 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_picture_that_does_not_decode_leaves_nothing(num_workers: int, cifar: Path, tmp_path: Path) -> None:
     root = copy_pictures(cifar, tmp_path / "root")
-    (root / "cat" / "0007.jpg").write_bytes((root / "cat" / "0007.jpg").read_bytes()[:200])
+    torn = root / "train" / "cat" / "0007.jpg"
+    torn.write_bytes(torn.read_bytes()[:200])
     arguments = {"source": "folder", "root": root, "num_samples_per_shard": 100, "num_workers": num_workers}
     with pytest.raises(UserError, match=r"cat/0007\.jpg does not decode as a picture"):
         build_dataset("cifar10_shapes", tmp_path / "out", limit=100, **arguments)  # type: ignore[arg-type]
@@ -382,7 +385,7 @@ def test_a_build_goes_on_when_what_stopped_it_is_mended(cifar: Path, tmp_path: P
     arguments = {"source": "folder", "root": root, "num_samples_per_shard": 20}
     build_dataset("cifar10_shapes", tmp_path / "undisturbed", **arguments)  # type: ignore[arg-type]
     order = balanced_order(np.repeat(np.arange(10), 20), seed=0, split="train", limit=None)
-    torn = sorted(root.glob("*/*.jpg"))[order[130]]
+    torn = sorted(root.glob("train/*/*.jpg"))[order[130]]
     whole = torn.read_bytes()
     torn.write_bytes(whole[:200])
     with pytest.raises(UserError, match="does not decode"):
@@ -398,8 +401,8 @@ def test_a_build_goes_on_when_what_stopped_it_is_mended(cifar: Path, tmp_path: P
 
 def copy_pictures(cifar: Path, root: Path) -> Path:
     for path in (cifar / "test").glob("*/*.jpg"):
-        (root / path.parent.name).mkdir(parents=True, exist_ok=True)
-        (root / path.parent.name / path.name).write_bytes(path.read_bytes())
+        (root / "train" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        (root / "train" / path.parent.name / path.name).write_bytes(path.read_bytes())
     return root
 
 
@@ -511,7 +514,7 @@ def test_shards_of_changed_pictures_are_built_again(
     root = copy_pictures(cifar, tmp_path / "root")
     arguments = {"dataset": "cifar10", "source": "folder", "root": root, "num_samples_per_shard": 20}
     cut_short(monkeypatch, num_finished=8, directory=tmp_path / "out", **arguments)
-    for folder in root.iterdir():
+    for folder in (root / "train").iterdir():
         (folder / "0000.jpg").rename(folder / "9999.jpg")
     build_dataset(directory=tmp_path / "out", **arguments)  # type: ignore[arg-type]
     assert "holds shards of other data; all are built again" in caplog.text
@@ -714,6 +717,7 @@ def test_totals_are_exact_in_any_order() -> None:
         ({"root": Path("x")}, "procedural data is made, not read from x; leave --root out"),
         ({"digits": "mnist"}, "procedural_shapes has no digits, so it takes no --digits"),
         ({"dataset": "procedural_digits", "digits": "mnst"}, 'unknown digits "mnst"; did you mean "mnist"?'),
+        ({"dataset": "folder", "root": Path("x"), "test_share": 0.2, "digits": "mnist"}, "folder has no digits, so"),
         ({"dataset": "procedural_digits", "digits": "mnist"}, "name it with --digits-root, or choose --digits sklearn"),
         ({"limit": 0}, "--limit must be at least 1, got 0"),
         ({"repeats": 0}, "--repeats must be at least 1, got 0"),
@@ -731,8 +735,8 @@ def test_bad_arguments_are_named_with_the_mend(arguments: dict[str, object], mes
 
 def test_overlays_need_pictures_of_their_size(tmp_path: Path) -> None:
     for name in "ab":
-        (tmp_path / "root" / name).mkdir(parents=True)
-        Image.new("RGB", (64, 48)).save(tmp_path / "root" / name / "0.png")
+        (tmp_path / "root" / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (64, 48)).save(tmp_path / "root" / "train" / name / "0.png")
     with pytest.raises(
         UserError, match=r"draws on pictures of 32x32 pixels, but those in .*root are 64x48; .*--image-size 32"
     ):
@@ -746,10 +750,9 @@ def test_overlays_need_pictures_of_their_size(tmp_path: Path) -> None:
 
 def test_pictures_of_any_size_fit_with_an_image_size(tmp_path: Path) -> None:
     for number, (width, height) in enumerate([(64, 48), (33, 90), (32, 32), (20, 20)]):
-        (tmp_path / "root" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (width, height), (50 * number, 0, 0)).save(
-            tmp_path / "root" / f"{number % 2}" / f"{number}.png"
-        )
+        folder = tmp_path / "root" / "train" / f"{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (width, height), (50 * number, 0, 0)).save(folder / f"{number}.png")
     arguments = {"source": "folder", "root": tmp_path / "root", "image_size": 32}
     manifest = build_dataset("folder_letters", tmp_path / "out", **arguments)  # type: ignore[arg-type]
     assert (manifest.input_shape, manifest.num_samples) == ((3, 32, 32), 4)
@@ -770,7 +773,7 @@ def test_shards_are_plain_tars_of_pngs(tmp_path: Path) -> None:
 
 def test_digits_come_from_the_default_that_fits_the_pictures(tmp_path: Path) -> None:
     assert "scikit-learn digits 0-1436" in open_dataset("procedural_digits").description
-    mnist = open_dataset("procedural_digits", split="test", digits="mnist", digits_root=archive("mnist"))
+    mnist = open_dataset("procedural_digits", split="test", digits="mnist_t10k", digits_root=archive("mnist"))
     assert "mnist t10k digits 8000-9999" in mnist.description
     for path in archive("mnist").glob("MNIST/raw/*"):
         (tmp_path / "MNIST" / "raw").mkdir(parents=True, exist_ok=True)

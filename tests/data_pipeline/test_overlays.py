@@ -278,7 +278,7 @@ def test_sklearn_digits_are_drawn_as_published() -> None:
 
 
 def test_mnist_digits_are_drawn_as_published() -> None:
-    check_digits(mnist_digits(archive("mnist"), split="test"))
+    check_digits(mnist_digits(archive("mnist"), split="test", kind="mnist_t10k"))
 
 
 def test_all_digits_are_drawn_evenly() -> None:
@@ -313,23 +313,16 @@ def write_idx(root: Path, prefix: str, *, num: int, level: int) -> None:
 
 def test_mnist_test_for_test_shares_no_digit_between_the_splits(tmp_path: Path) -> None:
     write_idx(tmp_path, "train", num=20, level=1)
-    with pytest.raises(UserError, match="t10k-images-idx3-ubyte is missing"):
-        mnist_digits(tmp_path, split="test", test_digits="test")
+    with pytest.raises(UserError, match="has no t10k-images-idx3-ubyte"):
+        mnist_digits(tmp_path, split="test", kind="mnist_test_for_test")
     write_idx(tmp_path, "t10k", num=15, level=2)
-    train = mnist_digits(tmp_path, split="train", test_digits="test")
-    test = mnist_digits(tmp_path, split="test", test_digits="test")
+    train = mnist_digits(tmp_path, split="train", kind="mnist_test_for_test")
+    test = mnist_digits(tmp_path, split="test", kind="mnist_test_for_test")
     assert (train.name, test.name) == ("mnist train digits", "mnist test digits")
     assert (len(train.labels), len(test.labels)) == (20, 15)
     assert np.unique(train.images) == 1
     assert np.unique(test.images) == np.unique(test.labels) == 2
     assert mnist_digits(tmp_path, split="test").name == "mnist train digits"  # as published
-
-
-def test_mnist_test_for_test_is_a_cut_where_only_its_test_digits_are() -> None:
-    root = archive("mnist")
-    for split in ("train", "test"):
-        one, other = mnist_digits(root, split=split, test_digits="test"), mnist_digits(root, split=split)
-        assert one.description == other.description
 
 
 # --- letters

@@ -18,7 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from data_pipeline.build import build_dataset
 from data_pipeline.errors import UserError
 from data_pipeline.sources.cifar import Cifar
-from data_pipeline.sources.digits import mnist_digits, sklearn_digits
+from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.store import SampleStore
@@ -203,20 +203,36 @@ def write_idx(root: Path, prefix: str, *, num: int) -> None:
     (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + num.to_bytes(4, "big") + labels.tobytes())
 
 
-def test_mnist_with_only_its_test_digits_cuts_them_in_two(tmp_path: Path) -> None:
+def test_the_test_digits_of_mnist_are_cut_in_two_where_that_is_asked_for(tmp_path: Path) -> None:
     root = archive("mnist")
     raw = root / "MNIST" / "raw"
     for name in ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
         (tmp_path / name).write_bytes(gzip.decompress((raw / f"{name}.gz").read_bytes()))
     images = torchvision.datasets.mnist.read_image_file(str(tmp_path / "t10k-images-idx3-ubyte")).numpy()
     labels = torchvision.datasets.mnist.read_label_file(str(tmp_path / "t10k-labels-idx1-ubyte")).numpy()
-    train, test = mnist_digits(root, split="train"), mnist_digits(root, split="test")
+    train, test = (mnist_digits(root, split=split, kind="mnist_t10k") for split in ("train", "test"))
     np.testing.assert_array_equal(train.images, images[:8000])
     np.testing.assert_array_equal(train.labels, labels[:8000])
     np.testing.assert_array_equal(test.images, images[8000:])
     np.testing.assert_array_equal(test.labels, labels[8000:])
     assert train.name == "mnist t10k digits 0-7999"
     assert test.name == "mnist t10k digits 8000-9999"
+
+
+@pytest.mark.parametrize(("kind", "split"), [("mnist", "train"), ("mnist", "test"), ("mnist_test_for_test", "train")])
+def test_test_digits_do_not_stand_in_for_training_digits(kind: MnistKind, split: str, tmp_path: Path) -> None:
+    write_idx(tmp_path, "t10k", num=15)
+    with pytest.raises(
+        UserError, match=r"has no train-images-idx3-ubyte.*download=True.*or choose --digits mnist_t10k, which cuts"
+    ):
+        mnist_digits(tmp_path, split=split, kind=kind)
+    assert len(mnist_digits(tmp_path, split="test", kind="mnist_test_for_test").labels) == 15
+
+
+def test_too_few_test_digits_cannot_be_cut_in_two(tmp_path: Path) -> None:
+    write_idx(tmp_path, "t10k", num=15)
+    with pytest.raises(UserError, match="holds 15 test digits, too few for --digits mnist_t10k"):
+        mnist_digits(tmp_path, split="test", kind="mnist_t10k")
 
 
 def test_mnist_training_digits_serve_both_splits_where_they_are_there(tmp_path: Path) -> None:
@@ -231,8 +247,8 @@ def test_mnist_training_digits_serve_both_splits_where_they_are_there(tmp_path: 
 def test_mnist_has_test_digits_of_its_own_for_the_test_split(tmp_path: Path) -> None:
     write_idx(tmp_path, "train", num=20)
     write_idx(tmp_path, "t10k", num=15)
-    assert len(mnist_digits(tmp_path, split="test", test_digits="test").labels) == 15
-    assert len(mnist_digits(tmp_path, split="train", test_digits="test").labels) == 20
+    assert len(mnist_digits(tmp_path, split="test", kind="mnist_test_for_test").labels) == 15
+    assert len(mnist_digits(tmp_path, split="train", kind="mnist_test_for_test").labels) == 20
 
 
 def test_mnist_description_tells_contents_apart(tmp_path: Path) -> None:
@@ -245,7 +261,7 @@ def test_mnist_description_tells_contents_apart(tmp_path: Path) -> None:
 
 
 def test_mnist_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"MNIST/raw holds neither .*download=True"):
+    with pytest.raises(UserError, match=r"MNIST/raw has no train-images-idx3-ubyte.*download=True"):
         mnist_digits(tmp_path, split="train")
     write_idx(tmp_path, "train", num=20)
     images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
