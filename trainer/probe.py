@@ -42,6 +42,7 @@ from trainer.probes.result import ProbeResult
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.reporting.science import science_of
+from trainer.run_state import other_data
 from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of, steps_in, write_json
 from trainer.wandb_run import summarize
 
@@ -158,6 +159,7 @@ def probe_run(
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
     for number, step in enumerate(chosen):
         players = players if len(chosen) == 1 else _load(run_dir, step)
+        _warn_of_other_data(players, train=train, test=test)
         readout = probe(
             players,
             train=train,
@@ -345,6 +347,17 @@ def _load(run_dir: RunDir, step: int | None) -> Players:
     players = on_first_rank(lambda: load_players(run_dir, step=step))
     found = broadcast_object(None if players is None else players.step)
     return load_players(run_dir, step=found) if players is None else players
+
+
+def _warn_of_other_data(players: Players, *, train: Pictures, test: Pictures) -> None:
+    """Print a warning for each dataset that is not that of the training. The results hold the hashes of both."""
+    data = players.config.data
+    for warning in (
+        other_data(players.trained_on, which="train", sha256=train.manifest.sha256, location=data.train_dir),
+        other_data(players.trained_on, which="test", sha256=test.manifest.sha256, location=data.test_dir),
+    ):
+        if warning is not None and rank() == 0:
+            print(f"warning: {warning}", file=sys.stderr)
 
 
 def _whole(text: str) -> int:

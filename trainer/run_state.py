@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from typing import Literal
 
 from pydantic import NonNegativeInt
 
@@ -87,15 +88,17 @@ def check_same_data(
     )
 
 
-def other_data(trained_on: DataIdentity | None, *, sha256: str, which: str, location: str) -> str | None:
-    """Return a warning if the data that are read are not those of the training; None if they are, or none are known.
+def other_data(
+    trained_on: DataIdentity | None, *, which: Literal["train", "test"], sha256: str, location: str
+) -> str | None:
+    """Return a warning if the dataset that is read is not that of the training; None if it is, or that is not known.
 
-    `sha256` is that of the manifest at `location`; `which` is "train" or "test".
+    `sha256` is that of the manifest at `location`.
     """
     before = None if trained_on is None else getattr(trained_on, f"{which}_manifest_sha256")
-    if before is None or before == sha256:
+    if before in {None, sha256}:
         return None
     return (
-        f"{location} holds another dataset (manifest {sha256[:_NAME_DIGITS]}) than the one that the run was trained "
-        f"with (manifest {before[:_NAME_DIGITS]}): the numbers are of the data of now"
+        f"{location} holds another dataset (manifest {sha256[:_NAME_DIGITS]}) than the one with which the run was "
+        f"trained (manifest {before[:_NAME_DIGITS]}); the numbers are of what it holds now"
     )

@@ -5,10 +5,12 @@ Shapes: N samples, B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from trainer.probes.features import (
     read_pictures,
     to_float,
 )
+from trainer.run_state import other_data
 from trainer.rundir import RunDir, write_atomically, write_json
 from trainer.views import expert_image
 
@@ -60,11 +63,21 @@ class Subject:
 
     @cached_property
     def train(self) -> Pictures:
-        return read_pictures(self.players.config.data.train_dir, read=self.players.config.data, draw=TRAIN_DRAW)
+        data = self.players.config.data
+        train = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW)
+        return self._checked(train, "train", location=data.train_dir)
 
     @cached_property
     def test(self) -> Pictures:
-        return read_pictures(self.players.config.data.test_dir, read=self.players.config.data)
+        data = self.players.config.data
+        return self._checked(read_pictures(data.test_dir, read=data), "test", location=data.test_dir)
+
+    def _checked(self, pictures: Pictures, which: Literal["train", "test"], *, location: str) -> Pictures:
+        """Return them, and warn if they are of another dataset than that of the training."""
+        sha256 = pictures.manifest.sha256
+        if warning := other_data(self.players.trained_on, which=which, sha256=sha256, location=location):
+            print(f"warning: {warning}", file=sys.stderr)
+        return pictures
 
     def label_spaces(self) -> tuple[LabelSpace, ...]:
         """The labels that the samples have: `base`, and `overlay` where something was drawn or mixed in."""

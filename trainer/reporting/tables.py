@@ -296,8 +296,12 @@ def _duration(seconds: Any) -> str | None:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _hash(value: Any) -> str | None:
-    return str(value)[:12] if value else None
+def _manifest(run: Run, name: str) -> str | None:
+    """Return the hash of the manifest of now, and those of earlier starts if the data were replaced."""
+    now, starts = run.provenance.get(name), run.provenance.get("starts", ())
+    earlier = dict.fromkeys(start[name] for start in starts if start.get(name) not in {None, now})
+    replaced = f" (in place of {', '.join(hash_[:12] for hash_ in earlier)})" if earlier else ""
+    return str(now)[:12] + replaced if now else None
 
 
 def _text(value: Any) -> str | None:
@@ -316,8 +320,8 @@ _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "wall time": lambda run: _duration(run.provenance.get("wall_seconds")),
     "samples a second": lambda run: _formatted(_median_of([run], "perf/samples_per_second"), "{:,.0f}"),
     "waiting for data": lambda run: _formatted(_median_of([run], "perf/data_wait_fraction"), "{:.1%} of the time"),
-    "train manifest": lambda run: _hash(run.provenance.get("train_manifest_sha256")),
-    "test manifest": lambda run: _hash(run.provenance.get("test_manifest_sha256")),
+    "train manifest": lambda run: _manifest(run, "train_manifest_sha256"),
+    "test manifest": lambda run: _manifest(run, "test_manifest_sha256"),
     "versions": _versions,
 }
 _CODE_FACTS = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})
