@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -53,7 +54,7 @@ class Progress:
             left = (self._total - self._done) / max(rate, 1e-9)
             ending = f", {left:.0f} s left" if self._done < self._total else f" in {now - self._started:.0f} s"
             tail = f", {self._note}" if self._note else ""
-            print(f"{self._title}: {self._done}/{self._total}{ending}{tail}", file=sys.stderr, flush=True)
+            self._print(f"{ending}{tail}")
 
     def tell_meanwhile(self, doing: Callable[[], str]) -> None:
         """From now on also print what is going on when nothing has advanced for ten seconds. Ends with the block.
@@ -72,7 +73,11 @@ class Progress:
             if self._bar is not None:
                 self._bar.update(self._task, note=doing())
             else:
-                print(f"{self._title}: {self._done}/{self._total}, {doing()}", file=sys.stderr, flush=True)
+                self._print(f", {doing()}")
+
+    def _print(self, what: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads any more: no reason to end the job
+            print(f"{self._title}: {self._done}/{self._total}{what}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

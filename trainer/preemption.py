@@ -1,12 +1,15 @@
-"""A signal to any one rank stops all ranks after the same step, with a checkpoint of it.
+"""A request to any one rank stops all ranks after the same step, with a checkpoint of it.
 
-Slurm warns one process, or all of them, before it takes a job's nodes away; whoever is warned has to tell the others.
-The ranks ask each other in every step, and read the answer one step later, when it has long been there.
+A signal is a request, and so is the end of the launcher that started this rank. Slurm warns one process, or all of
+them, before it takes a job's nodes away, so a rank that is warned has to tell the others. The ranks ask each other in
+every step, and read the answer one step later, when it has long been there.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
@@ -14,27 +17,40 @@ from trainer.distributed.collectives import AnyRank, rank
 
 # SIGTERM is what batch systems, torchrun and `kill` send; SIGUSR2 is submitit's, SIGUSR1 what many a cluster sends.
 WARNINGS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Set by a launcher that is the parent of its ranks, and that leaves them behind if it is killed. A shell may end before
+# its run (nohup), and Slurm's own daemon ends its ranks itself.
+_LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "SUBMITIT_LOCAL_JOB_ID": "submitit's local executor"}
 
 
 class StoppedError(Exception):
-    """Training was asked to stop and has: `step` steps are done and saved; `is_first_rank` speaks for all."""
+    """Training was asked to stop and has: `step` steps are done and saved; `is_first_rank` speaks for all.
 
-    def __init__(self, step: int, signal_name: str) -> None:
-        super().__init__(f"stopped after step {step}, as {signal_name} asked; start it again and it goes on from there")
+    `reason` completes "stopped after step 7, ...".
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"stopped after step {step}, {reason}; start it again and it goes on from there")
         self.step = step
         self.is_first_rank = rank() == 0
+
+
+def launcher_of(environ: Mapping[str, str]) -> str | None:
+    """Return the launcher that started this process and must outlive it; None if there is none."""
+    return next((launcher for name, launcher in _LAUNCHERS.items() if name in environ), None)
 
 
 class StopRequests:
     """While open, as a context manager, warnings to this process are noted instead of ending it.
 
-    It opens in the main thread, before anything else takes these signals; what took them before gets them back.
+    Open it in the main thread, before anything else takes these signals; their handlers of before come back at the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """`environ` says whether a launcher started this process: then its end is a request to stop, too."""
         self._warned_by: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._any_rank: AnyRank | None = None
+        self._launcher, self._parent = launcher_of(environ), os.getppid()
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in WARNINGS}
@@ -47,16 +63,26 @@ class StopRequests:
             signal.signal(number, handler)
 
     @property
-    def signal_name(self) -> str:
-        """What warned this rank, or that it was another one."""
-        return "a signal to another rank" if self._warned_by is None else self._warned_by.name
+    def reason(self) -> str:
+        """Why this rank stops: "as SIGTERM asked"."""
+        if self._warned_by is not None:
+            return f"as {self._warned_by.name} asked"
+        if self._has_lost_its_launcher():
+            return f"because {self._launcher} (process {self._parent}) has ended"
+        return "as a signal to another rank asked"
 
     def agreed(self) -> bool:
-        """Whether all ranks stop now: some rank had been warned when they last asked. Every rank asks after each step;
-        the first call of all, and only that, may wait for the others."""
+        """Return whether all ranks stop now: some rank had a request when they last asked.
+
+        Every rank calls this after each step; the first call of all, and only that, may wait for the others.
+        """
         if self._any_rank is None:
             self._any_rank = AnyRank()
-        return self._any_rank.next(self._warned_by is not None)
+        return self._any_rank.next(self._warned_by is not None or self._has_lost_its_launcher())
+
+    def _has_lost_its_launcher(self) -> bool:
+        """A process whose parent has ended is given another parent."""
+        return self._launcher is not None and os.getppid() != self._parent
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._warned_by = signal.Signals(number)

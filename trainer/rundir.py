@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import socket
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -142,14 +143,12 @@ def hold(run_dir: RunDir) -> TextIO:
     process holds it: two that train in one directory would mix their checkpoints.
     """
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    file = (run_dir.path / LOCK_NAME).open("a")
+    file = (run_dir.path / LOCK_NAME).open("a+", errors="replace")
     try:
         _lock(file)
     except BlockingIOError:
-        file.close()
-        raise UserError(
-            f"another process is training in {run_dir.path}; wait for it or end it, or pass another --run-dir"
-        ) from None
+        with file:
+            raise UserError(_refusal(run_dir, file)) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
@@ -158,6 +157,10 @@ def hold(run_dir: RunDir) -> TextIO:
             run_dir.path,
             error.strerror,
         )
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        file.truncate(0)
+        file.write(f"{os.getpid()} {socket.gethostname()}\n")
+        file.flush()
     _held.add(file)
     return file
 
@@ -193,6 +196,19 @@ def _lock(file: TextIO) -> None:
             return
         time.sleep(_LOOK_SECONDS)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _refusal(run_dir: RunDir, lock: TextIO) -> str:
+    """Return which process holds the run directory, by what it wrote into `lock`, and how to end it."""
+    lock.seek(0)
+    holder = re.fullmatch(r"(\d+) ([\w.-]+)\n", lock.read(300))
+    if holder is None:
+        return f"another process is training in {run_dir.path}; wait for it or end it, or pass another --run-dir"
+    pid, host = holder.groups()
+    return (
+        f"another process is training in {run_dir.path}: process {pid} on {host}; wait for it, stop it by `kill {pid}` "
+        "on that host (all its ranks save a checkpoint and end), or pass another --run-dir"
+    )
 
 
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()

@@ -64,7 +64,7 @@ def train(
             config, run_dir, stop_requests, watchdog, device=device, command=command, accepted_data=accepted_data
         )
     if stopped_after is not None:
-        raise StoppedError(stopped_after, stop_requests.signal_name)
+        raise StoppedError(stopped_after, stop_requests.reason)
 
 
 def _train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 
 from tests.processes import kill_tree
 from tests.tiny_data import write_tiny_pair
-from trainer.rundir import RunDir
+from trainer.rundir import RunDir, hold
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 120  # after the first few there is to be time for the warning, also on a busy machine
@@ -104,3 +105,22 @@ def test_one_warned_rank_stops_all_and_nothing_is_lost(
     )
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert [entry["step"] for entry in run_dir.read_metrics()] == list(range(1, NUM_STEPS + 1))
+
+
+def test_ranks_whose_torchrun_is_killed_save_stop_and_let_go_of_the_run_directory(data: Path, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "orphaned")
+    with start(data, run_dir.path) as process:
+        wait_for_steps(run_dir, 3)
+        ranks = ranks_of(process.pid)
+        try:
+            process.kill()
+            said, _ = process.communicate(timeout=120)  # until the last of them has closed its output
+        finally:
+            for pid in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    step = run_dir.latest_step()
+    assert step is not None
+    assert 3 <= step < NUM_STEPS
+    assert f"stopped after step {step}, because torchrun (process {process.pid}) has ended; start it again" in said
+    hold(run_dir).close()

@@ -66,7 +66,7 @@ class StoppedJob:
         delayed.dump(path / "12_submitted.pkl")
 
     def _run(self, *_: object, **__: object) -> None:
-        error = StoppedError(7, "SIGUSR2")
+        error = StoppedError(7, "as SIGUSR2 asked")
         error.is_first_rank = self._rank == 0
         raise error
 

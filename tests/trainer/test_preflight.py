@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +23,7 @@ from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.players import build_players
 from trainer.preflight import claim, log_start, on_first_rank
-from trainer.rundir import RunDir, hold
+from trainer.rundir import LOCK_NAME, RunDir, hold
 
 X86 = {"architecture": "x86_64"}
 
@@ -71,13 +73,21 @@ def test_a_data_worker_does_not_hold_the_run_directory_of_a_rank_that_was_killed
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None
         worker = int(killed.stdout.readline())
-        with pytest.raises(UserError, match="another process is training"):
+        holder = f"process {killed.pid} on {socket.gethostname()}; wait for it, stop it by `kill {killed.pid}`"
+        with pytest.raises(UserError, match=re.escape(f"another process is training in {tmp_path}: {holder}")):
             hold(RunDir(tmp_path))
         killed.kill()
     try:
         hold(RunDir(tmp_path)).close()
     finally:
         os.kill(worker, 9)
+
+
+def test_a_lock_that_names_no_holder_is_a_lock_all_the_same(tmp_path: Path) -> None:
+    with hold(RunDir(tmp_path)):
+        (tmp_path / LOCK_NAME).write_bytes(b"\xc3 5 \x1b[31m")
+        with pytest.raises(UserError, match="; wait for it or end it"):
+            hold(RunDir(tmp_path))
 
 
 def test_a_file_system_without_locks_is_no_reason_not_to_train(
