@@ -322,6 +322,8 @@ def log_start(
             for name, optimizer in config.player_optimizers.items()
         ),
     )
+    if (note := config.objective.note(global_batch_size=config.global_batch_size)) is not None:
+        logger.info("%s", note)
     if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
         logger.warning(
             "this processor has no instructions for bfloat16, so a step may take longer than with precision=float32"

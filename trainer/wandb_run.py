@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ class WandbRun:
     def __init__(self, run_dir: RunDir, config: RunConfig) -> None:
         """Starts the run, or goes on with it; what W&B lacks of metrics.jsonl is sent."""
         self._run: wandb.Run | None = None
+        self._folder = run_dir.path.absolute() / "wandb"
         self._last_step = 0  # that W&B has
         if not run_dir.wandb_run_id.is_file():
             write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
@@ -64,6 +66,8 @@ class WandbRun:
         if self._run is not None:
             run = self._run
             self._guard(lambda: run.finish(), going_on="what it lacks lies in RUN_DIR/wandb, for `wandb sync`")
+            if run.offline:
+                self._tell_how_to_sync("Weights & Biases: the run is in")
 
     def _start(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
@@ -89,6 +93,14 @@ class WandbRun:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if mode == "online":  # after a resume the server says where to go on
             self._last_step = self._run.starting_step - 1
+        else:
+            self._tell_how_to_sync("Weights & Biases is offline and writes to")
+
+    def _tell_how_to_sync(self, what: str) -> None:
+        """Log where the files of this run are, and the command that sends them to the server."""
+        folders = sorted(self._folder.glob("offline-run-*"))
+        where = shlex.quote(str(folders[0])) if len(folders) == 1 else f"{shlex.quote(str(self._folder))}/offline-run-*"
+        logger.info("%s %s; from a machine that reaches the server: wandb sync %s", what, self._folder, where)
 
     def _goes_online(self, run_dir: RunDir, config: RunConfig) -> bool:
         try:

@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from launch.submitted import run_status
 from tests.processes import kill_tree
 from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir, hold
@@ -73,6 +74,28 @@ def ranks_of(launcher: int) -> list[int]:
     return sorted(pids, key=rank_of)
 
 
+def test_a_run_whose_launcher_was_killed_runs_as_long_as_its_ranks_do(data: Path, tmp_path: Path) -> None:
+    """And once they are killed as well, it is called killed, and by which step it goes on."""
+    run_dir = RunDir(tmp_path / "run")
+    with start(data, run_dir.path) as process:
+        wait_for_steps(run_dir, 3)
+        ranks = ranks_of(process.pid)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # so that they are there while they are looked at
+        process.kill()
+        process.wait()
+        assert run_status(run_dir, {}).state == "running"
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while run_status(run_dir, {}).state == "running":
+            assert time.monotonic() < deadline, "the lock is still held"
+            time.sleep(0.1)
+    status = run_status(run_dir, {})
+    assert (status.state, status.step) == ("killed", len(run_dir.read_metrics()))
+    assert status.reason.endswith("start it again with the same command and it goes on from the start")
+
+
 def wait_for_steps(run_dir: RunDir, num_steps: int) -> None:
     deadline = time.monotonic() + 120
     while len(run_dir.read_metrics()) < num_steps:
@@ -87,9 +110,13 @@ def test_one_warned_rank_stops_all_and_nothing_is_lost(
     run_dir = RunDir(tmp_path / "stopped")
     with start(data, run_dir.path) as process:
         wait_for_steps(run_dir, 3)
+        assert run_status(run_dir, {}).state == "running"
         os.kill(ranks_of(process.pid)[warned], signal.SIGUSR2)
         said, _ = process.communicate(timeout=240)
     assert process.returncode == 1
+    status = run_status(run_dir, {})
+    assert (status.state, status.step) == ("stopped", run_dir.latest_step())
+    assert status.reason.startswith(f"stopped after step {status.step}, as ")
     step = run_dir.latest_step()
     assert step is not None
     assert 3 <= step < NUM_STEPS
@@ -99,6 +126,7 @@ def test_one_warned_rank_stops_all_and_nothing_is_lost(
     with start(data, run_dir.path) as again:
         said, _ = again.communicate(timeout=240)
     assert again.returncode == 0, said
+    assert run_status(run_dir, {}).state == "finished"
     assert f"going on from step {step} of {NUM_STEPS}" in said
     expected, found = (
         safetensors.torch.load_file(one.checkpoint(NUM_STEPS) / "encoder.safetensors") for one in (undisturbed, run_dir)

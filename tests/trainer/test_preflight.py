@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,10 @@ from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
+from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
 from trainer.players import build_players
 from trainer.preflight import claim, log_start, on_first_rank
-from trainer.rundir import LOCK_NAME, RunDir, hold
+from trainer.rundir import LOCK_NAME, RunDir, hold, is_held
 
 X86 = {"architecture": "x86_64"}
 
@@ -51,6 +54,35 @@ def test_bfloat16_on_a_processor_without_it_is_called_slow(
     manifest = load_manifest(pair / "train")
     log_start(config, build_players(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
     assert ("no instructions for bfloat16" in caplog.text) is is_slow
+
+
+@pytest.mark.parametrize(("objective", "lines"), [(PublishedNTXentConfig(), 1), (NTXentConfig(), 0)])
+def test_a_loss_that_is_negative_by_design_is_explained(
+    objective: ObjectiveConfig, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = load_manifest(write_tiny_pair(tmp_path, num_train=16, num_test=16) / "train")
+    config = resolve_recipe("debug:image").model_copy(update={"objective": objective, "global_batch_size": 256})
+    with caplog.at_level(logging.INFO):
+        log_start(config, build_players(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
+    assert len([line for line in caplog.messages if "negative by design" in line]) == lines
+    assert ("is -5.545, not 0" in caplog.text) is (lines == 1)
+
+
+def test_looking_at_the_lock_neither_takes_it_nor_refuses_it_to_a_trainer(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert not is_held(run_dir)
+    assert not list(tmp_path.iterdir()), "it is only looked at"
+    with hold(run_dir):
+        assert is_held(run_dir)
+        with pytest.raises(UserError, match="another process is training"):
+            hold(run_dir)
+    assert not is_held(run_dir)
+    with (tmp_path / LOCK_NAME).open() as looker:
+        fcntl.flock(looker, fcntl.LOCK_SH)  # as a look, which takes no longer than this
+        later = threading.Timer(0.05, looker.close)
+        later.start()
+        hold(run_dir).close()
+        later.join()
 
 
 # Holds a run directory, forks as a data worker is forked, says the worker's pid, and is killed.

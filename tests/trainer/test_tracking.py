@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -83,9 +84,14 @@ def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     ]
 
 
-def test_two_starts_offline_are_one_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start and at the end, so that one of them is seen."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run_dir = RunDir(tmp_path)
+    caplog.set_level(logging.INFO, logger="trainer.wandb_run")
+    run_dir = RunDir(tmp_path / "a run")
+    run_dir.path.mkdir()
     config = resolve_recipe("debug:image")
     for start_step in (0, 2):
         tracker = Tracker(run_dir, config=config, start_step=start_step)
@@ -93,7 +99,13 @@ def test_two_starts_offline_are_one_wandb_run(tmp_path: Path, monkeypatch: pytes
             tracker.log(step, {"train/loss": 1.0 / step})
         tracker.close()
     run_id = run_dir.wandb_run_id.read_text().strip()
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))) == 2
+    folders = sorted((run_dir.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    assert len(folders) == 2
+    told = [record.message for record in caplog.records if "wandb sync" in record.message]
+    assert [message.partition(" ")[0] for message in told] == ["Weights"] * 4
+    commands = [message.partition("wandb sync ")[2] for message in told]
+    one, both = f"'{folders[0].parent}'", f"'{run_dir.path}/wandb'/offline-run-*"
+    assert commands == [one, one, both, both]
     assert wandb_steps(run_dir) == [1, 2, 3, 4]
     assert [entry["step"] for entry in run_dir.read_metrics()] == [1, 2, 3, 4]
 

@@ -15,12 +15,11 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from data_pipeline.schema import Schema
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, mean_cosine
+from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
 
 
-class BarlowTwinsConfig(Schema):
+class BarlowTwinsConfig(ObjectiveSettings):
     """`off_diagonal_weight`: what a squared correlation of two different dimensions costs."""
 
     kind: Literal["barlow_twins"] = "barlow_twins"

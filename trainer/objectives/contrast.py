@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from data_pipeline.schema import Schema
 from trainer.distributed.collectives import all_gather_rows, rank
+from trainer.objectives.objective import ObjectiveSettings
 
 # Tiles are summed without subtracting a maximum, which saves a pass over each. Similarities lie in [-1 / t, 1 / t], and
 # exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
@@ -26,7 +26,7 @@ MIN_TILED_TEMPERATURE = 0.02
 _SHORTEST = 1e-12  # below this length a vector keeps its shortness, as with F.normalize
 
 
-class ContrastiveConfig(Schema):
+class ContrastiveConfig(ObjectiveSettings):
     """`chunk_size`: rows of a tile of the similarity matrix, for memory linear in the batch; None: the whole matrix."""
 
     temperature: PositiveFloat

@@ -24,15 +24,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from data_pipeline.counter_rng import DrawKeys, integers, uniform
-from data_pipeline.schema import Schema
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
 _FIRST_ROWS, _NOISE = 200, 201  # purposes of `data_pipeline.counter_rng`
 _MAX_ENTRIES = 1 << 22  # of the matrix of pictures times rows that is in memory at once
 
 
-class InstanceDiscriminationConfig(Schema):
+class InstanceDiscriminationConfig(ObjectiveSettings):
     """`momentum` is the share of the old row in the new one; `num_negatives` rows are drawn anew at each step."""
 
     kind: Literal["instance_discrimination"] = "instance_discrimination"

@@ -14,13 +14,12 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from data_pipeline.schema import Schema
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.negatives import candidates
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair
+from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair
 
 
-class LinearLossConfig(Schema):
+class LinearLossConfig(ObjectiveSettings):
     """`divergence_weight`: of the similarity with negatives; 1 is the limit of InfoNCE."""
 
     kind: Literal["linear"] = "linear"

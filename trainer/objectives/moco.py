@@ -23,17 +23,16 @@ from torch.nn import functional as F
 
 from data_pipeline.counter_rng import DrawKeys, integers
 from data_pipeline.errors import UserError
-from data_pipeline.schema import Schema
 from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.models.batch_norm import knows_order, settle_running_statistics
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
 _ORDER_PURPOSE = 200  # of `data_pipeline.counter_rng`
 
 
-class MoCoConfig(Schema):
+class MoCoConfig(ObjectiveSettings):
     """`momentum` is the key encoder's at every step towards the encoder: two a training step, where symmetric.
 
     "one_way": the first view asks, the second is the key, once a step; of the second view's embeddings nothing is

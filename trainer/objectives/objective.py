@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from data_pipeline.schema import Schema
+
 
 @dataclass(frozen=True)
 class ViewPair:
@@ -38,6 +40,14 @@ class ObjectiveOutput:
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+
+
+class ObjectiveSettings(Schema):
+    """The base of the configs of objectives."""
+
+    def note(self, *, global_batch_size: int) -> str | None:
+        """Return what a reader of the log must know to read the loss, in one sentence; None if nothing is unusual."""
+        return None
 
 
 class Objective(nn.Module, ABC):

@@ -24,6 +24,25 @@ class PublishedNTXentConfig(ContrastiveConfig):
     kind: Literal["nt_xent_published"] = "nt_xent_published"
     temperature: PositiveFloat = 0.07
 
+    def note(self, *, global_batch_size: int) -> str | None:
+        num_candidates = 2 * global_batch_size
+        return (
+            "the published NT-Xent is negative by design: it keeps the anchor's similarity with itself in the "
+            f"denominator and subtracts log(2B) = {math.log(num_candidates):.3f}; its floor at temperature "
+            f"{self.temperature:g} and batch {global_batch_size} is "
+            f"{floor_of_loss(temperature=self.temperature, num_candidates=num_candidates):.3f}, not 0"
+        )
+
+
+def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
+    """Return the loss if both views of every picture have one embedding, orthogonal to those of all other pictures.
+
+    Examples:
+        >>> round(floor_of_loss(temperature=0.07, num_candidates=512), 4)
+        -5.545
+    """
+    return math.log(2 + (num_candidates - 2) * math.exp(-1 / temperature)) - math.log(num_candidates)
+
 
 def published_nt_xent_loss(
     z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from data_pipeline.schema import Schema
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives.contrast import unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, mean_cosine
+from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
 
 
-class SimSiamConfig(Schema):
+class SimSiamConfig(ObjectiveSettings):
     """`predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks.
 
     `predictor_rate`: the predictor learns at the encoder's rate, or at a rate that stays what the encoder's is at first

@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from data_pipeline.schema import Schema
 from trainer.objectives.contrast import scale_of, unit_pair
 from trainer.objectives.negatives import candidates
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
 Negatives = Literal["second_view", "both_views"]
 
 
-class SplitLossConfig(Schema):
+class SplitLossConfig(ObjectiveSettings):
     """Settings of the split loss.
 
     Attributes:

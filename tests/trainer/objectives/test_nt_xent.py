@@ -21,6 +21,7 @@ from trainer.objectives import (
     published_nt_xent_loss,
 )
 from trainer.objectives.contrast import unit_rows
+from trainer.objectives.published_nt_xent import floor_of_loss
 
 Loss = Callable[..., Tensor]
 CHUNK_SIZES = [None, 1, 4, 7, 1000]
@@ -73,6 +74,11 @@ def test_floor_of_the_published_form(temperature: float, batch_size: int, floor:
     assert at_right_angles == pytest.approx(floor, abs=5e-5)
     formula = math.log(2 * math.exp(1 / temperature) + 2 * batch_size - 2) - 1 / temperature - math.log(2 * batch_size)
     assert at_right_angles == pytest.approx(formula, abs=1e-6)
+    told = floor_of_loss(temperature=temperature, num_candidates=2 * batch_size)
+    assert at_right_angles == pytest.approx(told, abs=1e-6)
+    note = PublishedNTXentConfig(temperature=temperature).note(global_batch_size=batch_size)
+    assert note is not None
+    assert note.endswith(f"its floor at temperature {temperature} and batch {batch_size} is {floor:.3f}, not 0")
 
 
 @both_forms
