@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -80,13 +80,16 @@ def test_a_run_whose_launcher_was_killed_runs_as_long_as_its_ranks_do(data: Path
     with start(data, run_dir.path) as process:
         wait_for_steps(run_dir, 3)
         ranks = ranks_of(process.pid)
-        for rank in ranks:
-            os.kill(rank, signal.SIGSTOP)  # so that they are there while they are looked at
-        process.kill()
-        process.wait()
-        assert run_status(run_dir, {}).state == "running"
-        for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
+        try:
+            for rank in ranks:
+                os.kill(rank, signal.SIGSTOP)  # so that they are there while they are looked at
+            process.kill()
+            process.wait()
+            assert run_status(run_dir, {}).state == "running"
+        finally:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
         deadline = time.monotonic() + 60
         while run_status(run_dir, {}).state == "running":
             assert time.monotonic() < deadline, "the lock is still held"

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data_pipeline.schema import Schema
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.negatives import candidates
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
 
-class InfoNCEConfig(Schema):
+class InfoNCEConfig(ObjectiveSettings):
     """InfoNCE of unit embeddings at temperature 1, one negative a sample; there is nothing to set."""
 
     kind: Literal["info_nce"] = "info_nce"
