@@ -37,6 +37,7 @@ from torch.nn import functional as F
 
 from benchmarks.record import circumstances, rounded
 from configs import demo
+from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.build import build_dataset
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError, run_command
@@ -109,7 +110,13 @@ def train_judge(config: RunConfig, test: Pictures) -> Judge:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(JUDGE_SEED)
         network = build_encoder(
-            ResNet10Config(width=8, batch_norm="local", embedding_size=sum(num_classes.values()))
+            ResNet10Config(
+                width=8,
+                batch_norm="local",
+                embedding_size=sum(num_classes.values()),
+                mean=CIFAR10_MEAN,
+                std=CIFAR10_STD,
+            )
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     num_train = load_manifest(Path(config.data.train_dir)).num_samples
     num_steps = JUDGE_EPOCHS * num_steps_per_epoch(num_train, JUDGE_BATCH)

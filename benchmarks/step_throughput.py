@@ -28,6 +28,7 @@ import torch
 from benchmarks import record
 from benchmarks.record import Line, ratio_line
 from configs import simclr
+from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.errors import run_command
 from data_pipeline.sample import Batch
 from data_pipeline.stream import Stream
@@ -141,7 +142,7 @@ def micro_batch_line(train_dir: Path, device: torch.device) -> Line:
 
 
 def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dict[str, Any]]:
-    encoder = ResNet18SmallConfig().model_dump()
+    encoder = ResNet18SmallConfig(mean=CIFAR10_MEAN, std=CIFAR10_STD).model_dump()
     plain = configure(train_dir, encoder=encoder, global_batch_size=64)
     saving = configure(train_dir, encoder=encoder, global_batch_size=64, memory__encoder_checkpointing=1)
     batch = next(batches(plain, device))

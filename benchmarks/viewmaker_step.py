@@ -86,7 +86,7 @@ class StepAsWritten:
         self.temperature = config.objective.temperature
         self.viewmaker = AsWritten(players.viewmaker).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
         self.encoder = resnet_of(players).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
-        self.mean, self.std = (torch.tensor(each)[:, None, None] for each in (config.encoder.mean, config.encoder.std))
+        self.mean, self.std = (players.encoder.mean_C11.clone(), players.encoder.std_C11.clone())
         optimizers = config.player_optimizers
         sgd, adam = optimizers["encoder"], optimizers["viewmaker"]
         assert isinstance(sgd, SGDConfig)

@@ -12,7 +12,7 @@ torchrun --standalone --nproc-per-node 2 launch/train.py --config debug:audio
 
 from __future__ import annotations
 
-from configs.base import data
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, data
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNet10Config
@@ -29,7 +29,7 @@ def image() -> RunConfig:
         name="debug-image",
         data=data("debug", num_workers=1),
         views=ExpertImageConfig(),
-        encoder=ResNet10Config(width=4, embedding_size=16),
+        encoder=ResNet10Config(width=4, embedding_size=16, mean=CIFAR10_MEAN, std=CIFAR10_STD),
         objective=NTXentConfig(),
         global_batch_size=32,
         num_epochs=2,

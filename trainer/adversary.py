@@ -1,8 +1,9 @@
 """The second player: how the viewmaker is trained against the encoder.
 
-Simultaneous: one forward and one backward serve both players. The views pass through `reverse_gradient`, so the encoder
-receives the gradient of the loss and the viewmaker that of minus `weight` times the loss, both at the same parameters.
-Alternating, as the original did: the viewmaker's step comes after the encoder's, on new views, with a forward and a
+Simultaneous, the default here: one forward and one backward serve both players. The views pass through
+`reverse_gradient`, so the encoder receives the gradient of the loss and the viewmaker that of minus `weight` times the
+loss, both at the same parameters.
+Alternating, the published order: the viewmaker's step comes after the encoder's, on new views, with a forward and a
 backward of its own. The two are different algorithms.
 """
 

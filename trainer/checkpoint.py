@@ -47,6 +47,7 @@ from trainer.checkpoint_files import (
 from trainer.config import read_config
 from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
 from trainer.distributed.engine import Engine
+from trainer.normalization import recorded_normalization
 from trainer.objectives import Objective
 from trainer.players import Players, build_players
 from trainer.run_state import DataIdentity, RunState, identity_in_provenance
@@ -301,7 +302,8 @@ def load_players(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool =
     Step 0 is the untrained players, rebuilt from the config and its seed. `allow_pipe` is that of `read_config`. Raises
     `UserError` if there is no such step, or it cannot be loaded.
     """
-    players = build_players(read_config(run_dir.config, allow_pipe=allow_pipe))
+    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    players = build_players(config, normalization=recorded_normalization(run_dir, config))
     modules = players.trained_modules
     if step is None:
         step = _load_newest(run_dir, modules)

@@ -112,7 +112,7 @@ class RunConfig(Schema):
         if self.data.mel is not None and self.encoder.in_channels != 1:
             raise ValueError(
                 f"spectrograms have one channel but encoder.in_channels is {self.encoder.in_channels}; set "
-                "encoder.in_channels=1, encoder.mean=[0] and encoder.std=[1], because they come normalised"
+                "encoder.in_channels=1, and encoder.mean and encoder.std to null"
             )
         return self
 

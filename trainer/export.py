@@ -31,6 +31,7 @@ import safetensors.torch
 
 from data_pipeline.errors import UserError, run_command
 from trainer.checkpoint import load_players
+from trainer.models.encoder import Encoder
 from trainer.models.loading import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, named_as_published
 from trainer.players import Players
 from trainer.rundir import RunDir, open_run, write_atomically
@@ -65,11 +66,18 @@ def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
         run=players.config.name,
         step=players.step,
         git_commit=_git_commit(run_dir, players),
-        encoder=players.config.encoder,
+        encoder=players.config.encoder.model_copy(update=_normalization_of(players.encoder)),
     )
     weights = {name: tensor.contiguous() for name, tensor in named_as_published(players.encoder).state_dict().items()}
     # One key alone, because safetensors writes several in an order that differs from process to process.
     write_atomically(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
+
+
+def _normalization_of(encoder: Encoder) -> dict[str, tuple[float, ...]]:
+    """Return what the encoder normalises by, as settings, also if the run's config took it from the data."""
+    named = encoder.normalization
+    assert named is not None
+    return {"mean": named.mean, "std": named.std}
 
 
 def _git_commit(run_dir: RunDir, players: Players) -> str | None:

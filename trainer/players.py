@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer.config import RunConfig
-from trainer.models.encoder import Encoder, build_encoder
+from trainer.models.encoder import Encoder, Normalization, build_encoder
 from trainer.objectives import Objective, build_objective
 from trainer.run_state import DataIdentity
 from trainer.views import ViewPolicy, build_view_policy
@@ -60,11 +60,17 @@ def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int
     return objective.to(device, config.parameter_dtype)
 
 
-def build_players(config: RunConfig) -> Players:
-    """Untrained players: a function of the config alone, because the initial weights are drawn from its seed."""
+def build_players(config: RunConfig, *, normalization: Normalization | None = None) -> Players:
+    """Return untrained players: a function of the arguments alone, because the config's seed draws the initial weights.
+
+    `normalization` is that of the train set's pictures. It is needed to compute with an encoder whose config names
+    none, and not to know its shapes. Spectrograms come normalised.
+    """
+    if config.data.mel is not None:
+        normalization = Normalization(mean=(0.0,), std=(1.0,))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        encoder = build_encoder(config.encoder)
+        encoder = build_encoder(config.encoder, normalization=normalization)
         view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=config.data.mel)
     encoder.trunk.checkpointing = config.memory.encoder_checkpointing
     if isinstance(view_policy, Viewmaker):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from trainer.config import DataConfig, RunConfig, difference, read_config
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
 from trainer.distributed.engine import Engine
 from trainer.models.batch_norm import check_splits
+from trainer.normalization import normalization_of
 from trainer.objectives import Objective
 from trainer.optim import scaled_learning_rate
 from trainer.players import Players
@@ -34,6 +36,9 @@ from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
 
 logger = logging.getLogger(__name__)
+
+# How far a config's normalisation may be from the data's without a warning: ImageNet's on CIFAR-10 is not too far.
+_FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 
 T = TypeVar("T")
 
@@ -328,6 +333,7 @@ def log_start(
         logger.warning(
             "this processor has no instructions for bfloat16, so a step may take longer than with precision=float32"
         )
+    _warn_of_foreign_normalization(config, manifest)
     if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in players.encoder.modules()):
         logger.info(
             "batch norm sees micro batches of %d: its statistics, and so the run, depend on memory.micro_batches",
@@ -337,6 +343,24 @@ def log_start(
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:
         logger.info("going on from step %d of %d", start_step, num_steps)
+
+
+def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
+    """Log a warning if the config normalises pictures by numbers that are far from those of the train set."""
+    named, own = config.encoder.normalization, normalization_of(train)
+    if named is None or own is None:
+        return
+    is_far = any(
+        abs(mean - own_mean) > _FAR_MEAN * own_std or abs(math.log(std / own_std)) > _FAR_LOG_STD
+        for mean, std, own_mean, own_std in zip(named.mean, named.std, own.mean, own.std, strict=True)
+    )
+    if is_far:
+        logger.warning(
+            "encoder.mean=%s and encoder.std=%s are not those of %s (%s and %s); set both to null to take those",
+            *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (named.mean, named.std)),
+            config.data.train_dir,
+            *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (own.mean, own.std)),
+        )
 
 
 def _lacks_bfloat16(capabilities: Mapping[str, bool | int | str]) -> bool:

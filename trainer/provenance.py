@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from trainer.config import RunConfig
+from trainer.normalization import RECORDED_NORMALIZATION, normalization_of
 from trainer.preflight import Manifests
 from trainer.rundir import RunDir, write_json
 
@@ -84,6 +85,8 @@ def write_provenance(
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
     now = manifests.identity.model_dump() | {"starts": [*earlier.get("starts", []), start]}
+    if config.encoder.normalization is None and (derived := normalization_of(manifests.train)) is not None:
+        now |= {RECORDED_NORMALIZATION: derived.model_dump(mode="json")}
     write_json(run_dir.provenance, first | now)
 
 

@@ -27,6 +27,7 @@ from data_pipeline.stream import Stream
 from trainer.config import RunConfig, read_config
 from trainer.engines import DDPConfig, build_engines
 from trainer.nonfinite import NonFiniteRecord, read_record
+from trainer.normalization import recorded_normalization
 from trainer.numerics import LossScale
 from trainer.players import build_players, build_run_objective
 from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run
@@ -191,7 +192,8 @@ def replay(
             f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded, but another one; "
             "put that back"
         )
-    players = build_players(config).to(where, config.parameter_dtype)
+    players = build_players(config, normalization=recorded_normalization(run_dir, config))
+    players = players.to(where, config.parameter_dtype)
     objective = build_run_objective(config, players.encoder, num_samples=stream.manifest.num_samples, device=where)
     modules = dict(players.trained_modules)
     try:

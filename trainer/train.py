@@ -27,6 +27,7 @@ from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.engines import build_engines
 from trainer.models.batch_norm import settle_running_statistics
+from trainer.normalization import normalization_of
 from trainer.optim import learning_rates_at
 from trainer.players import build_players, build_run_objective
 from trainer.preemption import StoppedError, StopRequests
@@ -82,7 +83,8 @@ def _train(
     steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
 
-    players = build_players(config).to(device, config.parameter_dtype)
+    players = build_players(config, normalization=normalization_of(manifests.train))
+    players = players.to(device, config.parameter_dtype)
     objective = build_run_objective(config, players.encoder, num_samples=manifests.train.num_samples, device=device)
     engines = build_engines(config, players.trained_modules, objective)
     if config.compile:

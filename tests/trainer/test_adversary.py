@@ -47,9 +47,11 @@ def test_going_forward_it_is_the_identity() -> None:
     assert torch.equal(gradient, torch.full((3, 4), -2.0))
 
 
-def test_defaults_are_the_published_ones() -> None:
+def test_by_default_both_players_share_a_pass_with_the_published_weight_and_optimizer() -> None:
+    """The published code takes turns (`alternating`): a pass for the encoder, then one for the viewmaker."""
     config = AdversaryConfig()
-    assert (config.update, config.weight) == ("simultaneous", 1.0)
+    assert config.update == "simultaneous"
+    assert (config.weight, config.freeze_step, config.viewmaker_steps) == (1.0, None, 1)
     assert config.optimizer == AdamConfig(learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
 
 

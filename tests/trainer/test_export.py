@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import trainer.export
 from configs import debug
+from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.errors import UserError
 from trainer.checkpoint import CheckpointWriter
 from trainer.config import RunConfig
@@ -30,7 +31,8 @@ from trainer.optim import SGDConfig
 from trainer.players import build_players
 from trainer.rundir import RunDir, write_json
 
-TINY = ResNet10Config(width=4, embedding_size=16)
+CIFAR10: dict[str, Any] = {"mean": CIFAR10_MEAN, "std": CIFAR10_STD}
+TINY = ResNet10Config(width=4, embedding_size=16, **CIFAR10)
 
 
 def make_run(directory: Path, encoder_config: Any = TINY, *, steps: tuple[int, ...] = (5,)) -> RunDir:
@@ -93,7 +95,7 @@ def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path)
     model = torchvision.models.resnet18()
     model.fc = nn.Identity()
     if form == "small":
-        config: Any = ResNet18SmallConfig()
+        config: Any = ResNet18SmallConfig(**CIFAR10)
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     else:
@@ -114,7 +116,7 @@ def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path)
 def test_timms_vit_tiny_computes_the_same_bits(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3}
-    run_dir = make_run(tmp_path / "run", TimmConfig(name="vit_tiny_patch16_224", options=options))
+    run_dir = make_run(tmp_path / "run", TimmConfig(name="vit_tiny_patch16_224", options=options, **CIFAR10))
     out = tmp_path / "encoder.safetensors"
     export(run_dir, out)
 
@@ -260,7 +262,7 @@ def test_a_pickle_by_the_name_of_an_export_is_refused_and_not_run(kind: str, tmp
 def test_a_header_that_names_a_pickle_is_refused_and_it_is_not_run(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     torch.save(CreatesAFile(tmp_path / "ran"), tmp_path / "weights.pth")
-    encoder = TimmConfig(name="test_vit").model_dump(mode="json")
+    encoder = TimmConfig(name="test_vit", **CIFAR10).model_dump(mode="json")
     encoder["options"] = {"checkpoint_path": str(tmp_path / "weights.pth")}
     header = {"version": 1, "run": "r", "step": 1, "git_commit": None, "encoder": encoder}
     path = write_export(tmp_path / "encoder.safetensors", header, {"x": torch.zeros(1)})
@@ -287,7 +289,8 @@ def test_other_peoples_weights_are_no_export(tmp_path: Path) -> None:
         ({"version": 2}, "written by a newer version"),
         ({"encoder": {"kind": "resnet11"}}, "the header of .*encoder"),
         ({"encoder": TINY.model_dump(mode="json") | {"width": 8}}, 'does not hold the "resnet10"'),
-        ({"encoder": ResNet18Config().model_dump(mode="json")}, 'does not hold the "resnet18"'),
+        ({"encoder": ResNet18Config(**CIFAR10).model_dump(mode="json")}, 'does not hold the "resnet18"'),
+        ({"encoder": ResNet18Config().model_dump(mode="json")}, "does not say by which mean and std to normalise"),
         ({"code": "import os"}, 'unknown key "code"'),
     ],
 )

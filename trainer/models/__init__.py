@@ -8,6 +8,7 @@ on how many ranks share the batch, unless the config asks for `batch_norm="local
 from trainer.models.encoder import (
     Encoder,
     EncoderConfig,
+    Normalization,
     ResNet10Config,
     ResNet18Config,
     ResNet18SmallConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "Encoder",
     "EncoderConfig",
     "HeadConfig",
+    "Normalization",
     "ResNet10Config",
     "ResNet18Config",
     "ResNet18SmallConfig",

@@ -9,10 +9,11 @@ Shapes: B pictures, C channels of the picture or of the trunk's last map, H by W
 from __future__ import annotations
 
 import copy
+import math
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
@@ -29,12 +30,20 @@ from trainer.models.wide_resnet import wide_resnet_trunk
 Trunk: TypeAlias = ConvolutionalTrunk | TimmTrunk
 
 
+class Normalization(Schema):
+    """The mean and standard deviation of each input channel: the encoder subtracts the one and divides by the other."""
+
+    mean: tuple[FiniteFloat, ...]
+    std: tuple[Annotated[PositiveFloat, Field(allow_inf_nan=False)], ...]
+
+
 class _Fields(Schema):
     """What every encoder takes.
 
     `batch_norm`: statistics over the global batch, over each rank's part (then results depend on the number of ranks),
     or "split", over `batch_norm_splits` equal groups of the global batch; a head's stay synchronised then. `mean` and
-    `std` are per input channel; the defaults are CIFAR-10's, in [0, 1] units, as Tamkin et al. 2022 use them.
+    `std` normalise each input channel, in [0, 1] units for pictures. None takes those of the train set's manifest, for
+    spectrograms 0 and 1, because they come normalised.
     `probe_reads`: the linear probe reads every value of the trunk's last map, or the pooled map.
     """
 
@@ -43,18 +52,27 @@ class _Fields(Schema):
     head: HeadConfig = HeadConfig()
     batch_norm: Literal["synchronized", "local", "split"] = "synchronized"
     batch_norm_splits: PositiveInt = 8
-    mean: tuple[float, ...] = (0.491, 0.482, 0.446)
-    std: tuple[PositiveFloat, ...] = (0.247, 0.243, 0.261)
+    mean: tuple[float, ...] | None = None
+    std: tuple[PositiveFloat, ...] | None = None
     probe_reads: Literal["map", "pooled"] = "map"
 
     @model_validator(mode="after")
     def _one_mean_and_std_a_channel(self) -> Self:
+        if self.mean is None and self.std is None:
+            return self
+        if self.mean is None or self.std is None:
+            raise ValueError("mean and std belong together; give both, or neither for those of the train set")
         if not len(self.mean) == len(self.std) == self.in_channels:
             raise ValueError(
                 f"in_channels is {self.in_channels}, but there are {len(self.mean)} numbers in mean and "
                 f"{len(self.std)} in std; give one a channel (mean=[0], std=[1] for a normalised spectrogram)"
             )
         return self
+
+    @property
+    def normalization(self) -> Normalization | None:
+        """`mean` and `std`; None if they are those of the data."""
+        return None if self.mean is None or self.std is None else Normalization(mean=self.mean, std=self.std)
 
 
 class _ResNetFields(_Fields):
@@ -203,15 +221,18 @@ class Encoder(nn.Module):
         trunk: Trunk,
         head: nn.Module,
         *,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
+        in_channels: int,
+        normalization: Normalization | None,
         probe_reads: Literal["map", "pooled"] = "map",
     ) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = head
+        self.normalization = normalization
         self._probe_reads = probe_reads
-        # The config holds these; in a checkpoint they would be a second truth.
+        unknown = (math.nan,) * in_channels
+        mean, std = (unknown, unknown) if normalization is None else (normalization.mean, normalization.std)
+        # The config or the run's provenance holds these; in a checkpoint they would be a second truth.
         self.register_buffer("mean_C11", torch.tensor(mean).reshape(-1, 1, 1), persistent=False)
         self.register_buffer("std_C11", torch.tensor(std).reshape(-1, 1, 1), persistent=False)
 
@@ -273,8 +294,11 @@ class Encoder(nn.Module):
         return map_BCHW
 
 
-def build_encoder(config: EncoderConfig) -> Encoder:
-    """A freshly initialised encoder; the weights come from torch's default generator.
+def build_encoder(config: EncoderConfig, *, normalization: Normalization | None = None) -> Encoder:
+    """Return a freshly initialised encoder; the weights come from torch's default generator.
+
+    `normalization` is that of the data, for a config that names none. If both are None, the encoder has its shapes, but
+    all its outputs are NaN.
 
     Raises `UserError` where timm does not take the options, or batch norm cannot be had as the config wants it.
     """
@@ -290,7 +314,13 @@ def build_encoder(config: EncoderConfig) -> Encoder:
             synchronize_batch_norm(trunk)
     head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
     head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=head_norm)
-    return Encoder(trunk, head, mean=config.mean, std=config.std, probe_reads=config.probe_reads)
+    return Encoder(
+        trunk,
+        head,
+        in_channels=config.in_channels,
+        normalization=config.normalization or normalization,
+        probe_reads=config.probe_reads,
+    )
 
 
 def _build_trunk(config: EncoderConfig) -> Trunk:

@@ -107,4 +107,7 @@ def _read_export(path: Path) -> tuple[ExportHeader, dict[str, Tensor]]:
         raise UserError(f"the header of {path} is damaged; export the encoder again")
     if isinstance(version := header.get("version"), int) and version > 1:
         raise UserError(f"{path} was written by a newer version (format {version}, this one reads 1); update this code")
-    return ExportHeader.parse(header, where=f"the header of {path}"), weights
+    parsed = ExportHeader.parse(header, where=f"the header of {path}")
+    if parsed.encoder.normalization is None:
+        raise UserError(f"the header of {path} does not say by which mean and std to normalise; export it again")
+    return parsed, weights

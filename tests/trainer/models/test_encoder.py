@@ -14,6 +14,7 @@ from trainer.models import (
     Encoder,
     EncoderConfig,
     HeadConfig,
+    Normalization,
     ResNet10Config,
     ResNet18Config,
     ResNet18SmallConfig,
@@ -29,6 +30,7 @@ from trainer.models.encoder import ResNetConfig
 from trainer.models.resnet import resnet_trunk
 from trainer.models.wide_resnet import wide_resnet_trunk
 
+CIFAR10 = Normalization(mean=(0.491, 0.482, 0.446), std=(0.247, 0.243, 0.261))
 SMALL = ResNet10Config(width=4)
 SPECTROGRAM: dict[str, Any] = {"in_channels": 1, "mean": (0.0,), "std": (1.0,)}
 CONFIGS: TypeAdapter[EncoderConfig] = TypeAdapter(EncoderConfig)
@@ -60,7 +62,7 @@ def torchvisions(config: EncoderConfig) -> Any:
     ids=["resnet18_small", "sound", "wrn_34_5", "resnet10"],
 )
 def test_numbers_of_parameters(config: EncoderConfig, in_trunk: int, in_all: int) -> None:
-    encoder = build_encoder(config)
+    encoder = build_encoder(config, normalization=CIFAR10)
     assert (num_parameters(encoder.trunk), num_parameters(encoder)) == (in_trunk, in_all)
 
 
@@ -76,7 +78,7 @@ def test_numbers_of_parameters(config: EncoderConfig, in_trunk: int, in_all: int
 )
 def test_heads_of_the_papers(head: HeadConfig, embedding_size: int, number: int) -> None:
     config = ResNet10Config(width=64, head=head, embedding_size=embedding_size)
-    encoder = build_encoder(config)
+    encoder = build_encoder(config, normalization=CIFAR10)
     assert num_parameters(encoder.head) == number
     assert encoder(torch.rand(2, 3, 8, 8)).shape == (2, embedding_size)
 
@@ -100,7 +102,7 @@ def test_heads_of_the_papers(head: HeadConfig, embedding_size: int, number: int)
 def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected: list[float]) -> None:
     """Published numbers of ours were trained from these."""
     torch.manual_seed(0)
-    state = build_encoder(config).state_dict()
+    state = build_encoder(config, normalization=CIFAR10).state_dict()
     weights = [state[name].flatten() for name in ("trunk.conv1.weight", "trunk.layer4.0.conv2.weight", "head.weight")]
     drawn = torch.cat([weights[0][:2], weights[1][:2], weights[2][:1]])
     torch.testing.assert_close(drawn, torch.tensor(expected), rtol=1e-5, atol=1e-9)
@@ -122,7 +124,7 @@ def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected
 )
 def test_resnets_are_torchvisions(config: EncoderConfig, training: bool) -> None:
     peer = torchvisions(config)
-    encoder = build_encoder(config)
+    encoder = build_encoder(config, normalization=CIFAR10)
     assert list(encoder.trunk.state_dict()) == list(peer.state_dict())
     encoder.trunk.load_state_dict(peer.state_dict())
     views_BCHW = torch.rand(2, 3, 36, 36)
@@ -135,7 +137,7 @@ def test_resnets_are_torchvisions(config: EncoderConfig, training: bool) -> None
 
 
 def test_first_weights_are_drawn_as_torchvision_draws_them() -> None:
-    ours = build_encoder(ResNet18SmallConfig(init="torchvision")).trunk.state_dict()
+    ours = build_encoder(ResNet18SmallConfig(init="torchvision"), normalization=CIFAR10).trunk.state_dict()
     theirs = torchvision.models.resnet18().state_dict()
     for name, value in ours.items():
         if name.endswith("weight") and value.numel() > 30_000:
@@ -197,7 +199,7 @@ def test_the_first_weights_of_the_published_encoder_are_a_fifth_of_torchvisions_
 @pytest.mark.parametrize("kind", ["resnet18_small", "resnet18"])
 def test_a_stem_without_its_relu(kind: str) -> None:
     config = CONFIGS.validate_python({"kind": kind, "stem_relu": False})
-    encoder = build_encoder(config).eval()
+    encoder = build_encoder(config, normalization=CIFAR10).eval()
     peer = torchvisions(config).eval()
     peer.load_state_dict(encoder.trunk.state_dict())
     x_BCHW = torch.rand(2, 3, 24, 24)
@@ -246,11 +248,11 @@ def small_encoders() -> list[tuple[str, Encoder]]:
 
     def with_trunk(trunk: Any) -> Encoder:
         head = nn.Linear(trunk.num_channels, 128)
-        return Encoder(trunk, head, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4)).eval()
+        return Encoder(trunk, head, in_channels=3, normalization=CIFAR10).eval()
 
     block = torchvision.models.resnet.Bottleneck
     return [
-        ("resnet10", build_encoder(SMALL).eval()),
+        ("resnet10", build_encoder(SMALL, normalization=CIFAR10).eval()),
         ("standard", with_trunk(resnet_trunk(block, (1, 1, 1, 1), form="standard", width=4))),
         ("wrn", with_trunk(wide_resnet_trunk(10, 1))),
     ]
@@ -267,21 +269,24 @@ def test_sizes_of_features(name: str, encoder: Encoder, height: int, width: int)
 
 
 def test_published_sizes_of_features() -> None:
-    image, sound = build_encoder(ResNet18SmallConfig()), build_encoder(ResNet18Config(**SPECTROGRAM))
+    image, sound = (
+        build_encoder(ResNet18SmallConfig(), normalization=CIFAR10),
+        build_encoder(ResNet18Config(**SPECTROGRAM), normalization=CIFAR10),
+    )
     assert (image.feature_size(32, 32), image.pooled_size) == (8192, 512)
     assert (sound.feature_size(64, 64), sound.pooled_size) == (2048, 512)
-    assert build_encoder(WideResNet34x5Config()).feature_size(32, 32) == 320 * 8 * 8
+    assert build_encoder(WideResNet34x5Config(), normalization=CIFAR10).feature_size(32, 32) == 320 * 8 * 8
 
 
 def test_the_probe_may_read_the_pooled_map() -> None:
-    encoder = build_encoder(ResNet10Config(width=4, probe_reads="pooled")).eval()
+    encoder = build_encoder(ResNet10Config(width=4, probe_reads="pooled"), normalization=CIFAR10).eval()
     views_BCHW = torch.rand(2, 3, 24, 24)
     assert torch.equal(encoder.features(views_BCHW), encoder.pooled(views_BCHW))
     assert encoder.feature_size(24, 24) == encoder.pooled_size == 32
 
 
 def test_features_are_the_map_whose_mean_is_pooled_in_either_memory_format() -> None:
-    encoder = build_encoder(SMALL).eval()
+    encoder = build_encoder(SMALL, normalization=CIFAR10).eval()
     views_BCHW = torch.rand(2, 3, 24, 24)
     features_BF = encoder.features(views_BCHW)
     assert features_BF.min() == 0
@@ -292,7 +297,7 @@ def test_features_are_the_map_whose_mean_is_pooled_in_either_memory_format() -> 
 
 
 def test_under_autocast_only_the_trunk_is_in_bfloat16() -> None:
-    encoder = build_encoder(SMALL).eval()
+    encoder = build_encoder(SMALL, normalization=CIFAR10).eval()
     seen: list[torch.dtype] = []
     encoder.trunk.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
     views_BCHW = torch.rand(2, 3, 16, 16)
@@ -307,27 +312,56 @@ def test_under_autocast_only_the_trunk_is_in_bfloat16() -> None:
 
 def test_normalisation_is_of_the_config_and_not_of_the_checkpoint() -> None:
     config = ResNet10Config(width=4, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
-    encoder = build_encoder(config).eval()
-    neutral = build_encoder(config.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})).eval()
+    encoder = build_encoder(config, normalization=CIFAR10).eval()
+    neutral = build_encoder(
+        config.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}), normalization=CIFAR10
+    ).eval()
     neutral.load_state_dict(encoder.state_dict())
     views_BCHW = torch.rand(2, 3, 16, 16)
     torch.testing.assert_close(encoder(views_BCHW), neutral((views_BCHW - 0.5) * 4))
 
 
 def test_one_channel() -> None:
-    encoder = build_encoder(ResNet10Config(width=4, in_channels=1, mean=(-90.293,), std=(11.799,))).eval()
+    encoder = build_encoder(
+        ResNet10Config(width=4, in_channels=1, mean=(-90.293,), std=(11.799,)), normalization=CIFAR10
+    ).eval()
     assert encoder(torch.rand(2, 1, 16, 16)).shape == (2, 128)
-    for wrong, views_BCHW in [(encoder, torch.rand(2, 3, 16, 16)), (build_encoder(SMALL), torch.rand(2, 1, 16, 16))]:
+    for wrong, views_BCHW in [
+        (encoder, torch.rand(2, 3, 16, 16)),
+        (build_encoder(SMALL, normalization=CIFAR10), torch.rand(2, 1, 16, 16)),
+    ]:
         with pytest.raises(ValueError, match=r"the encoder takes [13] channels \(in_channels\), got views"):
             wrong(views_BCHW)
+    three = {"mean": CIFAR10.mean, "std": CIFAR10.std}
     with pytest.raises(UserError, match="encoder: in_channels is 1, but there are 3 numbers in mean and 3 in std;"):
-        ResNet18Config.parse({"in_channels": 1}, where="encoder")
+        ResNet18Config.parse({"in_channels": 1} | three, where="encoder")
+    with pytest.raises(UserError, match="encoder: mean and std belong together; give both, or neither"):
+        ResNet18Config.parse({"mean": CIFAR10.mean}, where="encoder")
+
+
+def test_an_encoder_normalises_by_the_data_unless_its_config_says_otherwise() -> None:
+    views_BCHW, seen = torch.rand(2, 3, 16, 16), []
+    named = SMALL.model_copy(update={"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)})
+    for config, normalization in ((SMALL, CIFAR10), (named, CIFAR10), (named, None), (SMALL, None)):
+        encoder = build_encoder(config, normalization=normalization)
+        encoder.trunk.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+        encoder(views_BCHW)
+    of_data, *of_config, of_neither = seen
+    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (CIFAR10.mean, CIFAR10.std))
+    torch.testing.assert_close(of_data, (views_BCHW - mean) / std)
+    for normalised_BCHW in of_config:
+        torch.testing.assert_close(normalised_BCHW, (views_BCHW - 0.5) * 4)
+    assert of_neither.isnan().all()  # so that it cannot be overlooked
 
 
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
 def test_config_chooses_encoder_and_batch_norm(batch_norm: str) -> None:
     config = CONFIGS.validate_python({"kind": "resnet10", "width": 4, "batch_norm": batch_norm})
-    norms = [module for module in build_encoder(config).modules() if isinstance(module, nn.BatchNorm2d)]
+    norms = [
+        module
+        for module in build_encoder(config, normalization=CIFAR10).modules()
+        if isinstance(module, nn.BatchNorm2d)
+    ]
     assert {type(norm) for norm in norms} == {
         SynchronizedBatchNorm2d if batch_norm == "synchronized" else nn.BatchNorm2d
     }

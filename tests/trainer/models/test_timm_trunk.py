@@ -10,18 +10,19 @@ from torch import Tensor, nn
 from data_pipeline.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
-from trainer.models import Encoder, TimmConfig, build_encoder
+from trainer.models import Encoder, Normalization, TimmConfig, build_encoder
 from trainer.models.batch_norm import SynchronizedBatchNorm2d
 from trainer.models.timm_trunk import TimmTrunk
 
 timm = pytest.importorskip("timm")
 
+CIFAR10 = Normalization(mean=(0.491, 0.482, 0.446), std=(0.247, 0.243, 0.261))
 VIT = TimmConfig(name="test_vit", options={"img_size": 32, "patch_size": 8})
 
 
 def test_a_vision_transformer_is_timms_and_learns_throughout() -> None:
     torch.manual_seed(0)
-    encoder = build_encoder(VIT)
+    encoder = build_encoder(VIT, normalization=CIFAR10)
     peer = timm.create_model("test_vit", num_classes=0, img_size=32, patch_size=8)
     assert isinstance(encoder.trunk, TimmTrunk)
     peer.load_state_dict(encoder.trunk.model.state_dict())
@@ -48,16 +49,16 @@ def test_maps_of_tokens_and_of_pixels(name: str, options: dict[str, Any], size: 
     views_BCHW = torch.rand(2, 1, 32, 32)
     channels: dict[str, Any] = {"in_channels": 1, "mean": (0,), "std": (1,)}
     config = TimmConfig(name=name, options=options, probe_reads="map", **channels)
-    encoder = build_encoder(config).eval()
+    encoder = build_encoder(config, normalization=CIFAR10).eval()
     assert encoder.features(views_BCHW).shape == (2, encoder.feature_size(32, 32)) == (2, size)
     assert encoder.pooled(views_BCHW).shape == (2, encoder.pooled_size)
     assert encoder(views_BCHW).shape == (2, 128)
-    pooled = build_encoder(config.model_copy(update={"probe_reads": "pooled"})).eval()
+    pooled = build_encoder(config.model_copy(update={"probe_reads": "pooled"}), normalization=CIFAR10).eval()
     assert pooled.features(views_BCHW).shape == (2, pooled.feature_size(32, 32)) == (2, encoder.pooled_size)
 
 
 def test_under_autocast_all_that_comes_out_is_float32() -> None:
-    encoder = build_encoder(TimmConfig(name="test_efficientnet", probe_reads="map")).eval()
+    encoder = build_encoder(TimmConfig(name="test_efficientnet", probe_reads="map"), normalization=CIFAR10).eval()
     views_BCHW = torch.rand(2, 3, 32, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert encoder.trunk(views_BCHW).dtype == torch.bfloat16
@@ -68,7 +69,9 @@ def test_under_autocast_all_that_comes_out_is_float32() -> None:
 def test_the_same_seed_gives_the_same_weights() -> None:
     def weights(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return torch.cat([parameter.detach().flatten() for parameter in build_encoder(VIT).parameters()])
+        return torch.cat(
+            [parameter.detach().flatten() for parameter in build_encoder(VIT, normalization=CIFAR10).parameters()]
+        )
 
     assert torch.equal(weights(3), weights(3))
     assert not torch.equal(weights(3), weights(4))
@@ -76,8 +79,8 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 
 def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
     torch.manual_seed(0)
-    local = build_encoder(TimmConfig(name="test_efficientnet", batch_norm="local"))
-    ours = build_encoder(TimmConfig(name="test_efficientnet"))
+    local = build_encoder(TimmConfig(name="test_efficientnet", batch_norm="local"), normalization=CIFAR10)
+    ours = build_encoder(TimmConfig(name="test_efficientnet"), normalization=CIFAR10)
     assert not any(isinstance(module, SynchronizedBatchNorm2d) for module in local.modules())
     norms = [module for module in ours.modules() if isinstance(module, nn.BatchNorm2d)]
     assert norms
@@ -91,7 +94,7 @@ def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
 
 def seeded_encoder() -> Encoder:
     torch.manual_seed(0)
-    return build_encoder(TimmConfig(name="test_efficientnet", embedding_size=8)).double()
+    return build_encoder(TimmConfig(name="test_efficientnet", embedding_size=8), normalization=CIFAR10).double()
 
 
 def trained(views_BCHW: Tensor, weights_BD: Tensor) -> dict[str, Tensor]:
@@ -133,12 +136,12 @@ def test_wrong_configs(settings: dict[str, Any], message: str) -> None:
 
 def test_options_that_timm_refuses() -> None:
     with pytest.raises(UserError, match=r'timm cannot build "test_vit" with options \(img_sise=32\): .*img_sise'):
-        build_encoder(TimmConfig(name="test_vit", options={"img_sise": 32}))
+        build_encoder(TimmConfig(name="test_vit", options={"img_sise": 32}), normalization=CIFAR10)
 
 
 def test_a_size_that_the_model_refuses() -> None:
     options: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 12}
-    encoder = build_encoder(TimmConfig(name="vit_tiny_patch16_224", options=options))
+    encoder = build_encoder(TimmConfig(name="vit_tiny_patch16_224", options=options), normalization=CIFAR10)
     assert encoder.feature_size(32, 32) == 12
     with pytest.raises(UserError, match=r"the encoder cannot take inputs of 64 x 64: Input height \(64\)"):
         encoder.feature_size(64, 64)
@@ -146,8 +149,8 @@ def test_a_size_that_the_model_refuses() -> None:
 
 def test_batch_norms_that_cannot_be_synchronised() -> None:
     with pytest.raises(UserError, match="batch norm of type BatchNorm1d cannot be synchronised; set encoder"):
-        build_encoder(TimmConfig(name="levit_128s"))
-    build_encoder(TimmConfig(name="levit_128s", batch_norm="local"))
+        build_encoder(TimmConfig(name="levit_128s"), normalization=CIFAR10)
+    build_encoder(TimmConfig(name="levit_128s", batch_norm="local"), normalization=CIFAR10)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ def test_loss_and_gradients(num_ranks: int, temperature: float) -> None:
 
 def encoder() -> Encoder:
     torch.manual_seed(0)
-    return build_encoder(ResNet10Config(width=4, head=HeadConfig(hidden_sizes=(32,))))
+    config = ResNet10Config(width=4, head=HeadConfig(hidden_sizes=(32,)), mean=(0.5,) * 3, std=(0.25,) * 3)
+    return build_encoder(config)
 
 
 def parameter_gradients(views_VBCHW: Tensor) -> dict[str, Tensor]:

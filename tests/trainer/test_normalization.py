@@ -1,0 +1,177 @@
+"""By what the encoder normalises pictures: its config's numbers, or those of the train set, which the run records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs import resolve_recipe
+from data_pipeline.errors import UserError
+from data_pipeline.manifest import Manifest, load_manifest
+from tests.tiny_data import write_tiny_pair
+from trainer.checkpoint import load_players
+from trainer.config import RunConfig
+from trainer.export import export
+from trainer.models import Encoder, Normalization, load_encoder
+from trainer.normalization import normalization_of
+from trainer.plan import plan
+from trainer.players import build_players
+from trainer.preflight import log_start
+from trainer.rundir import RunDir
+from trainer.train import train
+
+CPU = torch.device("cpu")
+OF_THE_DATA = ["encoder.mean=null", "encoder.std=null"]
+
+
+def configure(data: Path, *settings: str) -> RunConfig:
+    where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
+    small = ["global_batch_size=16", "num_epochs=1", "tracking.wandb=disabled", "watchdog.enabled=false"]
+    return resolve_recipe("debug:image", [*where, *small, *settings])
+
+
+def start(data: Path, run_dir: Path, *settings: str) -> RunDir:
+    train(configure(data, *settings), RunDir(run_dir), device=CPU, command="train")
+    return RunDir(run_dir)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=48, num_test=16)
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return start(data, tmp_path_factory.mktemp("runs") / "run", *OF_THE_DATA)
+
+
+def numbers_of(encoder: Encoder) -> tuple[list[float], list[float]]:
+    return encoder.mean_C11.flatten().tolist(), encoder.std_C11.flatten().tolist()
+
+
+def views() -> Tensor:
+    return torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def manifest_of(data: Path) -> Manifest:
+    return load_manifest(data / "train")
+
+
+def test_a_run_normalises_by_its_train_set_and_needs_it_no_more_once_it_is_trained(data: Path, tmp_path: Path) -> None:
+    """A run directory alone gives the encoder at every step, untrained too, and its export."""
+    copy = shutil.copytree(data, tmp_path / "data")
+    manifest = manifest_of(copy)
+    run_dir = start(copy, tmp_path / "run", *OF_THE_DATA)
+    assert json.loads(run_dir.config.read_text())["encoder"]["mean"] is None
+    shutil.rmtree(copy)
+    for step in (0, None):
+        encoder = load_encoder(run_dir.path, step=step)
+        for ours, expected in zip(numbers_of(encoder), (manifest.mean, manifest.std), strict=True):
+            assert ours == pytest.approx(expected)
+        assert encoder(views()).isfinite().all()
+    export(run_dir, tmp_path / "encoder.safetensors")
+    exported = load_encoder(tmp_path / "encoder.safetensors")
+    assert torch.equal(exported.pooled(views()), load_encoder(run_dir.path).pooled(views()))
+
+
+def test_the_numbers_of_the_train_set_given_by_hand_are_the_same_run(
+    trained: RunDir, data: Path, tmp_path: Path
+) -> None:
+    manifest = manifest_of(data)
+    by_hand = [f"encoder.mean={list(manifest.mean)}", f"encoder.std={list(manifest.std)}"]
+    same = start(data, tmp_path / "run", *by_hand)
+    theirs = load_encoder(same.path).state_dict()
+    for name, value in load_encoder(trained.path).state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+    other = load_encoder(start(data, tmp_path / "other").path).state_dict()
+    assert not torch.equal(other["trunk.conv1.weight"], theirs["trunk.conv1.weight"])
+
+
+def test_a_restart_normalises_as_before(trained: RunDir, data: Path, tmp_path: Path) -> None:
+    run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
+    shutil.rmtree(run_dir.checkpoint(3))
+    run_dir.latest.unlink()
+    train(configure(data, *OF_THE_DATA), run_dir, device=CPU, command="train")
+    again = load_encoder(run_dir.path)
+    for name, value in load_encoder(trained.path).state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert len(json.loads(run_dir.provenance.read_text())["starts"]) == 2
+
+
+def test_a_run_with_numbers_of_its_own_needs_no_record(trained: RunDir, tmp_path: Path) -> None:
+    """Runs that are older than the record have none."""
+    run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
+    config = json.loads(run_dir.config.read_text())
+    config["encoder"] |= {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
+    run_dir.config.write_text(json.dumps(config))
+    run_dir.provenance.unlink()
+    assert numbers_of(load_players(run_dir).encoder) == ([0.5] * 3, [0.25] * 3)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (None, 'does not hold "normalization", the mean and std by which the encoder normalises its input; put back'),
+        ("{", 'does not hold "normalization"'),
+        ("[]", 'does not hold "normalization"'),
+        ('{"starts": []}', 'does not hold "normalization"'),
+        ('{"normalization": {"mean": [0, 0, 0], "std": [1, 0, 1]}}', r'"normalization" in .*std\.1'),
+        ('{"normalization": {"mean": [0, 0, NaN], "std": [1, 1, 1]}}', r'"normalization" in .*mean\.2'),
+        ('{"normalization": 3}', '"normalization" in '),
+    ],
+)
+def test_a_lost_record_is_said_in_one_sentence(
+    record: str | None, message: str, trained: RunDir, tmp_path: Path
+) -> None:
+    run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
+    run_dir.provenance.unlink() if record is None else run_dir.provenance.write_text(record)
+    with pytest.raises(UserError, match=message) as refusal:
+        load_encoder(run_dir.path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_plan_needs_no_data() -> None:
+    plans = [
+        plan(resolve_recipe("debug:image", settings), world_size=1, num_samples=64, device_gigabytes=None)
+        for settings in ([], OF_THE_DATA)
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_spectrograms_come_normalised() -> None:
+    config = resolve_recipe("debug:audio", OF_THE_DATA)
+    assert numbers_of(build_players(config).encoder) == ([0.0], [1.0])
+
+
+def test_a_channel_that_never_changes_is_divided_by_one(data: Path) -> None:
+    manifest = manifest_of(data).model_copy(update={"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.0, 0.5)})
+    assert normalization_of(manifest) == Normalization(mean=(0.1, 0.2, 0.3), std=(0.4, 1.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers", "is_said"),
+    [
+        ([], {}, True),
+        ([], {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.2435, 0.2616)}, False),
+        (["encoder.mean=[0.485,0.456,0.406]", "encoder.std=[0.229,0.224,0.225]"],
+         {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.2435, 0.2616)}, False),
+        (OF_THE_DATA, {}, False),
+        ([], {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.0, 0.2616)}, True),
+    ],
+)  # fmt: skip
+def test_numbers_of_other_pictures_are_said(
+    settings: list[str], numbers: dict[str, Any], is_said: bool, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CIFAR-10's on others, but not ImageNet's on CIFAR-10, which were published."""
+    manifest = manifest_of(data).model_copy(update=numbers)
+    config = configure(data, *settings)
+    with caplog.at_level(logging.WARNING):
+        log_start(config, build_players(config), manifest, device=CPU, start_step=0, num_steps=3)
+    assert ("set both to null to take those" in caplog.text) is is_said

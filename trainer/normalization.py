@@ -1,0 +1,43 @@
+"""By what the encoder of a run normalises pictures: as its config says, else by the mean and std of the train set.
+
+What is derived from the train set is recorded in provenance.json, so that an encoder can be loaded without its data.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from data_pipeline.errors import UserError
+from data_pipeline.manifest import Manifest
+from trainer.config import RunConfig
+from trainer.models.encoder import Normalization
+from trainer.rundir import RunDir
+
+RECORDED_NORMALIZATION: Final = "normalization"  # the key in provenance.json
+
+
+def normalization_of(manifest: Manifest) -> Normalization | None:
+    """Return by what an encoder normalises the pictures of a dataset unless its config says; None for sounds.
+
+    A channel that has the same value everywhere is divided by 1.
+    """
+    if manifest.medium == "sound":
+        return None
+    return Normalization(mean=manifest.mean, std=tuple(std or 1.0 for std in manifest.std))
+
+
+def recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization | None:
+    """Return by what the encoder of a run normalises its pictures if the config does not say, from provenance.json.
+
+    None if the config says, or the samples are sounds. Raises `UserError` if it is needed and not recorded.
+    """
+    if config.encoder.normalization is not None or config.data.mel is not None:
+        return None
+    value = run_dir.read_provenance().get(RECORDED_NORMALIZATION)
+    if not isinstance(value, dict):
+        raise UserError(
+            f'{run_dir.provenance} does not hold "{RECORDED_NORMALIZATION}", the mean and std by which the encoder '
+            "normalises its input; put back that file, or set encoder.mean and encoder.std in "
+            f"{run_dir.config} to those in the manifest.json of the train set"
+        )
+    return Normalization.parse(value, where=f'"{RECORDED_NORMALIZATION}" in {run_dir.provenance}')
