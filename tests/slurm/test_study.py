@@ -146,7 +146,7 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
     environ = slurm | {"PYTHONPATH": str(repository)}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (job_id,) = re.findall(r"^job (\d+):", done.stdout)
+    (job_id,) = re.findall(r"^job (\d+):", done.stdout, re.MULTILINE)
     assert f"{job_id} PENDING JobHeldUser" in squeue(slurm)
     shutil.rmtree(repository)
     subprocess.run(["scontrol", "release", job_id], env=slurm, check=True, timeout=60)
@@ -168,7 +168,7 @@ def test_a_job_that_is_cancelled_while_it_waits(
 ) -> None:
     done = call("slurm.py", "--config", "debug:image", *settings, "--run-dir", tmp_path / "run", "--sbatch", "hold")
     assert done.status == 0, done.stderr
-    (job_id,) = re.findall(r"^job (\d+):", done.stdout)
+    (job_id,) = re.findall(r"^job (\d+):", done.stdout, re.MULTILINE)
     subprocess.run(["scancel", job_id], env=slurm, check=True, timeout=60)
     wait_for(lambda: job_id not in squeue(slurm))
     shown = call("status.py", tmp_path / "run").stdout.splitlines()
