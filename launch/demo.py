@@ -7,6 +7,7 @@ printed; a demo that was interrupted goes on where it stopped.
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -44,7 +45,9 @@ def main() -> None:
     for number, (title, command) in enumerate(plan, start=1):
         shown = shlex.join(["python", *command[1:]])
         print(f"\n[{number}/{len(plan)}, {time.monotonic() - started:.0f} s] {title}\n$ {shown}", flush=True)
-        done = subprocess.run(command)
+        # torchrun would choose one thread too, after a banner of five lines.
+        is_parallel = "torch.distributed.run" in command
+        done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ} if is_parallel else None)
         if done.returncode:
             print(f"error: the demo stopped at: {shown}; mend that and run `make demo` again", file=sys.stderr)
             raise SystemExit(done.returncode)

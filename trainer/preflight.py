@@ -262,7 +262,7 @@ def read_agreed_manifests(data: DataConfig) -> Manifests:
 
 def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.config.is_file():
-        keys = difference(read_config(run_dir.config), config)
+        keys = [key for key in difference(read_config(run_dir.config), config) if not key.startswith("watchdog.")]
         if keys:
             raise UserError(
                 f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
@@ -274,7 +274,8 @@ def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
-    if not run_dir.config.is_file():
+    # How long a rank may be silent changes no result, and the watchdog's own message asks for another value.
+    if not run_dir.config.is_file() or read_config(run_dir.config) != config:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return held
 

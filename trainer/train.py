@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from data_pipeline.progress import Progress
+from data_pipeline.remote import is_remote
 from data_pipeline.stream import Stream, num_steps_per_epoch
 from trainer import liveness
 from trainer.alarms import Alarms
@@ -132,7 +133,14 @@ def _train(
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start_step, enabled=first) as progress,
     ):
-        watchdog.beat(start_step, doing="reading", shards=stream.shards_of(start_step))
+        # A location that is fetched from has a time limit of its own, and a sentence for it.
+        fetch_seconds = config.data.remote.file_seconds if is_remote(config.data.train_dir) else 0.0
+
+        def begin_to_read(step: int) -> None:
+            shards = stream.shards_of(step)
+            watchdog.beat(step, doing="reading", shards=shards, may_take_seconds=fetch_seconds)
+
+        begin_to_read(start_step)
         for batch in clock.timed(stream):
             watchdog.beat(batch.step, doing="training")
             progress.tell_meanwhile(watchdog.step_at_hand)  # not before: the first batch may have forked data workers
@@ -177,7 +185,7 @@ def _train(
             if stops:
                 break
             if completed < num_steps:
-                watchdog.beat(completed, doing="reading", shards=stream.shards_of(completed))
+                begin_to_read(completed)
         with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
             checkpoints.close()
     if tracker is not None:

@@ -78,7 +78,7 @@ class Watchdog:
         self._memory: mmap.mmap | None = None
         self._beats = self._step = 0
         self._first_step: int | None = None
-        self._patience = 0.0
+        self._patience = self._allowed = 0.0
         self._startup_patience = config.startup_seconds  # 0 once the first step is done
         self._signs = 0
         self._waits, self._stage_bytes, self.stage = False, b"", ""
@@ -130,9 +130,12 @@ class Watchdog:
         """The process that watches; None if there is none."""
         return None if self._memory is None else self._sidecar.pid
 
-    def beat(self, step: int, *, doing: str, shards: Sequence[str] | None = None) -> None:
+    def beat(
+        self, step: int, *, doing: str, shards: Sequence[str] | None = None, may_take_seconds: float = 0.0
+    ) -> None:
         """A sign of life: this rank begins to do something in a step, for which it reads `shards` (None: as before).
 
+        `may_take_seconds`: until the next beat a silence of this length is announced, as inside `patience`.
         All ranks beat alike, so that their numbers tell which one is behind. Costs a few microseconds.
         """
         if self._startup_patience:
@@ -144,7 +147,7 @@ class Watchdog:
                     self._startup_patience = 0.0
         if step != self._step:
             self._step_began = time.monotonic()
-        self._step = step
+        self._step, self._allowed = step, may_take_seconds
         self._write(doing, shards)
 
     def sign(self) -> None:
@@ -219,6 +222,6 @@ class Watchdog:
             more = len(shards) - _NUM_SHARDS_NAMED
             named = ", ".join(shards[:_NUM_SHARDS_NAMED]) + (f" and {more} more" if more > 0 else "")
             sidecar.write_text(self._memory, shards=named)
-        patience = max(self._patience, self._startup_patience)
-        usual = self._usual and not self._patience
+        patience = max(self._patience, self._allowed, self._startup_patience)
+        usual = self._usual and not (self._patience or self._allowed)
         sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience, usual=usual)

@@ -21,12 +21,13 @@ from data_pipeline.errors import UserError
 from data_pipeline.manifest import load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.config import RunConfig
+from trainer.config import RunConfig, read_config
 from trainer.distributed.collectives import rank
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
 from trainer.players import build_players
 from trainer.preflight import claim, log_start, on_first_rank
 from trainer.rundir import LOCK_NAME, RunDir, hold, is_held
+from trainer.watchdog import WatchdogConfig
 
 X86 = {"architecture": "x86_64"}
 
@@ -182,3 +183,14 @@ def fail_on_the_first() -> str:
 
 def test_whatever_goes_wrong_on_the_first_rank_ends_all() -> None:
     assert run_ranks(fail_on_the_first, 2) == ["rank 0: OSError('the disk is gone')", "rank 1: SystemExit(2)"]
+
+
+def test_the_watchdogs_limits_may_change_from_start_to_start(config: RunConfig, tmp_path: Path) -> None:
+    """Its message says to raise them, and the run has to go on in its directory then."""
+    run_dir = RunDir(tmp_path / "run")
+    claim(run_dir, config).close()
+    patient = config.model_copy(update={"watchdog": WatchdogConfig(limit_seconds=400)})
+    claim(run_dir, patient).close()
+    assert read_config(run_dir.config) == patient
+    with pytest.raises(UserError, match=r"differs in seed\)"):
+        claim(run_dir, patient.model_copy(update={"seed": 5}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import re
@@ -23,6 +25,7 @@ import torch
 from torchvision.models.resnet import BasicBlock
 
 from configs import resolve_recipe
+from data_pipeline import progress
 from tests.gloo import run_ranks
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
@@ -30,7 +33,8 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.rundir import RunDir
-from trainer.sidecar import LONGEST_INTERVALS, Activity, Pulse, Rank, RankReport, Silence, name_the_culprits
+from trainer.sidecar import LONGEST_INTERVALS, Activity, Pulse, Rank, RankReport, Silence, name_the_culprits, read_pulse
+from trainer.timing import stage
 from trainer.train import train
 from trainer.watchdog import Watchdog, WatchdogConfig
 
@@ -245,6 +249,21 @@ def test_switched_off_it_starts_nothing(tmp_path: Path) -> None:
             assert watchdog.pid is None
 
 
+def test_an_announced_silence_ends_with_the_next_beat(tmp_path: Path) -> None:
+    with Watchdog(RunDir(tmp_path), WatchdogConfig(), rank=0, world_size=1, start="first") as watchdog:
+        assert watchdog._memory is not None
+        for step in range(2):
+            watchdog.beat(step, doing="reading", may_take_seconds=900)
+            assert read_pulse(watchdog._memory).patience == 900
+            assert not read_pulse(watchdog._memory).usual
+            watchdog.beat(step, doing="training")
+        pulse = read_pulse(watchdog._memory)
+        assert (pulse.patience, pulse.usual, pulse.place) == (0, True, "training")
+        with stage("forward"):
+            assert read_pulse(watchdog._memory).place == "training, forward"
+            assert watchdog.step_at_hand() == "step 2: forward, 0 s"
+
+
 def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
     with Watchdog(RunDir(tmp_path), WatchdogConfig(), rank=0, world_size=1, start="first") as watchdog:
         seconds = []
@@ -378,8 +397,12 @@ def test_a_stopped_rank_is_idle_though_it_stands_in_a_collective(tmp_path: Path)
     assert "watchdog.limit_seconds=1" in (tmp_path / "stalled.txt").read_text().splitlines()[0]
 
 
-def train_with_slow_blocks(data: Path, directory: Path) -> None:
-    """Three steps that take several times the limit, every block of them less than it, and none of them computing."""
+def train_with_slow_blocks(data: Path, directory: Path) -> str:
+    """Three steps that take several times the limit, every block of them less than it, and none of them computing.
+
+    Returns what the log said meanwhile.
+    """
+    progress.SECONDS_BETWEEN_LINES = 0.3
     forward = BasicBlock.forward
 
     def slow(block: BasicBlock, x: torch.Tensor) -> Any:
@@ -398,12 +421,16 @@ def train_with_slow_blocks(data: Path, directory: Path) -> None:
             "watchdog.limit_seconds=0.8",
         ],
     )
-    train(config, RunDir(directory), device=torch.device("cpu"), command="test")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        train(config, RunDir(directory), device=torch.device("cpu"), command="test")
+    return said.getvalue()
 
 
-def test_a_slow_step_is_no_stall(tmp_path: Path) -> None:
+def test_a_slow_step_is_no_stall_and_the_log_says_what_it_does(tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=48, num_test=20)
-    run_ranks(train_with_slow_blocks, 1, data, tmp_path / "run")
+    (said,) = run_ranks(train_with_slow_blocks, 1, data, tmp_path / "run")
+    assert re.search(r"^train debug\S*: 0/3, first step: forward, [12] s$", said, re.MULTILINE), said
+    assert re.search(r"^train debug\S*: 1/3, step 2: forward, \d+ s$", said, re.MULTILINE), said
     assert RunDir(tmp_path / "run").latest_step() == 3
     assert not (tmp_path / "run" / "stalled").exists()
 

@@ -170,6 +170,10 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
             logger.info(line)
         if short := [row for row in rows if row.cpus_asked_for is not None and row.cpus < row.cpus_asked_for]:
             logger.warning(_too_few_cores(short))
+        if device.type == "cpu" and world.launcher == "torchrun":
+            hint = threads_hint(torch.get_num_threads(), cpus=row.cpus, num_ranks=world.local_world_size)
+            if hint:
+                logger.info(hint)
 
 
 def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
@@ -238,6 +242,27 @@ def _too_few_cores(rows: list[_RankRow]) -> str:
     return (
         f"fewer cores than the job asked for (SLURM_CPUS_PER_TASK): rank {ranks}; the data will come more slowly: srun "
         "needs --cpus-per-task too, and the node that many cores"
+    )
+
+
+def threads_hint(num_threads: int, *, cpus: int, num_ranks: int) -> str:
+    """Return what to set so that the ranks of a machine use all its cores; empty if they do.
+
+    torchrun gives each of several ranks one thread unless it is told otherwise. Results on the CPU depend on the number
+    of threads in their last bits, so it is left as it is.
+
+    Examples:
+        >>> threads_hint(1, cpus=16, num_ranks=2)
+        '2 ranks compute with 1 thread each on 16 cores; OMP_NUM_THREADS=8 in front of torchrun uses them all'
+        >>> threads_hint(1, cpus=2, num_ranks=2)
+        ''
+    """
+    if num_threads * num_ranks * 2 > cpus:
+        return ""
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    return (
+        f"{num_ranks} ranks compute with {threads} each on {cpus} cores; OMP_NUM_THREADS={cpus // num_ranks} in front "
+        "of torchrun uses them all"
     )
 
 
