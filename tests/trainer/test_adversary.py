@@ -12,10 +12,13 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from configs import resolve_recipe
+from data_pipeline.errors import UserError
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.optim import AdamConfig, SGDConfig
 from trainer.rundir import RunDir
-from trainer.train import _time_to_compile_again
+from trainer.train import _time_to_compile_again, train
 from trainer.watchdog import Watchdog
 
 
@@ -78,3 +81,28 @@ def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again(
         with _time_to_compile_again(config, step, watchdog):
             assert len(asked) == (step >= 3)
     assert asked == [(config.watchdog.startup_seconds, "compiling")]
+
+
+def train_with_a_viewmaker_that_diverges(data: Path, directory: Path, update: str) -> str:
+    """What the user is told."""
+    settings = {
+        "data.train_dir": data / "train",
+        "data.test_dir": data / "test",
+        "global_batch_size": 16,
+        "max_skipped_in_a_row": 2,
+        "tracking.wandb": "disabled",
+        "adversary.update": update,
+        "adversary.optimizer.learning_rate": "1e30",
+    }
+    config = resolve_recipe("debug:viewmaker", [f"{name}={value}" for name, value in settings.items()])
+    with pytest.raises(UserError) as told:
+        train(config, RunDir(directory), device=torch.device("cpu"), command="test")
+    return str(told.value)
+
+
+@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
+def test_a_viewmaker_that_diverges_ends_training_in_a_sentence(update: str, tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=160, num_test=20)
+    (told,) = run_ranks(train_with_a_viewmaker_that_diverges, 1, data, tmp_path / "run", update)
+    assert "not finite in 2 steps in a row" in told
+    assert "lower the learning rate" in told
