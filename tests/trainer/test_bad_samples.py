@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from configs import resolve_recipe
 from data_pipeline.errors import UserError
 from data_pipeline.sample import BadSample
 from tests.gloo import run_ranks
 from tests.real_data import REPOSITORY
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.bad_samples import BadSamples
+from trainer.checkpoint import newest_state
 from trainer.distributed.collectives import rank
+from trainer.preemption import StoppedError, StopRequests
+from trainer.preflight import read_manifests
 from trainer.rundir import RunDir
+from trainer.train import train as run
 
 BAD_KEYS = ["00000007", "00000041"]
 
@@ -124,3 +132,60 @@ def test_a_list_that_a_power_cut_has_torn_is_gone_on_with(tmp_path: Path) -> Non
     assert ledger.settle() == 2
     first, _, last = path.read_bytes().splitlines(keepends=True)
     assert [first.decode(), last.decode()] == [whole, whole.replace("1", "2")]
+
+
+def test_bad_samples_of_earlier_starts_count_towards_the_limit(tmp_path: Path) -> None:
+    """Each start meets one, of which the limit allows two."""
+    found: tuple[BadSample, ...] = ()
+    for index in (1, 2):
+        ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.02, where="the data", before=found)
+        ledger.add([BadSample(index, "shard-00000.tar", "torn"), *found])
+        assert ledger.settle() == index
+        found = ledger.found
+    ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.02, where="the data", before=found)
+    assert ledger.settle() == 2
+    ledger.add([BadSample(3, "shard-00000.tar", "torn")])
+    with pytest.raises(UserError, match="the data: 3 of 100 samples"):
+        ledger.settle()
+
+
+def test_a_checkpoint_holds_them_and_accepted_data_forget_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, copy = RunDir(tmp_path / "run"), tmp_path / "data"
+    shutil.copytree(data, copy)
+    config = resolve_recipe(
+        "debug:image",
+        [
+            f"data.train_dir={copy / 'train'}",
+            f"data.test_dir={copy / 'test'}",
+            "data.num_workers=0",
+            "data.max_bad_share=0.05",
+            "global_batch_size=16",
+            "num_epochs=4",
+            "watchdog.enabled=false",
+            "tracking.wandb=disabled",
+        ],
+    )
+
+    def start(*accepted: str, last_step: int) -> tuple[list[str], list[float]]:
+        asked = iter([False] * 4 + [True] + [False] * 99)
+        monkeypatch.setattr(StopRequests, "agreed", lambda self: next(asked))
+        with contextlib.suppress(StoppedError):
+            run(config, run_dir, device=torch.device("cpu"), command="train", accepted_data=accepted)
+        found = newest_state(run_dir)
+        assert found.run is not None
+        assert found.step == last_step
+        counts = [line["data/bad_samples"] for line in run_dir.read_metrics()]
+        return [sample.key for sample in found.run.bad_samples], counts
+
+    keys, counts = start(last_step=5)
+    assert keys == BAD_KEYS
+    keys, counts = start(last_step=10)
+    assert keys == BAD_KEYS
+    assert counts[5:] == [2] * 5
+    shutil.rmtree(copy / "train")
+    write_tiny_dataset(copy / "train", num_samples=83, seed=3)
+    keys, counts = start(read_manifests(config.data).identity.name, last_step=15)
+    assert keys == []
+    assert counts[10:] == [0] * 5

@@ -552,6 +552,45 @@ def test_the_state_of_4_ranks_is_taken_up_by_1_2_and_8(tmp_path: Path) -> None:
     assert all(state == saved[kind] for _, kind, state in loads)
 
 
+def test_a_checkpoint_that_is_a_link_is_read_and_pruned_as_a_link(tmp_path: Path) -> None:
+    run_dir, elsewhere = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
+    save(run_dir, 10, engines=tiny())
+    run_dir.checkpoint(10).rename(elsewhere)
+    run_dir.checkpoint(10).symlink_to(elsewhere)
+    (run_dir.checkpoints / ".step_00000005.gone").symlink_to(elsewhere)  # left by a kill
+    kept = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    assert restore_tiny(run_dir) == 10
+    save(run_dir, 10, 20, engines=tiny(), keep=1)
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000020"]
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
+
+
+def test_a_link_in_place_of_all_checkpoints_is_refused_and_nothing_behind_it_is_touched(tmp_path: Path) -> None:
+    run_dir, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "other")
+    save(other, 10, 20, engines=tiny())
+    run_dir.path.mkdir()
+    run_dir.checkpoints.symlink_to(other.checkpoints)
+    with pytest.raises(UserError, match=r"run/checkpoints is a symbolic link, .* pass a --run-dir on the other disk"):
+        save(run_dir, 30, engines=tiny(), keep=1)
+    assert sorted(path.name for path in other.checkpoints.iterdir()) == ["step_00000010", "step_00000020"]
+    assert restore_tiny(run_dir) == 20  # which only reads
+
+
+@pytest.mark.parametrize("where", ["exp_avg_sq/weight", "weight"])
+def test_a_state_that_is_not_finite_is_not_saved(where: str, tmp_path: Path) -> None:
+    """The loss may stay finite: where Adam's second moment is inf, the parameter only stands still."""
+    run_dir, engines = RunDir(tmp_path), tiny()
+    save(run_dir, 10, engines=engines)
+    engine = engines["encoder"]
+    (engine.module_state() | engine.optimizer_state())[where].view(-1)[1] = torch.inf
+    with pytest.raises(
+        UserError, match=rf"after step 20 is not saved, .*: 1 of 6 values of {where} \(encoder\S*\) .* from step 10$"
+    ):
+        save(run_dir, 20, engines=engines)
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000010"]
+    assert restore_tiny(run_dir) == 10
+
+
 def fail_together(run_dir: RunDir) -> list[str]:
     """What each rank met where the first rank could not write, and where the newest checkpoint is of other shapes."""
     met = []

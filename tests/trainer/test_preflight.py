@@ -170,6 +170,19 @@ def test_training_on_pictures_that_the_test_set_holds_too_is_refused(tmp_path: P
         claim(RunDir(tmp_path / "run"), with_test_dir(config, str(again)))
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling", "file"])
+def test_no_run_starts_that_could_not_write_its_first_checkpoint(kind: str, tmp_path: Path, config: RunConfig) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    claim(run_dir, config).close()
+    if kind == "file":
+        run_dir.checkpoints.write_text("")
+    else:
+        run_dir.checkpoints.symlink_to(tmp_path if kind == "link" else tmp_path / "nowhere")
+    message = "is not a directory, so no checkpoint" if kind == "file" else "is a symbolic link, and pruning would"
+    with pytest.raises(UserError, match=f"{run_dir.checkpoints} {message}"):
+        claim(run_dir, config)
+
+
 def fail_on_the_first() -> str:
     def fail() -> None:
         raise OSError("the disk is gone")

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import launch.slurm
+import launch.train
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, run_command
 from data_pipeline.manifest import load_manifest
+from launch.job import TrainJob
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.analysis.subject import Look, open_subject
 from trainer.checkpoint import newest_state
 from trainer.checkpoint_files import INDEX_NAME
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.preflight import claim, read_agreed_manifests, read_manifests
+from trainer.probe import _warn_of_other_data
+from trainer.reporting.runs import read_runs
+from trainer.reporting.tables import _FACTS
 from trainer.rundir import RunDir, write_json
 from trainer.train import train
 
@@ -207,3 +217,73 @@ def test_ranks_that_read_different_data_do_not_train(is_same: bool, data: Path, 
     else:
         assert first.startswith("rank 1 finds other datasets at A and B than rank 0; ")
         assert second == "2"
+
+
+def test_the_flag_reaches_training_and_jobs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = stopped_run(data, tmp_path / "run")
+    replace(data, "train", num_samples=40)
+    recipe = ["--config", str(run_dir.config), "--run-dir", str(run_dir.path)]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", *recipe])
+    with pytest.raises(SystemExit) as ended:
+        run_command(launch.train.main)
+    assert ended.value.code == 2
+    match = re.search(r"--accept-data (\w+)$", capsys.readouterr().err, re.MULTILINE)
+    assert match is not None
+
+    submitted: list[TrainJob] = []
+
+    def submit_here(jobs: list[TrainJob], *_: object) -> list[Any]:
+        submitted.extend(jobs)
+        return []
+
+    monkeypatch.setattr(launch.slurm, "_submit_here", submit_here)
+    words = [*recipe, "--executor", "local", *match[0].split(), "--accept-data", "0" * 12]
+    arguments = launch.slurm._parser().parse_args(words)
+    plan = launch.slurm._plan(arguments, launch.slurm._gather(arguments))
+    with contextlib.suppress(ValueError):  # of jobs that were not started
+        launch.slurm.submit(plan, command="slurm")
+    assert [job.accepted_data for job in submitted] == [(match[1], "0" * 12)]
+    refused = dataclasses.replace(plan, accepted_data=())
+    with pytest.raises(UserError, match="holds another dataset"):
+        launch.slurm.submit(refused, command="slurm")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *recipe, *match[0].split()])
+    run_command(launch.train.main)
+    assert run_dir.latest_step() == 4
+
+
+def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, config = stopped_run(data, tmp_path / "run"), configure(data, "keep_checkpoints=9")
+    old = read_manifests(config.data).identity
+    replace(data, "train", num_samples=40)
+    new = read_manifests(config.data).identity
+    warning = (
+        f"warning: {data / 'train'} holds another dataset (manifest {new.train_manifest_sha256[:12]}) than the one "
+        f"with which the run was trained (manifest {old.train_manifest_sha256[:12]})"
+    )
+
+    def warnings(step: int) -> list[str]:
+        subject = open_subject(run_dir, Look(step=step))
+        assert len(subject.train) == 40
+        assert len(subject.test) == 20
+        _warn_of_other_data(subject.players, train=subject.train, test=subject.test)
+        return [line.partition(";")[0] for line in capsys.readouterr().err.splitlines() if "warning: " in line]
+
+    assert warnings(2) == [warning, warning]  # of the analysis and of the probe
+    assert warnings(0) == []  # untrained
+    as_older_version(run_dir, 2)
+    assert warnings(2) == [warning, warning]
+
+    go_on(run_dir, config, new.name)
+    assert warnings(4) == []
+    (run,) = read_runs([run_dir.path])
+    assert _FACTS["train manifest"](run) == (
+        f"{new.train_manifest_sha256[:12]} (in place of {old.train_manifest_sha256[:12]})"
+    )
+    assert _FACTS["test manifest"](run) == new.test_manifest_sha256[:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from configs import resolve_recipe
 from data_pipeline.errors import UserError
 from data_pipeline.stream import Stream, batch_indices
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank, world_size
@@ -255,8 +256,66 @@ def test_ranks_record_together_what_one_process_replays(
     assert "which these have the largest embeddings" in lines
 
 
+def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first layer of the head is made tiny and the second one huge: the embedding stays as it was."""
+    config = configure(data, "debug:image", "encoder.head.hidden_sizes=[32]")
+    players = build_players(config)
+    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    with torch.no_grad():
+        for name, factor in {"0.weight": 1e-22, "0.bias": 1e-22, "2.weight": 1e22}.items():
+            players.encoder.head.get_parameter(name).mul_(factor)
+    engines = build_engines(config, players.trained_modules, objective)
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    (batch,) = Stream(
+        config.data.train_dir,
+        read=config.data,
+        global_batch_size=BATCH_SIZE,
+        seed=0,
+        rank=0,
+        world_size=1,
+        start_step=BAD_STEP,
+        end_step=BAD_STEP + 1,
+    )
+    log = SkipLog(
+        RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
+    )
+    log.add(batch, step(batch, learning_rates=RATES), RATES)
+    assert log.counts.total == 1
+    said = explained(config, RunDir(tmp_path), monkeypatch, capsys)
+    assert "every loss was finite, a gradient or its length was not" in said
+    assert "going back, every gradient is finite, but the length of the whole gradient of encoder is " in said
+    assert re.search(r"^  the gradient of encoder\.head\.0\.\w+ has length \S+e\+2[12], its", said, re.MULTILINE)
+    assert "everything is finite" not in said
+    assert "the first that is not finite" not in said
+
+
+def test_a_gradient_that_overflows_when_parts_are_added_up_is_named(data: Path) -> None:
+    net = nn.Linear(1, 1, bias=False)
+    inspector = Inspector({"net": net}, configure(data, "debug:image"), batch_size=4)
+    for _ in range(2):
+        net(torch.full((1, 1), 3e38)).sum().backward()
+    assert inspector.backward is not None
+    assert inspector.backward.what == "the gradient of net.weight"
+
+
+def test_another_dataset_with_the_same_keys_is_not_replayed(data: Path, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    train_into_trouble(configure(data, "debug:image"), run_dir.path, "encoder.head.bias", math.inf, BAD_STEP + 1)
+    record, states = read_record(run_dir, BAD_STEP)
+    other = tmp_path / "other"
+    write_tiny_dataset(other / "train", num_samples=NUM_SAMPLES, seed=5)
+    write_json(run_dir.config, configure(other, "debug:image").model_dump(mode="json"))
+    with pytest.raises(UserError, match=rf"{other / 'train'} is not the dataset from which step {BAD_STEP} was"):
+        replay.replay(run_dir, record, states, device="cpu")
+    older = record.model_copy(update={"train_manifest_sha256": None})
+    replay.replay(run_dir, older, states, device="cpu")  # a record of an earlier version names no dataset
+
+
 def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
+    (run_dir.path / "nonfinite" / "step_x").mkdir(parents=True)  # is no record
     with pytest.raises(UserError, match="no record of step 3; no step of it was skipped"):
         read_record(run_dir, 3)
     config = configure(data, "debug:image")
