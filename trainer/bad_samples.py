@@ -33,7 +33,7 @@ class BadSamples:
 
     @property
     def found(self) -> tuple[BadSample, ...]:
-        """Those of all ranks up to the last `settle`, by their index."""
+        """Return the bad samples of all ranks up to the last `settle`, sorted by index."""
         return tuple(self._found[index] for index in sorted(self._found))
 
     def add(self, bad: Iterable[BadSample]) -> None:

@@ -75,9 +75,10 @@ class NonFiniteRecord(Schema):
 
 
 class SkippedSteps:
-    """How many steps of the run were skipped; all ranks add the same. `before`: up to the checkpoint of `saved_step`.
+    """A counter of the skipped steps of a run; all ranks add the same.
 
-    Raises `UserError` if `max_in_a_row` steps running were skipped, over any number of starts.
+    `before` are those up to the checkpoint of `saved_step`, from which the run goes on. Raises `UserError` if
+    `max_in_a_row` steps running were skipped, over any number of starts.
     """
 
     def __init__(
@@ -111,8 +112,7 @@ class SkippedSteps:
     def may_save(self, step: int) -> bool:
         """Return whether a checkpoint after `step` steps would hold anything new, and take it as saved then.
 
-        A checkpoint that skipped steps alone part from the one before would only let a restart go on behind the
-        trouble.
+        If every step since the last one was skipped, a new one would only let a restart go on behind the trouble.
         """
         if not self._has_learned:
             logger.warning(

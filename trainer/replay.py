@@ -65,7 +65,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a step.
+    """The result of a step that was replayed.
 
     Attributes:
         bad_parameters: those with values that were not finite before the step, each with how many.

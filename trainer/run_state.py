@@ -40,7 +40,7 @@ class SkipCounts(Schema):
 
 
 class RunState(Schema):
-    """What a checkpoint holds besides tensors. `bad_samples` are those met up to its step, by their index."""
+    """The part of a checkpoint that is not tensors. `bad_samples` are those met up to its step, sorted by index."""
 
     data: DataIdentity
     skipped: SkipCounts = SkipCounts()

@@ -38,7 +38,7 @@ class _Done:
 
 
 class SkipLog:
-    """All ranks add the same steps, in order.
+    """A record of skipped steps. All ranks add the same steps, in order.
 
     On the CPU whether a step was skipped is known at once. A GPU is asked about a step when the next one is under way,
     so it never stands still for the answer; the recorded state is then one step older.
