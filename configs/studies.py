@@ -14,7 +14,7 @@ levels mean nothing, and the report compares directions only. Without a cluster 
 
     python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 
-Their shards, of any source:
+Their shards, of any source; with MNIST's test digits alone, `--digits mnist_t10k` for the set cifar10_digits:
 
     for set in cifar10 cifar10_shapes cifar10_digits cifar10_letters; do
       drawn=$([ $set = cifar10 ] || echo --overlay online)

@@ -44,10 +44,11 @@ from data_pipeline.catalogue import (
     DIGITS,
     NOISE_CROPS,
     NOISE_VOLUME,
-    SOURCES,
+    SOURCE_SUMMARIES,
     SPLITS,
     Choices,
     open_dataset,
+    sources_of,
 )
 from data_pipeline.errors import UserError, nearest
 from data_pipeline.manifest import (
@@ -75,6 +76,7 @@ from data_pipeline.sources.silence import Silence
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLES_PER_SHARD: Final = 1_000
+_NUM_NAMED: Final = 12  # classes in the summary of a build
 DRAWN: Final = ("baked", "online")
 _ARGUMENTS_NAME = "build.json"  # in DIR.partial: what its finished shards were made from
 _OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, _ARGUMENTS_NAME})
@@ -458,11 +460,54 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def describe_catalogue() -> str:
+    """Return the lines of the help on every dataset with its sources, and on every source."""
+    by_base: dict[str, list[str]] = {}
+    for name, dataset in DATASETS.items():
+        by_base.setdefault(dataset.base, []).append(name)
+    lines = ["datasets, and the sources of each (the first is the default):"]
+    lines += [f"  {', '.join(names)}: {', '.join(sources_of(names[0]))}" for names in by_base.values()]
+    lines += ["sources:", *(f"  {name}: {summary}" for name, summary in SOURCE_SUMMARIES.items())]
+    return "\n".join(lines)
+
+
+def describe_manifest(manifest: Manifest) -> list[str]:
+    """Return lines on what was built: the samples, both labels with their classes, the overlay, the origin."""
+    size = " x ".join(map(str, manifest.input_shape[:0:-1]))
+    samples = (
+        f"pictures of {size} pixels"
+        if manifest.sample_rate is None
+        else f"sounds at {manifest.sample_rate} points a second, read as {manifest.input_shape[0]} points"
+    )
+    megabytes = sum(entry.num_bytes for entry in manifest.shards) / 1e6
+    lines = [f"samples: {samples}, {megabytes:.1f} MB in all"]
+    names = manifest.label_names
+    for label, title, classes, counts in (
+        ("label_base", names.title_base, names.base, manifest.counts_base),
+        ("label_overlay", names.title_overlay, names.overlay, manifest.counts_overlay),
+    ):
+        if classes:
+            of_each = ""
+            if counts:
+                least, most = min(counts), max(counts)
+                of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
+            more = ", ..." if len(classes) > _NUM_NAMED else ""
+            lines.append(f"{label}, {title}: {len(classes)} classes{of_each}, {', '.join(classes[:_NUM_NAMED])}{more}")
+    if manifest.overlay is not None:
+        when = "anew at each reading" if manifest.is_online else "into the shards"
+        lines.append(f"overlay: {manifest.overlay.kind}, drawn {when}")
+    made = manifest.how_made
+    lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
+    return lines
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", metavar="DATASET", help=", ".join(DATASETS))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s DATASET --out DIR [options]"
+    parser.epilog = describe_catalogue()
+    parser.add_argument("dataset", metavar="DATASET", help="what to build: see below")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to make")
-    sources = "; ".join(f"{base}: {', '.join(names)}" for base, names in SOURCES.items() if len(names) > 1)
-    parser.add_argument("--source", metavar="S", help=f"where the data comes from, by default the first ({sources})")
+    parser.add_argument("--source", metavar="S", help="where the data comes from: see below")
     parser.add_argument("--root", metavar="PATH", type=Path, help="the folder that holds the source's data")
     parser.add_argument("--split", metavar="|".join(SPLITS), default="train", help="default: train")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the order and the overlays (default: 0)")
@@ -486,13 +531,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--digits", metavar="|".join(DIGITS), help="default: sklearn for procedural pictures, else mnist"
     )
     parser.add_argument(
-        "--digits-root", metavar="PATH", type=Path, help="folder that holds MNIST/raw (default: --root)"
+        "--digits-root",
+        metavar="PATH",
+        type=Path,
+        help="folder that holds MNIST/raw, for the digits of MNIST (default: --root)",
     )
     parser.add_argument(
         "--noise-root",
         metavar="PATH",
         type=Path,
-        help="folder of cafe.wav, traffic.wav, machinery.wav (default: --root)",
+        help="folder of cafe.wav, traffic.wav, machinery.wav (default: --root; made ones for the source procedural)",
     )
     parser.add_argument(
         "--noise-volume", metavar="V", type=float, help=f"the noise's loudest point (default: {NOISE_VOLUME})"
@@ -533,10 +581,5 @@ def run(args: argparse.Namespace) -> None:
     )
     done = "is there already, built from the same data with the same arguments" if there_already else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {len(manifest.shards)} shards, {manifest.sha256[:12]}")
-    names = manifest.label_names
-    for label, title, classes in (
-        ("label_base", names.title_base, names.base),
-        ("label_overlay", names.title_overlay, names.overlay),
-    ):
-        if classes:
-            print(f"{label}, {title}: {len(classes)} classes, {', '.join(classes[:12])}{', ...' * (len(classes) > 12)}")
+    for line in describe_manifest(manifest):
+        print(line)

@@ -42,6 +42,15 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "silence": ("audiomnist", "fsdd", "procedural"),
     }
 )
+SOURCE_SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "torchvision": "the files that torchvision downloads, in --root",
+        "folder": "pictures in --root, as train/CLASS/* and test/CLASS/*, or as CLASS/* with --test-share",
+        "procedural": "made by the build; needs no data",
+        "audiomnist": "the folders 01 to 60 of AudioMNIST in --root; 48 kHz",
+        "fsdd": "the recordings of the Free Spoken Digit Dataset in --root; 8 kHz",
+    }
+)
 _PICTURES = ("cifar10", "cifar100", "folder", "procedural")
 _PICTURE_OVERLAYS = tuple(kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay))
 
@@ -71,6 +80,11 @@ _NUM_OF_SPEECH: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "procedural": procedural_speech.DEFAULT_NUM_RECORDS,
     }
 )
+
+
+def sources_of(dataset: str) -> tuple[str, ...]:
+    """Return the sources that a dataset can come from, the default first."""
+    return SOURCES[DATASETS[dataset].base]
 
 
 class Choices(TypedDict, total=False):
@@ -221,20 +235,22 @@ def _open_sounds(
 
 
 def _open_noise(source: str, sample_rate: int, num_points: int, *, split: str, choices: Choices) -> tuple[str, Noise]:
-    """The background sounds, and a description of them for the manifest."""
+    """Return a description of the background sounds for the manifest, and the overlay of them."""
     crop = choices.get("noise_crop") or NOISE_CROPS[0]
     if crop not in NOISE_CROPS:
         raise UserError(f'unknown crop "{crop}"{nearest(crop, NOISE_CROPS)}')
     volume = NOISE_VOLUME if (given := choices.get("noise_volume")) is None else given
     root = choices.get("noise_root") or choices.get("root")
+    origin = "background sounds"
     if root is not None:
         sounds = background.read_sounds(root, sample_rate=sample_rate, num_points=num_points)
     elif source == "procedural":
+        origin = "procedural background sounds"
         # One set of sounds, as there is one of recordings: the seed is of the order and of what is drawn from them.
         sounds = background.procedural_sounds(0, sample_rate=sample_rate, num_points=num_points)
     else:
         raise UserError("the background sounds are read from a folder; name it with --noise-root")
     used = "first" if split == "test" else cast(Crop, crop)
     digest = hashlib.sha256(b"".join(sound.numpy().tobytes() for sound in sounds)).hexdigest()
-    description = f"background sounds ({digest[:12]}), volume {volume}, crop {used}"
+    description = f"{origin} ({digest[:12]}), volume {volume}, crop {used}"
     return description, Noise.of(sounds, num_points=num_points, volume=volume, crop=used)

@@ -4,6 +4,7 @@ from which the test split is cut."""
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from data_pipeline.progress import Progress
 from data_pipeline.sample import Record
 from data_pipeline.source_digests import content_digest
 from data_pipeline.sources.picture_file import read_rgb
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES: Final = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
@@ -39,9 +42,9 @@ class ImageFolder:
 
     If `root` has folders named `train` and `test`, the one named `split` is read. If it has neither, `root` itself
     holds the classes, and `test_share` of the pictures of each class are the test split: see `in_test_split`. Every
-    picture is then decoded once to choose. Files with other endings than `SUFFIXES`, and names that begin with a dot,
-    are passed over. With an `image_size`, each picture is made that size by `middle_square`; without one, all must have
-    the size of the first.
+    picture is then decoded once to choose. Files with other endings than `SUFFIXES` are passed over with a warning,
+    names that begin with a dot without one. With an `image_size`, each picture is made that size by `middle_square`;
+    without one, all must have the size of the first.
 
     Raises `UserError` that names the folder or file: a missing or empty folder, fewer than two classes, a `test_share`
     that is missing, not needed or leaves a class without pictures; a picture that does not decode (found when it is
@@ -63,11 +66,19 @@ class ImageFolder:
         self.class_names = tuple(folder.name for folder in folders)
         # Names end to end, not as objects: millions of files cost their letters and 16 bytes each.
         names, lengths, num_files = [], [], []
+        others: list[Path] = []
         for folder in folders:
-            in_class = [os.fsencode(name) for name in _picture_names(folder)]
+            in_class = [os.fsencode(name) for name in _picture_names(folder, others)]
             names.append(b"".join(in_class))
             lengths.append(np.array([len(name) for name in in_class], dtype=np.int64))
             num_files.append(len(in_class))
+        if others:
+            logger.warning(
+                "%s: passed over %d names without the ending of a picture, such as %s",
+                self.root,
+                len(others),
+                others[0],
+            )
         length_N = np.concatenate(lengths)
         self._names, self._name_ends = b"".join(names), np.cumsum(length_N)
         self._name_starts = self._name_ends - length_N
@@ -165,8 +176,16 @@ def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
     return root / split
 
 
-def _picture_names(folder: Path) -> list[str]:
-    names = [path.name for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
+def _picture_names(folder: Path, others: list[Path]) -> list[str]:
+    """Return the sorted names of the pictures in a folder; adds all else that is not hidden to `others`."""
+    names = []
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.suffix.lower() in SUFFIXES:
+            names.append(path.name)
+        else:
+            others.append(path)
     if not names:
         raise UserError(f"{folder} holds no pictures ({', '.join(sorted(SUFFIXES))}); fill it or remove it")
     return sorted(names)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from PIL import Image
 from scipy.io import wavfile
 
 from data_pipeline.__main__ import main
-from data_pipeline.errors import run_command
+from data_pipeline.catalogue import DATASETS, SOURCE_SUMMARIES, SOURCES, open_dataset, sources_of
+from data_pipeline.errors import UserError, run_command
 from data_pipeline.sources.audiomnist import TEST_SPEAKERS
 from data_pipeline.store import SampleStore
 from tests.real_data import REPOSITORY, archive
@@ -40,8 +42,11 @@ def test_build_verify_and_preview(
     status, out, err = run(capsys, monkeypatch, *build)
     assert status == 0
     assert out[0].startswith(f"{built} built: 40 samples in 2 shards, ")
-    assert out[1].startswith("label_base, picture: 10 classes, ")
-    assert out[2].startswith("label_overlay, letter: 26 classes, A, B, ")
+    assert out[1].startswith("samples: pictures of 32 x 32 pixels, 0.")
+    assert out[2].startswith("label_base, picture: 10 classes of 4 samples each, stripes, waves, ")
+    assert out[2].endswith(", crosses, blobs")
+    assert re.match(r"label_overlay, letter: 26 classes of 0 to \d samples each, A, B, .*, L, \.\.\.$", out[3])
+    assert out[4:] == ["overlay: letters, drawn into the shards", "made from: procedural; split train, seed 0"]
     assert err[-1].startswith("building built: 40/40 in ")
 
     status, out, _ = run(capsys, monkeypatch, *build)
@@ -209,6 +214,48 @@ def test_every_command_explains_itself(
     assert status == 0
     assert out[0].startswith(f"usage: python -m data_pipeline {command} ")
     assert len(out) < 60
+
+
+def test_the_help_of_build_names_every_dataset_with_its_sources_and_every_source(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out, _ = run(capsys, monkeypatch, "build", "--help")
+    start, middle = out.index("datasets, and the sources of each (the first is the default):"), out.index("sources:")
+    listed = {}
+    for line in out[start + 1 : middle]:
+        names, _, sources = line.strip().partition(": ")
+        listed |= {name: tuple(sources.split(", ")) for name in names.split(", ")}
+    assert listed == {name: SOURCES[dataset.base] for name, dataset in DATASETS.items()}
+    assert {"folder", "procedural", "noise"} <= listed.keys()
+    assert "silence" not in "\n".join(out)
+    described = [line.strip().partition(": ")[0] for line in out[middle + 1 :]]
+    assert sorted(described) == sorted({source for sources in listed.values() for source in sources})
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: str) -> None:
+    for source in SOURCE_SUMMARIES:
+        try:
+            open_dataset(dataset, source=source, limit=1)
+            said = ""
+        except UserError as error:
+            said = str(error)
+        refused = f'{dataset} cannot come from the source "{source}"; ' in said
+        assert refused == (source not in sources_of(dataset))
+        assert refused or not said or "; name it with --" in said  # --root, --digits-root or --noise-root
+
+
+def test_a_build_of_sounds_says_what_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = ("build", "noise", "--source", "procedural", "--overlay", "online", "--limit", "4")
+    _, out, _ = run(capsys, monkeypatch, *build, "--out", str(tmp_path / "built"))
+    assert out[1].startswith("samples: sounds at 8000 points a second, read as 8333 points, 0.0 MB")
+    assert out[2:4] == [
+        "label_overlay, background: 3 classes, babble, traffic, machinery",
+        "overlay: noise, drawn anew at each reading",
+    ]
+    assert out[4].startswith("made from: silence + procedural background sounds (")
 
 
 def test_the_module_runs_as_a_command() -> None:
