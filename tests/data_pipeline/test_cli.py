@@ -221,7 +221,7 @@ def test_the_help_of_build_names_every_dataset_with_its_sources_and_every_source
 ) -> None:
     _, out, _ = run(capsys, monkeypatch, "build", "--help")
     start, middle = out.index("datasets, and the sources of each (the first is the default):"), out.index("sources:")
-    listed = {}
+    listed: dict[str, tuple[str, ...]] = {}
     for line in out[start + 1 : middle]:
         names, _, sources = line.strip().partition(": ")
         listed |= {name: tuple(sources.split(", ")) for name in names.split(", ")}
