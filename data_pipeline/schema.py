@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from data_pipeline.errors import UserError, nearest
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# A number in a results file. JSON has no inf and no nan, so what is not finite is None, and null in the file.
+Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
+
+
+def shown(number: Measured, form: str) -> str:
+    """Return a measured number in a format such as ".3f"; a dash if it is None.
+
+    Examples:
+        >>> shown(0.25, ".1%"), shown(None, ".1%")
+        ('25.0%', '–')
+    """
+    return "–" if number is None else format(number, form)
+
+
+def drawn(numbers: Sequence[Measured]) -> list[float]:
+    """Return numbers for a figure, which leaves out nan."""
+    return [math.nan if number is None else number for number in numbers]
 
 
 class Schema(BaseModel):

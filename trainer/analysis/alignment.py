@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.progress import Progress
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Measured, Schema, drawn, shown
 from trainer.analysis.figures import to_png
 from trainer.analysis.subject import Look, Subject, choose_rows, open_subject, view_batches, write_result
 from trainer.objectives.health import effective_rank, uniformity
@@ -45,24 +45,25 @@ class ClassCentres(Schema):
     one. `nearest_centre_accuracy` is that of test samples without views, each given the class of the nearest centre.
     """
 
-    divergence: float | None
-    centre_norm: float
+    divergence: Measured
+    centre_norm: Measured
     nearest_centre_accuracy: float
     class_names: tuple[str, ...]
-    centre_products: tuple[tuple[float, ...], ...]
+    centre_products: tuple[tuple[Measured, ...], ...]
 
 
 class SpaceResult(Schema):
     """One space. `alignment` is the mean squared distance of two views of a sample (0 where they coincide, 2 for
     independent directions), `uniformity` and `effective_rank` those of the training log, over one view of each sample.
-    `r_epsilon` is the share of samples with two views more than each of the config's epsilons apart.
+    `r_epsilon` is the share of samples with two views more than each of the config's epsilons apart. All are None if
+    features are not finite.
     """
 
-    alignment: float
-    uniformity: float
-    effective_rank: float
+    alignment: Measured
+    uniformity: Measured
+    effective_rank: Measured
     num_dimensions: int
-    r_epsilon: tuple[float, ...]
+    r_epsilon: tuple[Measured, ...]
     labels: dict[LabelSpace, ClassCentres]
 
 
@@ -135,8 +136,12 @@ def alignment(u_NVD: Tensor) -> Tensor:
 
 
 def share_apart(u_NVD: Tensor, epsilon: float) -> Tensor:
-    """R_epsilon of Huang et al. (2023): share of samples with two views more than `epsilon` apart, a scalar."""
-    return (torch.cdist(u_NVD, u_NVD).amax((1, 2)) > epsilon).double().mean()
+    """Return R_epsilon of Huang et al. (2023): share of samples with two views more than `epsilon` apart, a scalar.
+
+    nan if a vector is not finite.
+    """
+    farthest_N = torch.cdist(u_NVD, u_NVD).amax((1, 2))
+    return torch.where(farthest_N.isfinite().all(), (farthest_N > epsilon).double().mean(), torch.nan)
 
 
 def class_centres(u_NVD: Tensor, label_N: Tensor, *, num_classes: int) -> Tensor:
@@ -205,10 +210,12 @@ def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:
         shares, _ = np.histogram(distances, bins=bins)
         within.stairs(shares / max(1, shares.sum()), bins, fill=True, alpha=0.6, color=color, label=title)
     within.set(xlabel="distance of unit embeddings", ylabel="share of pairs")
-    within.set_title(f"alignment {embedding.alignment:.3f}, uniformity {embedding.uniformity:.2f}", fontsize=10)
+    within.set_title(
+        f"alignment {shown(embedding.alignment, '.3f')}, uniformity {shown(embedding.uniformity, '.2f')}", fontsize=10
+    )
     within.legend(frameon=False, fontsize=9)
     for space, color in zip(SPACES, ("C0", "C2"), strict=True):
-        values = result.spaces[space].r_epsilon
+        values = drawn(result.spaces[space].r_epsilon)
         curve.plot(result.config.epsilons, values, marker="o", markersize=4, color=color, label=space)
     curve.set(xlabel="epsilon", ylabel="share of samples", ylim=(-0.03, 1.03))
     curve.set_title("R: two views further apart than epsilon", fontsize=10)
@@ -216,7 +223,9 @@ def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:
     for axes in (within, curve):
         axes.spines[["top", "right"]].set_visible(False)
     centres = embedding.labels[label]
-    image = heat.imshow(np.asarray(centres.centre_products), vmin=-1, vmax=1, cmap="RdBu_r")
+    image = heat.imshow(
+        np.asarray([drawn(products) for products in centres.centre_products]), vmin=-1, vmax=1, cmap="RdBu_r"
+    )
     ticks = range(len(centres.class_names))
     heat.set_xticks(ticks, centres.class_names, rotation=90, fontsize=8)
     heat.set_yticks(ticks, centres.class_names, fontsize=8)

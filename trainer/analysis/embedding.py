@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.errors import UserError
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Measured, Schema
 from trainer.analysis.figures import to_png
 from trainer.analysis.subject import Look, Subject, choose_rows, open_subject, write_result
 from trainer.probes.features import LabelSpace, extract, frozen
@@ -48,15 +48,16 @@ class EmbeddingResult(Schema):
     seed: int
     checkpoint_step: int
     num_samples: int
-    silhouette: dict[LabelSpace, float | None]
-    silhouette_of_map: dict[LabelSpace, float | None]
+    silhouette: dict[LabelSpace, Measured]
+    silhouette_of_map: dict[LabelSpace, Measured]
     test_manifest_sha256: str
 
 
 def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, look: Look) -> list[Path]:
     """Write analysis/embedding.json and .png of a run; returns their paths.
 
-    Raises `UserError` if data is missing, if there are less than four samples, or UMAP is asked for and not installed.
+    Raises `UserError` if data is missing, if there are less than four samples, if features are not finite, or if UMAP
+    is asked for and not installed.
     """
     if config.method == "umap":
         _umap()
@@ -65,6 +66,10 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, look: Look) -
     if len(rows_N) < 4:
         raise UserError(f"embedding maps four samples at least, and the test set of {run_dir.path} has {len(rows_N)}")
     unit_NC = unit_features(subject, rows_N)
+    if not np.isfinite(unit_NC).all():
+        raise UserError(
+            f"the features of {run_dir.path} at step {subject.players.step} are not all finite; take an earlier --step"
+        )
     points_N2 = map_of(unit_NC, config, seed=subject.seed)
     labels = {space: subject.test.labels(space)[rows_N].numpy() for space in subject.label_spaces()}
     result = EmbeddingResult(
@@ -97,9 +102,14 @@ def unit_features(subject: Subject, rows_N: Tensor) -> NDArray[np.float64]:
 
 
 def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float | None:
-    """Mean silhouette of Euclidean distances; None where there are not at least two classes, and fewer than samples."""
+    """Return the mean silhouette of Euclidean distances.
+
+    None if there are not at least two classes, and fewer than samples, or if not all of `x_NC` is finite.
+    """
     num_classes = len(np.unique(label_N))
-    return float(silhouette_score(x_NC, label_N)) if 1 < num_classes < len(label_N) else None
+    if not 1 < num_classes < len(label_N) or not np.isfinite(x_NC).all():
+        return None
+    return float(silhouette_score(x_NC, label_N))
 
 
 def map_of(x_NC: NDArray[np.float64], config: EmbeddingConfig, *, seed: int) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data_pipeline.errors import UserError
 from data_pipeline.progress import Progress
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Measured, Schema, drawn, shown
 from trainer.analysis.classifier import heads_of
 from trainer.analysis.dip import Floats, dip, dip_p_value, uniform_dips
 from trainer.analysis.figures import to_png
@@ -52,16 +52,17 @@ class Probabilities(Schema):
     """How probabilities of the right class are spread over [0, 1].
 
     `histogram` has the share of each of equally wide bins. `dip_p` is the probability of so large a dip where there is
-    one mode. `tails_exceed_middle`: the shares below 0.1 and above 0.9 both exceed that of any tenth between.
+    one mode. `tails_exceed_middle`: the shares below 0.1 and above 0.9 both exceed that of any tenth between. All are
+    None if a probability is not finite, as those of views that a diverged viewmaker makes.
     """
 
-    histogram: tuple[float, ...]
-    mean: float
-    share_below_0_1: float
-    share_above_0_9: float
-    dip: float
-    dip_p: float
-    tails_exceed_middle: bool
+    histogram: tuple[Measured, ...]
+    mean: Measured
+    share_below_0_1: Measured
+    share_above_0_9: Measured
+    dip: Measured
+    dip_p: Measured
+    tails_exceed_middle: bool | None
 
 
 class JudgedRun(Schema):
@@ -78,8 +79,8 @@ class JudgedRun(Schema):
     classifier: str
     accuracy: dict[LabelSpace, float]
     without_views: dict[LabelSpace, Probabilities]
-    selectivity_box: float | None
-    selectivity_object: float | None
+    selectivity_box: Measured
+    selectivity_object: Measured
 
 
 class Judgement(Schema):
@@ -171,6 +172,16 @@ def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tens
 
 def describe(probability_N: Floats, *, num_bins: int, uniform_dips_D: Floats) -> Probabilities:
     """Describe probabilities (N,); `uniform_dips_D` are the dips of uniform samples of the same size."""
+    if not np.isfinite(probability_N).all():
+        return Probabilities(
+            histogram=(None,) * num_bins,
+            mean=None,
+            share_below_0_1=None,
+            share_above_0_9=None,
+            dip=None,
+            dip_p=None,
+            tails_exceed_middle=None,
+        )
     counts, _ = np.histogram(probability_N, bins=num_bins, range=(0.0, 1.0))
     tenths, _ = np.histogram(probability_N, bins=10, range=(0.0, 1.0))
     value = dip(probability_N)
@@ -274,19 +285,21 @@ def _figure(result: FeatureDropoutResult) -> bytes:
         for column, judged_by in enumerate(names):
             axes = grid[row, column]
             for space in spaces:
-                shown = by_place[views_of, judged_by, space].probabilities
+                spread = by_place[views_of, judged_by, space].probabilities
                 strong = space == spaces[-1]
                 axes.stairs(
-                    shown.histogram,
+                    drawn(spread.histogram),
                     edges,
                     fill=strong,
                     color="C0" if strong else "C1",
                     linewidth=1.5,
                     alpha=0.75 if strong else 1.0,
-                    label=f"label_{space}: dip {shown.dip:.3f}, p {shown.dip_p:.3f}",
+                    label=f"label_{space}: dip {shown(spread.dip, '.3f')}, p {shown(spread.dip_p, '.3f')}",
                 )
             as_they_are = result.runs[column].without_views[spaces[-1]].histogram
-            axes.stairs(as_they_are, edges, color="0.35", linestyle="--", label=f"label_{spaces[-1]}, without views")
+            axes.stairs(
+                drawn(as_they_are), edges, color="0.35", linestyle="--", label=f"label_{spaces[-1]}, without views"
+            )
             axes.legend(fontsize=7, loc="upper center", frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
             if row == 0:
@@ -295,8 +308,8 @@ def _figure(result: FeatureDropoutResult) -> bytes:
                 axes.set_xlabel("probability of the right class")
             if column == 0:
                 axes.set_ylabel(f"views of\n{views_of}\nshare of {result.num_examples}", fontsize=9)
-    drawn = [judgement.probabilities for judgement in result.judgements]
-    drawn += [run.without_views[spaces[-1]] for run in result.runs]
-    top = max(max(one.histogram) for one in drawn)
+    every = [judgement.probabilities for judgement in result.judgements]
+    every += [run.without_views[spaces[-1]] for run in result.runs]
+    top = max((share for one in every for share in one.histogram if share is not None), default=1.0)
     grid[0, 0].set(xlim=(0, 1), ylim=(0, 1.25 * top))  # room for the legends
     return to_png(figure)

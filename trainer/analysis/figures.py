@@ -28,21 +28,21 @@ class GridRow:
 
 
 def difference_gain(*differences: NDArray[np.float32]) -> int:
-    """The largest of `GAINS` that shows 99 % of the differences without clipping; 1 where they are large."""
+    """Return the largest of `GAINS` that shows 99 % of the differences without clipping; 1 if they are large or nan."""
     largest = float(np.quantile(np.abs(np.concatenate([np.ravel(difference) for difference in differences])), 0.99))
     return max((gain for gain in GAINS if gain * largest <= 0.5), default=GAINS[0])
 
 
 def difference_pictures(difference_NHWC: NDArray[np.float32], *, gain: int) -> NDArray[np.float32]:
-    """A signed difference as a picture: middle grey is no change, brighter is more of a colour."""
+    """Return a signed difference as a picture: middle grey is no change, brighter is more of a colour."""
     pictures_NHWC: NDArray[np.float32] = np.clip(0.5 + gain * difference_NHWC, 0.0, 1.0)
     return pictures_NHWC
 
 
 def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> bytes:
-    """A PNG of the rows, one below the other. Every pixel of a picture is the same whole number of pixels wide.
+    """Return a PNG of the rows, one below the other. Every pixel of a picture is the same whole number of pixels wide.
 
-    Equal input gives equal bytes.
+    A pixel that is nan is black. Equal input gives equal bytes.
     """
     num_columns, height, width = rows[0].pictures_NHWC.shape[:3]
     scale = max(1, round(PICTURE_SIZE / width))
@@ -55,7 +55,7 @@ def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> by
         for column, picture_HWC in enumerate(row.pictures_NHWC):
             left = LEFT + cell_width * column
             enlarged_HWC = picture_HWC.repeat(scale, axis=0).repeat(scale, axis=1)
-            canvas_HWC[top : top + scale * height, left : left + scale * width] = enlarged_HWC
+            canvas_HWC[top : top + scale * height, left : left + scale * width] = np.nan_to_num(enlarged_HWC)
         middle = 1 - (top + scale * height / 2) / full_height
         figure.text((LEFT - 14) / full_width, middle, row.title, ha="right", va="center", fontsize=11)
     for column, title in enumerate(column_titles):

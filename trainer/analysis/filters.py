@@ -9,6 +9,7 @@ Shapes: N pictures, B batch, C channels of the trunk's last map, H by W its pixe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from data_pipeline.errors import UserError
 from data_pipeline.progress import Progress
 from data_pipeline.randomness import generator
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Measured, Schema
 from trainer.analysis.embedding import silhouette
 from trainer.analysis.figures import GridRow, picture_grid
 from trainer.analysis.subject import Look, Subject, choose_rows, open_subject, refuse_sounds, write_result
@@ -46,13 +47,14 @@ class Sparsity(Schema):
 
     `active_share` is the share of its values above 0. `treves_rolls` is 1 - (mean)^2 / mean of squares (Rolls and
     Tovee 1995), `hoyer` Hoyer's (2004), both over the values of a picture, from 0 (all equal) to nearly 1 (a single
-    one), as means over the pictures. `dead_share` is the share of channels that never fire on any picture.
+    one), as means over the pictures. `dead_share` is the share of channels that never fire on any picture. All are None
+    if the map is not finite.
     """
 
-    active_share: float
-    treves_rolls: float
-    hoyer: float
-    dead_share: float
+    active_share: Measured
+    treves_rolls: Measured
+    hoyer: Measured
+    dead_share: Measured
 
 
 class FiltersResult(Schema):
@@ -70,11 +72,11 @@ class FiltersResult(Schema):
     num_pictures: int
     num_channels: int
     sparsity: Sparsity
-    colour_r2: float
-    silhouette: dict[LabelSpace, float | None]
+    colour_r2: Measured
+    silhouette: dict[LabelSpace, Measured]
     shown: tuple[int, ...]
-    gain: tuple[float, ...]
-    colourfulness: tuple[float, ...]
+    gain: tuple[Measured, ...]
+    colourfulness: tuple[Measured, ...]
     test_manifest_sha256: str
 
 
@@ -121,12 +123,13 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, look: Look) -> li
 def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:
     """Of each picture (B,) float64: active_share, treves_rolls and hoyer as in `Sparsity`, and `fires` (B, C) bool."""
     r_BP = map_BCHW.flatten(1).double().clamp_min(0)
+    is_finite_B = map_BCHW.flatten(1).isfinite().all(1)
     num = r_BP.shape[1]
     squares_B = r_BP.square().sum(1)
     silent_B = squares_B == 0
     share_B = r_BP.sum(1).square() / squares_B.clamp_min(torch.finfo(torch.float64).tiny)  # from 1 to num
     return {
-        "active_share": (r_BP > 0).double().mean(1),
+        "active_share": (r_BP > 0).double().mean(1).masked_fill(~is_finite_B, torch.nan),
         "treves_rolls": (1 - share_B / num).masked_fill(silent_B, 0.0),
         "hoyer": ((num**0.5 - share_B.sqrt()) / (num**0.5 - 1)).masked_fill(silent_B, 0.0),
         "fires": map_BCHW.amax((2, 3)) > 0,
@@ -134,11 +137,14 @@ def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:
 
 
 def explained_share(x_NP: Tensor, y_NC: Tensor) -> float:
-    """R^2 of the least-squares fit of y by x and a constant, over all columns of y together; 0 where y is constant."""
+    """Return R^2 of the least-squares fit of y by x and a constant, over all columns of y together.
+
+    0 if y is constant, nan if it is not finite.
+    """
     x, y = x_NP - x_NP.mean(0), y_NC - y_NC.mean(0)
     total = y.square().sum()
-    if total == 0:
-        return 0.0
+    if total == 0 or not total.isfinite():
+        return 0.0 if total == 0 else math.nan
     # By the singular vectors, so that columns of x that depend on one another do no harm.
     left, singular, _ = torch.linalg.svd(x, full_matrices=False)
     basis = left[:, singular > singular.max() * 1e-10]
@@ -205,7 +211,8 @@ def _measure(subject: Subject, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
         hook.remove()
     assert fires_C is not None
     means = {name: total / len(rows_N) for name, total in sums.items()}
-    return Sparsity(**means, dead_share=1 - fires_C.double().mean().item()), torch.cat(pooled)
+    dead_share = 1 - fires_C.double().mean().item()
+    return Sparsity(**means, dead_share=dead_share if math.isfinite(means["hoyer"]) else None), torch.cat(pooled)
 
 
 def _picture(found_FCHW: Tensor, result: FiltersResult) -> bytes:

@@ -20,7 +20,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Measured, Schema
 from trainer.analysis.figures import GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.analysis.subject import CPU, Look, open_subject, view_batches, write_result
 from trainer.probes.features import Pictures, ViewFunction
@@ -37,18 +37,18 @@ class ViewsAnalysisConfig(Schema):
 class ViewsResult(Schema):
     """RUN_DIR/analysis/views.json. Changes are mean |view - picture| in [0, 1] units (of sounds: in those of the
     normalised spectrogram) over the first `num_pictures` test pictures, one view each. `object` is the drawn pixels,
-    `box` the tight box around them; None where nothing was drawn, and for sounds. `shown` are the dataset indices of
-    the grid.
+    `box` the tight box around them; None if nothing was drawn, and for sounds. Any change is None if a view is not
+    finite, as those of a viewmaker that diverged. `shown` are the dataset indices of the grid.
     """
 
     checkpoint_step: int
     views: str
     num_pictures: int
-    change: float
-    change_in_box: float | None
-    change_in_object: float | None
-    selectivity_box: float | None
-    selectivity_object: float | None
+    change: Measured
+    change_in_box: Measured
+    change_in_object: Measured
+    selectivity_box: Measured
+    selectivity_object: Measured
     difference_gain: int
     shown: tuple[int, ...]
     test_manifest_sha256: str

@@ -93,12 +93,16 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
         )
     if len(measured) > 1:
         sentences.append(f"The runs were probed in {len(measured)} ways; accuracies are compared within each alone.")
-    return sentences + [sentence for reading in measured for sentence in _verdict_under(reading)]
+    elif measured[0].title:
+        sentences.append(f"Accuracies are of a {measured[0].title}.")
+    for reading in measured:
+        title = reading.title[:1].upper() + reading.title[1:]
+        sentences += _verdict_under(reading, title if len(measured) > 1 else "")
+    return sentences
 
 
-def _verdict_under(reading: Reading) -> list[str]:
+def _verdict_under(reading: Reading, title: str) -> list[str]:
     datasets = datasets_of(reading.arms)
-    title = reading.title[:1].upper() + reading.title[1:]
     sentences = []
     for dataset in datasets:
         where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)

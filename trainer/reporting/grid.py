@@ -21,9 +21,13 @@ class Grid:
 
 
 def to_html(grid: Grid, *, code: Container[str] = (), numbers: bool = False) -> str:
-    """`code`: titles of rows and columns whose cells are set as code. `numbers`: cells are set to the right."""
-    kind = ' class="number"' if numbers else ""
-    head = f"<th>{escape(grid.head[0])}</th>" + "".join(f"<th{kind}>{escape(title)}</th>" for title in grid.head[1:])
+    """Return a table. `code`: titles of rows and columns whose cells are set as code. `numbers`: set to the right.
+
+    Each cell names its column as well (`data-head`), for a narrow screen, where a row becomes a list.
+    """
+    kind = "number" if numbers else "text"
+    head = f"<th>{escape(grid.head[0])}</th>"
+    head += "".join(f'<th class="{kind}">{escape(title)}</th>' for title in grid.head[1:])
     body = ""
     for title, *cells in grid.rows:
         body += f"<tr><th>{escape(title or '')}</th>"
@@ -31,9 +35,14 @@ def to_html(grid: Grid, *, code: Container[str] = (), numbers: bool = False) -> 
             text = NOT_MEASURED if cell is None else escape(cell)
             if cell is not None and (title in code or column in code):
                 text = f"<code>{text}</code>"
-            body += f'<td class="{"number" if numbers else "text"}">{text}</td>'
+            body += f'<td class="{kind}" data-head="{escape(column)}">{text}</td>'
         body += "</tr>"
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return scroll(f'<table class="cards"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
+
+
+def scroll(table: str) -> str:
+    """Return a table that scrolls sideways by itself in a window that is too narrow; a shadow hints at it."""
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def prose(text: str) -> str:

@@ -11,7 +11,7 @@ from trainer.reporting.curves import charts
 from trainer.reporting.findings import limits, samples_of, verdict
 from trainer.reporting.grid import NOT_MEASURED, columns, prose, to_html
 from trainer.reporting.protocols import label_titles, readings
-from trainer.reporting.runs import Arm, Run
+from trainer.reporting.runs import NO_NUMBER, Arm, Run
 from trainer.reporting.study_sheet import Sheet
 from trainer.reporting.study_tables import study_html
 from trainer.reporting.tables import chip, differences, provenance, results, speed_grid
@@ -25,9 +25,9 @@ MOST_NAMES = 4  # under the title; the tables have them all
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #5c6873; --line: #dfe3e8; --page: #ffffff; --card: #f6f7f9;
-  --accent: #3b82d6; }
+  --accent: #3b82d6; --shade: rgba(0, 0, 0, 0.22); }
 @media (prefers-color-scheme: dark) { :root { --ink: #dfe4e9; --soft: #98a4b0; --line: #333b44; --page: #15191d;
-  --card: #1d2329; --accent: #6aa5ea; } }
+  --card: #1d2329; --accent: #6aa5ea; --shade: rgba(0, 0, 0, 0.85); } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif;
   -webkit-text-size-adjust: 100%; }
@@ -43,7 +43,12 @@ ul { padding-left: 20px; margin: 8px 0; }
 .none { font-style: italic; font-size: 0.9em; }
 .verdict { background: var(--card); border-left: 3px solid var(--accent); border-radius: 6px; padding: 14px 20px; }
 .verdict p { margin: 6px 0; }
-.scroll { overflow-x: auto; margin-bottom: 12px; }
+/* Two covers scroll with the table, and hide two shadows that do not: a shadow shows where the table goes on. */
+.scroll { overflow-x: auto; margin-bottom: 12px; background:
+  linear-gradient(to right, var(--page) 12px, transparent) left / 40px 100% no-repeat local,
+  linear-gradient(to left, var(--page) 12px, transparent) right / 40px 100% no-repeat local,
+  linear-gradient(to right, var(--shade), transparent) left / 12px 100% no-repeat scroll,
+  linear-gradient(to left, var(--shade), transparent) right / 12px 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: 14.5px; font-variant-numeric: tabular-nums; }
 .wide { width: 100%; }
 th, td { padding: 7px 14px 7px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
@@ -69,14 +74,37 @@ figcaption { font-size: 14px; margin-bottom: 4px; }
 svg { width: 100%; height: auto; display: block; }
 img { max-width: 100%; height: auto; display: block; border-radius: 6px; border: 1px solid var(--line); }
 summary { cursor: pointer; color: var(--soft); font-size: 14px; margin: 10px 0; }
-@media (max-width: 600px) {
+.columns2 { --columns: 2; }
+.columns4 { --columns: 4; }
+@media screen and (max-width: 600px) {
   main { padding: 20px 14px 48px; }
   h1 { font-size: 22px; }
   h2 { margin-top: 36px; }
   .verdict { padding: 10px 14px; }
-  tbody th { white-space: normal; min-width: 132px; }
-  tbody th .soft { display: block; font-size: 12px; }
-  th, td { padding-right: 12px; }
+  /* The title of a row stands above its numbers. */
+  .results, .results thead, .results tbody { display: block; }
+  .results tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); }
+  .results .corner { display: none; }
+  .results th.group { grid-column: span 2; padding-left: 0; text-align: right; }
+  .results thead th { padding-bottom: 2px; }
+  .results tbody tr { border-bottom: 1px solid var(--line); }
+  .results tbody tr.arm { border-bottom: none; }
+  .results tbody th { grid-column: 1 / -1; padding-bottom: 0; border: none; white-space: normal; }
+  .results tbody td { padding-top: 2px; border: none; }
+  .results th.number, .results th.group, .results td { padding-right: 6px; }
+  .results td small { white-space: normal; }
+  /* A row becomes a list with a line for each column. */
+  .cards, .cards tbody, .cards tr, .cards tbody th { display: block; }
+  .cards thead { display: none; }
+  .cards tr { border-bottom: 1px solid var(--line); padding: 8px 0; }
+  .cards tbody th { border: none; padding: 0 0 4px; white-space: normal; overflow-wrap: anywhere; }
+  .cards tbody th:empty { display: none; }
+  .cards td, .cards td.text, .cards td.number, .cards td.settings { display: grid; gap: 10px; max-width: none;
+    grid-template-columns: minmax(0, 2fr) minmax(0, 3fr); padding: 2px 0; border: none; text-align: left;
+    white-space: normal; overflow-wrap: anywhere; }
+  .cards td::before { content: attr(data-head); color: var(--soft); font-size: 13px; }
+  .cards td:empty { display: none; }
+  .cards td > * { min-width: 0; }
 }
 @media print {
   :root { color-scheme: light; --ink: #000000; --soft: #444444; --line: #bbbbbb; --page: #ffffff; --card: #f4f4f4; }
@@ -86,7 +114,10 @@ summary { cursor: pointer; color: var(--soft); font-size: 14px; margin: 10px 0; 
   tr, figure, img, .verdict { break-inside: avoid; }
   .charts { grid-template-columns: 1fr 1fr; }
   .scroll { overflow: visible; }
+  .scroll { background: none; }
   table { font-size: 8.5pt; width: 100%; }
+  thead th { font-size: 8pt; }
+  td small { font-size: 7.5pt; }
   th, td { padding: 3px 8px 3px 0; }
   td.number, th.number, tbody th, td.settings { white-space: normal; }
   td.text { min-width: 0; }
@@ -203,10 +234,11 @@ def _views(run: Run) -> str:
     crops = result.views == "expert_image"
     moved = " Views that crop and flip also move pixels, which counts as change." if crops else ""
     samples = samples_of([run])
+    number = NO_NUMBER if result.change is None else f"{result.change:.4f}"
     change = (
-        f"Mean change of a pixel: {result.change:.4f} of the range from black to white"
+        f"Mean change of a pixel: {number} of the range from black to white"
         if samples == "pictures"
-        else f"Mean change of a point of the normalised spectrogram: {result.change:.4f}"
+        else f"Mean change of a point of the normalised spectrogram: {number}"
     )
     return (
         f'{title}<p class="caption">Views <code>{escape(result.views)}</code> at step {result.checkpoint_step}. '

@@ -6,6 +6,7 @@ paper that did not train on as much, and a cell filled by two different configur
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,7 +296,7 @@ def _batch_norm(sheet: Sheet) -> list[str]:
     if sheet.protocol.batch_norm == "train":
         return [f"{published}; so are these."]
     measured = [one for one in sheet.cells.values() if one.score is not None]
-    paths = sorted({str(run.path) for one in measured if one.in_train_mode is None for run in one.runs})
+    paths = _directories([run.path for one in measured if one.in_train_mode is None for run in one.runs])
     protocol = describe_protocol(sheet.protocol)
     sentences = [f"{published}; the first number of a cell is of {protocol}, and the line below it of train mode."]
     if len(paths) and all(one.in_train_mode is None for one in measured):
@@ -303,6 +304,12 @@ def _batch_norm(sheet: Sheet) -> list[str]:
     if paths:
         sentences.append(f"To measure as published: python -m trainer.probe {' '.join(paths)} --batch-norm train")
     return sentences
+
+
+def _directories(paths: Sequence[Path]) -> list[str]:
+    """Return what to name on a command line for some runs: the directory of a study for several runs in it."""
+    together = Counter(path.parent for path in set(paths))
+    return sorted({str(path.parent if together[path.parent] > 1 else path) for path in paths})
 
 
 def _beside_concentration(sheet: Sheet) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from trainer.reporting.grid import Grid, columns, prose, to_html
+from trainer.reporting.grid import Grid, columns, prose, scroll, to_html
 from trainer.reporting.study_sheet import Filled, Sheet, missing_commands, summary
 
 MEASURES = {
@@ -25,25 +25,31 @@ def study_html(sheet: Sheet) -> str:
     titles = "".join(f'<th class="number">{escape(column.title)}</th>' for column in study.columns)
     body = ""
     for row in study.rows:
-        cells = (sheet.cells.get((row, number)) for number in range(len(study.columns)))
-        body += f"<tr><th>{escape(row)}</th>{''.join(map(_html_cell, cells))}</tr>"
+        cells = "".join(
+            _html_cell(sheet.cells.get((row, number)), f"{column.group}: {column.title}")
+            for number, column in enumerate(study.columns)
+        )
+        body += f"<tr><th>{escape(row)}</th>{cells}</tr>"
     commands = missing_commands(sheet)
     missing = f"<p>To measure what is missing:</p><pre>{escape(chr(10).join(commands))}</pre>" if commands else ""
+    table = (
+        f'<table class="wide study cards"><thead><tr><th></th>{groups}</tr>'
+        f"<tr><th>{escape(study.row_title)}</th>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    )
     return (
         f'<p class="caption">{escape(study.source)}. Ours: {MEASURES[study.measure]}, mean ± sample standard deviation '
         "over seeds; below it what the paper has, and ours less the paper's.</p>"
-        f'{sentences}<div class="scroll"><table class="wide study"><thead><tr><th></th>{groups}</tr>'
-        f"<tr><th>{escape(study.row_title)}</th>{titles}</tr></thead><tbody>{body}</tbody></table></div>{missing}"
-        f"<h3>Directions</h3>{to_html(direction_grid(sheet), numbers=True)}"
+        f"{sentences}{scroll(table)}{missing}<h3>Directions</h3>{to_html(direction_grid(sheet), numbers=True)}"
     )
 
 
-def _html_cell(filled: Filled | None) -> str:
+def _html_cell(filled: Filled | None, head: str) -> str:
     if filled is None:
         return '<td class="number"></td>'
     ours, *small = _lines(filled)
     shown = escape(ours) if filled.score else f'<span class="none">{escape(ours)}</span>'
-    return f'<td class="number">{shown}{"".join(f"<small>{escape(text)}</small>" for text in small)}</td>'
+    lines = "".join(f"<small>{prose(text)}</small>" for text in small)
+    return f'<td class="number" data-head="{escape(head)}"><div>{shown}{lines}</div></td>'
 
 
 def _lines(filled: Filled) -> list[str]:

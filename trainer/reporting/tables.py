@@ -11,7 +11,7 @@ from typing import Any
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.reporting.curves import COLORS
 from trainer.reporting.findings import Method, Score, baseline, score, winner
-from trainer.reporting.grid import NOT_MEASURED, Grid, columns, prose, to_html
+from trainer.reporting.grid import NOT_MEASURED, Grid, columns, prose, scroll, to_html
 from trainer.reporting.protocols import Reading, describe_protocol, label_titles, probe_command, readings
 from trainer.reporting.runs import Arm, Dataset, Run, config_differences, datasets_of
 
@@ -64,7 +64,7 @@ def _results_of(dataset: Dataset) -> str:
             probe = next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)])
             cells += f'<td class="number">{100 * getattr(probe, attribute):.1f}</td><td></td>'
         rows.append(f'<tr class="floor"><th>{title}</th>{cells}</tr>')
-    return (
+    return scroll(
         f'<table class="wide results columns{2 * len(spaces)}"><thead><tr><th class="corner"></th>{head}</tr>'
         f'<tr><th class="corner"></th>{methods}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
@@ -157,14 +157,15 @@ def differences(arms: Sequence[Arm]) -> str:
     head = "".join(f"<th>{escape(arm.name)}</th>" for arm in arms)
     body = "".join(
         f"<tr><th><code>{escape(row.key)}</code></th>"
-        + "".join(f'<td class="settings">{_settings(values)}</td>' for values in row.values)
+        + "".join(
+            f'<td class="settings" data-head="{escape(arm.name)}">{_settings(values)}</td>'
+            for arm, values in zip(arms, row.values, strict=True)
+        )
         + "</tr>"
         for row in rows
     )
-    return (
-        f'<div class="scroll"><table><thead><tr><th>setting</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        f"{_configs(runs)}"
-    )
+    table = f'<table class="cards"><thead><tr><th>setting</th>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return scroll(table) + _configs(runs)
 
 
 def difference_grid(arms: Sequence[Arm]) -> Grid:

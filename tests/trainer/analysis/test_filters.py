@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs import debug
 from data_pipeline.errors import UserError
+from data_pipeline.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analysis.planted import write_run
 from trainer.analysis.filters import (
@@ -86,10 +87,13 @@ def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     result = FiltersResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_pictures, result.num_channels) == (40, 32)
     assert len(set(result.shown)) == len(result.gain) == len(result.colourfulness) == 10
-    assert 0 < result.sparsity.active_share < 1
-    assert 0 < result.sparsity.hoyer < 1
-    assert 0 <= result.sparsity.dead_share < 1
-    assert 0 < result.colour_r2 < 1
+    active, hoyer, dead, r2 = drawn(
+        [result.sparsity.active_share, result.sparsity.hoyer, result.sparsity.dead_share, result.colour_r2]
+    )
+    assert 0 < active < 1
+    assert 0 < hoyer < 1
+    assert 0 <= dead < 1
+    assert 0 < r2 < 1
     assert Image.open(png_path).size[0] > 1000
     before = json_path.read_bytes()
     analyze_filters(run_dir, config=CONFIG, look=Look(step=0))
