@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import select
@@ -25,6 +24,7 @@ from pathlib import Path
 from shlex import quote
 from typing import IO, BinaryIO, Final
 
+import pydantic_core
 from webdataset.gopen import Pipe, gopen_error, gopen_schemes, rewrite_url
 
 from data_pipeline.errors import UserError
@@ -60,11 +60,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of a file before it comes; `is_json` where that is all there is to tell a whole file by."""
+    """What is known of a file before it comes.
+
+    Attributes:
+        num_bytes: its size; None if it is not known.
+        sha256: of its content; None if it is not known.
+        is_json: that it is JSON, if that is all there is to tell a whole file by.
+        max_bytes: an answer that goes on for longer is broken off; `num_bytes` if that is known.
+    """
 
     num_bytes: int | None = None
     sha256: str | None = None
     is_json: bool = False
+    max_bytes: int = _MAX_BYTES_UNKNOWN
 
 
 class _AttemptError(Exception):
@@ -117,7 +125,7 @@ def _is_http(url: str) -> bool:
 
 def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> None:
     num_bytes, digest = 0, hashlib.sha256()
-    max_bytes = _MAX_BYTES_UNKNOWN if expected.num_bytes is None else expected.num_bytes
+    max_bytes = expected.max_bytes if expected.num_bytes is None else expected.num_bytes
     file.seek(0)
     with tempfile.NamedTemporaryFile() as complaints:
         pipe = _open(
@@ -127,7 +135,7 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
             for block in _blocks(pipe, limits):
                 num_bytes += len(block)
                 if num_bytes > max_bytes:
-                    raise _AttemptError(f"it is longer than the {max_bytes} bytes that it should have")
+                    raise _AttemptError(f"it is longer than the {max_bytes} bytes that it may have")
                 digest.update(block)
                 file.write(block)
             file.truncate()
@@ -146,7 +154,7 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
     if expected.is_json:
         file.seek(0)
         try:
-            json.load(file)
+            pydantic_core.from_json(file.read())  # bounds how deep the text may nest
         except ValueError:
             raise _AttemptError(f"the {num_bytes} bytes that came are not whole JSON") from None
 

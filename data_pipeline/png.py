@@ -4,6 +4,9 @@ PNG predicts each row of a picture by one of five filters, and the best for a ro
 every row is stored with the one called "up", the difference to the row above: about a tenth larger, and undone by one
 addition a row for all pictures of a batch. Pictures of other writers are decoded one by one by torchvision.
 
+A file may come from a stranger: nothing is unpacked before the size in its header was compared with the size that is
+due, and never more than that size holds.
+
 Shapes: B pictures, C channels (3: RGB, 1: grey), H height, W width.
 """
 
@@ -26,6 +29,7 @@ _UP: Final = 2  # the filter type of PNG
 _COLOUR_TYPES: Final = {1: 0, 3: 2}
 _MODES: Final = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 _LEVEL: Final = 3  # photos of 32x32: as small as level 9 within 1 %
+_SIZE: Final = struct.Struct(">8s4x4sII")  # the signature, the first chunk's name, width and height
 _END: Final = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
 
 
@@ -52,6 +56,30 @@ def _head(num_channels: int, height: int, width: int) -> bytes:
 
 def _chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(content, zlib.crc32(name)))
+
+
+def png_size(file: bytes | memoryview) -> tuple[int, int] | None:
+    """Return height and width of a PNG, (H, W), by its header alone; None if it is no PNG.
+
+    Examples:
+        >>> png_size(encode_png(np.zeros((2, 5), dtype=np.uint8)))
+        (2, 5)
+    """
+    if len(file) < _SIZE.size:
+        return None
+    signature, name, width, height = _SIZE.unpack_from(file)
+    return (height, width) if (signature, name) == (_SIGNATURE, b"IHDR") else None
+
+
+def wrong_size(file: bytes | memoryview, height: int, width: int) -> str | None:
+    """Say what is wrong with a file that should be a PNG of that size, by its header alone; None if nothing is.
+
+    To be asked before a file is decoded: two megabytes may unpack to gigabytes.
+    """
+    size = png_size(file)
+    if size is None:
+        return "it is no whole PNG: it does not begin as one"
+    return None if size == (height, width) else f"it is {size[1]}x{size[0]} pixels, not {width}x{height}"
 
 
 def decode_pngs(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tuple[Tensor, dict[int, str]]:
@@ -86,11 +114,15 @@ def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None
         return None
     num_channels, height, width = shape
     row_size = 1 + width * num_channels
+    num_bytes = height * row_size
+    stream = zlib.decompressobj()
     try:
-        points = zlib.decompress(file[first : -4 - len(_END)], bufsize=height * row_size)
+        # One byte of room more than is due: without it the end of the stream, and its adler32, would not be read.
+        points = stream.decompress(file[first : -4 - len(_END)], num_bytes + 1)
     except zlib.error:
         return None
-    return points if len(points) == height * row_size and points[::row_size] == bytes([_UP]) * height else None
+    is_whole = stream.eof and len(points) == num_bytes
+    return points if is_whole and points[::row_size] == bytes([_UP]) * height else None
 
 
 def _decode_one_by_one(
@@ -100,6 +132,9 @@ def _decode_one_by_one(
     shape = pictures_BCHW.shape[1:]
     errors: dict[int, str] = {}
     for place in places:
+        if (wrong := wrong_size(files[place], shape[1], shape[2])) is not None:
+            errors[place] = wrong
+            continue
         try:
             picture = decode_png(torch.frombuffer(files[place], dtype=torch.uint8), _MODES[shape[0]])
         except (RuntimeError, ValueError) as error:

@@ -32,9 +32,18 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from data_pipeline.errors import UserError
 from data_pipeline.fetch import Expected, Limits, check_answers, fetch
-from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, Manifest, parse_manifest
+from data_pipeline.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    OVERLAY_NAME,
+    SOURCE_DIGESTS_NAME,
+    Manifest,
+    ShardEntry,
+    is_plain_name,
+    parse_manifest,
+)
 from data_pipeline.schema import Schema
-from data_pipeline.shards import index_path
+from data_pipeline.shards import index_num_bytes, index_path
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +109,8 @@ def refuse_untyped_command(location: str, config: RemoteConfig) -> None:
 def file_url(location: str, name: str) -> str:
     """The URL of one file of a dataset: `{name}` in `location` stands for the file name, else it is appended.
 
-    Raises `UserError` where `location` cannot be one, or where `name` is more than a plain file name: it may come from
-    a manifest that somebody else wrote, and ends up in a path and in a shell command.
+    Raises `UserError` if `location` cannot be one, or if `name` is more than a plain file name: it ends up in a path
+    and in a shell command.
 
     Examples:
         >>> file_url("http://host/cifar/", "manifest.json")
@@ -115,15 +124,42 @@ def file_url(location: str, name: str) -> str:
             f"{location} is no place to read a dataset from; give a directory, http(s)://HOST/DIR, "
             "or pipe:COMMAND with {name} where the file name goes"
         )
-    if not re.fullmatch(r"\w[\w.-]*", name, flags=re.ASCII):
-        raise UserError(
-            f"the manifest at {location} names a file {name!r}, which is no plain file name; rename it there"
-        )
+    if not is_plain_name(name):
+        raise UserError(f"{location} cannot have a file {name!r}, which is no plain file name; rename it there")
     if "{name}" in location:
         return location.replace("{name}", name)
     if scheme == "pipe" or "?" in location:
         raise UserError(f"{location} does not say where the name of a file goes; put {{name}} there")
     return f"{location.rstrip('/')}/{name}"
+
+
+def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
+    """Fetch the manifest of a remote dataset; raises `UserError` if it cannot be had or is none."""
+    check_answers(file_url(location, MANIFEST_NAME), stall_seconds=config.stall_seconds)
+    expected = Expected(is_json=True, max_bytes=MAX_MANIFEST_BYTES)
+    with fetched(location, MANIFEST_NAME, expected=expected, config=config) as file:
+        return parse_manifest(file.read(), where=file_url(location, MANIFEST_NAME))
+
+
+@contextmanager
+def fetched(location: str, name: str, *, expected: Expected, config: RemoteConfig) -> Iterator[BinaryIO]:
+    """Fetch one file of a remote dataset past any cache; it lies among the temporary files while the block runs.
+
+    Raises `UserError` if it cannot be had, or is not as `expected`.
+    """
+    with tempfile.TemporaryFile() as file:
+        fetch(file_url(location, name), file, expected=expected, limits=_limits(config))
+        file.seek(0)
+        yield file
+
+
+def _limits(config: RemoteConfig, stop: threading.Event | None = None) -> Limits:
+    return Limits(
+        stall_seconds=config.stall_seconds,
+        num_attempts=config.num_attempts,
+        deadline=time.monotonic() + config.file_seconds,
+        stop=stop or threading.Event(),
+    )
 
 
 class RemoteShards:
@@ -143,10 +179,8 @@ class RemoteShards:
         refuse_untyped_command(location, config)
         self.location = location
         self._config = config
-        self.manifest: Manifest = self._fetch_manifest()
+        self.manifest: Manifest = fetch_manifest(location, config=config)
         self._shards = {entry.name: entry for entry in self.manifest.shards}
-        for name in self._shards:
-            file_url(location, name)
         dataset = self.manifest.sha256[:16]
         gigabytes = config.cache_gigabytes
         if config.cache_dir is not None:
@@ -187,7 +221,7 @@ class RemoteShards:
         path = self._directory / name
         while True:
             if not _is_here(path, expected):
-                self._fetch(name, expected, limits=self._limits(stop))
+                self._fetch(name, expected, limits=_limits(self._config, stop))
             now = time.time_ns()
             try:
                 os.utime(path, ns=(now, now))
@@ -207,14 +241,6 @@ class RemoteShards:
             self._prefetcher = _Prefetcher(self)
         self._prefetcher.replace(names)
 
-    def _limits(self, stop: threading.Event | None = None) -> Limits:
-        return Limits(
-            stall_seconds=self._config.stall_seconds,
-            num_attempts=self._config.num_attempts,
-            deadline=time.monotonic() + self._config.file_seconds,
-            stop=stop or threading.Event(),
-        )
-
     def _expected(self, name: str) -> Expected:
         if (entry := self._shards.get(name)) is not None:
             return Expected(num_bytes=entry.num_bytes, sha256=entry.sha256)
@@ -225,17 +251,9 @@ class RemoteShards:
         raise ValueError(f"the dataset at {self.location} has no file {name!r}")
 
     def _num_bytes(self, name: str) -> int:
-        """Of a shard and its index: two int64 for each member of a sample."""
+        """Of a shard and its index."""
         entry = self._shards[name]
-        return entry.num_bytes + 16 * len(self.manifest.members) * entry.num_samples + 2048
-
-    def _fetch_manifest(self) -> Manifest:
-        url = file_url(self.location, MANIFEST_NAME)
-        check_answers(url, stall_seconds=self._config.stall_seconds)
-        with tempfile.TemporaryFile() as file:
-            fetch(url, file, expected=Expected(is_json=True), limits=self._limits())
-            file.seek(0)
-            return parse_manifest(file.read().decode(errors="replace"), where=url)
+        return entry.num_bytes + index_num_bytes(entry, self.manifest.members)
 
     def _check_room(self) -> None:
         """What can be known of the disk before training starts."""
@@ -278,23 +296,25 @@ class RemoteShards:
             if self._limit is not None and name in self._shards:
                 self._make_room(file, num_bytes=self._num_bytes(name), limits=limits)
             fetch(file_url(self.location, name), file, expected=expected, limits=limits)
-            if name in self._shards:
-                self._fetch_index(index_path(path), limits=limits)
+            if (entry := self._shards.get(name)) is not None:
+                self._fetch_index(index_path(path), entry, limits=limits)
             if not self._is_spool:
                 os.fsync(file.fileno())  # a kept file must be whole after a power cut too: only its size is seen again
             self._name(partial, path, limits=limits)
             megabytes, seconds = os.fstat(file.fileno()).st_size / 1e6, time.monotonic() - start
             logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
-    def _fetch_index(self, path: Path, *, limits: Limits) -> None:
-        """The index that a build left beside a shard; without one the reader makes it, so this may fail."""
+    def _fetch_index(self, path: Path, entry: ShardEntry, *, limits: Limits) -> None:
+        """Fetch the index that a build left beside a shard; without one the reader makes it, so this may fail."""
         if not self._may_have_index:
             return
         partial = path.with_name(f".{path.name}.partial")
         url = file_url(self.location, path.name)
         with _locked(partial, deadline=limits.deadline) as file:
             try:
-                fetch(url, file, expected=Expected(), limits=replace(limits, num_attempts=1))
+                num_bytes = index_num_bytes(entry, self.manifest.members)
+                expected = Expected(num_bytes=num_bytes, sha256=entry.index_sha256)
+                fetch(url, file, expected=expected, limits=replace(limits, num_attempts=1))
             except UserError as error:
                 self._may_have_index = False
                 logger.info("the shards of %s are indexed here: %s", self.location, error)

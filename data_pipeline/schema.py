@@ -69,14 +69,19 @@ class Schema(BaseModel):
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
     """The first problem of a validation error in one sentence; an unknown key names the nearest valid one."""
     first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
+    path = _shown(".".join(str(part) for part in first["loc"]))
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
         valid = _fields_at(model, first["loc"][:-1])
         return f'unknown key "{path}"{nearest(str(first["loc"][-1]), valid)}{more}'
-    given = "" if first["type"] == "missing" else f", got {first['input']!r}"
+    given = "" if first["type"] == "missing" else f", got {_shown(repr(first['input']))}"
     message = first["msg"].removeprefix("Value error, ")
     return (f"{path}: " if path else "") + f"{message}{given if path else ''}{more}"
+
+
+def _shown(text: str) -> str:
+    """Return `text` as one line of bounded length that a terminal may print: files may come from strangers."""
+    return (text if text.isprintable() else ascii(text))[:200]
 
 
 def _set(value: dict[str, Any], path: list[str], new: Any) -> None:

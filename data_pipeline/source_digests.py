@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import UserError
+from data_pipeline.files import read_regular
 from data_pipeline.manifest import SOURCE_DIGESTS_NAME, Manifest
 from data_pipeline.remote import RemoteConfig, RemoteShards, is_remote
 
@@ -43,21 +44,25 @@ def write_source_digests(path: Path, content_digests: bytes, *, num_samples: int
     return hashlib.sha256(data).hexdigest()
 
 
+def num_digest_bytes(manifest: Manifest) -> int:
+    """Return the size of the file of short digests of a dataset."""
+    return manifest.num_samples * _DTYPE.itemsize
+
+
 def check_source_digests(path: Path, manifest: Manifest) -> NDArray[np.uint64]:
     """Read and check the short digests of a dataset, (N,).
 
     Raises `UserError` if the file is missing, or is not the one that the manifest names.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path, max_bytes=num_digest_bytes(manifest) + 1)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
     if hashlib.sha256(data).hexdigest() != manifest.source_digests_sha256:
         raise UserError(f"{path} is not the file that the manifest names by sha256; copy or build the dataset again")
-    num_samples = sum(entry.num_samples for entry in manifest.shards)
-    if len(data) != num_samples * _DTYPE.itemsize:
+    if len(data) != num_digest_bytes(manifest):
         raise UserError(
-            f"{path} has {len(data)} bytes, not {_DTYPE.itemsize} for each of the {num_samples} samples; "
+            f"{path} has {len(data)} bytes, not {_DTYPE.itemsize} for each of the {manifest.num_samples} samples; "
             "copy or build the dataset again"
         )
     return np.frombuffer(data, dtype=_DTYPE)

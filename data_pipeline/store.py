@@ -1,8 +1,11 @@
 """Random access to a built dataset: any samples by their indices, decoded from memory-mapped shards.
 
 Comes in: where a dataset lies, and indices of samples. Goes out: their pictures or sounds, masks and labels, as stored.
-A sample that cannot be read is told in its place, with the reason, and never stops the others. What may never happen: a
-sample given out under another's index, or a read outside a file that is shorter than it should be.
+A sample that cannot be read is told in its place, with the reason, and never stops the others.
+
+Invariants: no sample is given out under another's index, since the tar's own header of each member is compared with its
+key when the sample is first read. Nothing is read outside a file that is shorter than it should be. Nothing is decoded
+that is larger than the manifest says.
 
 Shapes: B samples asked for, C channels, H height, W width.
 """
@@ -32,12 +35,13 @@ from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.png import decode_pngs
 from data_pipeline.remote import RemoteConfig, RemoteShards, is_remote
 from data_pipeline.sample import MASK_OUTSIDE, NO_LABEL, BadSample, Sample
-from data_pipeline.shards import MISSING, EncodedSample, load_index
+from data_pipeline.shards import MISSING, EncodedSample, load_index, names_member
 
 logger = logging.getLogger(__name__)
 
 _MEND = "copy it again or build the dataset again"
 _NUM_ATTEMPTS = 5
+_MIN_SHARE = 0.1  # of a local dataset; what is less is not worth the memory that its list of bad samples takes
 _REMOTE = RemoteConfig()
 
 
@@ -106,7 +110,8 @@ class SampleStore:
         known_bad: samples that are not whole in the local shards, found without reading them; () for a remote dataset.
         shard_ends: (num_shards,) int64, the index behind the last sample of each shard.
 
-    Raises `UserError` at once where the manifest, a shard or the overlay of a local dataset is missing.
+    Raises `UserError` at once if the manifest, a shard or the overlay of a local dataset is missing, or more than nine
+    tenths of its bytes or of its samples are.
     """
 
     def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
@@ -129,16 +134,13 @@ class SampleStore:
         # Offset and size of each member of each sample; zeros, which take no memory, until a shard is first touched.
         self._rows = np.zeros((num_samples, 2 * len(self._members)), dtype=np.int64)
         self._is_indexed = [False] * len(self._ends)
+        # Whether the tar's headers were found to say the same as `_rows`, by sample.
+        self._is_checked: NDArray[np.bool_] = np.zeros(num_samples, dtype=np.bool_)
+        self._max_bytes = self.manifest.max_member_bytes
         self._mapped: dict[int, tuple[Path, memoryview]] = {}
         self.known_bad: tuple[BadSample, ...] = ()
         if isinstance(self._files, _LocalFiles):
-            for shard, entry in enumerate(self.manifest.shards):
-                path = self._files.path(entry.name)
-                if not path.is_file():
-                    raise UserError(f"{path} is named in the manifest but missing; {_MEND}")
-                self._load_rows(shard, path)
-            not_whole = np.flatnonzero((self._rows == MISSING).any(axis=1)).tolist()
-            self.known_bad = tuple(self._bad_sample(index, self._what_is_missing(index) or "") for index in not_whole)
+            self.known_bad = self._index_all([self._files.path(entry.name) for entry in self.manifest.shards])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": {}}  # another process maps the shards anew
@@ -181,13 +183,15 @@ class SampleStore:
         )
 
     def encoded(self, index: int) -> EncodedSample:
-        """The stored bytes of one sample, neither decoded nor checked; what is missing in its shard is missing here.
+        """The stored bytes of one sample, not decoded; what is missing in its shard is missing here.
 
-        Raises `IndexError` below 0 and past the end.
+        Raises `IndexError` below 0 and past the end, `UserError` if the shard's index points at something else.
         """
         if not 0 <= index < len(self._rows):
             raise IndexError(f"sample {index} is not one of {len(self._rows)}")
         data = self._map_shard(self._shard_of(index))
+        if not self._is_checked[index] and (wrong := self._check(index, data)) is not None:
+            raise UserError(f"{self.location}: sample {index:08d} cannot be read ({wrong}); {_MEND}")
         row = self._rows[index].tolist()
         members = {
             extension: bytes(data[offset : offset + size])
@@ -208,6 +212,11 @@ class SampleStore:
             [view[offset : offset + size] for offset, size in zip(row[::2], row[1::2], strict=True)]
             for view, row in zip(map(data.__getitem__, shards.tolist()), self._rows[indices].tolist(), strict=True)
         ]
+        untrusted: dict[int, str] = {}
+        for place in np.flatnonzero(~self._is_checked[indices]).tolist():
+            if (wrong := self._check(int(indices[place]), data[int(shards[place])])) is not None:
+                untrusted[place] = wrong
+                views[place] = [memoryview(b"")] * len(self._members)
         files = {name: [sample[number] for sample in views] for number, name in enumerate(self._members)}
         read_seconds = time.perf_counter() - began
         labels_B2, errors = _read_labels(files["json"], indices, *label_ranges(self.manifest))
@@ -226,7 +235,7 @@ class SampleStore:
             else:
                 masks_BHW = torch.full((len(views), height, width), MASK_OUTSIDE, dtype=torch.uint8)
         bad: dict[int, BadSample] = {}
-        for place, error in sorted(errors.items()):
+        for place, error in sorted((errors | untrusted).items()):
             index = int(indices[place])
             bad[place] = self._bad_sample(index, self._what_is_missing(index) or error)
             labels_B2[place] = NO_LABEL
@@ -258,15 +267,56 @@ class SampleStore:
         missing = [f"{index:08d}.{name}" for name, at in zip(self._members, offsets, strict=True) if at == MISSING]
         return f"the shard holds no whole {' and no whole '.join(missing)}" if missing else None
 
-    def _load_rows(self, shard: int, path: Path) -> None:
+    def _check(self, index: int, data: memoryview) -> str | None:
+        """Compare what the index says of a sample with the headers in its tar, `data`; the first disagreement in words.
+
+        A sample without one is not looked at again.
+        """
+        row = self._rows[index].tolist()
+        for extension, offset, size in zip(self._members, row[::2], row[1::2], strict=True):
+            if offset == MISSING:
+                continue
+            name = f"{index:08d}.{extension}"
+            if not names_member(data, name=name.encode(), offset=offset, size=size):
+                return f"where its shard's index says that {name} lies, the tar says otherwise"
+            if size > self._max_bytes[extension]:
+                return f"{name} has {size} bytes, more than the {self._max_bytes[extension]} that it may have"
+        self._is_checked[index] = True
+        return None
+
+    def _index_all(self, paths: Sequence[Path]) -> tuple[BadSample, ...]:
+        """Find the rows of all shards of a local dataset; returns the samples that are not whole in them."""
+        for path in paths:
+            if not path.is_file():
+                raise UserError(f"{path} is named in the manifest but missing or no regular file; {_MEND}")
+        num_bytes, due = sum(path.stat().st_size for path in paths), sum(e.num_bytes for e in self.manifest.shards)
+        if num_bytes < _MIN_SHARE * due:
+            raise UserError(
+                f"{self.location} holds only {num_bytes} of the {due} bytes that its manifest names; {_MEND}"
+            )
+        not_whole: list[NDArray[np.int64]] = []
+        for shard, path in enumerate(paths):
+            rows = self._load_rows(shard, path)
+            not_whole.append(np.flatnonzero((rows == MISSING).any(axis=1)) + self._ends[shard] - len(rows))
+        num_whole = len(self) - sum(map(len, not_whole))
+        if num_whole < _MIN_SHARE * len(self):
+            raise UserError(
+                f"{self.location} holds only {num_whole} of the {len(self)} samples that it should; {_MEND}"
+            )
+        indices = [index for found in not_whole for index in found.tolist()]
+        return tuple(self._bad_sample(index, self._what_is_missing(index) or "") for index in indices)
+
+    def _load_rows(self, shard: int, path: Path) -> NDArray[np.int64]:
         entry = self.manifest.shards[shard]
         num_bytes = path.stat().st_size
         if num_bytes != entry.num_bytes:
             logger.warning("%s has %d bytes but the manifest says %d; %s", path, num_bytes, entry.num_bytes, _MEND)
         end = self._ends[shard]
         due = range(end - entry.num_samples, end)
-        self._rows[due.start : end] = load_index(path, entry, members=self._members, due=due)
+        rows = self._rows[due.start : end]
+        rows[:] = load_index(path, entry, members=self._members, due=due)
         self._is_indexed[shard] = True
+        return rows
 
     def _map_shard(self, shard: int) -> memoryview:
         """The bytes of one shard, which is fetched and indexed if it was not touched before."""

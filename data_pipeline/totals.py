@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.sample import NO_LABEL, Sample
 from data_pipeline.schema import Schema
@@ -26,6 +27,14 @@ class Sums(Schema):
     num_values: int  # of each channel
     sum_C: tuple[int, ...]
     sum_of_squares_C: tuple[int, ...]
+
+
+def _sum_of_squares(values_N: NDArray[np.int64]) -> int:
+    """Exact, also where the sum is beyond int64, as that of a long and loud sound may be."""
+    loudest = max(-int(values_N.min()), int(values_N.max()))
+    if loudest**2 * len(values_N) < 1 << 63:
+        return int(np.square(values_N).sum())
+    return sum(value * value for value in values_N.tolist())
 
 
 class Totals:
@@ -57,7 +66,7 @@ class Totals:
             values_NC = np.rint(content[:, None] * np.float64(_SOUND_SCALE)).astype(np.int64)
             scale, factor = _SOUND_SCALE, 1
         sum_C = [factor * value for value in values_NC.sum(axis=0).tolist()]
-        sum_of_squares_C = [factor**2 * value for value in np.square(values_NC).sum(axis=0).tolist()]
+        sum_of_squares_C = [factor**2 * _sum_of_squares(values_N) for values_N in values_NC.T]
         self._add_values(scale, len(values_NC), sum_C, sum_of_squares_C)
 
     def merge(self, sums: Sums) -> None:

@@ -1,14 +1,19 @@
-"""Read every byte of a dataset and name all that is wrong with it, by shard and key."""
+"""Read every byte of a dataset, here or elsewhere, and name all that is wrong with it, by shard and key.
+
+The dataset may come from a stranger. Invariants: only regular files are read; a shard is mapped and never read whole;
+no member is decoded that is larger than the manifest allows; and no more than one shard of a remote dataset is on this
+machine at a time.
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import io
+import logging
 import tarfile
-import zipfile
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +26,35 @@ from torchvision.io import ImageReadMode, decode_png
 
 from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.errors import UserError
+from data_pipeline.fetch import Expected
+from data_pipeline.files import read_regular
 from data_pipeline.manifest import MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, Manifest, ShardEntry, load_manifest
 from data_pipeline.overlays.registry import kind_of, load_overlay
+from data_pipeline.png import wrong_size
 from data_pipeline.progress import Progress
-from data_pipeline.remote import is_remote
+from data_pipeline.remote import RemoteConfig, fetch_manifest, fetched, is_remote
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
-from data_pipeline.shards import index_path, index_shard
-from data_pipeline.source_digests import check_source_digests
+from data_pipeline.shards import (
+    TarMember,
+    index_content,
+    index_members,
+    index_num_bytes,
+    index_path,
+    map_regular,
+    read_headers,
+)
+from data_pipeline.source_digests import check_source_digests, num_digest_bytes
 from data_pipeline.store import label_ranges, read_labels
 from data_pipeline.totals import Totals
 
+logger = logging.getLogger(__name__)
+
 _NUM_ZEROS_AT_END = 2 * tarfile.BLOCKSIZE  # bytes, with which every whole tar ends
 _MASK_LEVELS = torch.tensor([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=torch.uint8)
+_LOUDEST = 1 << 20  # times full scale, of a sound: `Totals` counts in whole numbers of 64 bits
+_REMOTE = RemoteConfig()
+_SLACK = 1 << 20  # bytes by which an index may be too long and is still fetched, to be called wrong
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -47,121 +69,214 @@ class Problem:
         return f"{self.file}: {f'{self.key}: ' if self.key else ''}{self.what}"
 
 
-def find_problems(directory: Path) -> Iterator[Problem]:
-    """Every problem of the dataset in `directory`, in the order of the shards; none means that each byte is as it was
-    built.
+class Verification:
+    """One look at a dataset, in a local directory or at a location that can be trained from.
 
-    Checks the shards' sizes and sha256; that each tar is whole and holds the samples that are due there, in order, each
-    in one piece; that pictures or sounds, masks and labels decode and fit the manifest; that counts, mean and std are
-    those of the samples; that an index beside a shard is that shard's; and that the source digests, and what an online
-    overlay draws from, are there. Raises `UserError` where `directory` is no dataset.
+    Attributes:
+        location: as given.
+        manifest: of the dataset.
+        num_problems, num_sound, num_bytes: found so far; samples that are sound, and bytes of the shards.
+
+    Raises `UserError` when made, if `location` is no dataset.
     """
-    manifest = load_manifest(directory)
-    num_overlay = 0 if manifest.is_online else len(manifest.label_names.overlay)
-    totals = Totals(num_base=len(manifest.label_names.base), num_overlay=num_overlay)
-    first_index, is_sound = 0, True
-    with Progress(f"verifying {directory.name}", total=manifest.num_samples) as progress:
-        for entry in manifest.shards:
-            due = range(first_index, first_index + entry.num_samples)
-            for key, what in _shard_problems(directory / entry.name, entry, due, manifest, totals):
-                is_sound = False
-                yield Problem(entry.name, key, what)
-            first_index = due.stop
-            progress.advance(entry.num_samples)
-    for path in sorted(directory.glob("*.tar")):
-        if path.name not in {entry.name for entry in manifest.shards}:
-            yield Problem(path.name, None, f"is not named in {MANIFEST_NAME}")
-    if manifest.is_online and (wrong := _overlay_problem(directory / OVERLAY_NAME, manifest)) is not None:
-        yield Problem(OVERLAY_NAME, None, wrong)
-    if manifest.source_digests_sha256 is not None:
-        path = directory / SOURCE_DIGESTS_NAME
+
+    def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
+        self.location = location
+        self._remote = remote
+        self._directory = None if is_remote(location) else Path(location)
+        self.manifest = (
+            fetch_manifest(str(location), config=remote) if self._directory is None else load_manifest(self._directory)
+        )
+        self.num_problems = self.num_sound = self.num_bytes = 0
+
+    def problems(self) -> Iterator[Problem]:
+        """Find every problem, in the order of the shards; none means that each byte is as it was built.
+
+        Checks the shards' sizes and sha256; that each tar is whole and holds the samples that are due there, in order,
+        each in one piece; that pictures or sounds, masks and labels decode and fit the manifest; that counts, mean and
+        std are those of the samples; that the manifest's index of a shard, and a file of it, is that shard's; and that
+        the source digests, and what an online overlay draws from, are there.
+        """
+        self.num_problems = self.num_sound = self.num_bytes = 0
+        for problem in self._problems():
+            self.num_problems += 1
+            yield problem
+
+    def _problems(self) -> Iterator[Problem]:
+        manifest = self.manifest
+        num_overlay = 0 if manifest.is_online else len(manifest.label_names.overlay)
+        totals = Totals(num_base=len(manifest.label_names.base), num_overlay=num_overlay)
+        first_index, is_sound = 0, True
+        name = self.location if self._directory is None else self._directory.name
+        with Progress(f"verifying {name}", total=manifest.num_samples) as progress:
+            for entry in manifest.shards:
+                due = range(first_index, first_index + entry.num_samples)
+                for key, what in self._shard_problems(entry, due, totals):
+                    is_sound = False
+                    yield Problem(entry.name, key, what)
+                first_index = due.stop
+                progress.advance(entry.num_samples)
+        for path in sorted(self._directory.glob("*.tar")) if self._directory is not None else ():
+            if path.name not in {entry.name for entry in manifest.shards}:
+                yield Problem(path.name, None, f"is not named in {MANIFEST_NAME}")
+        if manifest.is_online and (wrong := self._overlay_problem()) is not None:
+            yield Problem(OVERLAY_NAME, None, wrong)
+        if manifest.source_digests_sha256 is not None and (wrong := self._digests_problem()) is not None:
+            yield Problem(SOURCE_DIGESTS_NAME, None, wrong)
+        for field in ("counts_base", "counts_overlay", "mean", "std") if is_sound else ():
+            if (said := getattr(manifest, field)) != (found := getattr(totals, field)):
+                yield Problem(MANIFEST_NAME, None, f"{field} is {said}, but that of the samples is {found}")
+
+    @property
+    def summary(self) -> str:
+        """What was looked at and found, in one line: samples, shards, bytes, sizes and classes."""
+        manifest = self.manifest
+        found = f"has {self.num_problems} problem{'s' * (self.num_problems > 1)}" if self.num_problems else "is sound"
+        samples = f"{manifest.num_samples} samples"
+        if self.num_problems:
+            samples = f"{self.num_sound} of {manifest.num_samples} samples sound"
+        shape = "x".join(map(str, manifest.input_shape))
+        if manifest.medium == "picture":
+            size = f"pictures of {shape}"
+        else:
+            size = f"sounds for inputs of {shape} points at {manifest.sample_rate} a second"
+        parts = [f"{samples} in {len(manifest.shards)} shards", f"{self.num_bytes:,} bytes", size]
+        for name, counts in (("base", manifest.counts_base), ("overlay", manifest.counts_overlay)):
+            if counts:
+                parts.append(f"{len(counts)} {name} classes of {min(counts)} to {max(counts)} samples")
+        if manifest.is_online:
+            parts.append(f"{len(manifest.label_names.overlay)} overlay classes drawn at each reading")
+        return f"{self.location} {found}: {'; '.join(parts)}"
+
+    @contextmanager
+    def _file(self, name: str, expected: Expected) -> Iterator[Path]:
+        """A file of the dataset on this machine, only while the block runs if it was fetched.
+
+        Raises `UserError` if it cannot be fetched, or what came is not as `expected`.
+        """
+        if self._directory is not None:
+            yield self._directory / name
+        else:
+            with fetched(str(self.location), name, expected=expected, config=self._remote) as file:
+                yield Path(f"/dev/fd/{file.fileno()}")
+
+    def _overlay_problem(self) -> str | None:
+        manifest = self.manifest
+        assert manifest.overlay is not None
         try:
-            check_source_digests(path, manifest)
+            with self._file(OVERLAY_NAME, Expected(sha256=manifest.overlay.sha256)) as path:
+                overlay = load_overlay(path, sha256=manifest.overlay.sha256)
         except UserError as error:
-            yield Problem(SOURCE_DIGESTS_NAME, None, str(error).removeprefix(f"{path} "))
-    if manifest.num_samples != first_index:
-        what = f"num_samples is {manifest.num_samples}, but its shards add up to {first_index}"
-        yield Problem(MANIFEST_NAME, None, what)
-    for name in ("counts_base", "counts_overlay", "mean", "std") if is_sound else ():
-        if (said := getattr(manifest, name)) != (found := getattr(totals, name)):
-            yield Problem(MANIFEST_NAME, None, f"{name} is {said}, but that of the samples is {found}")
+            return str(error) if self._directory is None else str(error).removeprefix(f"{path} ")
+        said = (manifest.overlay.kind, manifest.label_names.overlay)
+        found = (kind_of(overlay), overlay.class_names)
+        return None if found == said else f"holds the overlay and classes {found}, but {MANIFEST_NAME} says {said}"
 
-
-def _overlay_problem(path: Path, manifest: Manifest) -> str | None:
-    assert manifest.overlay is not None
-    try:
-        overlay = load_overlay(path, sha256=manifest.overlay.sha256)
-    except UserError as error:
-        return str(error).removeprefix(f"{path} ")
-    said = (manifest.overlay.kind, manifest.label_names.overlay)
-    found = (kind_of(overlay), overlay.class_names)
-    return None if found == said else f"holds the overlay and classes {found}, but {MANIFEST_NAME} says {said}"
-
-
-def _shard_problems(
-    path: Path, entry: ShardEntry, due: range, manifest: Manifest, totals: Totals
-) -> Iterator[tuple[str | None, str]]:
-    """Key and description of each problem of one shard; adds its sound samples to `totals`."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        yield None, f"cannot be read ({error.strerror})"
-        return
-    if len(data) != entry.num_bytes:
-        yield None, f"has {len(data)} bytes, but {MANIFEST_NAME} says {entry.num_bytes}"
-    if (sha256 := hashlib.sha256(data).hexdigest()) != entry.sha256:
-        yield None, f"has the sha256 {sha256}, but {MANIFEST_NAME} says {entry.sha256}"
-    members, is_whole = _read_tar(data)
-    samples: dict[str, dict[str, bytes]] = {}
-    last_key = None
-    for name, content in members:
-        key, _, extension = name.partition(".")
-        if key != last_key and key in samples:
-            yield key, f"its members do not lie side by side: {name} comes after those of {last_key}"
-        if extension in samples.setdefault(key, {}):
-            yield key, f"{name} is there twice"
-        samples[key][extension] = content
-        last_key = key
-    if not is_whole:
-        yield None, f"is cut short or damaged after sample {last_key}"
-    keys = [f"{index:08d}" for index in due]
-    for key in sorted(samples.keys() ^ set(keys)):
-        yield key, f"does not belong among {keys[0]} to {keys[-1]}" if key in samples else "is missing"
-    if list(samples) != keys and sorted(samples) == keys:
-        yield None, "its samples are not in the order of their keys"
-    for key, fields in samples.items():
-        if not (key.isascii() and key.isdigit()):
-            continue  # told above: it does not belong there
+    def _digests_problem(self) -> str | None:
+        expected = Expected(num_bytes=num_digest_bytes(self.manifest), sha256=self.manifest.source_digests_sha256)
         try:
-            totals.add(_decode(key, fields, manifest))
-        except ValueError as error:
-            yield key, " ".join(str(error).split())
-    if _index_is_wrong(path, members=manifest.members, due=due, sha256=sha256):
-        yield None, f"{index_path(path).name} beside it does not fit; remove it"
+            with self._file(SOURCE_DIGESTS_NAME, expected) as path:
+                check_source_digests(path, self.manifest)
+        except UserError as error:
+            return str(error) if self._directory is None else str(error).removeprefix(f"{path} ")
+        return None
+
+    def _shard_problems(self, entry: ShardEntry, due: range, totals: Totals) -> Iterator[tuple[str | None, str]]:
+        """Key and description of each problem of one shard; adds its sound samples to `totals`."""
+        try:
+            with (
+                self._file(entry.name, Expected(num_bytes=entry.num_bytes, sha256=entry.sha256)) as path,
+                map_regular(path) as data,
+            ):
+                yield from self._tar_problems(data, entry, due, totals)
+        except UserError as error:
+            yield None, str(error)
+        except OSError as error:
+            yield None, f"cannot be read ({error.strerror})"
+        if (index := self._index(entry)) is not None and hashlib.sha256(index).hexdigest() != entry.index_sha256:
+            yield (
+                None,
+                f"{index_path(Path(entry.name)).name} beside it is not the index that {MANIFEST_NAME} names; remove it",
+            )
+
+    def _tar_problems(
+        self, data: memoryview, entry: ShardEntry, due: range, totals: Totals
+    ) -> Iterator[tuple[str | None, str]]:
+        self.num_bytes += len(data)
+        if len(data) != entry.num_bytes:
+            yield None, f"has {len(data)} bytes, but {MANIFEST_NAME} says {entry.num_bytes}"
+        if (sha256 := hashlib.sha256(data).hexdigest()) != entry.sha256:
+            yield None, f"has the sha256 {sha256}, but {MANIFEST_NAME} says {entry.sha256}"
+        found, end = read_headers(data)
+        samples: dict[str, dict[str, TarMember]] = {}
+        last_key = None
+        for member in found:
+            key, _, extension = member.name.partition(".")
+            if key != last_key and key in samples:
+                yield key, f"its members do not lie side by side: {member.name} comes after those of {last_key}"
+            if extension in samples.setdefault(key, {}):
+                yield key, f"{member.name} is there twice"
+            samples[key][extension] = member
+            last_key = key
+        if not _ends_in_zeros(data, end):
+            yield None, f"is cut short or damaged after sample {last_key}"
+        keys = [f"{index:08d}" for index in due]
+        for key in sorted(samples.keys() ^ set(keys)):
+            yield key, f"does not belong among {keys[0]} to {keys[-1]}" if key in samples else "is missing"
+        if list(samples) != keys and sorted(samples) == keys:
+            yield None, "its samples are not in the order of their keys"
+        for key, fields in samples.items():
+            if not (key.isascii() and key.isdigit()):
+                continue  # told above: it does not belong there
+            try:
+                sample = _decode(key, _contents(data, key, fields, self.manifest), self.manifest)
+            except ValueError as error:
+                yield key, " ".join(str(error).split())
+            else:
+                totals.add(sample)
+                self.num_sound += key in keys
+        index = index_content(index_members(found, members=self.manifest.members, due=due))
+        if hashlib.sha256(index).hexdigest() != entry.index_sha256:
+            yield None, f"its members do not lie where {MANIFEST_NAME} says (index_sha256)"
+
+    def _index(self, entry: ShardEntry) -> bytes | None:
+        """The index beside a shard; None if there is none, which its readers then make."""
+        name, num_bytes = index_path(Path(entry.name)).name, index_num_bytes(entry, self.manifest.members)
+        try:
+            with self._file(name, Expected(max_bytes=num_bytes + _SLACK)) as path:
+                return read_regular(path, max_bytes=num_bytes + _SLACK)
+        except FileNotFoundError:
+            return None
+        except UserError as error:
+            logger.info("%s", error)
+            return None
+        except OSError:
+            return b""
 
 
-def _read_tar(data: bytes) -> tuple[list[tuple[str, bytes]], bool]:
-    """Names and contents of the members of a tar, and whether it ends as a tar does, in zeros.
+def find_problems(location: str | Path) -> Iterator[Problem]:
+    """Find every problem of a dataset, as `Verification.problems` does."""
+    return Verification(location).problems()
 
-    A tar that is cut short or overwritten gives the members up to there: tarfile itself may end without an error.
-    """
-    members: list[tuple[str, bytes]] = []
-    end = 0
-    with suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-        for member in tar:
-            content = data[member.offset_data : member.offset_data + member.size]
-            if len(content) < member.size:
-                break
-            members.append((member.name, content))
-            end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    rest = data[end:]
-    return members, len(rest) >= _NUM_ZEROS_AT_END and not any(rest)
+
+def _ends_in_zeros(data: memoryview, end: int) -> bool:
+    """Whether a tar ends behind its last member as a tar does; one that is cut short or overwritten does not."""
+    starts = range(end, len(data), _BLOCK)
+    return len(data) - end >= _NUM_ZEROS_AT_END and not any(any(data[start : start + _BLOCK]) for start in starts)
+
+
+def _contents(data: memoryview, key: str, fields: Mapping[str, TarMember], manifest: Manifest) -> dict[str, bytes]:
+    """The members of a sample. Raises `ValueError` that tells which is missing, not known or too large."""
+    for extension in sorted(fields.keys() ^ set(manifest.members)):
+        raise ValueError(f"{key}.{extension} is {'not known' if extension in fields else 'missing'}")
+    for extension, member in fields.items():
+        if member.size > (most := manifest.max_member_bytes[extension]):
+            raise ValueError(f"{member.name} has {member.size} bytes, more than the {most} that it may have")
+    return {extension: bytes(data[member.offset : member.offset + member.size]) for extension, member in fields.items()}
 
 
 def _decode(key: str, fields: dict[str, bytes], manifest: Manifest) -> Sample:
-    """The sample; raises an error that tells what is wrong where it does not decode or does not fit the manifest."""
-    for extension in sorted(fields.keys() ^ set(manifest.members)):
-        raise ValueError(f"{key}.{extension} is {'not known' if extension in fields else 'missing'}")
+    """The sample; raises `ValueError` that tells what is wrong if it does not decode or does not fit the manifest."""
     label_base, label_overlay = read_labels(fields["json"], int(key), *label_ranges(manifest))
     content: NDArray[Any]
     mask = None
@@ -188,10 +303,14 @@ def _decode_wav(name: str, data: bytes, *, sample_rate: int | None) -> NDArray[n
         raise ValueError(f"{name} has {found_rate} points a second, not {sample_rate}")
     if not np.isfinite(points).all():
         raise ValueError(f"{name} holds points that are not numbers")
+    if np.abs(points.astype(np.float64)).max() > _LOUDEST * (1 << 15 if points.dtype == np.int16 else 1):
+        raise ValueError(f"{name} holds points beyond {_LOUDEST} times full scale")
     return points
 
 
 def _decode_png(name: str, data: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
+    if (wrong := wrong_size(data, *shape[1:])) is not None:
+        raise ValueError(f"{name} does not decode ({wrong})")
     try:
         pixels: torch.Tensor = decode_png(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.UNCHANGED)
     except (RuntimeError, ValueError) as error:
@@ -201,32 +320,14 @@ def _decode_png(name: str, data: bytes, shape: tuple[int, int, int]) -> torch.Te
     return pixels
 
 
-def _index_is_wrong(shard: Path, *, members: tuple[str, ...], due: range, sha256: str) -> bool:
-    """Whether an index beside a shard claims to be that shard's but is not. A stale one is rebuilt by its readers."""
-    try:
-        with np.load(index_path(shard)) as saved:
-            if str(saved["shard_sha256"]) != sha256:
-                return False
-            return not np.array_equal(saved["rows"], index_shard(shard, members=members, due=due))
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return True
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a built dataset on this machine")
+    parser.add_argument("location", metavar="DIR", help="a built dataset: a directory, an address or a pipe")
 
 
 def run(args: argparse.Namespace) -> None:
-    if is_remote(args.directory):
-        raise UserError(f"{args.directory} is not on this machine; copy it here and verify the copy")
-    directory = Path(args.directory)
-    num_problems = 0
-    for problem in find_problems(directory):
-        num_problems += 1
+    verification = Verification(args.location)
+    for problem in verification.problems():
         print(problem)
-    if num_problems:
+    print(verification.summary)
+    if verification.num_problems:
         raise SystemExit(1)
-    manifest = load_manifest(directory)
-    print(f"{directory} is sound: {manifest.num_samples} samples in {len(manifest.shards)} shards")

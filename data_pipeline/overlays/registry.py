@@ -8,16 +8,17 @@ next, or an overlay read back that draws otherwise.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import pydantic_core
 import safetensors
 import safetensors.torch
 
 from data_pipeline.errors import UserError, nearest
+from data_pipeline.files import read_regular
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.letters import Letters
@@ -28,6 +29,7 @@ from data_pipeline.schema import Schema
 OVERLAYS: Final[Mapping[str, type[Overlay]]] = MappingProxyType(
     {"shapes": Shapes, "digits": Digits, "letters": Letters, "noise": Noise}
 )
+MAX_OVERLAY_BYTES: Final = 1 << 30
 _HEADER_KEY: Final = "overlay"
 
 
@@ -65,7 +67,7 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     that this version does not know.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path, max_bytes=MAX_OVERLAY_BYTES)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
@@ -91,5 +93,5 @@ def _read_header(data: bytes) -> OverlayHeader:
     begins with the length of its JSON header in eight bytes, little-endian.
     """
     num_bytes = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + num_bytes])["__metadata__"][_HEADER_KEY]
-    return OverlayHeader.parse(json.loads(header), where="its header")
+    header = pydantic_core.from_json(data[8 : 8 + num_bytes])["__metadata__"][_HEADER_KEY]
+    return OverlayHeader.parse(pydantic_core.from_json(header), where="its header")

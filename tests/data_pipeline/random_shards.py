@@ -19,7 +19,7 @@ from data_pipeline.manifest import (
     ShardEntry,
 )
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
-from data_pipeline.shards import encode
+from data_pipeline.shards import encode, index_content, index_shard
 
 IMAGE_SIZE = 8
 
@@ -54,12 +54,15 @@ def write_dataset(directory: Path, shard_sizes: Sequence[int]) -> list[Sample]:
                 encoded = encode(next(remaining))
                 writer.write({"__key__": encoded.key, **encoded.members})
         data = path.read_bytes()
+        first = sum(shard_sizes[:number])
+        rows = index_shard(path, members=("json", "mask.png", "png"), due=range(first, first + num_samples))
         entries.append(
             ShardEntry(
                 name=path.name,
                 num_samples=num_samples,
                 num_bytes=len(data),
                 sha256=hashlib.sha256(data).hexdigest(),
+                index_sha256=hashlib.sha256(index_content(rows)).hexdigest(),
             )
         )
     write_manifest(directory, entries)
@@ -67,15 +70,16 @@ def write_dataset(directory: Path, shard_sizes: Sequence[int]) -> list[Sample]:
 
 
 def write_manifest(directory: Path, entries: Sequence[ShardEntry]) -> None:
+    num_samples = sum(entry.num_samples for entry in entries)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        num_samples=sum(entry.num_samples for entry in entries),
+        num_samples=num_samples,
         medium="picture",
         input_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
         sample_rate=None,
         label_names=LabelNames(base=tuple("abcdefghij"), overlay=("x", "y", "z")),
-        counts_base=(0,) * 10,
-        counts_overlay=(0,) * 3,
+        counts_base=(num_samples, *(0,) * 9),
+        counts_overlay=(num_samples, 0, 0),
         mean=(0.5,) * 3,
         std=(0.3,) * 3,
         overlay=OverlayEntry(kind="random", drawn="baked", sha256=None),

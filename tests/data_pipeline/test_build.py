@@ -240,9 +240,7 @@ def test_the_same_arguments_give_the_same_bytes_with_any_number_of_workers(
         )
     first = contents(tmp_path / "a")
     beside = ["manifest.json", "source_digests.bin", *(["overlay.safetensors"] if overlay == "online" else [])]
-    assert sorted(first) == sorted(
-        [*beside, *(f"shard-0000{n}{end}" for n in range(3) for end in (".tar", ".index.npz"))]
-    )
+    assert sorted(first) == sorted([*beside, *(f"shard-0000{n}{end}" for n in range(3) for end in (".tar", ".index"))])
     assert contents(tmp_path / "b") == first
     assert contents(tmp_path / "c") == first
 
@@ -661,7 +659,7 @@ def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("data_pipeline.build.save_overlay", watched)
     build_dataset("procedural_shapes", tmp_path / "out", limit=10, overlay="online")
-    assert seen == [".shard-00000.tar.finished.json", "build.json", "shard-00000.index.npz", "shard-00000.tar"]
+    assert seen == [".shard-00000.tar.finished.json", "build.json", "shard-00000.index", "shard-00000.tar"]
 
 
 def test_totals_are_exact_in_any_order() -> None:

@@ -33,7 +33,7 @@ from tests.data_pipeline.http_server import FaultyServer, closed_port, serve
 from tests.tiny_data import write_tiny_dataset
 
 NUM_SHARDS = 6
-INDEX_BYTES = 4 * 3 * 16 + 2048  # what the cache counts: two int64 for each of three members of four samples
+INDEX_BYTES = 4 * 3 * 16  # of a shard: two int64 for each of three members of four samples
 SHARDS = [f"shard-{number:05d}.tar" for number in range(NUM_SHARDS)]
 FORK = multiprocessing.get_context("fork")
 
@@ -207,11 +207,11 @@ def test_the_index_comes_with_its_shard(dataset: Path, server: FaultyServer, tmp
 
 def test_a_location_without_indices_is_asked_for_one_once(dataset: Path, server: FaultyServer, tmp_path: Path) -> None:
     origin = tmp_path / "origin"
-    shutil.copytree(dataset, origin, ignore=shutil.ignore_patterns("*.npz"))
+    shutil.copytree(dataset, origin, ignore=shutil.ignore_patterns("*.index"))
     server.directory = origin
     store = SampleStore(server.url, remote=cached(tmp_path / "cache"))
     assert not store.decode(np.arange(len(store))).bad
-    assert len([name for name in server.requests if name.endswith(".npz")]) == 1
+    assert len([name for name in server.requests if name.endswith(".index")]) == 1
 
 
 def test_a_damaged_index_is_made_anew(server: FaultyServer, tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_the_shards_used_longest_ago_go_first(dataset: Path, server: FaultyServe
     assert cached_names(tmp_path) == {SHARDS[0], SHARDS[2], SHARDS[3]}
     shards.path(SHARDS[4])
     assert cached_names(tmp_path) == {SHARDS[0], SHARDS[3], SHARDS[4]}
-    assert {path.name for path in tmp_path.rglob("*.npz")} == {
+    assert {path.name for path in tmp_path.rglob("*.index")} == {
         index_path(Path(name)).name for name in cached_names(tmp_path)
     }
     assert shards.path(SHARDS[1]).read_bytes() == (dataset / SHARDS[1]).read_bytes()

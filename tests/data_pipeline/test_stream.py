@@ -688,10 +688,10 @@ def test_workers_share_the_index_of_a_store(datasets: dict[int, tuple[Path, list
     directory, samples = datasets[5]
     assert len(SampleStore(directory)) == len(samples)
     batches = stream(directory, end_step=2, num_workers=2)
-    for path in directory.glob("*.index.npz"):
+    for path in directory.glob("*.index"):
         path.unlink()
     assert len(keys(batches)) == 2
-    assert not list(directory.glob("*.index.npz"))
+    assert not list(directory.glob("*.index"))
 
 
 # Remote

@@ -3,8 +3,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
+import struct
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -18,8 +21,12 @@ from data_pipeline.__main__ import main
 from data_pipeline.build import build_dataset
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, load_manifest
+from data_pipeline.png import encode_png
+from data_pipeline.shards import index_content, index_path, index_shard
 from data_pipeline.store import SampleStore
-from data_pipeline.verify import find_problems
+from data_pipeline.verify import Verification, find_problems
+from tests.data_pipeline.http_server import serve
+from tests.data_pipeline.limits import memory_limit
 from tests.tiny_data import SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
 
 Members = list[tuple[str, bytes]]
@@ -61,8 +68,14 @@ def write_members(directory: Path, members: Members) -> None:
 
 def adopt(directory: Path) -> None:
     path, manifest = directory / SHARD, load_manifest(directory)
-    sizes = {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    entries = [entry.model_copy(update=sizes) if entry.name == SHARD else entry for entry in manifest.shards]
+    rows = index_shard(path, members=manifest.members, due=range(10, 20))
+    told = {
+        "num_bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "index_sha256": hashlib.sha256(index_content(rows)).hexdigest(),
+    }
+    index_path(path).unlink(missing_ok=True)
+    entries = [entry.model_copy(update=told) if entry.name == SHARD else entry for entry in manifest.shards]
     write_manifest(directory, manifest.model_copy(update={"shards": tuple(entries)}))
 
 
@@ -86,9 +99,9 @@ def set_json(**changed: object) -> Callable[[bytes], bytes]:
 
 def test_a_sound_dataset_has_no_problems(sound: Path, copy: Path) -> None:
     assert problems(sound) == []
-    write_members(copy, read_members(copy / SHARD))  # another writer's tar of the same samples; the index is stale
+    write_members(copy, read_members(copy / SHARD))  # another writer's tar of the same samples
     assert problems(copy) == []
-    (copy / "shard-00001.index.npz").unlink()
+    index_path(copy / "shard-00000.tar").unlink()
     assert problems(copy) == []
 
 
@@ -108,7 +121,7 @@ def test_a_sound_dataset_has_no_problems(sound: Path, copy: Path) -> None:
         (replace("00000012.json", set_json(label_overlay="1")), ["00000012: label_overlay is '1', not one of 0 to 2"]),
         (
             replace("00000012.png", lambda _: png(np.zeros((32, 31, 3), np.uint8))),
-            ["00000012: 00000012.png is (3, 32, 31) torch.uint8, not (3, 32, 32) torch.uint8"],
+            ["00000012: 00000012.png does not decode (it is 31x32 pixels, not 32x32)"],
         ),
         (
             replace("00000012.png", lambda _: png(np.zeros((32, 32), np.uint8))),
@@ -204,20 +217,36 @@ def test_missing_and_surplus_files_are_named(copy: Path) -> None:
 
 
 def test_a_wrong_index_beside_a_shard_is_found(copy: Path) -> None:
-    index = copy / "shard-00001.index.npz"
-    with np.load(index) as saved:
-        rows, sha256 = saved["rows"], saved["shard_sha256"]
-    rows[3, 0] += 512
-    np.savez(index, rows=rows, shard_sha256=sha256)
-    assert problems(copy) == [f"{SHARD}: shard-00001.index.npz beside it does not fit; remove it"]
-    index.write_bytes(index.read_bytes()[:100])
-    assert problems(copy) == [f"{SHARD}: shard-00001.index.npz beside it does not fit; remove it"]
+    index = copy / "shard-00001.index"
+    rows = np.frombuffer(index.read_bytes(), dtype="<i8").copy()
+    rows[18] += 512
+    for content in (rows.tobytes(), index.read_bytes()[:100], index.read_bytes() + bytes(100), b""):
+        index.write_bytes(content)
+        assert problems(copy) == [
+            f"{SHARD}: shard-00001.index beside it is not the index that manifest.json names; remove it"
+        ]
+
+
+def test_an_index_that_the_manifest_names_is_compared_with_the_tar(copy: Path) -> None:
+    """Whoever writes the manifest can name any index in it."""
+    rows = index_shard(copy / SHARD, members=("json", "mask.png", "png"), due=range(10, 20))
+    rows[:, 4:] = np.roll(rows[:, 4:], 1, axis=0)
+    content = index_content(rows)
+    index_path(copy / SHARD).write_bytes(content)
+    manifest = load_manifest(copy)
+    named = {"index_sha256": hashlib.sha256(content).hexdigest()}
+    entries = [entry.model_copy(update=named) if entry.name == SHARD else entry for entry in manifest.shards]
+    write_manifest(copy, manifest.model_copy(update={"shards": tuple(entries)}))
+    assert problems(copy) == [f"{SHARD}: its members do not lie where manifest.json says (index_sha256)"]
+    bad = SampleStore(copy).decode(np.arange(30)).bad
+    assert [sample.index for sample in bad.values()] == list(range(10, 20))
+    with pytest.raises(UserError, match=r"index says that 00000013\.png lies, the tar says otherwise"):
+        SampleStore(copy).encoded(13)
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"num_samples": 31}, "num_samples is 31, but its shards add up to 30"),
         (
             {"counts_base": (4, 2, *(3,) * 8)},
             "counts_base is (4, 2, 3, 3, 3, 3, 3, 3, 3, 3), but that of the samples is",
@@ -336,10 +365,165 @@ def test_what_is_found_is_what_the_store_cannot_read(tmp_path: Path) -> None:
     assert {bad.key for bad in store.known_bad} < found
 
 
-def test_a_remote_dataset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["data_pipeline", "verify", "http://host/data"])
-    with pytest.raises(UserError, match="http://host/data is not on this machine"):
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, location: str) -> tuple[int, list[str]]:
+    """Exit status and output of `verify`."""
+    monkeypatch.setattr("sys.argv", ["data_pipeline", "verify", location])
+    status = 0
+    try:
         main()
+    except SystemExit as exit_:
+        status = int(str(exit_.code))
+    return status, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("scheme", ["http", "pipe"])
+def test_every_location_that_can_be_trained_from_is_verified(
+    scheme: str, copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(copy) as server:
+        location = server.url if scheme == "http" else f"pipe:cat {copy}/{{name}}"
+        status, lines = said(capsys, monkeypatch, location)
+        assert (status, len(lines)) == (0, 1)
+        assert lines[0].startswith(f"{location} is sound: 30 samples in 3 shards; ")
+        write_members(copy, replace("00000012.png", lambda _: b"")(read_members(copy / SHARD)))
+        index_path(copy / "shard-00002.tar").write_bytes(b"other")
+        shard = copy / "shard-00000.tar"
+        shard.chmod(0o644)
+        shard.write_bytes(shard.read_bytes()[:-512] + b"x" * 512)
+        status, lines = said(capsys, monkeypatch, location)
+    assert status == 1
+    assert "shard-00000.tar" in lines[0]
+    assert "not the file that the manifest names (sha256)" in lines[0]
+    assert lines[1].startswith(f"{SHARD}: 00000012: 00000012.png does not decode")
+    assert (
+        lines[2] == "shard-00002.tar: shard-00002.index beside it is not the index that manifest.json names; remove it"
+    )
+    assert lines[3].startswith(f"{location} has 3 problems: 19 of 30 samples sound in 3 shards; ")
+    assert len(lines) == 4
+
+
+def test_the_assets_of_a_remote_overlay_are_verified(tmp_path: Path) -> None:
+    directory = write_tiny_dataset(tmp_path / "online", num_samples=20, overlay="online")
+    location = f"pipe:cat {directory}/{{name}}"
+    assert list(find_problems(location)) == []
+    (directory / "overlay.safetensors").write_bytes(b"other")
+    [problem] = find_problems(location)
+    assert problem.file == "overlay.safetensors"
+    assert "not the file that the manifest names" in problem.what
+
+
+def test_a_location_that_does_not_answer_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="no place to read a dataset from"):
+        Verification("s3://bucket/data")
+
+
+def test_the_summary_names_samples_bytes_sizes_and_classes(sound: Path, tmp_path: Path) -> None:
+    def summary(directory: Path) -> str:
+        verification = Verification(directory)
+        assert not list(verification.problems())
+        return verification.summary
+
+    num_bytes = sum(path.stat().st_size for path in sound.glob("*.tar"))
+    counts = load_manifest(sound).counts_overlay
+    assert summary(sound) == (
+        f"{sound} is sound: 30 samples in 3 shards; {num_bytes:,} bytes; pictures of 3x32x32; "
+        f"10 base classes of 3 to 3 samples; 3 overlay classes of {min(counts)} to {max(counts)} samples"
+    )
+    online = write_tiny_dataset(tmp_path / "online", num_samples=20, overlay="online")
+    assert summary(online).endswith("; 3 overlay classes drawn at each reading")
+    sounds = write_tiny_sounds(tmp_path / "sounds", num_samples=20)
+    assert "; sounds for inputs of 8333 points at 8000 a second; 2 base classes of " in summary(sounds)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", SHARD, "shard-00001.index", "overlay.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_read(name: str, kind: str, tmp_path: Path) -> None:
+    """A pipe would wait for its writer, and /dev/zero has no end."""
+    directory = write_tiny_dataset(tmp_path / "data", num_samples=30, num_samples_per_shard=10, overlay="online")
+    path = directory / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    if name == "manifest.json":
+        with pytest.raises(UserError, match=r"holds no manifest\.json"):
+            problems(directory)
+        return
+    [problem] = problems(directory)
+    assert problem.startswith(
+        f"{SHARD}: {name}" if name.endswith("index") else f"{name}: cannot be read (not a regular"
+    )
+    if name.endswith("index"):
+        assert len(SampleStore(directory)) == 30  # made anew from the tar
+    else:
+        with pytest.raises(UserError, match=r"no regular file|not a regular file"):
+            SampleStore(directory)
+
+
+def test_a_shard_that_is_a_link_is_read_and_nothing_is_written_through_links(copy: Path, tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (copy / SHARD).rename(elsewhere / SHARD)
+    (copy / SHARD).symlink_to(elsewhere / SHARD)
+    index = index_path(copy / SHARD)
+    right = index.read_bytes()
+    (elsewhere / "notes").write_text("mine")
+    index.unlink()
+    index.symlink_to(elsewhere / "notes")
+    assert not SampleStore(copy).decode(np.arange(30)).bad
+    assert (elsewhere / "notes").read_text() == "mine"
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["notes", SHARD]
+    assert not index.is_symlink()
+    assert index.read_bytes() == right
+    assert problems(copy) == []
+
+
+def bomb(height: int, width: int, claimed: tuple[int, int]) -> bytes:
+    """A PNG as this project writes it whose header claims another size than its points have."""
+    file = bytearray(encode_png(np.zeros((height, width, 3), np.uint8)))
+    file[16:24] = struct.pack(">II", claimed[1], claimed[0])
+    file[29:33] = struct.pack(">I", zlib.crc32(file[12:29]))
+    return bytes(file)
+
+
+@pytest.mark.parametrize("claimed", [(8_000, 8_000), (32, 32)])
+def test_a_picture_that_unpacks_to_more_than_is_due_is_not_unpacked(claimed: tuple[int, int], copy: Path) -> None:
+    file = bomb(8_000, 8_000, claimed)
+    assert len(file) < 1_000_000
+    write_members(copy, replace("00000012.png", lambda _: file)(read_members(copy / SHARD)))
+    store = SampleStore(copy)
+    with memory_limit(64 << 20):
+        found = problems(copy)
+        bad = store.decode(np.arange(30)).bad
+    # Of the right size, torchvision takes as many points as are due, as every reader of PNG does.
+    assert [problem.split(":")[1] for problem in found] == ([" 00000012"] if claimed != (32, 32) else [])
+    assert [sample.key for sample in bad.values()] == (["00000012"] if claimed != (32, 32) else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("00000012.json", b" " * 5_000 + b"{}", "00000012.json has 5002 bytes, more than the 256 that it may have"),
+        ("00000012.json", b"[" * 200, "00000012.json does not decode"),
+        ("00000012.png", bytes(1 << 21), "00000012.png has 2097152 bytes, more than the 1054720 that it may have"),
+    ],
+)
+def test_what_is_too_large_is_not_decoded(name: str, content: bytes, what: str, copy: Path) -> None:
+    write_members(copy, replace(name, lambda _: content)(read_members(copy / SHARD)))
+    [problem] = problems(copy)
+    assert problem.startswith(f"{SHARD}: 00000012: {what}")
+    [bad] = SampleStore(copy).decode(np.arange(30)).bad.values()
+    assert bad.reason.startswith(what)
+
+
+def test_a_sound_as_loud_as_a_number_can_be_is_told(tmp_path: Path) -> None:
+    directory = write_tiny_sounds(tmp_path / "sounds", num_samples=30, num_samples_per_shard=10, overlay="baked")
+    loud = wav(TONE * 1e30, subtype="FLOAT")
+    write_members(directory, replace("00000012.wav", lambda _: loud)(read_members(directory / SHARD)))
+    [problem] = problems(directory)
+    assert problem == f"{SHARD}: 00000012: 00000012.wav holds points beyond 1048576 times full scale"
 
 
 def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:

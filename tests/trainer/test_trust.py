@@ -24,6 +24,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
 from trainer.config import difference, read_config
 from trainer.models import load_encoder
+from trainer.nonfinite import NonFiniteRecord
 from trainer.rundir import RunDir, write_json
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest, OverlayEntry
+from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest, OverlayEntry, ShardEntry
 from trainer.probes.features import Pictures
 
 
@@ -40,15 +40,17 @@ def toy_manifest(num: int) -> Manifest:
         input_shape=(3, 8, 8),
         sample_rate=None,
         label_names=LabelNames(base=("dark", "bright"), overlay=("low", "middle", "high")),
-        counts_base=(0, 0),
-        counts_overlay=(0, 0, 0),
+        counts_base=(num, 0),
+        counts_overlay=(num, 0, 0),
         mean=(0.5,) * 3,
         std=(0.25,) * 3,
         overlay=OverlayEntry(kind="toy", drawn="baked", sha256=None),
         how_made=HowMade(
             dataset="toy", source="test", split="train", seed=0, repeats=1, limit=None, source_sha256="0" * 64
         ),
-        shards=(),
+        shards=(
+            ShardEntry(name="toy.tar", num_samples=num, num_bytes=4096 * num, sha256="0" * 64, index_sha256="0" * 64),
+        ),
     )
 
 
