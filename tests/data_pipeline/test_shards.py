@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tarfile
@@ -15,7 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.sample import NO_LABEL, Sample
-from data_pipeline.shards import EncodedSample, encode, index_path, index_shard, load_index, write_shard, write_shards
+from data_pipeline.shards import (
+    EncodedSample,
+    encode,
+    index_content,
+    index_path,
+    index_shard,
+    load_index,
+    names_member,
+    read_headers,
+    write_shard,
+    write_shards,
+)
 from tests.data_pipeline.random_shards import random_samples, write_dataset, write_manifest
 
 NUM_SAMPLES = 23
@@ -131,9 +143,9 @@ def test_nothing_in_a_tar_tells_who_wrote_it(tmp_path: Path) -> None:
 def test_index_of_the_writer_equals_a_pass_over_the_tar(tmp_path: Path) -> None:
     first = 0
     for path in build(tmp_path, random_samples(NUM_SAMPLES)):
-        with np.load(index_path(path)) as saved:
-            due = range(first, first + len(saved["rows"]))
-            np.testing.assert_array_equal(saved["rows"], index_shard(path, members=MEMBERS, due=due))
+        content = index_path(path).read_bytes()
+        due = range(first, first + len(content) // (16 * len(MEMBERS)))
+        assert index_content(index_shard(path, members=MEMBERS, due=due)) == content
         first = due.stop
     assert first == NUM_SAMPLES
 
@@ -242,7 +254,18 @@ def test_a_damaged_header_ends_the_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", ["missing", "other dataset", "truncated", "garbage", "empty", "other members", "too far", "of a part"]
+    "spoil",
+    [
+        "missing",
+        "other dataset",
+        "truncated",
+        "garbage",
+        "empty",
+        "other members",
+        "too far",
+        "of a part",
+        "of an array file",
+    ],
 )
 def test_an_index_that_does_not_fit_is_rebuilt(tmp_path: Path, spoil: str) -> None:
     samples = random_samples(NUM_SAMPLES)
@@ -250,8 +273,8 @@ def test_an_index_that_does_not_fit_is_rebuilt(tmp_path: Path, spoil: str) -> No
     path = tmp_path / "data" / entry.name
     index = index_path(path)
     right = index.read_bytes()
-    with np.load(index) as saved:
-        rows, sha256 = saved["rows"], saved["shard_sha256"]
+    assert hashlib.sha256(right).hexdigest() == entry.index_sha256
+    rows = np.frombuffer(right, dtype="<i8").reshape(NUM_SAMPLES, 2 * len(MEMBERS))
     match spoil:
         case "missing":
             index.unlink()
@@ -265,14 +288,64 @@ def test_an_index_that_does_not_fit_is_rebuilt(tmp_path: Path, spoil: str) -> No
         case "empty":
             index.write_bytes(b"")
         case "other members":
-            np.savez(index, rows=rows[:, :4], shard_sha256=sha256)
+            index.write_bytes(index_content(rows[:, :4]))
         case "too far":
-            np.savez(index, rows=rows + path.stat().st_size, shard_sha256=sha256)
+            index.write_bytes(index_content(rows + path.stat().st_size))
         case "of a part":
-            np.savez(index, rows=rows[:-1], shard_sha256=sha256)
+            index.write_bytes(index_content(rows[:-1]))
+        case "of an array file":
+            np.save(index, rows)
+            index.with_name(f"{index.name}.npy").replace(index)
     found = load_index(path, entry, members=MEMBERS, due=range(NUM_SAMPLES))
     np.testing.assert_array_equal(found, rows)
     assert index.read_bytes() == right
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [(0, -1), (1, -1), (0, 2**63 - 1), (1, 2**63 - 1), (0, 2**63 - 512), (1, 2**62), (0, 10**12), (3, 10**6)],
+)
+def test_an_index_that_the_manifest_names_is_used_only_if_it_lies_within_the_tar(
+    tmp_path: Path, column: int, value: int
+) -> None:
+    """In int64 an offset and a size that are both large add up to little."""
+    [entry] = write_shards(map(encode, random_samples(6)), tmp_path, num_samples_per_shard=100)
+    path = tmp_path / entry.name
+    right = index_shard(path, members=MEMBERS, due=range(6))
+    wrong = right.copy()
+    wrong[2, column] = value
+    content = index_content(wrong)
+    index_path(path).write_bytes(content)
+    named = entry.model_copy(update={"index_sha256": hashlib.sha256(content).hexdigest()})
+    np.testing.assert_array_equal(load_index(path, named, members=MEMBERS, due=range(6)), right)
+    assert index_path(path).read_bytes() == content
+
+
+def test_members_of_many_bytes_that_lie_over_each_other_are_no_index(tmp_path: Path) -> None:
+    [entry] = write_shards(map(encode, random_samples(6)), tmp_path, num_samples_per_shard=100)
+    path = tmp_path / entry.name
+    right = index_shard(path, members=MEMBERS, due=range(6))
+    wrong = right.copy()
+    wrong[:, 0], wrong[:, 1] = 512, entry.num_bytes // 2
+    content = index_content(wrong)
+    index_path(path).write_bytes(content)
+    named = entry.model_copy(update={"index_sha256": hashlib.sha256(content).hexdigest()})
+    np.testing.assert_array_equal(load_index(path, named, members=MEMBERS, due=range(6)), right)
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_the_header_before_a_member_names_it(tmp_path: Path, tar_format: int) -> None:
+    path = tmp_path / "any.tar"
+    members = some_members(4)
+    write_tar(path, members, tar_format=tar_format)
+    data = memoryview(path.read_bytes())
+    for member in read_headers(data)[0]:
+        name = member.name.encode()
+        assert names_member(data, name=name, offset=member.offset, size=member.size)
+        assert not names_member(data, name=name, offset=member.offset, size=member.size + 1)
+        assert not names_member(data, name=name[:-1], offset=member.offset, size=member.size)
+        for offset in (0, 100, member.offset + 512, len(data), len(data) + 512):
+            assert not names_member(data, name=name, offset=offset, size=member.size)
 
 
 def test_the_index_of_a_shard_of_another_size_is_not_used_nor_kept(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import os
 import pickle
@@ -20,7 +22,7 @@ from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.remote import RemoteConfig
 from data_pipeline.sample import NO_LABEL, Sample
-from data_pipeline.shards import encode, index_path, write_shards
+from data_pipeline.shards import encode, index_content, index_path, index_shard, write_shards
 from data_pipeline.store import SampleStore
 from tests.data_pipeline.random_shards import random_samples, write_dataset, write_manifest
 from tests.tiny_data import NUM_POINTS, write_tiny_dataset, write_tiny_sounds
@@ -41,6 +43,15 @@ def build(directory: Path, samples: list[Sample], *, num_samples_per_shard: int 
         directory, write_shards(map(encode, samples), directory, num_samples_per_shard=num_samples_per_shard)
     )
     return directory
+
+
+def name_index(directory: Path, rows: np.ndarray) -> None:
+    """Make `rows` the index of the first shard, beside it and in the manifest."""
+    manifest = load_manifest(directory)
+    content = index_content(rows)
+    index_path(directory / manifest.shards[0].name).write_bytes(content)
+    entry = manifest.shards[0].model_copy(update={"index_sha256": hashlib.sha256(content).hexdigest()})
+    write_manifest(directory, [entry, *manifest.shards[1:]])
 
 
 def damage(shard: Path, member: str, *, flip: int = 60) -> None:
@@ -261,13 +272,125 @@ def test_members_that_are_missing_or_interleaved_are_told_or_sorted_out(tmp_path
 
 
 def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
-    """An index whose rows were exchanged passes the sha256, so the sample itself is the last witness."""
+    """Rows that were exchanged, and named so in the manifest: the tar's own headers are the last witness."""
     path = build(tmp_path, random_samples(3)) / "shard-00000.tar"
-    with np.load(index_path(path)) as saved:
-        rows, sha256 = saved["rows"], saved["shard_sha256"]
-    np.savez(index_path(path), rows=rows[::-1], shard_sha256=sha256)
-    with pytest.raises(UserError, match=r"sample 00000000 .* \(00000000\.json says that it is sample 2\)"):
-        SampleStore(tmp_path)[0]
+    rows = index_shard(path, members=("json", "mask.png", "png"), due=range(3))
+    for columns in (slice(0, 6), slice(4, 6)):  # whole samples; pictures alone, under the labels of others
+        wrong = rows.copy()
+        wrong[:, columns] = np.roll(rows[:, columns], 1, axis=0)
+        name_index(tmp_path, wrong)
+        store = SampleStore(tmp_path)
+        assert len(store.decode(np.arange(3)).bad) == 3
+        with pytest.raises(UserError, match=r"sample 00000000 .* the tar says otherwise"):
+            store[0]
+        with pytest.raises(UserError, match=r"sample 00000000 cannot be read .* the tar says otherwise"):
+            store.encoded(0)
+
+
+@pytest.mark.parametrize("location", ["local", "remote"])
+def test_an_index_with_rotated_offsets_is_not_believed(
+    tmp_path: Path, location: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Offsets that lie within the file, of pictures alone, so that each JSON still names its own sample."""
+    samples = random_samples(30)
+    path = build(tmp_path / "there", samples) / "shard-00001.tar"
+    index = index_path(path)
+    right = index.read_bytes()
+    rows = np.frombuffer(right, dtype="<i8").reshape(10, 6).copy()
+    rows[:, 4:] = np.roll(rows[:, 4:], 1, axis=0)
+    index.write_bytes(rows.tobytes())
+    caplog.set_level(logging.INFO)
+    if location == "local":
+        store = SampleStore(tmp_path / "there")
+        assert "is not the index that the manifest names (index_sha256); it is made anew" in caplog.text
+        assert index.read_bytes() == right
+    else:
+        config = RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1)
+        store = SampleStore(f"pipe:cat {tmp_path}/there/{{name}}", remote=config)
+    for sample in samples:
+        assert_same(store[sample.index], sample)
+    if location == "remote":
+        assert "are indexed here" in caplog.text
+        assert [path.read_bytes() for path in (tmp_path / "cache").rglob(index.name)] == [right]
+
+
+def test_a_dataset_of_which_next_to_nothing_is_there_is_refused(tmp_path: Path) -> None:
+    path = build(tmp_path, random_samples(30), num_samples_per_shard=30) / "shard-00000.tar"
+    num_bytes = path.stat().st_size
+    path.chmod(0o644)
+    os.truncate(path, 2_000)
+    with pytest.raises(UserError, match=rf"holds only 2000 of the {num_bytes} bytes that its manifest names"):
+        SampleStore(tmp_path)
+    os.truncate(path, num_bytes)  # a hole
+    with pytest.raises(UserError, match="holds only 0 of the 30 samples that it should"):
+        SampleStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_samples": 10**15}, "num_samples: Input should be less than or equal to 100000000, got 1000000000000000"),
+        ({"num_samples": -64}, "num_samples: Input should be greater than 0, got -64"),
+        ({"num_samples": 21}, "num_samples is 21, but its shards add up to 20"),
+        ({"num_samples": 1.5}, "num_samples: Input should be a valid integer"),
+        ({"input_shape": [3, 0, 8]}, "input_shape.1: Input should be greater than 0"),
+        ({"input_shape": [2, 8, 8]}, "input_shape is (2, 8, 8), but that of pictures is (1, H, W) or (3, H, W)"),
+        ({"input_shape": [8]}, "input_shape is (8,), but that of pictures is"),
+        ({"input_shape": [3, 9_000, 9_000]}, "20 pictures of (3, 9000, 9000) cannot be in"),
+        ({"medium": "sound"}, "input_shape is (3, 8, 8), but that of sounds is (T,)"),
+        ({"sample_rate": 8_000}, "sample_rate is 8000 for a dataset of pictures"),
+        ({"mean": [0.5]}, "mean has 1 numbers for 3 channels"),
+        ({"mean": [0.5, 0.5, 1e9]}, "mean is (0.5, 0.5, 1000000000.0), but that of pictures is in 0 to 1"),
+        ({"std": [0.5, 0.5, -1]}, "std.2: Input should be greater than or equal to 0, got -1"),
+        ({"std": [0.5, 0.5, float("inf")]}, "std.2: Input should be a finite number"),
+        ({"counts_base": [20]}, "counts_base has 1 numbers for 10 classes"),
+        ({"counts_base": [21, *[0] * 9]}, "counts_base adds up to 21, but num_samples is 20"),
+        ({"counts_overlay": []}, "counts_overlay has 0 numbers for 3 classes"),
+        ({"label_names": {"base": ["a"] * 10, "overlay": ["x"]}}, "label_names.base: the class 'a' is named 10 times"),
+        ({"label_names": {"base": ["\x1b[2J"], "overlay": []}}, "it must be 1 to 1,000 printable characters"),
+        ({"overlay": None}, "label_names.overlay is ('x', 'y', 'z'), but overlay is None"),
+        ({"overlay": {"kind": "x", "drawn": "online", "sha256": None}}, "overlay.drawn is online, but overlay.sha256"),
+        ({"shards": []}, "shards: "),
+        ({"shards.0.name": "shard-00001.tar"}, "the shard shard-00001.tar is named 2 times"),
+        ({"shards.0.name": "../x.tar"}, "it must be a plain file name that ends in .tar, got '../x.tar'"),
+        ({"shards.0.name": "/tmp/x.tar"}, "it must be a plain file name that ends in .tar, got '/tmp/x.tar'"),
+        ({"shards.0.name": "manifest.json"}, "it must be a plain file name that ends in .tar"),
+        ({"shards.0.num_samples": 2}, "num_samples is 20, but its shards add up to 12"),
+        ({"shards.0.num_bytes": 10_000}, "10 samples cannot be in the 10000 bytes of shard-00000.tar"),
+        ({"shards.0.num_bytes": 1 << 63}, "shards.0.num_bytes: Input should be less than or equal to"),
+        ({"shards.0.index_sha256": "0"}, "shards.0.index_sha256: it must be a sha256 in 64 hexadecimal digits"),
+        ({"\x1b[2J": 0}, r"unknown key "),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_one_sentence(
+    tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
+    build(tmp_path / "data", random_samples(20))
+    path = tmp_path / "data" / MANIFEST_NAME
+    value = json.loads(path.read_text())
+    for name, new in changed.items():
+        first, *inner = name.split(".")
+        if inner:
+            value[first][int(inner[0])][inner[1]] = new
+        else:
+            value[name] = new
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError) as caught:
+        SampleStore(tmp_path / "data")
+    assert said in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert str(caught.value).startswith(f"{path}: ")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data"]
+
+
+def test_a_manifest_that_nests_deeply_or_is_large_is_one_sentence(tmp_path: Path) -> None:
+    for content, said in (
+        (b"[" * 100_000, "recursion limit"),
+        (b" " * (1 << 25) + b"{}", "larger than 33554432 bytes"),
+    ):
+        (tmp_path / MANIFEST_NAME).write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            load_manifest(tmp_path)
 
 
 def test_an_index_that_cannot_be_saved_stays_in_memory(tmp_path: Path) -> None:
@@ -352,7 +475,7 @@ def test_a_remote_shard_that_another_process_evicted_is_fetched_again(tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("not UTF-8", r"manifest\.json is not valid JSON \('utf-8' codec .*\); build the dataset again"),
+        ("not UTF-8", r"manifest\.json is not valid JSON \(invalid unicode .*\); build the dataset again"),
         ("cannot be read", r"manifest\.json cannot be read \(Input/output error\); make it readable, or choose"),
         ("closed directory", r"manifest\.json cannot be read \(Permission denied\); make it readable, or choose"),
     ],

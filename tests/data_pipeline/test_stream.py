@@ -433,13 +433,12 @@ def test_the_callers_random_state_is_untouched(
         (41, 64, 4, "global_batch_size 64 does not fit a dataset of 41 samples; use 40"),
         (41, 0, 4, "global_batch_size 0 does not fit a dataset of 41 samples; use 4"),
         (3, 4, 4, "3 samples are too few for 4 ranks; build a larger dataset"),
-        (0, 4, 1, "0 samples are too few for 1 ranks; build a larger dataset"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_with_the_mend(
     tmp_path: Path, num_samples: int, global_batch_size: int, world_size: int, message: str
 ) -> None:
-    write_dataset(tmp_path, [num_samples] if num_samples else [])
+    write_dataset(tmp_path, [num_samples])
     for rank in range(world_size):
         with pytest.raises(UserError) as caught:
             stream(tmp_path, end_step=1, rank=rank, world_size=world_size, global_batch_size=global_batch_size)
