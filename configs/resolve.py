@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from data_pipeline.errors import UserError, nearest
+from data_pipeline.errors import UserError, nearest, printable
+from data_pipeline.overrides import set_paths
 from data_pipeline.remote import refuse_untyped_command
 from trainer.config import RunConfig, flatten, read_config
 
@@ -58,16 +59,19 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
 
 
 def explain(name: str, overrides: Sequence[str] = ()) -> str:
-    """The resolved config, one setting a line, with where its value came from: --set, the recipe, or the default."""
+    """Return the resolved config, a setting a line, with where its value came from: --set, the recipe, or the default.
+
+    A value that a section has because --set gave it another kind is a default.
+    """
     config = resolve_recipe(name, overrides, allow_pipe=True)  # which reads no data
     recipe = flatten(resolve_recipe(name, allow_pipe=True))
-    by_hand = {override.partition("=")[0].strip() for override in overrides}
+    by_hand = {".".join(path) for path in set_paths(overrides)}
     given = _given(config)
     lines = []
     for path, value in flatten(config).items():
-        from_recipe = name if path in given else "default"
-        set_by_hand = recipe.get(path) != value or path in by_hand
-        lines.append((path, f"{value}", "--set" if set_by_hand else from_recipe))
+        from_recipe = path in given and recipe.get(path) == value
+        origin = "--set" if path in by_hand else name if from_recipe else "default"
+        lines.append((path, printable(f"{value}"), origin))
     width = max(len(path) for path, _, _ in lines)
     value_width = max(len(value) for _, value, _ in lines)
     return "\n".join(f"{path:{width}}  {value:{value_width}}  {origin}" for path, value, origin in lines)

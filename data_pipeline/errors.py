@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,23 +67,51 @@ def storage_problem(error: OSError) -> str | None:
     return None
 
 
+def printable(text: str) -> str:
+    """Return `text` with all that could move a terminal's cursor, or is not seen, as Python escapes it.
+
+    Examples:
+        >>> printable("runs/\\x1b[2Ja\\nb")
+        'runs/\\\\x1b[2Ja\\\\nb'
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+class PrintableFormatter(logging.Formatter):
+    """Writes log records as `printable` text, line by line: a name in a message may come from a stranger's file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
+
+
+def log_to_terminal() -> None:
+    """Write log records from INFO on to stderr, as their message alone."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command line's `main`; a `UserError` becomes one line on stderr and exit status 2.
 
     So does an `OSError` that `storage_problem` has a sentence for. Ctrl-C ends without a traceback, with the exit
     status 130 that shells give it.
     """
+    if logging.lastResort is not None:  # which prints warnings if a command has set up no log
+        logging.lastResort.setFormatter(PrintableFormatter())
     try:
         main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
         problem = storage_problem(error)
         if problem is None:
             raise
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {printable(problem)}", file=sys.stderr)
         raise SystemExit(2) from None

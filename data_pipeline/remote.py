@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from data_pipeline.errors import UserError
 from data_pipeline.fetch import Expected, Limits, check_answers, fetch
@@ -42,7 +42,7 @@ from data_pipeline.manifest import (
     is_plain_name,
     parse_manifest,
 )
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Gigabytes, Line, Schema, Seconds
 from data_pipeline.shards import index_num_bytes, index_path
 
 logger = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ class RemoteConfig(Schema):
             It is no setting: `trainer.config.read_config` sets it, whatever the file says.
     """
 
-    cache_dir: str | None = None
-    cache_gigabytes: PositiveFloat | None = None
-    stall_seconds: PositiveFloat = 30.0
-    file_seconds: PositiveFloat = 600.0
-    num_attempts: PositiveInt = 5
-    read_back_from: str | None = Field(default=None, exclude=True)
+    cache_dir: Line | None = None
+    cache_gigabytes: Gigabytes | None = None
+    stall_seconds: Seconds = 30.0
+    file_seconds: Seconds = 600.0
+    num_attempts: Annotated[int, Field(ge=1, le=1_000)] = 5
+    read_back_from: Line | None = Field(default=None, exclude=True)
 
 
 def is_remote(location: str | Path) -> bool:

@@ -22,12 +22,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -40,7 +39,7 @@ from data_pipeline.randomness import generator
 from data_pipeline.remote import RemoteConfig, is_remote
 from data_pipeline.resident import NodeShare, Placed, Resident, Rows, decoded, num_cores, place
 from data_pipeline.sample import BadSample, Batch
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Count, Gigabytes, NumWorkers, Schema, Share
 from data_pipeline.store import SampleStore
 
 logger = logging.getLogger(__name__)
@@ -65,11 +64,11 @@ class ReadConfig(Schema):
         remote: how a dataset that is not on a local disk is fetched.
     """
 
-    num_workers: Annotated[int, Field(ge=0)] = 2
+    num_workers: NumWorkers = 2
     placement: Literal["auto", "stream", "host", "device"] = "auto"
-    resident_gigabytes: PositiveFloat = 4
-    shuffle_shards: PositiveInt | None = None
-    max_bad_share: Annotated[float, Field(ge=0, le=1)] = 0.001
+    resident_gigabytes: Gigabytes = 4
+    shuffle_shards: Count | None = None
+    max_bad_share: Share = 0.001
     remote: RemoteConfig = _REMOTE
 
 

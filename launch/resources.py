@@ -11,13 +11,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-import yaml
 from pydantic import AfterValidator, Field
 
 from data_pipeline.errors import UserError
-from data_pipeline.schema import Schema
+from data_pipeline.plain_text import parse_yaml
+from data_pipeline.schema import Line, NumProcesses, Schema
 from trainer.config import RunConfig
 
 PREFIX = "FEATURE_DROPOUT_SLURM_"
@@ -39,24 +39,15 @@ OWN_FLAGS = {
     "mem": "--mem-gb",
 }
 DECIDED = {"array", "error", "job-name", "no-requeue", "open-mode", "output", "requeue", "signal"}
-_MAX_CHARACTERS = 1_000
 # Fields of sbatch by which GPUs may be asked for in another way than by --gpus-per-node.
 _GPU_FIELDS = {"gres", "gpus", "gpus-per-socket", "gpus-per-task", "tres-per-job", "tres-per-node", "tres-per-task"}
 
 
-def _one_line(text: str) -> str:
-    if not text.isprintable() or len(text) > _MAX_CHARACTERS:
-        raise ValueError(f"must be one line of at most {_MAX_CHARACTERS} characters that can be printed")
-    return text
-
-
-def _fields(fields: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
+def _fields(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
     fields = {name.replace("_", "-"): value for name, value in fields.items()}
-    for name, value in fields.items():
+    for name in fields:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ValueError(f"{name!r} is no field of sbatch; write it as in `man sbatch`, without the dashes")
-        if isinstance(value, str):
-            _one_line(value)
         if name in OWN_FLAGS:
             raise ValueError(f"{name} has a setting of its own; use {OWN_FLAGS[name]}")
         if name in DECIDED:
@@ -64,11 +55,12 @@ def _fields(fields: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
     return fields
 
 
-# A line break would put a line of its own into the batch script.
-OneLine = Annotated[str, AfterValidator(_one_line)]
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-CountOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
-SbatchFields = Annotated[dict[str, bool | int | str], AfterValidator(_fields)]
+Minutes = Annotated[int, Field(ge=1, le=10**7)]  # 19 years
+MemoryGB = Annotated[int, Field(ge=1, le=10**6)]
+NumGpus = Annotated[int, Field(ge=0, le=10**6)]
+# A line break in a `Line` would put a line of its own into the batch script.
+SbatchValue: TypeAlias = bool | Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | Line
+SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_fields)]
 
 
 class Wishes(Schema):
@@ -78,15 +70,15 @@ class Wishes(Schema):
     sbatch: any other field of sbatch.
     """
 
-    partition: OneLine | None = None
-    account: OneLine | None = None
-    qos: OneLine | None = None
-    constraint: OneLine | None = None
-    time_minutes: Count = 240
-    tasks_per_node: Count | None = None
-    cpus_per_task: Count | None = None
-    gpus_per_node: CountOrNone | None = None
-    mem_gb: Count | None = None
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    time_minutes: Minutes = 240
+    tasks_per_node: NumProcesses | None = None
+    cpus_per_task: NumProcesses | None = None
+    gpus_per_node: NumGpus | None = None
+    mem_gb: MemoryGB | None = None
     sbatch: SbatchFields = Field(default={})
 
 
@@ -97,17 +89,17 @@ class Resources(Schema):
     data workers. More threads than cores would not only be slow: they wait for each other in busy loops.
     """
 
-    nodes: Count
-    tasks_per_node: Count
-    cpus_per_task: Count
-    threads_per_task: Count
-    gpus_per_node: CountOrNone | None = None
-    time_minutes: Count
-    mem_gb: Count | None = None
-    partition: OneLine | None = None
-    account: OneLine | None = None
-    qos: OneLine | None = None
-    constraint: OneLine | None = None
+    nodes: NumProcesses
+    tasks_per_node: NumProcesses
+    cpus_per_task: NumProcesses
+    threads_per_task: NumProcesses
+    gpus_per_node: NumGpus | None = None
+    time_minutes: Minutes
+    mem_gb: MemoryGB | None = None
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
     sbatch: SbatchFields = Field(default={})
 
     @property
@@ -278,8 +270,8 @@ def _words(text: str, *, where: str) -> list[str]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        value = parse_yaml(path.read_text())
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if value is None:
         return {}

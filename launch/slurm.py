@@ -38,6 +38,7 @@ from submitit.helpers import clean_env
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.errors import UserError, run_command
+from data_pipeline.overrides import SET_HELP
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob, parse_seconds
 from launch.outcome import outcomes_of_job
 from launch.ports import free_ports
@@ -577,7 +578,7 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", metavar="RECIPE", help="module:function in configs/, or a config file")
     what.add_argument("--study", metavar="studies:NAME", help="all runs of a study, as one job array")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
     add_accept_data(parser)
     parser.add_argument("--study-dir", type=Path, metavar="DIR", help="of all runs of a study; default: runs/NAME")

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data_pipeline.errors import UserError, run_command
+from data_pipeline.errors import UserError, printable, run_command
 from launch.slurm import Member, Plan, run_study_here, submit, tell_study
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, run_status
 from trainer.config import read_config, refuse_commands
@@ -40,11 +40,6 @@ def table(statuses: Mapping[str, RunStatus]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def printable(text: str) -> str:
-    """Return the text with every character that is none of a line, such as those that steer a terminal, as a "?"."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:

@@ -27,10 +27,10 @@ from submitit.core.utils import JobPaths
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import load_manifest
 from data_pipeline.remote import is_remote
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Line, Schema
 from data_pipeline.stream import num_steps_per_epoch
 from launch.outcome import ENDED_NAME, is_inside, outcomes_of_job, read_end, read_outcome
-from launch.resources import OneLine, Resources
+from launch.resources import Resources
 from trainer.config import RunConfig, read_config
 from trainer.rundir import RunDir, is_held, write_json
 
@@ -57,7 +57,7 @@ class Submission(Schema):
     submitted_at: AwareDatetime
     at_a_time: PositiveInt
     resources: Resources
-    host: OneLine | None = None
+    host: Line | None = None
 
     @property
     def is_elsewhere(self) -> bool:

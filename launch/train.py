@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
+import math
 import os
 import sys
 from collections.abc import Collection
@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from configs import explain, resolve_recipe
-from data_pipeline.errors import UserError, run_command
+from data_pipeline.errors import UserError, log_to_terminal, run_command
+from data_pipeline.overrides import SET_HELP
 from launch.outcome import last_line, note_end
 from trainer.config import RunConfig
 from trainer.distributed.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
@@ -30,12 +31,15 @@ from trainer.provenance import command_line
 from trainer.rundir import RunDir
 from trainer.train import train
 
+_MAX_NUMBER = 10**7
+_MAX_GIGABYTES = 10**9
+
 
 def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
     """Train as the rank given by the variables of torchrun or Slurm; alone if there are none. Raises as `train`."""
     keep_freed_memory()
     world = read_env(os.environ)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_terminal()
     device = choose_device(world)
     with process_group(world, device):
         try:
@@ -81,10 +85,22 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
 
 
 def positive(text: str) -> int:
-    """A number of nodes, tasks and the like, from the command line."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+    """Return a number of nodes, tasks and the like, from the command line."""
+    number = int(text) if text.isdecimal() and len(text) <= len(str(_MAX_NUMBER)) else 0
+    if not 1 <= number <= _MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to {_MAX_NUMBER:,}")
+    return number
+
+
+def gigabytes(text: str) -> float:
+    """Return the memory of a device, from the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= _MAX_GIGABYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to {_MAX_GIGABYTES:,}")
+    return number
 
 
 def add_accept_data(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +126,7 @@ def main() -> None:
     parser.add_argument(
         "--config", required=True, metavar="RECIPE", help="module:function in configs/, or a config file"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting; repeatable")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
     parser.add_argument("--allow-pipe", action="store_true", help="run the pipe: locations of a config file")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
     add_accept_data(parser)
@@ -120,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--tasks-per-node", type=positive, default=1, metavar="N", help="ranks, of the plan; default: 1"
     )
-    parser.add_argument("--gpu-gigabytes", type=float, metavar="GB", help="memory into which the plan fits a batch")
+    parser.add_argument("--gpu-gigabytes", type=gigabytes, metavar="GB", help="memory into which the plan fits a batch")
     arguments = parser.parse_args()
     if arguments.explain:
         print(explain(arguments.config, arguments.set))

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Count, PositiveFactor, Schema
 from trainer.optim import AdamConfig, OptimizerConfig
 
 
@@ -27,9 +27,9 @@ class AdversaryConfig(Schema):
     """
 
     update: Literal["simultaneous", "alternating"] = "simultaneous"
-    weight: PositiveFloat = 1.0
-    freeze_step: PositiveInt | None = None
-    viewmaker_steps: PositiveInt = 1
+    weight: PositiveFactor = 1.0
+    freeze_step: Count | None = None
+    viewmaker_steps: Count = 1
     optimizer: OptimizerConfig = AdamConfig()
 
     @model_validator(mode="after")

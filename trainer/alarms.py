@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field
 
-from data_pipeline.schema import Schema
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from data_pipeline.schema import Count, Schema, Share
 
 
 class AlarmConfig(Schema):
@@ -28,10 +26,10 @@ class AlarmConfig(Schema):
     "changed_share". With a `dropout_rate` below 1 the two views of a picture differ whatever the viewmaker has lost.
     """
 
-    after_steps: PositiveInt = 50
-    max_uniformity: Annotated[float, Field(le=0)] = -0.1
-    min_effective_rank: NonNegativeFloat = 3.0
-    min_view_change: NonNegativeFloat = 0.5 / 255
+    after_steps: Count = 50
+    max_uniformity: Annotated[float, Field(ge=-8, le=0)] = -0.1
+    min_effective_rank: Annotated[float, Field(ge=0, le=2**15)] = 3.0
+    min_view_change: Annotated[float, Field(ge=0, le=1e3)] = 0.5 / 255
     max_evenness: Share = 0.8
     max_clamped_share: Share = 0.5
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from data_pipeline.errors import UserError, nearest, run_command
-from data_pipeline.schema import Schema
+from data_pipeline.overrides import SET_HELP
+from data_pipeline.schema import MAX_SEED, Schema
 from trainer.analysis.alignment import AlignmentConfig, analyze_alignment
 from trainer.analysis.collision import CollisionConfig, analyze_collision
 from trainer.analysis.concentration import ConcentrationConfig, analyze_concentration
@@ -89,15 +90,13 @@ def main() -> None:
     parser.add_argument("--step", type=int, help="checkpoint to look at; 0 is untrained (default: the newest)")
     parser.add_argument("--seed", type=int, help="of all that is drawn (default: the seed of the run)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the analysis; may be repeated"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=f"of the analysis: {SET_HELP}")
     parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     arguments = parser.parse_args()
     if arguments.name not in ANALYSES:
         raise UserError(f'there is no analysis "{arguments.name}"{nearest(arguments.name, ANALYSES)}')
-    if arguments.seed is not None and arguments.seed < 0:
-        raise UserError(f"--seed must not be negative, got {arguments.seed}")
+    if arguments.seed is not None and not 0 <= arguments.seed <= MAX_SEED:
+        raise UserError(f"--seed must be 0 to {MAX_SEED:,}, got {arguments.seed}")
     analysis = ANALYSES[arguments.name]
     config = analysis.config().override(arguments.set, where=f"settings of {arguments.name}")
     look = Look(

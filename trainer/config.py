@@ -6,18 +6,17 @@ written back into it. What depends on the machine (batch of a rank, device) is d
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
-import yaml
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import model_validator
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.errors import UserError
+from data_pipeline.plain_text import parse_json, parse_yaml
 from data_pipeline.remote import is_command, refuse_untyped_command
-from data_pipeline.schema import Schema
+from data_pipeline.schema import BatchSize, Count, Line, Name, Schema, Seed
 from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
 from trainer.alarms import AlarmConfig
@@ -43,10 +42,10 @@ class DataConfig(ReadConfig):
     samples are pictures.
     """
 
-    train_dir: str
-    test_dir: str
+    train_dir: Line
+    test_dir: Line
     overlay: Literal["baked", "online", "online_per_view"] = "baked"
-    sample_rate: PositiveInt | None = None
+    sample_rate: Count | None = None
 
     @property
     def overlay_draw(self) -> Literal["per_item", "per_view"]:
@@ -72,8 +71,8 @@ class RunConfig(Schema):
     metrics are logged every `log_every_steps`.
     """
 
-    name: str
-    seed: Annotated[int, Field(ge=0)] = 0
+    name: Name
+    seed: Seed = 0
     data: DataConfig
     views: ViewsConfig
     encoder: EncoderConfig
@@ -82,16 +81,16 @@ class RunConfig(Schema):
     adversary: AdversaryConfig | None = None
     engine: EngineConfig = DDPConfig()
     view_forwards: Literal["two", "one"] = "two"
-    global_batch_size: PositiveInt
-    num_epochs: PositiveInt
+    global_batch_size: BatchSize
+    num_epochs: Count
     memory: MemoryConfig = MemoryConfig()
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     channels_last: bool = False
     compile: bool = False
-    max_skipped_in_a_row: PositiveInt = 10
-    checkpoint_every_steps: PositiveInt = 500
-    keep_checkpoints: PositiveInt = 2
-    log_every_steps: PositiveInt = 10
+    max_skipped_in_a_row: Count = 10
+    checkpoint_every_steps: Count = 500
+    keep_checkpoints: Count = 2
+    log_every_steps: Count = 10
     alarms: AlarmConfig = AlarmConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     probe: ProbeConfig = ProbeConfig()
@@ -194,16 +193,13 @@ def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
     Whoever wrote the file may be a stranger. So without `allow_pipe`, reading data from a `pipe:` location of it raises
     `UserError`; all else can be done with the config. Raises `UserError` if the file cannot be read or is no config.
     """
+    parse, language = (parse_yaml, "YAML") if path.suffix in {".yaml", ".yml"} else (parse_json, "JSON")
     try:
-        value: Any = (
-            yaml.safe_load(path.read_text()) if path.suffix in {".yaml", ".yml"} else json.loads(path.read_text())
-        )
+        value = parse(path.read_text())
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not valid {path.suffix.removeprefix('.')}: {' '.join(str(error).split())}"
-        ) from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid {language}: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a mapping of settings; see RunConfig in trainer/config.py")
     config = RunConfig.parse(value, where=str(path))

@@ -12,19 +12,18 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data_pipeline.schema import Schema
+from data_pipeline.schema import BatchSize, Count, Schema
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST = 2**31 - 1
 
-Checkpointing = Literal["none", "whole"] | Annotated[int, Field(ge=1)]
+Checkpointing = Literal["none", "whole"] | Count
 
 
 class MemoryConfig(Schema):
@@ -37,7 +36,7 @@ class MemoryConfig(Schema):
         again for backward; n keeps the input of every n-th block.
     """
 
-    micro_batches: PositiveInt = 1
+    micro_batches: BatchSize = 1
     encoder_checkpointing: Checkpointing = "none"
     viewmaker_checkpointing: Checkpointing = "none"
 

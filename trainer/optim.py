@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from data_pipeline.errors import UserError
-from data_pipeline.schema import Schema
+from data_pipeline.schema import BatchSize, Decay, Epsilon, LearningRate, PositiveFactor, Schema, ShareBelowOne
 from trainer.numerics import roll_back
 
-Momentum = Annotated[float, Field(ge=0, lt=1)]
 Decayed = Literal["all", "matrices"]
 
 
@@ -28,7 +27,7 @@ class ConstantConfig(Schema):
     """
 
     kind: Literal["constant"] = "constant"
-    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    warmup_fraction: ShareBelowOne = 0.0
 
 
 class CosineConfig(Schema):
@@ -38,7 +37,7 @@ class CosineConfig(Schema):
     """
 
     kind: Literal["cosine"] = "cosine"
-    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    warmup_fraction: ShareBelowOne = 0.0
 
 
 ScheduleConfig = Annotated[ConstantConfig | CosineConfig, Field(discriminator="kind")]
@@ -53,7 +52,7 @@ class _Fields(Schema):
 
     schedule: ScheduleConfig = ConstantConfig()
     scaling: Literal["none", "linear", "square_root"] = "none"
-    reference_batch_size: PositiveInt = 256
+    reference_batch_size: BatchSize = 256
 
 
 class SGDConfig(_Fields):
@@ -62,9 +61,9 @@ class SGDConfig(_Fields):
     """
 
     kind: Literal["sgd"] = "sgd"
-    learning_rate: PositiveFloat = 0.03
-    momentum: Momentum = 0.9
-    weight_decay: NonNegativeFloat = 1e-4
+    learning_rate: LearningRate = 0.03
+    momentum: ShareBelowOne = 0.9
+    weight_decay: Decay = 1e-4
     decay: Decayed = "all"
 
 
@@ -72,10 +71,10 @@ class AdamConfig(_Fields):
     """Adam (Kingma & Ba 2015) with L2 weight decay; `decay` as for SGD."""
 
     kind: Literal["adam"] = "adam"
-    learning_rate: PositiveFloat = 1e-3
-    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
+    learning_rate: LearningRate = 1e-3
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    epsilon: Epsilon = 1e-8
+    weight_decay: Decay = 0.0
     decay: Decayed = "all"
 
 
@@ -83,10 +82,10 @@ class AdamWConfig(_Fields):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019): the weights shrink by rate times decay a step."""
 
     kind: Literal["adamw"] = "adamw"
-    learning_rate: PositiveFloat = 1e-3
-    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.01
+    learning_rate: LearningRate = 1e-3
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    epsilon: Epsilon = 1e-8
+    weight_decay: Decay = 0.01
     decay: Decayed = "matrices"
 
 
@@ -110,10 +109,10 @@ class LARSConfig(_FromTimm):
     """
 
     kind: Literal["lars"] = "lars"
-    learning_rate: PositiveFloat = 0.3
-    momentum: Momentum = 0.9
-    weight_decay: NonNegativeFloat = 1e-6
-    trust: PositiveFloat = 1e-3
+    learning_rate: LearningRate = 0.3
+    momentum: ShareBelowOne = 0.9
+    weight_decay: Decay = 1e-6
+    trust: PositiveFactor = 1e-3
     decay: Decayed = "matrices"
 
 
@@ -125,11 +124,11 @@ class LAMBConfig(_FromTimm):
     """
 
     kind: Literal["lamb"] = "lamb"
-    learning_rate: PositiveFloat = 1e-3
-    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    epsilon: PositiveFloat = 1e-6
-    weight_decay: NonNegativeFloat = 0.01
-    max_gradient_norm: PositiveFloat | None = None
+    learning_rate: LearningRate = 1e-3
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    epsilon: Epsilon = 1e-6
+    weight_decay: Decay = 0.01
+    max_gradient_norm: PositiveFactor | None = None
     decay: Decayed = "matrices"
 
 

@@ -11,15 +11,15 @@ import os
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import PositiveInt
+from pydantic import AfterValidator, Field
 
 from data_pipeline.errors import about
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Count, Line, Schema
 from trainer.rundir import RunDir, write_atomically
 
 if TYPE_CHECKING:
@@ -29,6 +29,17 @@ if TYPE_CHECKING:
     from trainer.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
+
+
+def _check_project(name: str) -> str:
+    if forbidden := sorted(set(name) & set("/\\#?%:")):
+        raise ValueError(f'"{name}" is no name of a project: W&B allows no {forbidden[0]} in it')
+    return name
+
+
+# As W&B limits them.
+Project = Annotated[Line, AfterValidator(_check_project), Field(max_length=128)]
+Tag = Annotated[Line, Field(max_length=64)]
 
 
 class TrackingConfig(Schema):
@@ -41,10 +52,10 @@ class TrackingConfig(Schema):
     """
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    wandb_project: str = "feature-dropout"
-    tags: tuple[str, ...] = ()
+    wandb_project: Project = "feature-dropout"
+    tags: Annotated[tuple[Tag, ...], Field(max_length=100)] = ()
     tensorboard: bool = False
-    pictures_every_steps: PositiveInt | None = 500
+    pictures_every_steps: Count | None = 500
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pydantic import PositiveFloat
-
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Schema, Seconds
 from trainer import liveness, sidecar
 from trainer.distributed.collectives import broadcast_object, rank, world_size
 from trainer.rundir import RunDir
@@ -55,10 +53,10 @@ class WatchdogConfig(Schema):
     """
 
     enabled: bool = True
-    limit_seconds: PositiveFloat = 40
-    waiting_seconds: PositiveFloat = 200
-    working_seconds: PositiveFloat = 600
-    startup_seconds: PositiveFloat = 600
+    limit_seconds: Seconds = 40
+    waiting_seconds: Seconds = 200
+    working_seconds: Seconds = 600
+    startup_seconds: Seconds = 600
 
 
 def start_watchdog(run_dir: RunDir, config: WatchdogConfig) -> Watchdog:

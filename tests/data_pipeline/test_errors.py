@@ -1,14 +1,17 @@
-"""What a command says of an error of the storage, and what stays a traceback."""
+"""What a command says of an error on a terminal, and what stays a traceback."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import UserError, about, run_command
+from data_pipeline.errors import PrintableFormatter, UserError, about, printable, run_command
+
+HOSTILE = "runs/\x1b[2J\r\n\x07\u202eexe.png\ud800"
 
 
 def fails_with(error: Exception) -> None:
@@ -71,3 +74,33 @@ def test_an_error_of_write_and_flush_gets_the_name_of_its_file(tmp_path: Path) -
     with pytest.raises(OSError) as raised, about(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", "other")
     assert raised.value.filename == "other"
+
+
+def test_control_characters_of_an_error_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UserError(f"{HOSTILE} is no dataset")
+
+    with pytest.raises(SystemExit) as raised:
+        run_command(fail)
+    assert raised.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "error: runs/\\x1b[2J\\r\\n\\x07\\u202eexe.png\\ud800 is no dataset\n"
+
+
+def test_what_can_be_printed_stays_as_it_is() -> None:
+    assert printable("Größe 3 × 4, 日本") == "Größe 3 × 4, 日本"
+
+
+def test_control_characters_of_a_log_record_do_not_reach_the_terminal() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "first line\n%s", (HOSTILE,), None)
+    assert PrintableFormatter("%(message)s").format(record) == (
+        "first line\nruns/\\x1b[2J\\r\n\\x07\\u202eexe.png\\ud800"
+    )
+
+
+def test_a_warning_without_a_log_is_printable_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    run_command(lambda: logging.getLogger("x").warning("%s", "\x1b[2J"))
+    assert capsys.readouterr().err == "\\x1b[2J\n"

@@ -80,7 +80,7 @@ def test_a_port_that_is_taken_meanwhile_is_passed_over(
 
 def test_a_failing_rank_is_named_with_status_1(recipe: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "launch/slurm.py", "--executor", "local", "--wait", *recipe]
-    diverges = ["--set", "optimizer.learning_rate=1e300", "--set", "max_skipped_in_a_row=2"]
+    diverges = ["--set", "optimizer.learning_rate=1e30", "--set", "max_skipped_in_a_row=2"]
     done = run(*command, *diverges, "--run-dir", tmp_path / "run")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"^error: rank 0 of job \d+ failed: .*UserError: \S", done.stderr, re.MULTILINE)

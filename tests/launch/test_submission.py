@@ -221,7 +221,7 @@ def test_without_any_wish_the_cluster_decides() -> None:
     ("flags", "environ", "text", "message"),
     [
         ({}, {"FEATURE_DROPOUT_SLURM_PARTITON": "a"}, "", 'PARTITON: unknown key "partiton"; did you mean "partition"'),
-        ({}, {"FEATURE_DROPOUT_SLURM_MEM_GB": "a lot"}, "", "FEATURE_DROPOUT_SLURM_MEM_GB: mem_gb: "),
+        ({}, {"FEATURE_DROPOUT_SLURM_MEM_GB": "a lot"}, "", "FEATURE_DROPOUT_SLURM_MEM_GB: mem_gb is "),
         (
             {},
             {"FEATURE_DROPOUT_SLURM_SBATCH": "comment='a"},

@@ -14,12 +14,12 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.progress import Progress
-from data_pipeline.schema import Measured, Schema, drawn, shown
+from data_pipeline.schema import Measured, PositiveFactor, Schema, drawn, shown
 from trainer.analysis.figures import to_png
 from trainer.analysis.subject import Look, Subject, choose_rows, open_subject, view_batches, write_result
 from trainer.objectives.health import effective_rank, uniformity
@@ -28,14 +28,15 @@ from trainer.rundir import RunDir
 
 Space = Literal["embedding", "pooled"]
 SPACES: tuple[Space, ...] = ("embedding", "pooled")
+_EPSILONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
 
 class AlignmentConfig(Schema):
     """How many train and test samples, the views of each, and the distances epsilon at which R is counted."""
 
-    num_samples: Annotated[int, Field(ge=2)] = 1000
-    num_views: Annotated[int, Field(ge=2)] = 4
-    epsilons: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+    num_samples: Annotated[int, Field(ge=2, le=10**6)] = 1000
+    num_views: Annotated[int, Field(ge=2, le=10**6)] = 4
+    epsilons: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = _EPSILONS
 
 
 class ClassCentres(Schema):

@@ -43,8 +43,8 @@ class CollisionConfig(Schema):
     `near` times the mean distance of the pictures themselves.
     """
 
-    num_pictures: Annotated[int, Field(ge=2)] = 256
-    max_uses: Annotated[int, Field(ge=1)] = 64
+    num_pictures: Annotated[int, Field(ge=2, le=10**6)] = 256
+    max_uses: Annotated[int, Field(ge=1, le=10**6)] = 64
     near: Annotated[float, Field(gt=0, lt=1)] = 0.25
 
 

@@ -22,13 +22,13 @@ from typing import Annotated
 
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.progress import Progress
-from data_pipeline.schema import Schema
+from data_pipeline.schema import PositiveFactor, Schema
 from trainer.analysis.figures import to_png
 from trainer.analysis.subject import Look, choose_rows, read_test_pictures, seed_of, write_result
 from trainer.probes.features import Pictures, to_float
@@ -44,9 +44,9 @@ class ConcentrationConfig(Schema):
     the strength of the colour jitter.
     """
 
-    num_per_class: Annotated[int, Field(ge=2)] = 50
-    num_views: Annotated[int, Field(ge=1)] = 30
-    deltas: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (8.0, 9.0, 10.0, 12.0)
+    num_per_class: Annotated[int, Field(ge=2, le=10**6)] = 50
+    num_views: Annotated[int, Field(ge=1, le=10**6)] = 30
+    deltas: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = (8.0, 9.0, 10.0, 12.0)
     strength: Annotated[float, Field(gt=0, le=1.25)] = 0.5
 
 

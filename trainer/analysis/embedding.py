@@ -34,9 +34,9 @@ from trainer.rundir import RunDir
 class EmbeddingConfig(Schema):
     """How many test samples, and what draws the map; `perplexity` is t-SNE's, and UMAP's number of neighbours."""
 
-    num_samples: Annotated[int, Field(ge=4)] = 2000
+    num_samples: Annotated[int, Field(ge=4, le=10**6)] = 2000
     method: Literal["tsne", "umap"] = "tsne"
-    perplexity: Annotated[float, Field(ge=2)] = 30.0
+    perplexity: Annotated[float, Field(ge=2, le=1e6)] = 30.0
 
 
 class EmbeddingResult(Schema):

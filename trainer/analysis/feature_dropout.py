@@ -17,12 +17,12 @@ from typing import Annotated
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.errors import UserError
 from data_pipeline.progress import Progress
-from data_pipeline.schema import Measured, Schema, drawn, shown
+from data_pipeline.schema import CountOrZero, Measured, Schema, drawn, shown
 from trainer.analysis.classifier import heads_of
 from trainer.analysis.dip import Floats, dip, dip_p_value, uniform_dips
 from trainer.analysis.figures import to_png
@@ -42,10 +42,10 @@ class FeatureDropoutConfig(Schema):
     of_sample: a test sample; as many views are then all of this one, and show what its own feature goes through.
     """
 
-    num_examples: Annotated[int, Field(ge=10)] = 1200
-    of_sample: NonNegativeInt | None = None
-    num_bins: Annotated[int, Field(ge=10)] = 20
-    num_uniform_samples: PositiveInt = 999
+    num_examples: Annotated[int, Field(ge=10, le=10**6)] = 1200
+    of_sample: CountOrZero | None = None
+    num_bins: Annotated[int, Field(ge=10, le=10**6)] = 20
+    num_uniform_samples: Annotated[int, Field(ge=1, le=10**6)] = 999
 
 
 class Probabilities(Schema):

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.errors import UserError
 from data_pipeline.progress import Progress
 from data_pipeline.randomness import generator
-from data_pipeline.schema import Measured, Schema
+from data_pipeline.schema import Count, LearningRate, Measured, Schema
 from trainer.analysis.embedding import silhouette
 from trainer.analysis.figures import GridRow, picture_grid
 from trainer.analysis.subject import Look, Subject, choose_rows, open_subject, refuse_sounds, write_result
@@ -36,10 +35,10 @@ _CONTRAST = 1e-6
 class FiltersConfig(Schema):
     """How many test pictures are measured; how many features are shown, and the steps of their gradient ascent."""
 
-    num_pictures: PositiveInt = 2000
-    num_shown: PositiveInt = 24
-    num_steps: PositiveInt = 64
-    learning_rate: PositiveFloat = 0.1
+    num_pictures: Count = 2000
+    num_shown: Count = 24
+    num_steps: Count = 64
+    learning_rate: LearningRate = 0.1
 
 
 class Sparsity(Schema):

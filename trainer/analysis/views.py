@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import PositiveInt
 from torch import Tensor
 
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
-from data_pipeline.schema import Measured, Schema
+from data_pipeline.schema import Count, Measured, Schema
 from trainer.analysis.figures import GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.analysis.subject import CPU, Look, open_subject, view_batches, write_result
 from trainer.probes.features import Pictures, ViewFunction
@@ -30,8 +29,8 @@ from trainer.rundir import RunDir
 class ViewsAnalysisConfig(Schema):
     """How many test pictures are measured, and how many are shown."""
 
-    num_pictures: PositiveInt = 1024
-    num_shown: PositiveInt = 8
+    num_pictures: Count = 1024
+    num_shown: Count = 8
 
 
 class ViewsResult(Schema):

@@ -13,12 +13,12 @@ import math
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from data_pipeline.errors import UserError
-from data_pipeline.schema import Schema
+from data_pipeline.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import grouped_statistics, knows_order, split_batch_norm, synchronize_batch_norm
 from trainer.models.heads import HeadConfig, build_head
@@ -33,8 +33,14 @@ Trunk: TypeAlias = ConvolutionalTrunk | TimmTrunk
 class Normalization(Schema):
     """The mean and standard deviation of each input channel: the encoder subtracts the one and divides by the other."""
 
-    mean: tuple[FiniteFloat, ...]
-    std: tuple[Annotated[PositiveFloat, Field(allow_inf_nan=False)], ...]
+    mean: tuple[InputMean, ...]
+    std: tuple[InputStd, ...]
+
+
+# What a timm model can take: no size or number in it is larger.
+WholeOption = Annotated[int, Field(ge=-(10**6), le=10**6)]
+FloatOption = Annotated[float, Field(ge=-1e6, le=1e6)]
+Option: TypeAlias = bool | WholeOption | FloatOption | Line
 
 
 class _Fields(Schema):
@@ -48,12 +54,12 @@ class _Fields(Schema):
     """
 
     in_channels: Literal[1, 3] = 3
-    embedding_size: PositiveInt = 128
+    embedding_size: LayerSize = 128
     head: HeadConfig = HeadConfig()
     batch_norm: Literal["synchronized", "local", "split"] = "synchronized"
-    batch_norm_splits: PositiveInt = 8
-    mean: tuple[float, ...] | None = None
-    std: tuple[PositiveFloat, ...] | None = None
+    batch_norm_splits: BatchSize = 8
+    mean: tuple[InputMean, ...] | None = None
+    std: tuple[InputStd, ...] | None = None
     probe_reads: Literal["map", "pooled"] = "map"
 
     @model_validator(mode="after")
@@ -153,7 +159,7 @@ class ResNet10Config(_ResNetFields):
     """One basic block a stage instead of two, and narrow: at width 16, 324,048 parameters, for CPUs."""
 
     kind: Literal["resnet10"] = "resnet10"
-    width: PositiveInt = 16
+    width: Annotated[int, Field(ge=1, le=1_024)] = 16
     form = "small"
     num_blocks = (1, 1, 1, 1)
 
@@ -172,8 +178,8 @@ class TimmConfig(_Fields):
     """
 
     kind: Literal["timm"] = "timm"
-    name: str
-    options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies defaults
+    name: Line
+    options: dict[Line, Option] = {}  # noqa: RUF012  pydantic copies defaults
     probe_reads: Literal["map", "pooled"] = "pooled"
 
     @field_validator("name")
@@ -184,7 +190,7 @@ class TimmConfig(_Fields):
 
     @field_validator("options")
     @classmethod
-    def _options_are_free(cls, options: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+    def _options_are_free(cls, options: dict[Line, Option]) -> dict[Line, Option]:
         taken = sorted(OWN_ARGUMENTS & options.keys())
         if taken:
             raise ValueError(

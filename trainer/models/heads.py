@@ -6,12 +6,12 @@ Shapes: B rows of this rank, C channels.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
-from data_pipeline.schema import Schema
+from data_pipeline.schema import LayerSize, Schema
 from trainer.models.batch_norm import SynchronizedBatchNorm1d
 
 
@@ -24,7 +24,7 @@ class HeadConfig(Schema):
     with `batch_norm` (Chen and He 2021); that of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021).
     """
 
-    hidden_sizes: tuple[PositiveInt, ...] = ()
+    hidden_sizes: Annotated[tuple[LayerSize, ...], Field(max_length=16)] = ()
     batch_norm: bool = False
     output_batch_norm: bool = False
 

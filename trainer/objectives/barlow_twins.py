@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import PositiveFloat
 from torch import Tensor
 
+from data_pipeline.schema import PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
 
@@ -23,7 +23,7 @@ class BarlowTwinsConfig(ObjectiveSettings):
     """`off_diagonal_weight`: what a squared correlation of two different dimensions costs."""
 
     kind: Literal["barlow_twins"] = "barlow_twins"
-    off_diagonal_weight: PositiveFloat = 5e-3
+    off_diagonal_weight: PositiveFactor = 5e-3
 
 
 def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> Tensor:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from data_pipeline.schema import BatchSize, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.objectives.objective import ObjectiveSettings
 
@@ -29,8 +30,8 @@ _SHORTEST = 1e-12  # below this length a vector keeps its shortness, as with F.n
 class ContrastiveConfig(ObjectiveSettings):
     """`chunk_size`: rows of a tile of the similarity matrix, for memory linear in the batch; None: the whole matrix."""
 
-    temperature: PositiveFloat
-    chunk_size: PositiveInt | None = None
+    temperature: Temperature
+    chunk_size: BatchSize | None = None
 
     @model_validator(mode="after")
     def _tiles_need_warmth(self) -> Self:

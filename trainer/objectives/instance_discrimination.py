@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from data_pipeline.counter_rng import DrawKeys, integers, uniform
+from data_pipeline.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
@@ -35,9 +35,9 @@ class InstanceDiscriminationConfig(ObjectiveSettings):
     """`momentum` is the share of the old row in the new one; `num_negatives` rows are drawn anew at each step."""
 
     kind: Literal["instance_discrimination"] = "instance_discrimination"
-    temperature: PositiveFloat = 0.07
-    num_negatives: PositiveInt = 4096
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    temperature: Temperature = 0.07
+    num_negatives: BatchSize = 4096
+    momentum: ShareBelowOne = 0.5
 
 
 def instance_discrimination_loss(

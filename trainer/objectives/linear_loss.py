@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import PositiveFloat
 from torch import Tensor
 
+from data_pipeline.schema import PositiveFactor
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.negatives import candidates
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair
@@ -23,7 +23,7 @@ class LinearLossConfig(ObjectiveSettings):
     """`divergence_weight`: of the similarity with negatives; 1 is the limit of InfoNCE."""
 
     kind: Literal["linear"] = "linear"
-    divergence_weight: PositiveFloat = 1.0
+    divergence_weight: PositiveFactor = 1.0
 
 
 def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> Tensor:

@@ -14,15 +14,15 @@ Shapes: B pictures of this rank, G = B W pictures of all W ranks, Q keys in the 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_pipeline.counter_rng import DrawKeys, integers
 from data_pipeline.errors import UserError
+from data_pipeline.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.models.batch_norm import knows_order, settle_running_statistics
 from trainer.models.momentum import MomentumCopy
@@ -40,9 +40,9 @@ class MoCoConfig(ObjectiveSettings):
     """
 
     kind: Literal["moco"] = "moco"
-    temperature: PositiveFloat = 0.1
-    queue_size: PositiveInt = 4096
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    temperature: Temperature = 0.1
+    queue_size: BatchSize = 4096
+    momentum: ShareBelowOne = 0.99
     direction: Literal["symmetric", "one_way"] = "symmetric"
 
 

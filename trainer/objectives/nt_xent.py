@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import PositiveFloat
 from torch import Tensor
 
+from data_pipeline.schema import Temperature
 from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
 from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class NTXentConfig(ContrastiveConfig):
     kind: Literal["nt_xent"] = "nt_xent"
-    temperature: PositiveFloat = 0.5
+    temperature: Temperature = 0.5
 
 
 def nt_xent_loss(

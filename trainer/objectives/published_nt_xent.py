@@ -13,16 +13,16 @@ import math
 from typing import Literal
 
 import torch
-from pydantic import PositiveFloat
 from torch import Tensor
 
+from data_pipeline.schema import Temperature
 from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
 from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class PublishedNTXentConfig(ContrastiveConfig):
     kind: Literal["nt_xent_published"] = "nt_xent_published"
-    temperature: PositiveFloat = 0.07
+    temperature: Temperature = 0.07
 
     def note(self, *, global_batch_size: int) -> str | None:
         num_candidates = 2 * global_batch_size

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from data_pipeline.schema import BatchSize, PositiveFactor, Temperature
 from trainer.objectives.contrast import scale_of, unit_pair
 from trainer.objectives.negatives import candidates
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
@@ -37,10 +37,10 @@ class SplitLossConfig(ObjectiveSettings):
     """
 
     kind: Literal["split"] = "split"
-    temperature: PositiveFloat = 0.2
-    divergence_weight: PositiveFloat = 0.4
+    temperature: Temperature = 0.2
+    divergence_weight: PositiveFactor = 0.4
     negatives: Negatives = "second_view"
-    chunk_size: PositiveInt | None = None
+    chunk_size: BatchSize | None = None
 
 
 def split_loss(

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.counter_rng import DrawKeys
 from data_pipeline.errors import UserError
 from data_pipeline.randomness import generator
-from data_pipeline.schema import Schema
+from data_pipeline.schema import BatchSize, Count, LearningRate, PositiveShare, Schema, Seed, Share, ShareBelowOne
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
 
@@ -52,18 +52,18 @@ class ProbeConfig(Schema):
     set too; above it training and probes are refused (see `trainer.probes.shared`).
     """
 
-    num_epochs: PositiveInt = 100
-    batch_size: PositiveInt = 128
-    learning_rate: PositiveFloat = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    milestones: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.6, 0.8)
+    num_epochs: Count = 100
+    batch_size: BatchSize = 128
+    learning_rate: LearningRate = 0.01
+    momentum: ShareBelowOne = 0.9
+    milestones: Annotated[tuple[PositiveShare, ...], Field(max_length=100)] = (0.6, 0.8)
     views: Literal["policy", "none"] = "policy"
     batch_norm: Literal["eval", "train"] = "eval"
-    seed: Annotated[int, Field(ge=0)] = 0
-    online_every_steps: PositiveInt | None = None
-    online_num_train: PositiveInt = 4096
-    online_num_test: PositiveInt = 1024
-    allow_shared: Annotated[float, Field(ge=0, le=1)] = 0.01
+    seed: Seed = 0
+    online_every_steps: Count | None = None
+    online_num_train: Count = 4096
+    online_num_test: Count = 1024
+    allow_shared: Share = 0.01
 
     @property
     def fit_settings(self) -> dict[str, Any]:

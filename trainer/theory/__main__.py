@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data_pipeline.errors import UserError, nearest, run_command
+from data_pipeline.overrides import SET_HELP
 from trainer.memory import keep_freed_memory
 from trainer.theory import generalization, linear_contrastive, sparse_coding
 from trainer.theory.claim import claim_table
@@ -30,7 +31,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(EXPERIMENTS)}")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a setting, the value in YAML")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=SET_HELP)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/theory/NAME")
     parser.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--explain", action="store_true", help="print the settings and stop")

@@ -22,14 +22,14 @@ from typing import Any, Generic, TypeVar
 
 import safetensors
 import torch
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 from safetensors.torch import load, save
 from torch import Tensor
 
 from data_pipeline import counter_rng
 from data_pipeline.errors import UserError
 from data_pipeline.progress import Progress
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Schema, Seed
 from trainer.config import difference
 from trainer.provenance import command_line, cpu_name, this_code
 from trainer.rundir import write_atomically, write_json
@@ -45,8 +45,8 @@ Part = Callable[[torch.device], Tensors]
 class TheorySettings(Schema):
     """What every experiment has: seeds `seed`, `seed` + 1, ..., so `num_seeds` of them."""
 
-    seed: NonNegativeInt = 0
-    num_seeds: int = Field(default=10, ge=2)
+    seed: Seed = 0
+    num_seeds: int = Field(default=10, ge=2, le=10**9)
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.errors import UserError
+from data_pipeline.schema import Count, LearningRate, PositiveFactor
 from trainer.theory.claim import t_bounds
 from trainer.theory.experiment import Experiment, Outcome, Part, Tensors, TheorySettings
 from trainer.theory.figures import COLORS, Curve, Map, Panel, draw
@@ -64,10 +65,10 @@ class GeneralizationSettings(TheorySettings):
     identities: IdentitySettings = IdentitySettings()
     encoders: EncoderSettings = EncoderSettings()
     bound: BoundSettings = BoundSettings()
-    hot_above: PositiveFloat = 2
+    hot_above: PositiveFactor = 2
     trained_share: float = Field(default=0.1, gt=0, lt=1)
-    classifier_steps: PositiveInt = 200
-    classifier_learning_rate: PositiveFloat = 0.1
+    classifier_steps: Count = 200
+    classifier_learning_rate: LearningRate = 0.1
 
 
 def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:

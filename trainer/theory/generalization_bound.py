@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Annotated, Self
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from data_pipeline.counter_rng import DrawKeys, normal, uniform
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Factor, PositiveFactor, Schema
 
 _NUISANCE, _RADIUS = range(2)  # which of the draws under one key
 
@@ -40,19 +40,19 @@ class BoundSettings(Schema):
     to `largest_unaligned_share` of the samples have views farther apart: the bound is claimed for all of them.
     """
 
-    num_classes: int = Field(default=4, ge=2)
-    samples_a_class: int = Field(default=400, ge=2)
-    half_width: PositiveFloat = 1
+    num_classes: int = Field(default=4, ge=2, le=10**9)
+    samples_a_class: int = Field(default=400, ge=2, le=10**9)
+    half_width: PositiveFactor = 1
     outlier_angle: float = Field(default=2.5, gt=math.pi / 2, lt=3 * math.pi / 2)
     outlier_shares: tuple[Share, ...] = Field(default=(0, 0.02, 0.05, 0.1), min_length=1)
-    gains: tuple[NonNegativeFloat, ...] = Field(default=(0, 0.003, 0.01, 0.03, 0.1), min_length=1)
-    strengths: tuple[NonNegativeFloat, ...] = Field(
+    gains: tuple[Factor, ...] = Field(default=(0, 0.003, 0.01, 0.03, 0.1), min_length=1)
+    strengths: tuple[Factor, ...] = Field(
         default=(0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 8, 12, 20, 40, 80, 160), min_length=1
     )
-    radius_log_sd: NonNegativeFloat = 0.5
-    num_deltas: int = Field(default=33, ge=2)
-    num_epsilons: int = Field(default=25, ge=2)
-    largest_unaligned_share: PositiveFloat = Field(default=0.1, lt=1)
+    radius_log_sd: Factor = 0.5
+    num_deltas: int = Field(default=33, ge=2, le=10**9)
+    num_epsilons: int = Field(default=25, ge=2, le=10**9)
+    largest_unaligned_share: PositiveFactor = Field(default=0.1, lt=1)
 
     @model_validator(mode="after")
     def _outliers_are_apart(self) -> Self:

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.counter_rng import DrawKeys, integers, normal
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Count, LearningRate, PositiveFactor, Schema
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
 
@@ -38,8 +38,8 @@ class ObjectiveSettings(Schema):
     """One loss: `kind` "info_nce" has a temperature, "split" that and a divergence weight, "linear" only the latter."""
 
     loss: Literal["info_nce", "linear", "barlow_twins", "split"]
-    temperature: PositiveFloat = 1
-    divergence_weight: PositiveFloat = 1
+    temperature: PositiveFactor = 1
+    divergence_weight: PositiveFactor = 1
 
     @property
     def name(self) -> str:
@@ -67,20 +67,20 @@ class EncoderSettings(Schema):
         ),
         min_length=1,
     )
-    num_classes: int = Field(default=10, ge=3)
-    input_dim: PositiveInt = 20
-    hidden_dim: PositiveInt = 64
-    embedding_dim: int = Field(default=16, ge=2)
-    centre_sd: PositiveFloat = 1
-    sample_sd: PositiveFloat = 0.2
-    view_sd: PositiveFloat = 0.5
-    num_steps: int = Field(default=1000, ge=2)
-    batch_size: int = Field(default=96, ge=2)
-    learning_rate: PositiveFloat = 1e-2
-    log_every: PositiveInt = 25
-    samples_a_class: int = Field(default=10, ge=2)
-    views_a_sample: int = Field(default=4, ge=2)
-    seeds_per_part: PositiveInt = 5
+    num_classes: int = Field(default=10, ge=3, le=10**9)
+    input_dim: Count = 20
+    hidden_dim: Count = 64
+    embedding_dim: int = Field(default=16, ge=2, le=10**9)
+    centre_sd: PositiveFactor = 1
+    sample_sd: PositiveFactor = 0.2
+    view_sd: PositiveFactor = 0.5
+    num_steps: int = Field(default=1000, ge=2, le=10**9)
+    batch_size: int = Field(default=96, ge=2, le=10**9)
+    learning_rate: LearningRate = 1e-2
+    log_every: Count = 25
+    samples_a_class: int = Field(default=10, ge=2, le=10**9)
+    views_a_sample: int = Field(default=4, ge=2, le=10**9)
+    seeds_per_part: Count = 5
 
 
 @dataclass

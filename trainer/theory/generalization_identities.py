@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.counter_rng import DrawKeys, normal, uniform
-from data_pipeline.schema import Schema
+from data_pipeline.schema import PositiveFactor, Schema
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.info_nce import alignment, divergence, info_nce_loss
 from trainer.objectives.linear_loss import linear_loss
@@ -28,11 +28,11 @@ _EMBEDDING, _PROBABILITY = range(2)  # which of the draws under one key
 class IdentitySettings(Schema):
     """Embeddings: the second view is the first plus normal noise of `view_sd`; `num_classes` centres."""
 
-    batch_size: int = Field(default=64, ge=2)
-    dim: int = Field(default=16, ge=2)
-    num_classes: int = Field(default=10, ge=2)
-    view_sd: PositiveFloat = 0.5
-    relative_tolerance: PositiveFloat = 1e-12
+    batch_size: int = Field(default=64, ge=2, le=10**9)
+    dim: int = Field(default=16, ge=2, le=10**9)
+    num_classes: int = Field(default=10, ge=2, le=10**9)
+    view_sd: PositiveFactor = 0.5
+    relative_tolerance: PositiveFactor = 1e-12
 
 
 def info_nce_split(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

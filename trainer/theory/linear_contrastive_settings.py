@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from data_pipeline.schema import Schema
+from data_pipeline.schema import Count, CountOrZero, Factor, LearningRate, PositiveFactor, Schema
 from trainer.theory.experiment import Tensors, TheorySettings
 from trainer.theory.linear_model import FeatureStates
 
@@ -37,8 +37,8 @@ class TheoremSettings(Schema):
     feature's correlations.
     """
 
-    num_pairs: int = Field(default=32, ge=2)
-    num_batches_a_seed: int = Field(default=200, ge=2)
+    num_pairs: int = Field(default=32, ge=2, le=10**9)
+    num_batches_a_seed: int = Field(default=200, ge=2, le=10**9)
     point_weak_angle_degrees: Angle = 60
     point_weak_norm: Norm = 0.4
     point_weak_correlation: Correlation = 0.5
@@ -51,7 +51,7 @@ class TheoremSettings(Schema):
     other_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70), min_length=1)
     other_norms: tuple[Norm, ...] = Field(default=(0.3, 0.6, 1.2), min_length=1)
     other_correlations: tuple[Correlation, ...] = Field(default=(0, 0.3, 0.6, 0.9), min_length=2)
-    num_rest: NonNegativeInt = 1
+    num_rest: CountOrZero = 1
     rest_angle_degrees: Angle = 45
     rest_norm: Norm = 0.6
     rest_correlation: Correlation = 0.7
@@ -77,7 +77,7 @@ class Variation(Schema):
     """One setting of the training that is changed, all others as they are."""
 
     setting: Literal["dim", "num_pairs", "learning_rate", "initial_scale", "dominant_correlation", "noise_from_step"]
-    value: float
+    value: Factor
 
     @property
     def name(self) -> str:
@@ -91,20 +91,20 @@ class TrainingSettings(Schema):
     `weak_correlation`; those of `weak_correlations` that are not below `dominant_correlation` are shown, not judged.
     """
 
-    num_pairs: int = Field(default=256, ge=2)
-    dim: int = Field(default=10, ge=2)
-    learning_rate: PositiveFloat = 0.5
-    initial_scale: PositiveFloat = 0.3
-    num_steps: PositiveInt = 150
-    noise_from_step: NonNegativeInt = 50
+    num_pairs: int = Field(default=256, ge=2, le=10**9)
+    dim: int = Field(default=10, ge=2, le=10**9)
+    learning_rate: LearningRate = 0.5
+    initial_scale: PositiveFactor = 0.3
+    num_steps: Count = 150
+    noise_from_step: CountOrZero = 50
     noise_beta: Share = 0.5
     other_betas: tuple[Share, ...] = (0, 0.25, 0.75)
     weak_correlation: Share = 0.5
     weak_correlations: tuple[Share, ...] = Field(default=(0.1, 0.2, 0.3, 0.5, 0.7, 0.9), min_length=1)
     dominant_correlation: Share = 0.9
-    num_dominant: PositiveInt = 50
-    fewer_dominant: tuple[PositiveInt, ...] = (40, 30, 20, 10, 1)
-    fewer_noised: tuple[PositiveInt, ...] = (25, 10, 5)
+    num_dominant: Count = 50
+    fewer_dominant: tuple[Count, ...] = (40, 30, 20, 10, 1)
+    fewer_noised: tuple[Count, ...] = (25, 10, 5)
     variations: tuple[Variation, ...] = (
         Variation(setting="dim", value=20),
         Variation(setting="num_pairs", value=64),
@@ -112,7 +112,7 @@ class TrainingSettings(Schema):
         Variation(setting="learning_rate", value=0.1),
         Variation(setting="initial_scale", value=1),
     )
-    cost_at_most_degrees: NonNegativeFloat = 2
+    cost_at_most_degrees: Factor = 2
     p_drop_at_least: Share = 0.2
 
     @model_validator(mode="after")
@@ -148,24 +148,24 @@ class ErrorSettings(Schema):
     """Lemma E.1, by counting test samples on the wrong side."""
 
     angles_degrees: tuple[Angle, ...] = Field(default=(0, 5, 15, 30, 45, 60, 75, 85, 90), min_length=1)
-    num_samples_a_seed: PositiveInt = 200_000
-    tolerance: PositiveFloat = 0.002
+    num_samples_a_seed: Count = 200_000
+    tolerance: PositiveFactor = 0.002
 
 
 class GradientSettings(Schema):
     """The closed form against autograd, in float64."""
 
-    num_pairs: int = Field(default=16, ge=2)
-    num_features: PositiveInt = 5
-    dim: int = Field(default=10, ge=2)
-    relative_tolerance: PositiveFloat = 1e-12
+    num_pairs: int = Field(default=16, ge=2, le=10**9)
+    num_features: Count = 5
+    dim: int = Field(default=10, ge=2, le=10**9)
+    relative_tolerance: PositiveFactor = 1e-12
 
 
 class LinearContrastiveSettings(TheorySettings):
     """`studies` are the sections that are computed and judged."""
 
     kind: Literal["linear_contrastive"] = "linear_contrastive"
-    num_seeds: int = Field(default=16, ge=2)
+    num_seeds: int = Field(default=16, ge=2, le=10**9)
     studies: tuple[Study, ...] = Field(default=STUDIES, min_length=1)
     gradient: GradientSettings = GradientSettings()
     theorem: TheoremSettings = TheoremSettings()

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
+from data_pipeline.schema import Count, Decay, Factor, LearningRate, PositiveFactor
 from trainer.theory.experiment import TheorySettings
 
 Study = Literal["arms", "noise", "pixels", "features"]
@@ -37,35 +38,35 @@ class SparseCodingSettings(TheorySettings):
 
     kind: Literal["sparse_coding"] = "sparse_coding"
     study: Study = "arms"
-    num_features: int = Field(default=16, ge=4)
-    pixels_per_feature: PositiveInt = 32
-    neurons_per_feature: PositiveInt = 4
-    positives_per_feature: PositiveInt = 8
-    negatives_per_feature: PositiveInt = 8
+    num_features: int = Field(default=16, ge=4, le=10**9)
+    pixels_per_feature: Count = 32
+    neurons_per_feature: Count = 4
+    positives_per_feature: Count = 8
+    negatives_per_feature: Count = 8
     feature_probability: float | None = Field(default=None, gt=0, le=1)
-    noise_variance: NonNegativeFloat | None = None
+    noise_variance: Factor | None = None
     atoms: Literal["random", "even"] = "random"
     mask_share: float = Field(default=1.0, ge=0, le=1)
-    num_steps: PositiveInt = 3000
-    learning_rate: PositiveFloat = 0.1
-    weight_decay: NonNegativeFloat = 1e-3
-    temperature: PositiveFloat = 1.0
-    initial_scale: PositiveFloat = 0.1
-    bias_growth_start: float = Field(default=3.0, gt=1)
-    bias_first: PositiveFloat | None = None
-    bias_cap: PositiveFloat | None = None
-    num_logs: int = Field(default=60, ge=4)
-    label_counts: tuple[PositiveInt, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4000)
-    num_test_items: PositiveInt = 2000
+    num_steps: Count = 3000
+    learning_rate: LearningRate = 0.1
+    weight_decay: Decay = 1e-3
+    temperature: PositiveFactor = 1.0
+    initial_scale: PositiveFactor = 0.1
+    bias_growth_start: float = Field(default=3.0, gt=1, le=1e12)
+    bias_first: PositiveFactor | None = None
+    bias_cap: PositiveFactor | None = None
+    num_logs: int = Field(default=60, ge=4, le=10**9)
+    label_counts: tuple[Count, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4000)
+    num_test_items: Count = 2000
     trained_loss_fall: float = Field(default=0.03, gt=0, lt=1)
     settled_share: float = Field(default=0.2, gt=0, lt=1)
-    seeds_per_part: PositiveInt = 2
-    noise_variances: tuple[PositiveFloat, ...] = (0.03, 0.05, 0.07, 0.1041, 0.16)
-    pixel_counts: tuple[PositiveInt, ...] = (32, 64, 128, 256, 512)
-    feature_counts: tuple[int, ...] = (16, 24, 32)
-    growth_pixels: PositiveInt = 256
-    growth_variance: PositiveFloat = 0.1
-    num_growth_samples: PositiveInt = 20_000
+    seeds_per_part: Count = 2
+    noise_variances: tuple[PositiveFactor, ...] = (0.03, 0.05, 0.07, 0.1041, 0.16)
+    pixel_counts: tuple[Count, ...] = (32, 64, 128, 256, 512)
+    feature_counts: tuple[Count, ...] = (16, 24, 32)
+    growth_pixels: Count = 256
+    growth_variance: PositiveFactor = 0.1
+    num_growth_samples: Count = 20_000
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

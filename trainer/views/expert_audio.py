@@ -17,19 +17,18 @@ from typing import Annotated, Final, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
 from data_pipeline.counter_rng import DrawKeys, normal_pairs, uniform
-from data_pipeline.schema import Schema
+from data_pipeline.schema import CountOrZero, Deviation, PositiveShare, Schema
 from trainer.views.speed_and_pitch import change_pitch, change_speed
 
 # Of `data_pipeline.counter_rng`: above those of a viewmaker, which may come after `augment` with the same keys.
 _MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE, _SPEED_AND_PITCH = range(90, 95)
 _POINTS_ON_CPU: Final = 1 << 19  # of the waveforms that are augmented at once: 2 MiB in float32
 
-Share = Annotated[float, Field(gt=0, le=1)]
 Speed = Annotated[float, Field(ge=0.5, le=2)]
 Semitones = Annotated[float, Field(ge=-12, le=12)]
 
@@ -43,10 +42,10 @@ class SpectralConfig(Schema):
     """
 
     kind: Literal["spectral"] = "spectral"
-    max_masked_bands: NonNegativeInt = 39
-    max_masked_frames: NonNegativeInt = 39
+    max_masked_bands: CountOrZero = 39
+    max_masked_frames: CountOrZero = 39
     mask_tries: Annotated[int, Field(ge=1, le=100)] = 4
-    noise_std: NonNegativeFloat = 0.25
+    noise_std: Deviation = 0.25
 
 
 class WaveformConfig(Schema):
@@ -61,8 +60,8 @@ class WaveformConfig(Schema):
     """
 
     kind: Literal["waveform"] = "waveform"
-    kept: tuple[Share, Share] | None = (0.08, 1.0)
-    noise_std: NonNegativeFloat = 50_000**-0.5
+    kept: tuple[PositiveShare, PositiveShare] | None = (0.08, 1.0)
+    noise_std: Deviation = 50_000**-0.5
     speed: tuple[Speed, Speed] | None = None
     semitones: tuple[Semitones, Semitones] | None = None
 

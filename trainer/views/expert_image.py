@@ -28,10 +28,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.counter_rng import DrawKeys, uniform
-from data_pipeline.schema import Schema
+from data_pipeline.schema import PositiveShare, Schema, Share
 
-Probability = Annotated[float, Field(ge=0, le=1)]
-Strength = Annotated[float, Field(ge=0, le=1)]
+Aspect = Annotated[float, Field(ge=0.01, le=100)]
+Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square divides
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
 CROP_ATTEMPTS = 10
@@ -65,18 +65,18 @@ class ExpertImageConfig(Schema):
     """
 
     kind: Literal["expert_image"] = "expert_image"
-    area: tuple[float, float] | None = (0.2, 1.0)
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    jitter_probability: Probability = 0.8
-    brightness: Strength = 0.4
-    contrast: Strength = 0.4
-    saturation: Strength = 0.4
+    area: tuple[PositiveShare, PositiveShare] | None = (0.2, 1.0)
+    aspect: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
+    jitter_probability: Share = 0.8
+    brightness: Share = 0.4
+    contrast: Share = 0.4
+    saturation: Share = 0.4
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-    grayscale_probability: Probability = 0.2
-    blur_probability: Probability = 0.5
+    grayscale_probability: Share = 0.2
+    blur_probability: Share = 0.5
     blur: Literal["pil", "gaussian", "constant"] = "pil"
-    blur_sigma: tuple[float, float] = (0.1, 2.0)
-    flip_probability: Probability = 0.5
+    blur_sigma: tuple[Sigma, Sigma] = (0.1, 2.0)
+    flip_probability: Share = 0.5
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> Self:

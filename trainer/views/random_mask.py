@@ -15,11 +15,10 @@ import math
 from typing import Final, Literal
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from data_pipeline.counter_rng import DrawKeys, integers
-from data_pipeline.schema import Schema
+from data_pipeline.schema import ImageSize, Schema
 
 _PURPOSE: Final = 0  # of `data_pipeline.counter_rng`
 _BITS: Final = 30  # of one draw of `integers`
@@ -34,7 +33,7 @@ class RandomMaskConfig(Schema):
 
     kind: Literal["random_mask"] = "random_mask"
     unit: Literal["value", "pixel"] = "value"
-    patch_size: PositiveInt = 1
+    patch_size: ImageSize = 1
     rescale: bool = True
 
 

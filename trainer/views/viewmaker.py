@@ -24,12 +24,12 @@ from typing import Annotated, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.counter_rng import DrawKeys, uniform
 from data_pipeline.sample import MASK_BOX, MASK_OBJECT
-from data_pipeline.schema import Schema
+from data_pipeline.schema import ImageSize, PositiveShare, Schema
 from trainer.memory import Checkpointing, run_blocks
 from trainer.views.expert_audio import WaveformConfig
 
@@ -68,15 +68,15 @@ class ViewmakerConfig(Schema):
     """
 
     kind: Literal["viewmaker"] = "viewmaker"
-    num_res_blocks: PositiveInt = 3
-    budget: PositiveFloat = 0.05
+    num_res_blocks: Annotated[int, Field(ge=1, le=100)] = 3
+    budget: Annotated[float, Field(ge=1e-6, le=1e3)] = 0.05
     clamp: bool = True
-    base_width: PositiveInt = 32
+    base_width: Annotated[int, Field(ge=1, le=1_024)] = 32
     domain: Literal["pixel", "frequency"] = "pixel"
-    downsample_to: PositiveInt | None = None
+    downsample_to: ImageSize | None = None
     mask: Literal["none", "box", "object"] = "none"
     reproject: bool = False
-    dropout_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    dropout_rate: PositiveShare | None = None
     dropout_pairing: Pairing = "independent"
     waveform: WaveformConfig | None = None
 

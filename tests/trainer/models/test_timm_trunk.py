@@ -126,7 +126,7 @@ def test_two_ranks_are_one_process() -> None:
         ({"name": "test_vitt"}, 'name: timm .* has no model "test_vitt"; did you mean "test_vit'),
         ({"name": "zzzzzzzzzz"}, r"timm\.list_models\(\) names what it has"),
         ({"name": "test_vit", "options": {"num_classes": 3}}, "num_classes is not free"),
-        ({}, "name: Field required"),
+        ({}, "encoder: name is missing"),
     ],
 )
 def test_wrong_configs(settings: dict[str, Any], message: str) -> None:

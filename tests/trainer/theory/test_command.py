@@ -162,13 +162,13 @@ def test_overrides_reach_nested_settings() -> None:
         ("num_seed=3", 'unknown key "num_seed"; did you mean "num_seeds"'),
         ("training.num_step=3", 'unknown key "training.num_step"; did you mean "num_steps"'),
         ("trainin.num_steps=3", '"trainin" has no settings of its own; did you mean "training"'),
-        ("num_seeds=1", "num_seeds: Input should be greater than or equal to 2, got 1"),
+        ("num_seeds=1", "num_seeds is 1; it must be at least 2"),
         ("num_seeds=[1", "the value is not YAML"),
         ("training.noise_from_step=150", "must lie between 1 and num_steps 150"),
         ("theorem.other_correlations=[0.9, 0.1]", "must rise from its least to its greatest value"),
         ("training.fewer_dominant=[60]", "must lie below num_dominant, 50"),
         ("training.dominant_correlation=0.1", "or no feature is weak"),
-        ("studies=[theorems]", "'theorem'"),
+        ("studies=[theorems]", 'did you mean "theorem"?'),
     ],
 )
 def test_wrong_settings_are_named_in_one_sentence(text: str, message: str) -> None:

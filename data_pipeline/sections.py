@@ -1,0 +1,61 @@
+"""The sections of a config: which models may stand at a place, and which one does.
+
+A place is given by its annotations, such as `ResNet10Config | TimmConfig | None`. Models that share a place differ in
+the default of their field `kind`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+KIND: Final = "kind"
+
+
+def members_of(annotations: Iterable[Any]) -> list[Any]:
+    """Return the members of unions, without what `Annotated` adds to them."""
+    found: list[Any] = []
+    for annotation in annotations:
+        if get_origin(annotation) is Annotated:
+            found += members_of(get_args(annotation)[:1])
+        elif get_origin(annotation) in {Union, types.UnionType}:
+            found += members_of(get_args(annotation))
+        else:
+            found.append(annotation)
+    return found
+
+
+def models_at(annotations: Iterable[Any]) -> list[type[BaseModel]]:
+    """Return the models that may stand at a place."""
+    return [each for each in members_of(annotations) if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
+    """Return the annotations of the field `name` in those of `models` that have it."""
+    return [model.model_fields[name].annotation for model in models if name in model.model_fields]
+
+
+def kind_of(model: type[BaseModel]) -> str | None:
+    """Return the `kind` of a model; None if it has none."""
+    return model.model_fields[KIND].default if KIND in model.model_fields else None
+
+
+def models_of_kind(models: list[type[BaseModel]], values: Mapping[str, Any]) -> list[type[BaseModel]]:
+    """Return those of `models` whose kind `values` name; all of them if that is none of theirs."""
+    return [model for model in models if kind_of(model) == values.get(KIND)] or models
+
+
+def default_at(models: Iterable[type[BaseModel]], name: str) -> Any:
+    """Return the default of the field `name`, as JSON has it; an empty mapping if it must be given.
+
+    Raises `KeyError` if none of `models` has the field.
+    """
+    for model in models:
+        if name in model.model_fields:
+            field = model.model_fields[name]
+            default = {} if field.is_required() else field.get_default(call_default_factory=True)
+            return default.model_dump(mode="json") if isinstance(default, BaseModel) else default
+    raise KeyError(name)

@@ -1,0 +1,145 @@
+"""--set: nothing on the command line is lost, in whatever order it stands."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from configs.resolve import explain, resolve_recipe, resolve_study
+from data_pipeline.errors import UserError
+from trainer.config import difference
+from trainer.objectives import NTXentConfig, SplitLossConfig
+from trainer.optim import AdamConfig, ConstantConfig, CosineConfig
+from trainer.views.expert_audio import WaveformConfig
+
+
+def refusal(*overrides: str, recipe: str = "debug:image") -> str:
+    with pytest.raises(UserError) as raised:
+        resolve_recipe(recipe, overrides)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective.temperature=0.3", "objective.kind=split"],
+        ["objective.temperature=0.3", "objective={kind: split}"],
+        ["objective={temperature: 0.3}", "objective.kind=split"],
+        ["objective={kind: split, temperature: 0.3}"],
+        ["objective={kind: split, temperature: 0.3}", "objective.temperature=0.3", "objective.kind=split"],
+    ],
+)
+def test_the_order_of_settings_does_not_matter(overrides: list[str]) -> None:
+    for order in permutations(overrides):
+        assert resolve_recipe("debug:image", order).objective == SplitLossConfig(temperature=0.3)
+
+
+def test_a_setting_that_the_new_kind_lacks_is_refused_in_both_orders() -> None:
+    overrides = ["objective.temprature=0.2", "objective.kind=split"]
+    for order in permutations(overrides):
+        assert 'unknown key "objective.temprature" of kind "split"; did you mean "temperature"?' in refusal(*order)
+    for order in permutations(["objective.temperature=0.2", "objective.kind=info_nce"]):
+        assert 'unknown key "objective.temperature" of kind "info_nce"; valid are: kind' in refusal(*order)
+
+
+def test_the_present_kind_changes_nothing() -> None:
+    changed = resolve_recipe("simclr:digits", ["objective.kind=nt_xent_published", "encoder.kind=resnet18_small"])
+    assert changed == resolve_recipe("simclr:digits")
+
+
+@pytest.mark.parametrize("order", list(permutations(["optimizer.kind=adam", "optimizer.schedule.kind=cosine"])))
+def test_a_section_of_a_new_kind_has_sections_of_its_own(order: tuple[str, ...]) -> None:
+    config = resolve_recipe("debug:image", [*order, "optimizer.schedule.warmup_fraction=0.25"])
+    assert config.optimizer == AdamConfig(schedule=CosineConfig(warmup_fraction=0.25))
+    changed = resolve_recipe("debug:image", ["optimizer.schedule.warmup_fraction=0.25", "optimizer.kind=adam"])
+    assert changed.optimizer == AdamConfig(schedule=ConstantConfig(warmup_fraction=0.25))
+
+
+def test_a_mapping_replaces_its_whole_section() -> None:
+    base = resolve_recipe("debug:image", ["objective.chunk_size=8"])
+    assert base.objective == NTXentConfig(chunk_size=8)
+    assert base.override(["objective={kind: nt_xent, temperature: 0.2}"], where="x").objective == NTXentConfig(
+        temperature=0.2
+    )
+
+
+def test_a_section_that_is_null_can_be_made_and_set_at_once() -> None:
+    overrides = ["views.waveform.noise_std=0.5", "views.waveform={}"]
+    for order in permutations(overrides):
+        views = resolve_recipe("debug:audio_viewmaker", order).views
+        assert views.kind == "viewmaker"
+        assert views.waveform == WaveformConfig(noise_std=0.5)
+    said = refusal("views.waveform.noise_std=0.5", recipe="debug:audio_viewmaker")
+    assert said.endswith("views.waveform is null; add --set views.waveform={} for its defaults")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["num_epochs=3", "num_epochs=4"], "num_epochs"),
+        (["objective.kind=split", "objective={kind: linear}"], "objective.kind"),
+        (["objective={kind: split, temperature: 0.3}", "objective.temperature=0.2"], "objective.temperature"),
+        (["objective={kind: split}", "objective={kind: split, temperature: 0.2}"], "objective"),
+        (["encoder={kind: resnet10, head: {batch_norm: true}}", "encoder.head.batch_norm=false"], "head.batch_norm"),
+        (["adversary={}", "adversary=null"], "adversary"),
+    ],
+)
+def test_two_values_of_one_setting_are_refused(overrides: list[str], path: str) -> None:
+    for order in permutations(overrides):
+        said = refusal(*order)
+        assert all(f"--set {override}" in said for override in overrides)
+        assert f"{path} two values; leave one of them out" in said
+
+
+def test_the_same_setting_may_be_given_twice() -> None:
+    assert resolve_recipe("debug:image", ["num_epochs=3", "num_epochs=3"]).num_epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("name.x=1", '"name" has no settings of its own; write --set name=VALUE'),
+        ("probe.milestones.0=1", '"probe.milestones" has no settings of its own; write --set probe.milestones=VALUE'),
+        ("optimiser.momentum=0", '"optimiser" has no settings of its own; did you mean "optimizer"?'),
+        ("kind=x", 'unknown key "kind"; valid are: adversary, '),
+        ("=3", 'unknown key ""; valid are: '),
+        ("num_epochs", 'has no "="; write --set NAME=VALUE'),
+        ("num_epochs=[", "the value is not YAML"),
+        ("objective={kind: split, kind: linear}", 'the key "kind" is there twice'),
+        ("encoder={kind: timm, options: &x {a: *x}}", "anchors and aliases (& and *) are not allowed"),
+        ("name=!!python/name:os.system", "tags (!) are not allowed"),
+    ],
+)
+def test_what_is_no_setting_is_refused(override: str, said: str) -> None:
+    assert said in refusal(override)
+
+
+def test_a_free_mapping_has_no_kind() -> None:
+    timm = ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224"]
+    config = resolve_recipe("debug:image", [*timm, "encoder.options={kind: 1, img_size: 32}"])
+    changed = config.override(["encoder.options.kind=2"], where="x")
+    assert difference(config, changed) == ["encoder.options.kind"]
+
+
+def test_values_mean_what_they_say() -> None:
+    config = resolve_recipe("debug:image", ["name=2026-01-01", "optimizer.learning_rate=1e-2", "num_epochs=1e2"])
+    assert (config.name, config.optimizer.learning_rate, config.num_epochs) == ("2026-01-01", 0.01, 100)
+    assert resolve_recipe("debug:image", ["name='7'"]).name == "7"
+
+
+def test_every_run_of_a_study_is_set_alike() -> None:
+    for run in resolve_study("studies:debug_seeds", ["objective.temperature=0.3", "objective.kind=split"]):
+        assert run.objective == SplitLossConfig(temperature=0.3)
+
+
+def test_explain_names_what_a_mapping_sets_and_what_a_new_kind_brings() -> None:
+    overrides = ["optimizer={kind: adam, learning_rate: 1e-3}", "objective.temperature=0.5", "encoder.kind=resnet18"]
+    lines = {line.split()[0]: line.split()[-1] for line in explain("debug:image", overrides).splitlines()}
+    assert lines["optimizer.learning_rate"] == "--set"
+    assert lines["optimizer.weight_decay"] == "default"
+    assert lines["objective.temperature"] == "--set"
+    assert lines["encoder.kind"] == "--set"
+    assert lines["encoder.embedding_size"] == "default"
+    assert lines["views.kind"] == "debug:image"
