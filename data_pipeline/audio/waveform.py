@@ -49,11 +49,13 @@ def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
 def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
     """The points of a mono WAV file, (T,) int16 exactly as recorded, and its rate in points a second.
 
-    Raises `UserError` that names the file: missing or no WAV, cut off, more than one channel, no points, or points
-    that int16 cannot hold exactly.
+    Raises `UserError` that names the file: missing, no regular file or no WAV, cut off, more than one
+    channel, no points, or points that int16 cannot hold exactly.
     """
     import soundfile  # here, as scipy below, because whoever trains needs neither, and each takes a third of a second
 
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file, so it is not read; remove it")
     try:
         data = path.read_bytes()
         with soundfile.SoundFile(io.BytesIO(data)) as file:

@@ -26,6 +26,7 @@ MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
 MNIST_KINDS: Final = get_args(MnistKind)
 NUM_T10K_FOR_TRAIN: Final = 8_000
 NUM_SKLEARN_FOR_TRAIN: Final = 1_437  # four fifths; the set is ordered by writer, so the splits share few of them
+_MAX_BYTES: Final = 2**30  # of an unpacked file; MNIST's are 47 MB
 _UINT8 = 0x08  # idx type code
 _MAX_LEVEL = 16  # scikit-learn's digits run from 0 to this
 
@@ -103,7 +104,10 @@ def _read_idx(raw: Path, name: str, *, num_dimensions: int) -> NDArray[np.uint8]
     if path is None:
         raise UserError(f"{raw / name} is missing; download MNIST again")
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"it holds more than {_MAX_BYTES:,} bytes")
         zeros, kind, dimensions, *shape = struct.unpack_from(f">HBB{num_dimensions}I", data)
         if (zeros, kind, dimensions) != (0, _UINT8, num_dimensions):
             raise ValueError("its header is not that of such a file")

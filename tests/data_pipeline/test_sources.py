@@ -17,6 +17,7 @@ from sklearn.linear_model import LogisticRegression
 
 from data_pipeline.build import build_dataset
 from data_pipeline.errors import UserError
+from data_pipeline.sources import digits
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
@@ -279,6 +280,22 @@ def test_mnist_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None
     write_idx(tmp_path, "train", num=19)
     images.write_bytes(whole)
     with pytest.raises(UserError, match="20 train images and 19 labels do not fit"):
+        mnist_digits(tmp_path, split="train")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_mnist_that_unpacks_to_too_much_is_refused(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_idx(tmp_path, "train", num=20)
+    images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    if suffix:
+        images.with_suffix(suffix).write_bytes(gzip.compress(images.read_bytes()))
+        images.unlink()
+    monkeypatch.setattr(digits, "_MAX_BYTES", 16 + 20 * 28 * 28)
+    assert len(mnist_digits(tmp_path, split="train").labels) == 20
+    monkeypatch.setattr(digits, "_MAX_BYTES", 16 + 20 * 28 * 28 - 1)
+    with pytest.raises(UserError, match=r"is not a whole MNIST file \(it holds more than 15,695 bytes\)"):
         mnist_digits(tmp_path, split="train")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import tarfile
@@ -217,3 +218,15 @@ def test_made_backgrounds_differ_in_spectrum_and_repeat() -> None:
     between = torch.pdist(spectra.mean(dim=1)).square().min()
     assert between > 4 * within
     assert [len(sound) for sound in procedural_sounds(0, sample_rate=8_000, num_points=200_000)] == [400_000] * 3
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_recording_that_is_no_regular_file_is_not_opened(kind: str, audiomnist: Path) -> None:
+    path = audiomnist / "data" / "01" / "0_01_0.wav"
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"0_01_0\.wav is not a regular file, so it is not read; remove it"):
+        AudioMnist(audiomnist, split="train")[0]
