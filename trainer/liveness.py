@@ -8,10 +8,9 @@ no system call, reads no tensor and never waits for a device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
@@ -66,19 +65,12 @@ def inside(stage: str, *, waits: bool = False) -> Iterator[None]:
         listener.enter(before, waits=waited)
 
 
-def waiting_for(device: torch.device) -> AbstractContextManager[None]:
-    """Report that the host waits for its GPU, which computes long after the host has asked it to."""
-    return inside("waiting for GPU", waits=True) if device.type == "cuda" else nullcontext()
-
-
 def follow(network: nn.Module) -> None:
     """Let every block of `network` give a sign of life when it has run forward, and when its gradient arrives.
 
     A block is a module that holds convolutions or linear layers directly; such a layer outside a block counts as one.
-    Changes no number. Passes over a network that torch.compile compiles: its graphs would break at every block.
+    Changes no number. Do not call it for a network that torch.compile compiles: its graphs would break at every block.
     """
-    if network._compiled_call_impl is not None:
-        return
     for module in network.children():
         holds_layers = any(isinstance(child, _LAYERS) for child in module.children())
         if isinstance(module, _LAYERS) or (holds_layers and not isinstance(module, nn.Sequential)):

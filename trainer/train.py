@@ -13,15 +13,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
 from data_pipeline.progress import Progress
-from data_pipeline.remote import is_remote
 from data_pipeline.stream import Stream, num_steps_per_epoch
-from trainer import liveness
 from trainer.alarms import Alarms
 from trainer.checkpoint import CheckpointWriter
 from trainer.config import RunConfig
@@ -36,6 +33,7 @@ from trainer.preflight import claim, log_start, node_share, on_first_rank, read_
 from trainer.probes.online import online_probe
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_counters import RunCounters
+from trainer.run_watch import RunWatch, follow_networks
 from trainer.rundir import RunDir
 from trainer.step import TrainingStep
 from trainer.step_pictures import step_pictures
@@ -90,8 +88,7 @@ def _train(
     engines = build_engines(config, players.trained_modules, objective)
     if config.compile:
         players.encoder.compile()
-    for network in (objective, *players.trained_modules.values()):
-        liveness.follow(network)
+    follow_networks(config, players, objective)
     training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
     loss_scale = training_step.loss_scale.state
     restored = resume(run_dir, config, manifests, engines, objective, extra=loss_scale(), accepted_data=accepted_data)
@@ -128,31 +125,24 @@ def _train(
     def is_logged(num_done: int) -> bool:
         return num_done % config.log_every_steps == 0 or num_done in {1, num_steps}
 
+    watch = RunWatch(config, watchdog, stream=stream, device=device)
     clock = Clock(device=device, start_step=start_step, is_read=is_logged)
     with (
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start_step, enabled=first) as progress,
     ):
-        # A location that is fetched from has a time limit of its own, and a sentence for it.
-        fetch_seconds = config.data.remote.file_seconds if is_remote(config.data.train_dir) else 0.0
-
-        def begin_to_read(step: int) -> None:
-            shards = stream.shards_of(step)
-            watchdog.beat(step, doing="reading", shards=shards, may_take_seconds=fetch_seconds)
-
-        begin_to_read(start_step)
+        watch.reading(start_step)
         for batch in clock.timed(stream):
-            watchdog.beat(batch.step, doing="training")
             progress.tell_meanwhile(watchdog.step_at_hand)  # not before: the first batch may have forked data workers
             rates = rates_at(batch.step)
-            with _time_to_compile_again(config, batch.step, watchdog):
+            with watch.training(batch.step):
                 output = training_step(batch, learning_rates=rates)
-            with liveness.waiting_for(device):
+            with watch.waiting_for_device():
                 counters.add(batch, output, rates)
             completed, note = batch.step + 1, ""
             metrics: dict[str, float] = {}
             if is_logged(completed):
-                with liveness.waiting_for(device):
+                with watch.waiting_for_device():
                     values = all_reduce_mean_scalars(output.read())
                 metrics = {name: value for name, value in values.items() if math.isfinite(value)}
                 for alarm in alarms.check(metrics, completed) if first else ():
@@ -185,7 +175,7 @@ def _train(
             if stops:
                 break
             if completed < num_steps:
-                begin_to_read(completed)
+                watch.reading(completed)
         with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
             checkpoints.close()
     if tracker is not None:
@@ -197,10 +187,3 @@ def _train(
     if first:
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(clock.total_seconds, 1))
     return None
-
-
-def _time_to_compile_again(config: RunConfig, step: int, watchdog: Watchdog) -> AbstractContextManager[None]:
-    """When the viewmaker freezes, the encoder's input needs no gradient any more, for which it is compiled anew."""
-    if config.compile and config.adversary is not None and step == config.adversary.freeze_step:
-        return watchdog.patience(config.watchdog.startup_seconds, "compiling")
-    return contextlib.nullcontext()

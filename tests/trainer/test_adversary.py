@@ -17,8 +17,9 @@ from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.optim import AdamConfig, SGDConfig
+from trainer.run_watch import time_to_compile_again
 from trainer.rundir import RunDir
-from trainer.train import _time_to_compile_again, train
+from trainer.train import train
 from trainer.watchdog import Watchdog
 
 
@@ -78,7 +79,7 @@ def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again(
 
     watchdog = Patient(RunDir(Path("unused")), config.watchdog, rank=0, world_size=1, start="0")
     for step in range(5):
-        with _time_to_compile_again(config, step, watchdog):
+        with time_to_compile_again(config, step, watchdog):
             assert len(asked) == (step >= 3)
     assert asked == [(config.watchdog.startup_seconds, "compiling")]
 
