@@ -315,7 +315,7 @@ def test_no_record_of_a_run_stops_a_command_or_gets_into_the_page(
     assert read_provenance(run_dir.provenance).facts["finished_step"] == 9
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.one_of(HOSTILE, st.text(min_size=1, max_size=9)), titles=st.tuples(HOSTILE, HOSTILE), value=VALUES)
 def test_no_name_gets_into_the_page_as_markup(name: str, titles: tuple[str, str], value: Any, fuzzed: Path) -> None:
     """Names of runs, of labels and their titles, of classes, of an analysis and of its numbers."""

@@ -312,6 +312,7 @@ class _Head:
         )
         self._num_right, self._loss = torch.zeros((), device=device), torch.zeros((), device=device)
         self._num_seen = 0
+        self._are_finite = torch.ones((), dtype=torch.bool, device=device)  # the features that were seen
 
     def step(self, features_BF: Tensor, label_B: Tensor, *, learning_rate: float) -> None:
         label_B = label_B.to(features_BF.device)
@@ -326,9 +327,15 @@ class _Head:
         self._num_right += (logits_BK.detach().argmax(1) == label_B).sum()
         self._loss += loss.detach()
         self._num_seen += len(label_B)
+        self._are_finite &= features_BF.isfinite().all()
 
     def end_epoch(self, name: str, epoch: int) -> float:
         """Train accuracy of the epoch, on views and with the head still moving; starts the next one."""
+        if not self._are_finite.item():
+            raise UserError(
+                f"no linear probe of label_{name} can be fitted: the encoder's features are not all finite in epoch "
+                f"{epoch + 1}; probe with --views none if the views are to blame, or take an earlier --step"
+            )
         if not math.isfinite(self._loss.item()):
             raise UserError(
                 f"the linear probe of label_{name} diverged in its epoch {epoch + 1}: its loss is not finite; "

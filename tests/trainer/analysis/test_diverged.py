@@ -40,6 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def diverged_run(directory: Path, data: Path, players: set[str]) -> RunDir:
     """A run whose checkpoint of step 10 has nan in every weight of some players."""
     config = debug.viewmaker().model_dump()
+    config["probe"] |= {"views": "none", "num_epochs": 1}  # views that are not finite teach no head
     config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
     run_dir = RunDir(directory)
     run_dir.checkpoint(10).mkdir(parents=True)
@@ -65,8 +66,11 @@ def test_a_viewmaker_that_diverged_is_analysed_probed_and_reported(
     run = diverged_run(tmp_path / "run", data, {"viewmaker"})
     other = diverged_run(tmp_path / "other", data, {"viewmaker"})
     for one in (run, other):
-        call(monkeypatch, trainer.probe, one.path, "--epochs", "1", "--untrained")
-        call(monkeypatch, trainer.probe, one.path)
+        call(monkeypatch, trainer.probe, one.path, "--untrained")
+    with pytest.raises(
+        UserError, match=r"features are not all finite in epoch 1; probe with --views none if the views"
+    ):
+        call(monkeypatch, trainer.probe, run.path, "--views", "policy")
     html = report(monkeypatch, tmp_path / "first.html", run.path)  # which makes the views
     assert "Mean change of a pixel: — no finite number" in html
     assert json.loads((run.analysis / "views.json").read_text())["change"] is None
@@ -89,13 +93,17 @@ def test_an_encoder_that_diverged_is_analysed_probed_and_reported(
 ) -> None:
     run = diverged_run(tmp_path / "run", data, {"encoder"})
     other = diverged_run(tmp_path / "other", data, {"encoder"})
-    for one in (run, other):
-        call(monkeypatch, trainer.probe, one.path)
+    refused = {
+        "embedding": r"features .* at step 10 are not all finite; take an earlier --step",
+        "feature_dropout": "features are not all finite in epoch 1; probe with --views none",
+    }
+    with pytest.raises(UserError, match=refused["feature_dropout"]):
+        call(monkeypatch, trainer.probe, run.path)
     for name, small in SMALL.items():
         runs = [run.path, other.path] if name == "feature_dropout" else [run.path]
         arguments = [name, *runs, *(part for setting in small for part in ("--set", setting))]
-        if name == "embedding":
-            with pytest.raises(UserError, match=r"features .* at step 10 are not all finite; take an earlier --step"):
+        if name in refused:
+            with pytest.raises(UserError, match=refused[name]):
                 call(monkeypatch, trainer.analyze, *arguments)
             continue
         call(monkeypatch, trainer.analyze, *arguments)
