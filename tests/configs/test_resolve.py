@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 from configs.resolve import explain, recipes, resolve_recipe, resolve_study, studies
+from data_pipeline.catalogue import NOISE_VOLUME
 from data_pipeline.errors import UserError
+from trainer.adversary import AdversaryConfig
 from trainer.config import difference, read_config
 from trainer.models.encoder import build_encoder
-from trainer.models.heads import build_head
-from trainer.views.expert_audio import WaveformConfig
+from trainer.models.heads import HeadConfig, build_head
+from trainer.objectives import PublishedNTXentConfig
+from trainer.optim import AdamConfig, ConstantConfig, SGDConfig
+from trainer.views.expert_audio import SpectralConfig, WaveformConfig
+from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.viewmaker import ViewmakerConfig
 
 
@@ -23,6 +28,76 @@ def test_every_recipe_survives_the_round_trip_through_its_config_file(name: str,
     path.write_text(json.dumps(config.model_dump(mode="json")))
     assert read_config(path) == config
     assert resolve_recipe(str(path)) == config
+
+
+# The settings of the published code by their files, eight of pictures and three of sounds: seed, samples a batch, the
+# budget of a viewmaker. All others are alike.
+EXPERT, LEARNED, OF_SOUNDS = (0, 256, None), (2, 256, 0.05), (1337, 128, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "numbers"),
+    [
+        ("simclr:cifar10", "cifar10", EXPERT),
+        ("simclr:shapes", "cifar10_shapes", EXPERT),
+        ("simclr:digits", "cifar10_digits", EXPERT),
+        ("simclr:letters", "cifar10_letters", EXPERT),
+        ("viewmaker:cifar10", "cifar10", LEARNED),
+        ("viewmaker:shapes", "cifar10_shapes", LEARNED),
+        ("viewmaker:digits", "cifar10_digits", LEARNED),
+        ("viewmaker:letters", "cifar10_letters", (2, 256, 0.1)),
+        ("audio:waveform", "spoken_noise", OF_SOUNDS),
+        ("audio:spectral", "spoken_noise", OF_SOUNDS),
+        ("audio:viewmaker_after_waveform", "spoken_noise", (1337, 128, 0.125)),
+    ],
+)
+def test_recipes_have_the_numbers_of_the_published_settings(
+    name: str, dataset: str, numbers: tuple[int, int, float | None]
+) -> None:
+    config, (seed, batch_size, budget) = resolve_recipe(name), numbers
+    is_sound = dataset == "spoken_noise"
+    assert (config.seed, config.global_batch_size, config.num_epochs) == (seed, batch_size, 200)
+    assert config.data.train_dir == f"data/{dataset}/train"
+    assert config.data.sample_rate == (48_000 if is_sound else None)
+    assert config.objective == PublishedNTXentConfig(temperature=0.07)
+    assert config.optimizer == SGDConfig(learning_rate=0.03, momentum=0.9, weight_decay=1e-4, schedule=ConstantConfig())
+    assert (config.encoder.kind, config.encoder.embedding_size) == ("resnet18" if is_sound else "resnet18_small", 128)
+    assert config.encoder.head == HeadConfig()  # one linear layer
+    assert config.encoder.in_channels == (1 if is_sound else 3)
+    assert (config.precision, config.view_forwards) == ("float32", "two")
+    if budget is None:
+        by_name = {"waveform": WaveformConfig(), "spectral": SpectralConfig()}
+        assert config.views == by_name.get(name.partition(":")[2], ExpertImageConfig())
+        assert config.adversary is None
+    else:
+        # Two differences are meant, and have settings: views of pictures are clamped, and one pass serves both players.
+        waveform = WaveformConfig() if is_sound else None
+        assert config.views == ViewmakerConfig(budget=budget, num_res_blocks=3, clamp=not is_sound, waveform=waveform)
+        adam = AdamConfig(learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+        assert config.adversary == AdversaryConfig(update="simultaneous", weight=1.0, optimizer=adam)
+    if is_sound:
+        assert NOISE_VOLUME == 0.05
+
+
+def test_the_published_policies_have_the_published_numbers() -> None:
+    spectral, waveform, pictures = SpectralConfig(), WaveformConfig(), ExpertImageConfig()
+    assert (spectral.max_masked_bands, spectral.max_masked_frames, spectral.mask_tries) == (39, 39, 4)
+    assert (spectral.noise_std, waveform.kept, waveform.speed, waveform.semitones) == (0.25, (0.08, 1.0), None, None)
+    assert waveform.noise_std == pytest.approx(0.00447, rel=1e-3)
+    assert (pictures.area, pictures.aspect, pictures.flip_probability) == ((0.2, 1.0), (3 / 4, 4 / 3), 0.5)
+    assert (pictures.jitter_probability, pictures.grayscale_probability, pictures.blur_probability) == (0.8, 0.2, 0.5)
+    assert (pictures.brightness, pictures.contrast, pictures.saturation, pictures.hue) == (0.4, 0.4, 0.4, 0.1)
+    assert (pictures.blur, pictures.blur_sigma) == ("pil", (0.1, 2.0))
+
+
+def test_published_recipes_normalise_by_the_published_numbers_whatever_the_train_set() -> None:
+    for name in ("simclr:cifar10", "simclr:letters", "viewmaker:digits", "viewmaker:shapes_masked"):
+        encoder = resolve_recipe(name).encoder
+        assert (encoder.mean, encoder.std) == ((0.491, 0.482, 0.446), (0.247, 0.243, 0.261))
+    for name in ("simclr:huang_cifar10", "moco:cifar100", "simsiam:cifar10", "barlow_twins:cifar100"):
+        encoder = resolve_recipe(name).encoder
+        assert (encoder.mean, encoder.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert resolve_recipe("demo:expert").encoder.normalization is None
 
 
 def test_the_papers_recipes_have_the_published_numbers() -> None:
