@@ -40,8 +40,6 @@ def rows(location: str, *, batch_size: int, max_workers: int, device: torch.devi
     """What is measured of a dataset, in the order of the table."""
     store = SampleStore(location)
     manifest = store.manifest
-    if not len(store):
-        raise UserError(f"{location} holds no samples; build it again")
 
     def stream(placement: str, num_workers: int) -> Iterator[int]:
         read = ReadConfig.parse({"num_workers": num_workers, "placement": placement}, where="bench")

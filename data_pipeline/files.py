@@ -28,7 +28,9 @@ def open_regular(path: Path) -> BinaryIO:
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """Return the content of a regular file; raises `OSError` if it is none, or holds more than `max_bytes`."""
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
+        # As many bytes as there are now, and one to see that it grew: `read` takes memory for all that it is asked for.
+        num_bytes = os.fstat(file.fileno()).st_size
+        content = file.read(min(num_bytes, max_bytes) + 1)
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return content

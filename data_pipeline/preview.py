@@ -38,8 +38,6 @@ Caption = tuple[str, tuple[int, int, int]]  # a line of text and its colour
 def draw_grid(location: str, *, num_samples: int) -> Image.Image:
     """The first `num_samples` samples in rows of ten. A build orders samples so that these are of all classes."""
     manifest = SampleStore(location).manifest
-    if not manifest.num_samples:
-        raise UserError(f"{location} holds no samples; build it again")
     batch = next(read_all(location, batch_size=min(num_samples, manifest.num_samples)))
     pictures = pictures_of(batch, manifest)
     masks = [None] * len(batch) if batch.masks_BHW is None else list(batch.masks_BHW.numpy())
