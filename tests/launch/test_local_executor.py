@@ -8,12 +8,15 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import launch.slurm
 from launch.ports import free_ports
+from tests.commands import Done, call
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir
 
@@ -26,6 +29,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     train_dir = write_tiny_dataset(data / "train", num_samples=128)
     test_dir = write_tiny_dataset(data / "test", num_samples=32, seed=1)
     settings = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", "precision=float64"]
+    settings += ["tracking.wandb=disabled"]
     return ["--config", "debug:image", *(word for setting in settings for word in ("--set", setting))]
 
 
@@ -33,6 +37,14 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]
     return subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def slurm_py(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """`python launch/slurm.py ARGUMENTS`, in this process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return partial(call, launch.slurm.main, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -65,24 +77,24 @@ def test_every_launcher_gives_the_same_curve(recipe: list[str], tmp_path: Path) 
 
 
 def test_a_port_that_is_taken_meanwhile_is_passed_over(
-    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (port,) = free_ports(1)
     monkeypatch.setattr(launch.slurm, "free_ports", lambda count: [port] * count)
-    command = ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait", *recipe]
-    monkeypatch.setattr(sys, "argv", [*command, "--set", "num_epochs=1", "--run-dir", str(tmp_path / "run")])
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flags = ["--executor", "local", "--tasks-per-node", "2", "--wait", *recipe, "--set", "num_epochs=1"]
     with socket.create_server(("", port)):
-        launch.slurm.main()
-    assert f"port {port} is in use on " in capsys.readouterr().out
+        done = slurm_py(*flags, "--run-dir", tmp_path / "run")
+    assert done.status == 0, done.stderr
+    assert f"port {port} is in use on " in done.stdout
     assert RunDir(tmp_path / "run").latest_step() == 4
 
 
-def test_a_failing_rank_is_named_with_status_1(recipe: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "launch/slurm.py", "--executor", "local", "--wait", *recipe]
+def test_a_failing_rank_is_named_with_status_1(
+    slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path
+) -> None:
     diverges = ["--set", "optimizer.learning_rate=1e30", "--set", "max_skipped_in_a_row=2"]
-    done = run(*command, *diverges, "--run-dir", tmp_path / "run")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = slurm_py("--executor", "local", "--wait", *recipe, *diverges, "--run-dir", tmp_path / "run")
+    assert done.status == 1, done.stdout + done.stderr
     assert re.search(r"^error: rank 0 of job \d+ failed: .*UserError: \S", done.stderr, re.MULTILINE)
     assert "in a row" in done.stderr
 
@@ -109,17 +121,19 @@ def test_ranks_of_this_machine_share_its_cores(
     assert launch.slurm._plan(arguments, launch.slurm._gather(arguments)).resources.cpus_per_task == expected
 
 
-def test_a_study_runs_here_and_is_not_run_twice(recipe: list[str], tmp_path: Path) -> None:
+def test_a_study_runs_here_and_is_not_run_twice(
+    slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path
+) -> None:
     settings = recipe[recipe.index("--set") :]
-    command = [sys.executable, "launch/slurm.py", "--executor", "local", "--study", "studies:debug_seeds", *settings]
-    command += ["--set", "num_epochs=1", "--at-a-time", "2", "--study-dir", str(tmp_path / "study")]
-    first = run(*command)
-    assert first.returncode == 0, first.stdout + first.stderr
+    flags = ["--executor", "local", "--study", "studies:debug_seeds", *settings]
+    flags += ["--set", "num_epochs=1", "--at-a-time", "2", "--study-dir", str(tmp_path / "study")]
+    first = slurm_py(*flags)
+    assert first.status == 0, first.stdout + first.stderr
     names = sorted(path.name for path in (tmp_path / "study").iterdir() if RunDir(path).config.is_file())
     assert len(names) == 4
     for name in names:
         assert f"\n{name}: finished\n" in first.stdout
         assert len(losses(tmp_path / "study" / name)) == 4
     assert len(list((tmp_path / "study" / "code").iterdir())) == 1, "all by the same code"
-    again = run(*command)
+    again = slurm_py(*flags)
     assert [f"{name} is finished already" for name in names] == sorted(again.stdout.splitlines()[:-1])

@@ -7,7 +7,6 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import submitit
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError, run_command
+from data_pipeline.errors import UserError
 from launch.job import TrainJob
 from launch.outcome import outcomes_of_job
 from launch.resources import Resources, describe_request, gather, resources_for, told_origins
@@ -33,6 +32,7 @@ from launch.slurm import (
     sbatch_script,
 )
 from launch.submitted import Submission, record
+from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
 from trainer.rundir import RunDir, hold, write_json
 
@@ -54,13 +54,6 @@ RESOURCES = Resources(
 )
 
 
-@dataclass(frozen=True)
-class Done:
-    status: int
-    stdout: str
-    stderr: str
-
-
 Command = Callable[..., Done]
 
 
@@ -73,13 +66,7 @@ def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         monkeypatch.delenv(name)
 
     def command(*arguments: str | Path) -> Done:
-        monkeypatch.setattr(sys, "argv", ["launch/slurm.py", *map(str, arguments)])
-        status = 0
-        try:
-            run_command(main)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        return Done(status, *capsys.readouterr())
+        return call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
 
     return command
 

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import launch.slurm
 import launch.status
-from data_pipeline.errors import run_command
+from tests.commands import Done, call
 from tests.tiny_data import write_tiny_dataset
 from trainer.rundir import RunDir
 
@@ -34,18 +33,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [word for setting in [*given, "tracking.wandb=disabled"] for word in ("--set", setting)]
 
 
-@dataclass(frozen=True)
-class Done:
-    status: int
-    stdout: str
-    stderr: str
-
-
 Command = Callable[..., Done]
 
 
 @pytest.fixture
-def call(
+def command(
     slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Command:
     """A command of launch/ with its arguments, in this process, on the private Slurm."""
@@ -54,16 +46,10 @@ def call(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     mains = {"slurm.py": launch.slurm.main, "status.py": launch.status.main}
 
-    def command(name: str, *arguments: str | Path) -> Done:
-        monkeypatch.setattr(sys, "argv", [f"launch/{name}", *map(str, arguments)])
-        status = 0
-        try:
-            run_command(mains[name])
-        except SystemExit as end:
-            status = int(end.code or 0)
-        return Done(status, *capsys.readouterr())
+    def run(name: str, *arguments: str | Path) -> Done:
+        return call(mains[name], *arguments, monkeypatch=monkeypatch, capsys=capsys)
 
-    return command
+    return run
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float = 120) -> None:
@@ -78,22 +64,22 @@ def squeue(slurm: dict[str, str]) -> str:
     return subprocess.run(command, env=slurm, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def states(call: Command, study: Path) -> dict[str, list[str]]:
+def states(command: Command, study: Path) -> dict[str, list[str]]:
     """The words of each run's line in the table."""
-    done = call("status.py", study)
+    done = command("status.py", study)
     assert done.status == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     return {words[0]: words[1:] for words in lines if words[0] in NAMES}
 
 
 def test_a_study_runs_as_one_array_and_what_failed_alone_runs_again(
-    call: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
+    command: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
 ) -> None:
     """The third run cannot write its metrics, until that is mended."""
     study = tmp_path / "study"
     broken = study / NAMES[2]
-    command = ["--study", "studies:debug_seeds", *settings, "--study-dir", str(study), "--at-a-time", "2"]
-    submitted = call("slurm.py", *command)
+    words = ["--study", "studies:debug_seeds", *settings, "--study-dir", str(study), "--at-a-time", "2"]
+    submitted = command("slurm.py", *words)
     assert submitted.status == 0, submitted.stderr
     jobs = re.findall(rf"^job (\d+)_(\d): {study}/(\S+)$", submitted.stdout, re.MULTILINE)
     array = jobs[0][0]
@@ -109,25 +95,25 @@ def test_a_study_runs_as_one_array_and_what_failed_alone_runs_again(
     assert max(len(re.findall(rf"^{array}_\d RUNNING", queue, re.MULTILINE)) for queue in queues) == 2
     assert any("JobArrayTaskLimit" in queue for queue in queues)
 
-    shown = states(call, study)
+    shown = states(command, study)
     finished = [name for name in NAMES if name != broken.name]
     assert {name: shown[name][:2] for name in finished} == {name: ["finished", "2/2"] for name in finished}
     assert shown[broken.name][0] == "failed"
     assert "IsADirectoryError:" in shown[broken.name]
 
     (broken / "metrics.jsonl").rmdir()
-    again = call("status.py", study, "--resubmit-failed")
+    again = command("status.py", study, "--resubmit-failed")
     assert again.status == 0, again.stderr
     (job_id,) = re.findall(rf"^job (\d+): {broken}$", again.stdout, re.MULTILINE)
     assert "\n1 run(s) of 1 rank(s), 1 at a time" in again.stdout
-    refused = call("slurm.py", "--config", broken / "config.json", "--run-dir", broken)
+    refused = command("slurm.py", "--config", broken / "config.json", "--run-dir", broken)
     assert refused.status == 2
     assert re.fullmatch(rf"error: job {job_id} is \w+.* for {broken} already; .*\n", refused.stderr)
-    waited = call("slurm.py", *command, "--wait")
+    waited = command("slurm.py", *words, "--wait")
     assert waited.status == 0, waited.stderr
     assert f"{NAMES[0]} is finished already" in waited.stdout
     assert f"{broken.name}: finished\n" in waited.stdout
-    assert {words[0] for words in states(call, study).values()} == {"finished"}
+    assert {words[0] for words in states(command, study).values()} == {"finished"}
 
     codes = set()
     for name in NAMES:
@@ -164,16 +150,16 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
 
 
 def test_a_job_that_is_cancelled_while_it_waits(
-    call: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
+    command: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
 ) -> None:
-    done = call("slurm.py", "--config", "debug:image", *settings, "--run-dir", tmp_path / "run", "--sbatch", "hold")
+    done = command("slurm.py", "--config", "debug:image", *settings, "--run-dir", tmp_path / "run", "--sbatch", "hold")
     assert done.status == 0, done.stderr
     (job_id,) = re.findall(r"^job (\d+):", done.stdout, re.MULTILINE)
     subprocess.run(["scancel", job_id], env=slurm, check=True, timeout=60)
     wait_for(lambda: job_id not in squeue(slurm))
-    shown = call("status.py", tmp_path / "run").stdout.splitlines()
+    shown = command("status.py", tmp_path / "run").stdout.splitlines()
     assert re.fullmatch(r"run +stopped +0/2 +cancelled while it waited", shown[1])
-    assert "nothing has failed" in call("status.py", tmp_path / "run", "--resubmit-failed").stdout
+    assert "nothing has failed" in command("status.py", tmp_path / "run", "--resubmit-failed").stdout
 
 
 @pytest.mark.parametrize(
@@ -192,10 +178,10 @@ def test_a_job_that_is_cancelled_while_it_waits(
     ],
 )
 def test_what_cannot_run_is_one_sentence_and_leaves_nothing(
-    flags: list[str], message: str, call: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
+    flags: list[str], message: str, command: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
 ) -> None:
     before = squeue(slurm)
-    done = call("slurm.py", "--config", "debug:image", *settings, "--run-dir", tmp_path / "run", *flags)
+    done = command("slurm.py", "--config", "debug:image", *settings, "--run-dir", tmp_path / "run", *flags)
     assert done.status == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
