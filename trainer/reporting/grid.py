@@ -47,7 +47,7 @@ def scroll(table: str) -> str:
 
 def prose(text: str) -> str:
     """Return text as HTML in which no line breaks between a number and its unit or its deviation."""
-    return re.sub(r"(?<=\d) (?=%)|(?<=\d) (?=±)|(?<=±) (?=\d)", "&nbsp;", escape(text))
+    return re.sub(r"(?<=\S) (?=%)|(?<=\d) (?=±)|(?<=±) (?=\d)", "&nbsp;", escape(text))
 
 
 def to_markdown(grid: Grid) -> str:

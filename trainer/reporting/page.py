@@ -206,7 +206,7 @@ def _curves(arms: Sequence[Arm]) -> str:
     if not drawn:
         return f"<p>{NOT_MEASURED}: no metrics.jsonl and no probes.</p>"
     legend = "".join(f"<span>{chip(number)}{escape(arm.name)}</span>" for number, arm in enumerate(arms))
-    figures = "".join(f"<figure><figcaption>{escape(c.title)}</figcaption>{c.svg}</figure>" for c in drawn)
+    figures = "".join(f"<figure><figcaption>{prose(c.title)}</figcaption>{c.svg}</figure>" for c in drawn)
     untrained = any(arm.untrained(s) for reading in readings(arms) for arm in reading.arms for s in LABEL_SPACES)
     dashed = '<span class="soft">dashed: untrained encoder</span>' if untrained else ""
     band = '<span class="soft">band: ± deviation over seeds</span>' if any(len(arm.runs) > 1 for arm in arms) else ""
