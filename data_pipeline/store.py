@@ -136,7 +136,8 @@ class SampleStore:
         self._is_indexed = [False] * len(self._ends)
         # Whether the tar's headers were found to say the same as `_rows`, by sample.
         self._is_checked: NDArray[np.bool_] = np.zeros(num_samples, dtype=np.bool_)
-        self._max_bytes = self.manifest.max_member_bytes
+        most = self.manifest.max_member_bytes
+        self._max_bytes = [(extension.encode(), most[extension]) for extension in self._members]
         self._mapped: dict[int, tuple[Path, memoryview]] = {}
         self.known_bad: tuple[BadSample, ...] = ()
         if isinstance(self._files, _LocalFiles):
@@ -272,15 +273,14 @@ class SampleStore:
 
         A sample without one is not looked at again.
         """
-        row = self._rows[index].tolist()
-        for extension, offset, size in zip(self._members, row[::2], row[1::2], strict=True):
+        key, row = b"%08d." % index, iter(self._rows[index].tolist())
+        for (extension, most), offset, size in zip(self._max_bytes, row, row, strict=True):
             if offset == MISSING:
                 continue
-            name = f"{index:08d}.{extension}"
-            if not names_member(data, name=name.encode(), offset=offset, size=size):
-                return f"where its shard's index says that {name} lies, the tar says otherwise"
-            if size > self._max_bytes[extension]:
-                return f"{name} has {size} bytes, more than the {self._max_bytes[extension]} that it may have"
+            if not names_member(data, name=key + extension, offset=offset, size=size):
+                return f"where its shard's index says that {(key + extension).decode()} lies, the tar says otherwise"
+            if size > most:
+                return f"{(key + extension).decode()} has {size} bytes, more than the {most} that it may have"
         self._is_checked[index] = True
         return None
 

@@ -40,11 +40,12 @@ fuzz = settings(max_examples=200, deadline=None, derandomize=True, database=None
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A whole dataset of each kind, in two shards."""
     root = tmp_path_factory.mktemp("whole")
-    sizes: dict[str, Any] = {"num_samples": NUM_SAMPLES, "num_samples_per_shard": 2}
     return {
-        "baked": write_tiny_dataset(root / "baked", **sizes),
-        "online": write_tiny_dataset(root / "online", overlay="online", **sizes),
-        "sounds": write_tiny_sounds(root / "sounds", **sizes),
+        "baked": write_tiny_dataset(root / "baked", num_samples=NUM_SAMPLES, num_samples_per_shard=2),
+        "online": write_tiny_dataset(
+            root / "online", num_samples=NUM_SAMPLES, num_samples_per_shard=2, overlay="online"
+        ),
+        "sounds": write_tiny_sounds(root / "sounds", num_samples=NUM_SAMPLES, num_samples_per_shard=2),
     }
 
 
