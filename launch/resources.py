@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field
 
+from data_pipeline.environment import set_variables
 from data_pipeline.errors import UserError
 from data_pipeline.plain_text import parse_yaml
 from data_pipeline.schema import Line, NumProcesses, Schema
@@ -163,9 +164,9 @@ def gather(
 
     The environment is FEATURE_DROPOUT_SLURM_PARTITION and so on, else Slurm's own SBATCH_PARTITION, _ACCOUNT, _QOS and
     _CONSTRAINT. The fields under `sbatch` are put together from all of them. Raises `UserError` for what is unknown or
-    no such value, and says where it stands.
+    no such value, and says where it stands. An empty variable is taken as unset.
     """
-    environ = os.environ if environ is None else environ
+    environ = set_variables(os.environ if environ is None else environ)
     values: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     origins: dict[str, str] = {}

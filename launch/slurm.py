@@ -37,6 +37,7 @@ from submitit.core.utils import FailedJobError
 from submitit.helpers import clean_env
 
 from configs import resolve_recipe, resolve_study
+from data_pipeline.environment import variable
 from data_pipeline.errors import UserError, run_command
 from data_pipeline.overrides import SET_HELP
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob, parse_seconds
@@ -409,7 +410,7 @@ def _submit_here(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list
         signal_delay_s=WARNING_SECONDS,
         stderr_to_stdout=True,
     )
-    os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_task))
+    os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(resources.threads_per_task)
     with _outside_any_job(python_environment(code, os.environ)):
         return executor.submit_array(train_jobs)
 
@@ -443,7 +444,7 @@ def gpus_of(resources: Resources, *, place: int) -> list[int]:
 def _outside_any_job(more: Mapping[str, str] | None = None) -> Iterator[None]:
     """Hide the variables of a job or torchrun that this command itself runs in, which the new job would inherit."""
     before = dict(os.environ)
-    slurm_conf = before.get("SLURM_CONF")
+    slurm_conf = variable("SLURM_CONF")
     try:
         with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
             if slurm_conf is not None:  # says which cluster, not which job

@@ -7,16 +7,16 @@ written back into it. What depends on the machine (batch of a rank, device) is d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.errors import UserError
 from data_pipeline.plain_text import parse_json, parse_yaml
 from data_pipeline.remote import is_command, refuse_untyped_command
-from data_pipeline.schema import BatchSize, Count, Line, Name, Schema, Seed
+from data_pipeline.schema import Count, Line, Name, Schema, Seed
 from data_pipeline.stream import ReadConfig
 from trainer.adversary import AdversaryConfig
 from trainer.alarms import AlarmConfig
@@ -81,7 +81,7 @@ class RunConfig(Schema):
     adversary: AdversaryConfig | None = None
     engine: EngineConfig = DDPConfig()
     view_forwards: Literal["two", "one"] = "two"
-    global_batch_size: BatchSize
+    global_batch_size: Annotated[int, Field(ge=2, le=2**24)]
     num_epochs: Count
     memory: MemoryConfig = MemoryConfig()
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"

@@ -35,6 +35,7 @@ from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import Encoder
 from trainer.objectives import InstanceDiscriminationConfig, Objective, build_objective
 from trainer.players import build_players, build_run_objective
+from trainer.preflight import check_batch_norm, check_input_shape
 from trainer.step import TrainingStep
 from trainer.views import ViewPolicy
 from trainer.views.random_mask import RandomMask
@@ -132,13 +133,15 @@ def plan(
         backend: what the ranks talk through. It changes names of collectives, not bytes.
 
     Raises:
-        UserError: ranks or micro batches that do not divide the batch, or a bank of samples whose number is not known.
+        UserError: ranks or micro batches that do not divide the batch, a bank of samples whose number is not known, or
+            inputs of a size that views or encoder cannot take.
     """
     _check(config, world_size=world_size, num_samples=num_samples)
     shape = input_shape
     if shape is None:
         mel, channels = config.data.mel, config.encoder.in_channels
         shape = (channels, _ASSUMED_SIZE, _ASSUMED_SIZE) if mel is None else (mel.num_points,)
+    _check_input(config, shape, world_size=world_size, is_known=input_shape is not None)
 
     def at(micro_batches: int) -> Plan:
         memory = config.memory.model_copy(update={"micro_batches": micro_batches})
@@ -248,6 +251,14 @@ def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> No
             num_ranks=world_size,
             forwards=2 if config.view_forwards == "two" else 1,
         )
+
+
+def _check_input(config: RunConfig, shape: tuple[int, ...], *, world_size: int, is_known: bool) -> None:
+    mel = config.data.mel
+    height, width = shape[1:] if mel is None else (mel.num_mels, mel.num_frames)
+    where = config.data.train_dir if is_known or mel is not None else f"{config.data.train_dir}, which is not built yet"
+    check_input_shape(config, height=height, width=width, where=where)
+    check_batch_norm(config, height=height, width=width, num_ranks=world_size)
 
 
 def _fit(planned: Plan, config: RunConfig, at: Callable[[int], Plan], *, room: int) -> Fit:

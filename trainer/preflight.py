@@ -26,6 +26,7 @@ from trainer.config import DataConfig, RunConfig, difference, read_config
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
 from trainer.distributed.engine import Engine
 from trainer.models.batch_norm import check_splits
+from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.normalization import normalization_of
 from trainer.objectives import Objective
 from trainer.optim import scaled_learning_rate
@@ -83,10 +84,7 @@ def check_data(config: RunConfig) -> Manifests:
                 "build both from the same source and dataset"
             )
     height, width = _check_medium(config, train)
-    try:
-        check_image_size(config.views, height=height, width=width)
-    except ValueError as error:
-        raise UserError(f"{train_dir}: {error}") from None
+    check_input_shape(config, height=height, width=width, where=train_dir)
     if config.views.kind == "viewmaker" and config.views.mask != "none" and train.overlay is None:
         raise UserError(
             f"views.mask={config.views.mask} protects what is drawn on a picture, and nothing is drawn on those of "
@@ -117,10 +115,33 @@ def check_data(config: RunConfig) -> Manifests:
             f"memory.micro_batches {config.memory.micro_batches} does not divide the {local_batch_size} samples that "
             f"each of {world_size()} ranks has of a batch; use {gcd(local_batch_size, config.memory.micro_batches)}"
         )
+    check_batch_norm(config, height=height, width=width, num_ranks=world_size())
     shared = find_shared(config.data, train=train, test=test)
     if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
         logger.warning("%s", said)
     return manifests
+
+
+def check_input_shape(config: RunConfig, *, height: int, width: int, where: str) -> None:
+    """Raise `UserError` unless views and encoder take pictures or spectrograms of that size, which `where` holds."""
+    try:
+        check_image_size(config.views, height=height, width=width)
+        check_input_size(config.encoder, height=height, width=width)
+    except ValueError as error:
+        option = f"encoder.options.img_size={height}, or " if config.encoder.kind == "timm" else ""
+        mend = f"; set {option}another encoder.kind" if isinstance(error, UserError) else ""
+        raise UserError(f"{where}: {error}{mend}") from None
+
+
+def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: int) -> None:
+    """Raise `UserError` if a batch norm would see one value a channel, for inputs of that size on that many ranks."""
+    together = config.global_batch_size // config.memory.micro_batches * (2 if config.view_forwards == "one" else 1)
+    trunk_rows, head_rows = {
+        "synchronized": (together, together),
+        "local": (together // num_ranks, together // num_ranks),
+        "split": (together // config.encoder.batch_norm_splits, together),
+    }[config.encoder.batch_norm]
+    check_norm_groups(config.encoder, height=height, width=width, trunk_rows=trunk_rows, head_rows=head_rows)
 
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:

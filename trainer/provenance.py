@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from data_pipeline.environment import variable
 from trainer.config import RunConfig
 from trainer.normalization import RECORDED_NORMALIZATION, normalization_of
 from trainer.preflight import Manifests
@@ -63,7 +64,7 @@ def write_provenance(
         "command": command,
         "world_size": world_size,
         "host": platform.node(),
-        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+        "slurm_job_id": variable("SLURM_JOB_ID"),
         "slurm_restart_count": _slurm_restart_count(),
         "git_commit": code.git_commit,
         "snapshot_sha256": code.snapshot_sha256,
@@ -111,7 +112,7 @@ def cpu_name() -> str:
 
 def _slurm_restart_count() -> int | None:
     """How often Slurm had started this job again; it says nothing at a first start. None outside of Slurm."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) if "SLURM_JOB_ID" in os.environ else None
+    return int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None
 
 
 def _git(*arguments: str) -> str | None:

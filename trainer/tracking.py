@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
+from data_pipeline.environment import variable
 from data_pipeline.errors import about
 from data_pipeline.schema import Count, Line, Schema
 from trainer.rundir import RunDir, write_atomically
@@ -113,9 +113,8 @@ class Tracker:
 
 def uses_wandb(config: TrackingConfig) -> bool:
     """Whether a run has a W&B run, on a server or in a file: unless the config or WANDB_MODE says "disabled"."""
-    return os.environ.get("WANDB_MODE", "") != "disabled" and (
-        config.wandb != "disabled" or os.environ.get("WANDB_MODE") == "offline"
-    )
+    mode = variable("WANDB_MODE")
+    return mode != "disabled" and (config.wandb != "disabled" or mode == "offline")
 
 
 def _wandb_run(run_dir: RunDir, config: RunConfig) -> WandbRun:

@@ -21,6 +21,7 @@ from typing import Literal
 import wandb
 from wandb.util import get_core_path
 
+from data_pipeline.environment import forget_empty_variables, variable
 from trainer.config import RunConfig
 from trainer.preemption import WARNINGS
 from trainer.rundir import RunDir, write_atomically
@@ -39,6 +40,7 @@ class WandbRun:
 
     def __init__(self, run_dir: RunDir, config: RunConfig) -> None:
         """Starts the run, or goes on with it; what W&B lacks of metrics.jsonl is sent."""
+        forget_empty_variables("WANDB_")
         self._run: wandb.Run | None = None
         self._folder = run_dir.path.absolute() / "wandb"
         self._last_step = 0  # that W&B has
@@ -132,7 +134,7 @@ def _media(pictures: StepPictures) -> dict[str, object]:
 
 
 def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
-    if os.environ.get("WANDB_MODE") == "offline" or config.wandb == "offline":
+    if variable("WANDB_MODE") == "offline" or config.wandb == "offline":
         return "offline"
     if config.wandb == "online":
         return "online"
@@ -167,6 +169,7 @@ def summarize(run_dir: RunDir, config: RunConfig, numbers: Mapping[str, float]) 
     """
     if not (uses_wandb(config.tracking) and run_dir.wandb_run_id.is_file()):
         return
+    forget_empty_variables("WANDB_")
     _leave_inherited_process()
     try:
         with wandb.init(

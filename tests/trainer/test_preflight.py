@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
@@ -18,14 +19,17 @@ import torch
 
 from configs import resolve_recipe
 from data_pipeline.errors import UserError
-from data_pipeline.manifest import load_manifest
+from data_pipeline.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig, read_config
 from trainer.distributed.collectives import rank
+from trainer.models import Encoder, build_encoder
+from trainer.models import encoder as encoder_module
+from trainer.models.encoder import EncoderConfig
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
 from trainer.players import build_players
-from trainer.preflight import claim, log_start, on_first_rank
+from trainer.preflight import check_data, claim, log_start, on_first_rank
 from trainer.rundir import LOCK_NAME, RunDir, hold, is_held
 from trainer.watchdog import WatchdogConfig
 
@@ -181,6 +185,108 @@ def test_no_run_starts_that_could_not_write_its_first_checkpoint(kind: str, tmp_
     message = "is not a directory, so no checkpoint" if kind == "file" else "is a symbolic link, and pruning would"
     with pytest.raises(UserError, match=f"{run_dir.checkpoints} {message}"):
         claim(run_dir, config)
+
+
+def of_size(config: RunConfig, height: int, width: int) -> RunConfig:
+    """The same, with manifests that tell of other pictures: before step 0 no other file of a dataset is read."""
+    for directory in (config.data.train_dir, config.data.test_dir):
+        path = Path(directory, MANIFEST_NAME)
+        manifest = json.loads(path.read_text()) | {"input_shape": [3, height, width]}
+        path.write_text(json.dumps(manifest))
+    return config
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(UserError) as raised:
+        check_data(config)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_path: Path, config: RunConfig) -> None:
+    pytest.importorskip("timm")
+    vit = config.override(["encoder.kind=timm", "encoder.name=test_vit"], where="x")
+    with pytest.raises(UserError) as raised:
+        claim(RunDir(tmp_path / "run"), vit)
+    assert str(raised.value) == (
+        f"{config.data.train_dir}: the encoder cannot take inputs of 16 x 16: Input height (16) doesn't match model "
+        "(160); set encoder.options.img_size=16, or another encoder.kind"
+    )
+    assert not (tmp_path / "run").exists()
+    check_data(vit.override(["encoder.options.img_size=16"], where="x"))
+
+
+def test_no_encoder_is_built_with_data_to_ask_what_it_takes(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> None:
+    made = []
+
+    def build(encoder_config: EncoderConfig) -> Encoder:
+        made.append(build_encoder(encoder_config))
+        return made[-1]
+
+    monkeypatch.setattr(encoder_module, "build_encoder", build)
+    state = torch.random.get_rng_state()
+    for kind in ("resnet10", "resnet18", "resnet50_small", "wrn_34_5"):
+        check_data(config.override([f"encoder.kind={kind}"], where="x"))
+    assert len(made) == 4
+    assert all(tensor.is_meta for encoder in made for tensor in encoder.state_dict().values())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "overrides", "said"),
+    [
+        (5, 3, [], "expert image views need square pictures, got 5 x 3 pixels"),
+        (1, 1, ["views.kind=random_mask", "views.patch_size=2"], "views.patch_size=2 needs a height and width that"),
+        (30, 32, ["views.kind=viewmaker", "adversary={}"], "multiples of 4, at least 8, got 30 x 32"),
+        (4, 4, ["views.kind=viewmaker", "adversary={}"], "multiples of 4, at least 8, got 4 x 4"),
+        (8, 12, ["views.kind=viewmaker", "views.downsample_to=8", "adversary={}"], "downsample_to=8 needs"),
+        (8, 8, ["encoder.kind=timm", "encoder.name=vgg11"], "the encoder cannot take inputs of 8 x 8: Given input"),
+    ],
+)
+def test_pictures_of_a_size_that_cannot_be_trained_on_are_refused(
+    height: int, width: int, overrides: list[str], said: str, config: RunConfig
+) -> None:
+    if "encoder.kind=timm" in overrides:
+        pytest.importorskip("timm")
+    message = refusal(of_size(config.override(overrides, where="x"), height, width))
+    assert message.startswith(f"{config.data.train_dir}: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "overrides"),
+    [
+        (1, 1, []),
+        (5, 3, ["views.kind=random_mask"]),
+        (12, 20, ["views.kind=viewmaker", "adversary={}"]),
+        (33, 17, ["views.kind=random_mask", "encoder.kind=resnet18"]),
+        (1, 7, ["views.kind=random_mask", "encoder.kind=wrn_34_5"]),
+    ],
+)
+def test_odd_and_tiny_pictures_that_can_be_trained_on_are_taken(
+    height: int, width: int, overrides: list[str], config: RunConfig
+) -> None:
+    check_data(of_size(config.override(overrides, where="x"), height, width))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["memory.micro_batches=32"],
+        ["memory.micro_batches=32", "encoder.batch_norm=local"],
+        ["encoder.batch_norm=split", "encoder.batch_norm_splits=32"],
+    ],
+)
+def test_a_batch_norm_of_one_value_is_refused(overrides: list[str], config: RunConfig) -> None:
+    single = config.override(overrides, where="x")
+    check_data(single)  # the last map has four values a channel
+    assert "batch norm needs two values or more of each channel" in refusal(of_size(single, 8, 8))
+    check_data(of_size(single.override(["view_forwards=one"], where="x"), 8, 8))
+
+
+def test_a_batch_norm_of_one_row_in_the_head_is_refused(config: RunConfig) -> None:
+    head = ["memory.micro_batches=32", "encoder.head.output_batch_norm=true"]
+    assert "batch norm needs two values or more of each channel" in refusal(config.override(head, where="x"))
 
 
 def fail_on_the_first() -> str:

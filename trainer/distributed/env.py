@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from data_pipeline.environment import set_variables
 from data_pipeline.errors import UserError
 from trainer.distributed import meeting
 from trainer.distributed.collectives import leave_neighbours, meet_neighbours
@@ -79,6 +80,7 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
     Raises `UserError` if a variable is missing or not a number, if the numbers contradict each other, or if RANK and
     SLURM_PROCID disagree. One torchrun per Slurm task is no contradiction: there each task is a node of torchrun's.
     """
+    environ = set_variables(environ)
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & environ.keys():
         world = _read_torchrun(environ)
         _check_agrees_with_slurm(world, environ)

@@ -8,6 +8,7 @@ Shapes: B pictures, C channels of the picture or of the trunk's last map, H by W
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
@@ -278,17 +279,25 @@ class Encoder(nn.Module):
 
     def feature_size(self, height: int, width: int) -> int:
         """F for pictures of this size. Raises `UserError` if the trunk cannot take them."""
-        shadow = copy.deepcopy(self).to("meta").eval()
-        try:
-            map_1CHW = shadow._map(torch.empty(1, len(self.mean_C11), height, width, device="meta"))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"the encoder cannot take inputs of {height} x {width}: {reason}") from None
+        map_1CHW = copy.deepcopy(self).to("meta").eval()._map_of_size(height, width)
         return self.pooled_size if self._probe_reads == "pooled" else map_1CHW[0].numel()
 
     @property
     def pooled_size(self) -> int:
         return self.trunk.num_channels
+
+    @torch.no_grad()
+    def _map_of_size(self, height: int, width: int) -> Tensor:
+        """The map of an input of zeros; raises `UserError` if the trunk cannot take it."""
+        refused = f"the encoder cannot take inputs of {height} x {width}"
+        try:
+            map_1CHW = self._map(torch.zeros(1, len(self.mean_C11), height, width, device=self.mean_C11.device))
+            self.trunk.pool(map_1CHW)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise UserError(f"{refused}: {' '.join(str(error).split()).rstrip('.')}") from None
+        if map_1CHW.numel() == 0:
+            raise UserError(f"{refused}: nothing is left of them")
+        return map_1CHW
 
     def _map(self, views_BCHW: Tensor) -> Tensor:
         if views_BCHW.shape[1] != len(self.mean_C11):  # it would be broadcast
@@ -327,6 +336,39 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         normalization=config.normalization or normalization,
         probe_reads=config.probe_reads,
     )
+
+
+def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
+    """Raise `UserError` unless an encoder of this config takes inputs of that size.
+
+    An encoder without data is asked, which takes no time. A real one is asked only before a refusal, because some
+    models of timm cannot be built or run without data.
+    """
+    with contextlib.suppress(UserError), torch.device("meta"):
+        build_encoder(config)._map_of_size(height, width)
+        return
+    with torch.random.fork_rng(devices=[]):
+        build_encoder(config).eval()._map_of_size(height, width)
+
+
+def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_rows: int, head_rows: int) -> None:
+    """Raise `UserError` if a batch norm would see one value a channel, of which there is no deviation.
+
+    `trunk_rows` and `head_rows` are the rows that share the statistics of a batch norm in the trunk and in the head.
+    """
+    if min(trunk_rows, head_rows) > 1:
+        return
+    with torch.device("meta"):
+        encoder = build_encoder(config.model_copy(update={"batch_norm": "local"})).train()
+        try:
+            encoder.trunk(torch.zeros(trunk_rows, config.in_channels, height, width))
+            encoder.head(torch.zeros(head_rows, encoder.pooled_size))
+        except ValueError:
+            raise UserError(
+                f"batch norm needs two values or more of each channel, and has one: of {min(trunk_rows, head_rows)} "
+                f"sample of {height} x {width}; raise global_batch_size, or lower memory.micro_batches, the number of "
+                "ranks or encoder.batch_norm_splits"
+            ) from None
 
 
 def _build_trunk(config: EncoderConfig) -> Trunk:

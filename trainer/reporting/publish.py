@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import io
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import wandb
 from PIL import Image
 
+from data_pipeline.environment import forget_empty_variables, variable
 from data_pipeline.errors import UserError
 from data_pipeline.schema import Schema
 from trainer.reporting.as_markdown import sections
@@ -48,8 +48,9 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     With WANDB_MODE=offline only the run is made, in the `wandb` folder beside the page, for `wandb sync`. Raises
     `UserError` where nobody is logged in, wandb-workspaces is missing, or the server does not take it.
     """
+    forget_empty_variables("WANDB_")
     runs = [run for arm in arms for run in arm.runs]
-    offline = os.environ.get("WANDB_MODE") == "offline"
+    offline = variable("WANDB_MODE") == "offline"
     written = f"the report itself is written: {page}"
     title = title_of(arms, sheet)[:MAX_TITLE]
     if not offline:

@@ -1,0 +1,32 @@
+"""Environment variables. An empty one counts as unset, because `NAME= command` and `export NAME=` are how many scripts
+unset one.
+
+CUDA_VISIBLE_DEVICES is not read through here: CUDA takes an empty one for "no GPU".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+
+def set_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are set to something.
+
+    Examples:
+        >>> set_variables({"RANK": "", "HOME": "/data"})
+        {'HOME': '/data'}
+    """
+    return {name: value for name, value in environ.items() if value}
+
+
+def variable(name: str) -> str | None:
+    """Return the value of a variable of this process; None if it is unset."""
+    return os.environ.get(name) or None
+
+
+def forget_empty_variables(prefix: str) -> None:
+    """Unset the empty variables of this process that begin with `prefix`, for a library that cannot read them."""
+    for name, value in list(os.environ.items()):
+        if name.startswith(prefix) and not value:
+            del os.environ[name]
