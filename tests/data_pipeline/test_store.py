@@ -322,6 +322,7 @@ def test_a_dataset_of_which_next_to_nothing_is_there_is_refused(tmp_path: Path) 
     with pytest.raises(UserError, match=rf"holds only 2000 of the {num_bytes} bytes that its manifest names"):
         SampleStore(tmp_path)
     os.truncate(path, num_bytes)  # a hole
+    index_path(path).unlink()
     with pytest.raises(UserError, match="holds only 0 of the 30 samples that it should"):
         SampleStore(tmp_path)
 
