@@ -27,6 +27,7 @@ from typing import Final, Literal, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from data_pipeline.build_workers import (
     FINISHED_SUFFIX,
@@ -67,6 +68,7 @@ from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.progress import Progress
 from data_pipeline.randomness import generator
 from data_pipeline.sample import NO_LABEL
+from data_pipeline.schema import describe
 from data_pipeline.shards import index_path, shard_name
 from data_pipeline.source_digests import check_source_digests, write_source_digests
 from data_pipeline.sources import Source
@@ -180,16 +182,17 @@ def build_dataset(
     ):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value}")
-    plan = _plan(
-        dataset,
-        split=split,
-        seed=seed,
-        limit=limit,
-        repeats=repeats,
-        drawn=overlay,
-        num_samples_per_shard=num_samples_per_shard,
-        choices=choices,
-    )
+    with _within_the_manifests_bounds(dataset):
+        plan = _plan(
+            dataset,
+            split=split,
+            seed=seed,
+            limit=limit,
+            repeats=repeats,
+            drawn=overlay,
+            num_samples_per_shard=num_samples_per_shard,
+            choices=choices,
+        )
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         manifest = _check_finished(directory, plan)
         starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
@@ -203,10 +206,22 @@ def build_dataset(
             manifest = _check_finished(unfinished, plan)  # there if a build was killed between its last two moments
         except UserError:
             _make_shards(plan, unfinished, title=f"building {directory.name}", num_workers=num_workers)
-            manifest = _write_manifest(plan, unfinished)
+            with _within_the_manifests_bounds(dataset):
+                manifest = _write_manifest(plan, unfinished)
         for path in [*unfinished.glob(".shard-*"), unfinished / _ARGUMENTS_NAME]:
             path.unlink(missing_ok=True)
     return manifest
+
+
+@contextmanager
+def _within_the_manifests_bounds(dataset: str) -> Iterator[None]:
+    """Say in one sentence what of the input no manifest can hold, such as a class name with a line break."""
+    try:
+        yield
+    except ValidationError as error:
+        raise UserError(
+            f"{dataset} cannot be built from this input: {describe(error, Manifest)}; change that in the source"
+        ) from None
 
 
 def _plan(

@@ -649,6 +649,17 @@ def test_what_no_build_left_is_not_cleared_away(tmp_path: Path) -> None:
     assert names(tmp_path / "out.partial") == ["shard-00000.tar", "thesis.txt"]
 
 
+def test_an_input_that_no_manifest_can_hold_is_one_sentence(tmp_path: Path) -> None:
+    for name in ("cat", "dog\n"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "root" / name / "a.png")
+    with pytest.raises(UserError) as caught:
+        build_dataset("folder", tmp_path / "out", root=tmp_path / "root")
+    assert "printable characters" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
