@@ -122,7 +122,7 @@ def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
         case "string_unicode":
             return "text without broken characters"
         case other:
-            return _TYPES.get(other.partition("_")[0], f"something else ({problem['msg']})")
+            return _TYPES.get(other.partition("_")[0], f"of another kind ({problem['msg']})")
 
 
 def _number(value: float) -> str:

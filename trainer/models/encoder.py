@@ -345,7 +345,7 @@ def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
     models of timm cannot be built or run without data.
     """
     with contextlib.suppress(UserError), torch.device("meta"):
-        build_encoder(config)._map_of_size(height, width)
+        build_encoder(config).eval()._map_of_size(height, width)
         return
     with torch.random.fork_rng(devices=[]):
         build_encoder(config).eval()._map_of_size(height, width)

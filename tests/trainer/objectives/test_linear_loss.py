@@ -108,5 +108,5 @@ def test_wrong_input_is_refused() -> None:
         linear_loss(z_BD[:1], z_BD[:1], divergence_weight=1.0)
     with pytest.raises(ValueError, match=r"\(4, 3\) and \(3, 3\)"):
         linear_loss(z_BD, z_BD[:3], divergence_weight=1.0)
-    with pytest.raises(ValidationError, match="greater than 0"):
+    with pytest.raises(ValidationError, match="greater than or equal to"):
         LinearLossConfig(divergence_weight=0.0)
