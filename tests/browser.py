@@ -124,7 +124,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         f"--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --user-data-dir={profile}"
     )
     process = subprocess.Popen(
-        ["sh", "-c", f"exec {CHROMIUM} {options} --remote-debugging-pipe 3<&{read_there} 4>&{write_there}"],
+        ["bash", "-c", f"exec {CHROMIUM} {options} --remote-debugging-pipe 3<&{read_there} 4>&{write_there}"],
         pass_fds=(read_there, write_there),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
