@@ -383,12 +383,13 @@ def test_wrong_input_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest
         report(monkeypatch, out, run, tmp_path / "nothing")
     with pytest.raises(UserError, match="is named 2 times; name each run directory once"):
         report(monkeypatch, out, run, run)
-    (run / "provenance.json").write_text("{")
-    with pytest.raises(UserError, match=r"provenance\.json is not valid JSON .* leave this run out"):
+    whole = (run / "config.json").read_text()
+    (run / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not valid json"):
         report(monkeypatch, out, run)
-    (run / "provenance.json").unlink()
+    (run / "config.json").write_text(whole)
     (run / "probes" / "step_00000011" / "base.json").write_text("[]")
-    with pytest.raises(UserError, match=r"base\.json is not a probe result; run `python -m trainer\.probe"):
+    with pytest.raises(UserError, match=r"base\.json does not hold a JSON object; remove it, or run `python"):
         report(monkeypatch, out, run)
     assert not out.exists()
 

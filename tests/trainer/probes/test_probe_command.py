@@ -474,6 +474,6 @@ def test_wrong_input_is_said_in_one_sentence(data: Path, tmp_path: Path, monkeyp
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"label": "base"')
     with pytest.raises(
-        UserError, match=r"base\.json is not a probe result; run `python -m trainer\.probe .*run` again"
+        UserError, match=r"base\.json is not valid JSON .*; remove it, or run `python -m trainer\.probe`"
     ):
         read_result(damaged)
