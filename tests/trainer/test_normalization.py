@@ -34,6 +34,7 @@ OF_THE_DATA = ["encoder.mean=null", "encoder.std=null"]
 def configure(data: Path, *settings: str) -> RunConfig:
     where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
     small = ["global_batch_size=16", "num_epochs=1", "tracking.wandb=disabled", "watchdog.enabled=false"]
+    small += ["precision=float64"]
     return resolve_recipe("debug:image", [*where, *small, *settings])
 
 
@@ -89,7 +90,7 @@ def test_the_numbers_of_the_train_set_given_by_hand_are_the_same_run(
     same = start(data, tmp_path / "run", *by_hand)
     theirs = load_encoder(same.path).state_dict()
     for name, value in load_encoder(trained.path).state_dict().items():
-        assert torch.equal(value, theirs[name]), name
+        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
     other = load_encoder(start(data, tmp_path / "other").path).state_dict()
     assert not torch.equal(other["trunk.conv1.weight"], theirs["trunk.conv1.weight"])
 
@@ -99,10 +100,12 @@ def test_a_restart_normalises_as_before(trained: RunDir, data: Path, tmp_path: P
     shutil.rmtree(run_dir.checkpoint(3))
     run_dir.latest.unlink()
     train(configure(data, *OF_THE_DATA), run_dir, device=CPU, command="train")
-    again = load_encoder(run_dir.path)
-    for name, value in load_encoder(trained.path).state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-    assert len(json.loads(run_dir.provenance.read_text())["starts"]) == 2
+    again, before = (load_encoder(each.path) for each in (run_dir, trained))
+    assert numbers_of(again) == numbers_of(before)
+    for name, value in before.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    record, recorded = (json.loads(each.provenance.read_text()) for each in (run_dir, trained))
+    assert record["normalization"] == recorded["normalization"]
 
 
 def test_a_run_with_numbers_of_its_own_needs_no_record(trained: RunDir, tmp_path: Path) -> None:
@@ -158,11 +161,11 @@ def test_a_channel_that_never_changes_is_divided_by_one(data: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "numbers", "is_said"),
     [
-        ([], {}, True),
+        ([], {"mean": (0.1, 0.1, 0.1), "std": (0.2, 0.2, 0.2)}, True),
         ([], {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.2435, 0.2616)}, False),
         (["encoder.mean=[0.485,0.456,0.406]", "encoder.std=[0.229,0.224,0.225]"],
          {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.2435, 0.2616)}, False),
-        (OF_THE_DATA, {}, False),
+        (OF_THE_DATA, {"mean": (0.1, 0.1, 0.1), "std": (0.2, 0.2, 0.2)}, False),
         ([], {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.0, 0.2616)}, True),
     ],
 )  # fmt: skip
