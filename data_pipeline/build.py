@@ -68,12 +68,12 @@ from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.progress import Progress
 from data_pipeline.randomness import generator
 from data_pipeline.sample import NO_LABEL
-from data_pipeline.schema import describe
 from data_pipeline.shards import index_path, shard_name
 from data_pipeline.source_digests import check_source_digests, write_source_digests
 from data_pipeline.sources import Source
 from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
 from data_pipeline.sources.silence import Silence
+from data_pipeline.validation import describe
 
 logger = logging.getLogger(__name__)
 
