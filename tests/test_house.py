@@ -224,3 +224,15 @@ def test_every_folder_says_what_it_is() -> None:
         if not (init := ROOT / folder / "__init__.py").is_file() or not ast.get_docstring(ast.parse(init.read_text()))
     ]
     assert not undescribed
+
+
+def test_each_promise_of_the_docs_names_a_test_that_exists() -> None:
+    """In a cell of docs/reliability.md `::name` stands for a test of the file before it."""
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    named = re.findall(r"`([\w/]*\.py)?(?:::(\w+))?`", text)
+    assert len(named) > 50
+    path = ROOT
+    for file, test in named:
+        path = ROOT / "tests" / file if file else path
+        assert path.is_file(), file
+        assert f"def {test}" in path.read_text(), f"{path}: {test}"
