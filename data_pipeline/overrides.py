@@ -1,7 +1,7 @@
 """Settings from a command line, laid over the values of a config.
 
 Comes in: the values of a config, and "a.b=c" for each --set. Goes out: new values, not validated yet. What may never
-happen: a setting that is lost, or whose effect depends on the order of the command line.
+happen: a setting that is lost because of another one that stands before or behind it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from data_pipeline.sections import KIND, default_at, field_of, kind_of, models_a
 
 SET_HELP: Final = (
     "override one setting, the value in YAML; may be repeated, in any order. A mapping replaces its whole section. A "
-    "new kind starts its section from the defaults of that kind, before its other settings are applied. Two values of "
-    "one setting are refused."
+    "new kind starts its section from the defaults of that kind, before its other settings are applied. Of two values "
+    "for one name the last one counts."
 )
 
 Path = tuple[str, ...]
@@ -54,9 +54,11 @@ def set_paths(overrides: Sequence[str]) -> set[Path]:
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, model: type[BaseModel]) -> dict[str, Any]:
     """Return `values`, those of a `model`, with `overrides` set, from the outside in: see `Schema.override`.
 
-    Raises `UserError` if two of them disagree, or if one names a setting of something that is no section.
+    Raises `UserError` if a mapping and a setting inside it disagree, or if one names a setting of something that is
+    no section.
     """
-    settings = sorted(map(parse_setting, overrides), key=lambda each: (len(each.path), each.path[-1] != KIND))
+    last = {setting.path: setting for setting in map(parse_setting, overrides)}
+    settings = sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND))
     _check_agreement(settings)
     result = copy.deepcopy(dict(values))
     for setting in settings:

@@ -112,11 +112,13 @@ class Schema(BaseModel):
     def override(self, overrides: Sequence[str], *, where: str) -> Self:
         """Return this with each of `overrides` set: "a.b=c", the value in YAML, as command lines take it after --set.
 
-        Their order does not matter. They are applied from the outside in: `a` before `a.b`, and `a.kind` before the
-        other settings of `a`. A mapping replaces its whole section. A `kind` that is not the present one starts its
-        section from the defaults of that kind; the present one changes nothing.
+        The last of two values for one name counts; beyond that their order does not matter. They are applied from the
+        outside in: `a` before `a.b`, and `a.kind` before the other settings of `a`. A mapping replaces its whole
+        section. A `kind` that is not the present one starts its section from the defaults of that kind; the present
+        one changes nothing.
 
-        Raises `UserError` for two values of one setting, and with the nearest valid key for one that is not there.
+        Raises `UserError` for a mapping and a setting inside it that disagree, and with the nearest valid key for a
+        setting that is not there.
         """
         values = apply_overrides(self.model_dump(mode="json"), overrides, model=type(self))
         given = "".join(f" --set {override}" for override in overrides)

@@ -88,6 +88,8 @@ def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) ->
             return f"{_join(path, KIND)} {stated}{nearest(str(given), kinds)}"
         case "value_error" | "assertion_error":
             message = str(context.get("error", problem["msg"]))
+            if message.startswith("it must") and path:
+                return f"{path} is {_shown(value)}; {message}"
             return f"{path}: {message}" if path else message
     expected = " or ".join(dict.fromkeys(_expected(each, annotations) for each, _ in problems))
     near = nearest(value, _literals(annotations)) if isinstance(value, str) else ""

@@ -126,6 +126,12 @@ def test_nothing_names_what_is_not_in_the_repository() -> None:
 
 
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "pickle5", "shelve"}
+# Nodes and events are text with its place in the file: only a loader's `construct` makes objects of them.
+YAML_WITHOUT_OBJECTS = {
+    *("yaml", "safe_load", "SafeLoader", "compose", "YAMLError", "MarkedYAMLError"),
+    *("Node", "ScalarNode", "SequenceNode", "MappingNode", "AliasEvent"),
+    *("reader", "ReaderError", "composer", "ComposerError"),
+}
 RUNS_WHAT_IT_READS = {
     "DelayedSubmission",
     "builtins.eval",
@@ -169,7 +175,7 @@ def calls_that_could_run_what_they_read(source: str) -> Iterator[str]:
                 name in RUNS_WHAT_IT_READS
                 or last in RUNS_WHAT_IT_READS
                 or first == "keyword"
-                or (first == "yaml" and last not in {"yaml", "safe_load", "YAMLError"})
+                or (first == "yaml" and last not in YAML_WITHOUT_OBJECTS)
             ):
                 yield last
 

@@ -651,8 +651,8 @@ def test_what_no_build_left_is_not_cleared_away(tmp_path: Path) -> None:
 
 def test_an_input_that_no_manifest_can_hold_is_one_sentence(tmp_path: Path) -> None:
     for name in ("cat", "dog\n"):
-        (tmp_path / "root" / name).mkdir(parents=True)
-        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "root" / name / "a.png")
+        (tmp_path / "root" / "train" / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "root" / "train" / name / "a.png")
     with pytest.raises(UserError) as caught:
         build_dataset("folder", tmp_path / "out", root=tmp_path / "root")
     assert "printable characters" in str(caught.value)

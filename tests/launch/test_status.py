@@ -639,7 +639,7 @@ def test_only_what_was_submitted_can_be_submitted_again(
 @pytest.mark.parametrize(
     ("error", "rank", "state", "reason"),
     [
-        (StoppedError(5, "SIGTERM"), 0, "stopped", "stopped after step 5, as SIGTERM asked; start it again"),
+        (StoppedError(5, "as SIGTERM asked"), 0, "stopped", "stopped after step 5, as SIGTERM asked; start it again"),
         (ValueError("of this rank"), 0, "failed", "ValueError: of this rank"),
         (ValueError("of this rank"), 1, "killed", "it left no word"),
     ],

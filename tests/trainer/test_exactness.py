@@ -41,6 +41,7 @@ OBJECTIVES = {
 CHUNKED = {"nt_xent", "nt_xent_published", "split"}
 WITHOUT_BATCH_NORM = (
     "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "
+    "mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
     "options: {img_size: 16, patch_size: 8, depth: 2, embed_dim: 16, num_heads: 2}}"
 )
 

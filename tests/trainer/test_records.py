@@ -405,5 +405,5 @@ def test_a_config_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path, monk
     run = make_run(tmp_path / "run")
     for content in ("[" * 100_000, '{"a":' * 50_000):
         (run / "config.json").write_text(content)
-        with pytest.raises(UserError, match=r"config\.json is not valid json"):
+        with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
             report(monkeypatch, tmp_path / "r.html", run)

@@ -193,7 +193,7 @@ def test_a_damaged_provenance_is_written_anew(
     run_dir = stopped_run(data, tmp_path / "run")
     run_dir.provenance.write_bytes(content)
     go_on(run_dir, configure(data, "keep_checkpoints=9"))
-    assert f"{run_dir.provenance} is damaged and will be written anew" in caplog.text
+    assert re.search(rf"{run_dir.provenance}.*; going on without it", caplog.text)
     assert len(json.loads(run_dir.provenance.read_text())["starts"]) == 1
 
 

@@ -363,7 +363,8 @@ def test_provenance_is_shown_as_it_was_recorded(
 
 
 def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run", name="<script>alert(1)</script>&", trained={"base": [0.4]})
+    provenance = PROVENANCE | {"cpu": "<script>alert(1)</script>&"}
+    run = make_run(tmp_path / "run", provenance=provenance, trained={"base": [0.4]})
     html = report(monkeypatch, tmp_path / "out.html", run)
     assert "<script>" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
@@ -385,7 +386,7 @@ def test_wrong_input_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest
         report(monkeypatch, out, run, run)
     whole = (run / "config.json").read_text()
     (run / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is not valid json"):
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
         report(monkeypatch, out, run)
     (run / "config.json").write_text(whole)
     (run / "probes" / "step_00000011" / "base.json").write_text("[]")

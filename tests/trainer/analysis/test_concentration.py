@@ -102,7 +102,7 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     )
     pictures = Pictures(toy_manifest(24), images_NCHW, None, torch.arange(24), label_N, label_N)
     monkeypatch.setattr(
-        "trainer.analysis.concentration.read_test_pictures", lambda run_dir, what_for: (debug.image(), pictures)
+        "trainer.analysis.concentration.read_test_pictures", lambda run_dir, look, what_for: (debug.image(), pictures)
     )
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     run_dir = write_run(tmp_path / "run", data)

@@ -156,7 +156,7 @@ def test_one_torchrun_per_slurm_task_is_no_contradiction() -> None:
         ({"LOCAL_RANK": "2"}, "local_rank 2"),
         ({"WORLD_SIZE": "0", "RANK": "0"}, "rank 0"),
         ({"RANK": "-1"}, "RANK='-1'"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"WORLD_SIZE": ""}, "MASTER_PORT but not WORLD_SIZE; start with torchrun"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         ({"MASTER_PORT": "70000"}, "master_port 70000"),
         ({"LOCAL_WORLD_SIZE": "9"}, "more than the 8 of the world"),

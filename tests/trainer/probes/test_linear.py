@@ -184,11 +184,18 @@ def test_a_set_smaller_than_a_batch_is_one_batch() -> None:
     assert sorted(rows.tolist()) == [0, 1, 2, 3, 4]
 
 
+class Loud(ToyEncoder):
+    """Its features are so large that a step overflows."""
+
+    def features(self, views_BCHW: Tensor) -> Tensor:
+        return 1e10 * super().features(views_BCHW)
+
+
 def test_divergence_is_said_in_one_sentence() -> None:
     with pytest.raises(
         UserError, match=r"linear probe of label_base diverged in its epoch .* lower probe\.learning_rate"
     ):
-        run(ToyEncoder(), learning_rate=1e30)
+        run(Loud(), learning_rate=1e30)
 
 
 def test_features_do_not_depend_on_order_or_batch() -> None:
