@@ -95,9 +95,8 @@ def test_a_transformer_of_timm_gives_signs_too() -> None:
     pytest.importorskip("timm")
     options = 'encoder.options={"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}'
     numbers = ["encoder.mean=[0.5, 0.5, 0.5]", "encoder.std=[0.25, 0.25, 0.25]"]
-    config = resolve_recipe(
-        "debug:image", ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", options, *numbers]
-    )
+    vit = ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", options]
+    config = resolve_recipe("debug:image", vit + numbers)
     encoder = build_encoder(config.encoder)
     views_BCHW = torch.rand(2, 3, 32, 32)
     num_forward, num_backward = signs_of(encoder, lambda: encoder(views_BCHW))

@@ -245,7 +245,8 @@ def test_many_runs_first_say_what_is_the_same_for_all(tmp_path: Path, monkeypatc
 
 
 def test_markdown_of_hostile_names_stays_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run", name=HOSTILE, trained={"base": [0.4]})
+    titles = {"base": HOSTILE, "overlay": "digit"}
+    run = make_run(tmp_path / "run", titles=titles, trained={"base": [0.4]})
     monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(tmp_path / "r.html"), "--markdown"])
     main()
     html, markdown = (tmp_path / "r.html").read_text(), (tmp_path / "r.md").read_text()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,8 +108,8 @@ def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
 
     def transformer() -> RunConfig:
         options = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
-        encoder = {"kind": "timm", "name": "vit_tiny_patch16_224", "options": options, "batch_norm": "local"}
-        encoder |= {"mean": (0.5,) * 3, "std": (0.25,) * 3}
+        encoder: dict[str, Any] = {"kind": "timm", "name": "vit_tiny_patch16_224", "options": options}
+        encoder |= {"batch_norm": "local", "mean": (0.5,) * 3, "std": (0.25,) * 3}
         return RunConfig.model_validate(debug.image().model_dump() | {"encoder": encoder})
 
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)

@@ -423,9 +423,9 @@ def test_pictures_that_divide_are_taken(height: int, width: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"budget": 0}, "greater than 0"),
-        ({"base_width": 0}, "greater than 0"),
-        ({"num_res_blocks": 0}, "greater than 0"),
+        ({"budget": 0}, "greater than or equal to"),
+        ({"base_width": 0}, "greater than or equal to 1"),
+        ({"num_res_blocks": 0}, "greater than or equal to 1"),
         ({"bugdet": 0.1}, "not permitted"),
         ({"domain": "wavelet"}, "'pixel' or 'frequency'"),
         ({"mask": "circle"}, "'none', 'box' or 'object'"),
