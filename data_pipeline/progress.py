@@ -26,7 +26,7 @@ class Progress:
         self._stop_telling = threading.Event()
         self._teller: threading.Thread | None = None
         self._title, self._total, self._done, self._first = title, total, start, start
-        self._started = self._last_line = time.monotonic()
+        self._started = self._last_line = self._last_advance = time.monotonic()
         self._enabled = enabled
         self._note = ""
         self._bar: RichProgress | None = None
@@ -43,6 +43,7 @@ class Progress:
 
     def advance(self, num: int = 1, *, note: str = "") -> None:
         self._done += num
+        self._last_advance = time.monotonic()
         self._note = note or self._note
         if self._bar is not None:
             self._bar.update(self._task, advance=num, note=self._note)
@@ -66,14 +67,18 @@ class Progress:
             self._teller.start()
 
     def _tell(self, doing: Callable[[], str]) -> None:
-        while not self._stop_telling.wait(max(0.05, self._last_line + SECONDS_BETWEEN_LINES - time.monotonic())):
-            if time.monotonic() - self._last_line < SECONDS_BETWEEN_LINES:
+        while not self._stop_telling.wait(max(0.05, self._told_at() + SECONDS_BETWEEN_LINES - time.monotonic())):
+            if time.monotonic() - self._told_at() < SECONDS_BETWEEN_LINES:
                 continue
             self._last_line = time.monotonic()
             if self._bar is not None:
                 self._bar.update(self._task, note=doing())
             else:
                 self._print(f", {doing()}")
+
+    def _told_at(self) -> float:
+        """The last moment at which a reader could see that the job goes on: steps that advance speak for themselves."""
+        return max(self._last_line, self._last_advance)
 
     def _print(self, what: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads any more: no reason to end the job

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from data_pipeline.errors import nearest
+from data_pipeline.errors import nearest, printable
 from data_pipeline.sections import KIND, field_of, kind_of, members_of, models_at
 
 _MAX_SHOWN = 80  # characters of a value
@@ -42,7 +42,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
         by_path.setdefault(path, []).append((problem, annotations))
     path, problems = next(iter(by_path.items()))
     others = f" (and {len(by_path) - 1} more)" if len(by_path) > 1 else ""
-    return _sentence(path, problems) + others
+    return printable(_sentence(path, problems)) + others
 
 
 def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, list[Any]]:

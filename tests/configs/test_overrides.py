@@ -92,8 +92,10 @@ def test_a_mapping_and_a_setting_inside_it_that_disagree_are_refused(overrides: 
 
 def test_of_two_values_for_one_name_the_last_counts() -> None:
     assert resolve_recipe("debug:image", ["num_epochs=3", "num_epochs=4"]).num_epochs == 4
-    twice = ["objective.kind=split", "objective.weight=0.3", "objective.kind=info_nce", "objective.temperature=0.2"]
-    assert resolve_recipe("debug:image", [twice[0], *twice[2:]]).objective.kind == "info_nce"
+    kinds = ["objective.kind=split", "objective.kind=moco", "objective.temperature=0.2"]
+    objective = resolve_recipe("debug:image", kinds).objective
+    assert objective.kind == "moco"
+    assert objective.temperature == 0.2
 
 
 @pytest.mark.parametrize(

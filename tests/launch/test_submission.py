@@ -357,9 +357,9 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
         (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
         (["--run-dir", "a\nb"], "cannot stand in a batch script"),
         (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
-        (["--partition", "a\nb"], "--partition: partition: must be one line"),
+        (["--partition", "a\nb"], '--partition: partition: "a\\nb" holds the character'),
         (["--partition", "gpu", "--nodes", "2"], "so 2 ranks would train on the CPU; add --gpus-per-node 8"),
-        (["--time-minutes", "99999999"], "--time-minutes: time_minutes: Input should be less than or equal to"),
+        (["--mem-gb", "9999999"], "--mem-gb: mem_gb is 9999999; it must be at most 1,000,000"),
     ],
 )
 def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(

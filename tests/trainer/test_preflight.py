@@ -242,7 +242,12 @@ def test_no_encoder_is_built_with_data_to_ask_what_it_takes(monkeypatch: pytest.
         (30, 32, ["views.kind=viewmaker", "adversary={}"], "multiples of 4, at least 8, got 30 x 32"),
         (4, 4, ["views.kind=viewmaker", "adversary={}"], "multiples of 4, at least 8, got 4 x 4"),
         (8, 12, ["views.kind=viewmaker", "views.downsample_to=8", "adversary={}"], "downsample_to=8 needs"),
-        (8, 8, ["encoder.kind=timm", "encoder.name=levit_128s"], "the encoder cannot take inputs of 8 x 8: "),
+        (
+            8,
+            8,
+            ["encoder.kind=timm", "encoder.name=levit_128s", "encoder.batch_norm=local"],
+            "the encoder cannot take inputs of 8 x 8: ",
+        ),
     ],
 )
 def test_pictures_of_a_size_that_cannot_be_trained_on_are_refused(
