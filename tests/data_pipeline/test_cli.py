@@ -271,7 +271,7 @@ def test_the_module_runs_as_a_command() -> None:
 
 def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data_pipeline", "build", "procedural", "--out", str(tmp_path / "data")]
-    command += ["--limit", "600", "--samples-per-shard", "50"]
+    command += ["--limit", "2400", "--samples-per-shard", "200"]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("data.partial/.*.finished.json")) and time.monotonic() < deadline:

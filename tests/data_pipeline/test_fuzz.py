@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,7 @@ def test_what_the_fuzzers_start_from_is_sound(whole: dict[str, Path]) -> None:
 
 
 def test_the_limit_of_memory_holds() -> None:
-    with memory_limit(MEMORY), pytest.raises(MemoryError):
-        np.zeros(2 * MEMORY, dtype=np.uint8)
-    assert sys.getsizeof(np.zeros(2 * MEMORY, dtype=np.uint8)) > MEMORY
+    """Asks the system itself: an allocator may still hold memory that other tests have freed."""
+    with memory_limit(MEMORY), pytest.raises(OSError, match="Cannot allocate memory"):
+        mmap.mmap(-1, 2 * MEMORY)
+    mmap.mmap(-1, 2 * MEMORY).close()
