@@ -370,6 +370,16 @@ def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
 
 
+def test_a_loss_that_is_negative_by_design_is_explained_beside_its_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_run(tmp_path / "plain", trained={"base": [0.4]})
+    published = make_run(tmp_path / "published", objective={"kind": "nt_xent_published"}, trained={"base": [0.4]})
+    told = "The loss: the published NT-Xent is negative by design"
+    assert told not in report(monkeypatch, tmp_path / "plain.html", plain)
+    assert told in report(monkeypatch, tmp_path / "published.html", published)
+
+
 def test_one_run_is_reported_in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", trained={"base": [0.4]})
     monkeypatch.setattr(sys, "argv", ["report", str(run)])

@@ -210,7 +210,15 @@ def _curves(arms: Sequence[Arm]) -> str:
     untrained = any(arm.untrained(s) for reading in readings(arms) for arm in reading.arms for s in LABEL_SPACES)
     dashed = '<span class="soft">dashed: untrained encoder</span>' if untrained else ""
     band = '<span class="soft">band: ± deviation over seeds</span>' if any(len(arm.runs) > 1 for arm in arms) else ""
-    return f'<div class="legend">{legend}{dashed}{band}</div><div class="charts">{figures}</div>'
+    # A dict holds each sentence once, in order.
+    notes = dict.fromkeys(
+        note
+        for arm in arms
+        for run in arm.runs
+        if (note := run.config.objective.note(global_batch_size=run.config.global_batch_size)) is not None
+    )
+    caption = "".join(f'<p class="caption">The loss: {escape(note)}.</p>' for note in notes)
+    return f'<div class="legend">{legend}{dashed}{band}</div>{caption}<div class="charts">{figures}</div>'
 
 
 def _views_of_arm(arm: Arm) -> str:
