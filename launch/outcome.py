@@ -11,13 +11,13 @@ import contextlib
 import json
 import os
 import re
-import stat
 import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from data_pipeline.files import open_regular
 from data_pipeline.schema import Schema
 from trainer.config import RunConfig, difference, read_config
 from trainer.rundir import RunDir, is_held, write_json
@@ -99,19 +99,11 @@ def read_end(path: Path, *, inside: Path, max_bytes: int) -> str | None:
     if not is_inside(path, inside):
         return None
     try:
-        # Without O_NONBLOCK the opening of a pipe would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open_regular(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            return os.pread(file.fileno(), max_bytes, max(0, num_bytes - max_bytes)).decode(errors="replace")
     except OSError:
         return None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        return os.pread(descriptor, max_bytes, max(0, status.st_size - max_bytes)).decode(errors="replace")
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def is_inside(path: Path, directory: Path) -> bool:

@@ -168,8 +168,8 @@ def test_cpus_per_task_reach_srun(
 def test_a_failing_run_ends_the_job_with_status_1(
     slurm: dict[str, str], slurm_py_here: Callable[..., Done], recipe: list[str], tmp_path: Path
 ) -> None:
-    diverges = ["--set", "optimizer.learning_rate=1e30", "--set", "num_epochs=1000"]
+    diverges = ["--set", "optimizer.learning_rate=1e30", "--set", "max_skipped_in_a_row=2"]
     job = slurm_py_here("--nodes", "2", *recipe, *diverges, "--run-dir", tmp_path / "run", "--wait")
     assert job.status == 1, job.stdout + job.stderr
-    assert re.search(r"^error: rank \d of job \d+ failed: .*\bnot finite\b", job.stderr, re.MULTILINE)
+    assert re.search(r"^error: rank \d of job \d+ failed: .*not finite in \d+ steps in a row", job.stderr, re.MULTILINE)
     assert run("squeue", "--noheader", environ=slurm).stdout == "", "it must not be requeued"
