@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# What a storage answers about a path. ENOENT is not among them: commands ask first whether a file is there.
+# Errors by which a storage refuses a path. ENOENT is not among them: commands check first whether a file is there.
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
     | {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -38,7 +38,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
-    """Name `path` in an `OSError` raised inside that names no file, as those of write, flush and fsync do."""
+    """Add `path` to an `OSError` raised inside if it names no file. Errors of write, flush and fsync name none."""
     try:
         yield
     except OSError as error:

@@ -60,7 +60,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of a file before it comes.
+    """The known properties of a file before it is fetched.
 
     Attributes:
         num_bytes: its size; None if it is not known.
