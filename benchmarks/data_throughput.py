@@ -32,15 +32,15 @@ from benchmarks.record import Line, Peers, ratio_line
 from benchmarks.sounds import spectrogram_peers
 from benchmarks.views import expert_peers
 from benchmarks.webdataset_peer import epoch_after_epoch
-from data_pipeline.bench import encoded_counts, rate, stream_counts
-from data_pipeline.build import build_dataset
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.manifest import MANIFEST_NAME, Manifest, load_manifest
-from data_pipeline.remote import RemoteConfig
-from data_pipeline.sample import NO_LABEL, Sample
-from data_pipeline.shards import encode, write_shards
-from data_pipeline.store import SampleStore
-from data_pipeline.stream import ReadConfig, Stream, epoch_order
+from data_pipeline.building.build import build_dataset
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.sample import NO_LABEL, Sample
+from data_pipeline.loading.stream import ReadConfig, Stream, epoch_order
+from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest, load_manifest
+from data_pipeline.storage.shards import encode, write_shards
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.tools.bench import encoded_counts, rate, stream_counts
 from trainer.memory import keep_freed_memory
 
 BATCH_SIZE = 256

@@ -38,18 +38,18 @@ from torch.nn import functional as F
 from benchmarks.record import circumstances, rounded
 from configs import demo
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
-from data_pipeline.build import build_dataset
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.manifest import load_manifest
-from data_pipeline.progress import Progress
-from data_pipeline.stream import Stream, num_steps_per_epoch
-from trainer.checkpoint import load_players
+from data_pipeline.building.build import build_dataset
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.progress import Progress
+from data_pipeline.loading.stream import Stream, num_steps_per_epoch
+from data_pipeline.storage.manifest import load_manifest
+from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import Encoder, ResNet10Config, build_encoder
 from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures, frozen, read_pictures, to_float
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 from trainer.train import train
 from trainer.views.viewmaker import Pairing, Viewmaker, ViewmakerConfig, attacked_views
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import record
 from benchmarks.objectives import EMBEDDING_SIZE, OURS, WARM_UP_SIZE, Passed, one_pass, replayed
 from benchmarks.record import Line
-from data_pipeline.errors import run_command
+from data_pipeline.core.errors import run_command
 
 GIGABYTE_SIZE = 65_536
 

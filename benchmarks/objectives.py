@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from benchmarks import record
 from benchmarks.record import Line
-from data_pipeline.errors import run_command
+from data_pipeline.core.errors import run_command
 from trainer.objectives import nt_xent_loss
 
 TEMPERATURE = 0.5

@@ -38,15 +38,15 @@ from torch.nn.modules.module import register_module_forward_hook
 from benchmarks import record
 from benchmarks.record import ratio_line
 from benchmarks.step_throughput import configure, step_of
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.sample import NO_LABEL, Batch
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.sample import NO_LABEL, Batch
 from launch.ports import free_ports
-from trainer.accounting import Accounts
 from trainer.distributed.collectives import barrier
-from trainer.distributed.env import WorldEnv, destroy_process_group, init_process_group
+from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group
 from trainer.distributed.neighbours import Doorbell, Neighbours
 from trainer.memory import keep_freed_memory
-from trainer.players import build_players
+from trainer.modules import build_players
+from trainer.planning.accounting import Accounts
 
 NUM_PROCESSES = 2
 NUM_STEPS = 8

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.sounds import NUM_POINTS, Sound, librosa_log_mel
 from data_pipeline.audio.log_mel import AUDIOMNIST
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import run_command
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import run_command
 from trainer.memory import keep_freed_memory
 from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_pipeline.audio.log_mel import AUDIOMNIST, log_mel, power_mel
 from data_pipeline.audio.waveform import fit_length
-from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.sources.background import procedural_sounds
 

@@ -29,15 +29,15 @@ from benchmarks import record
 from benchmarks.record import Line, ratio_line
 from configs import simclr
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
-from data_pipeline.errors import run_command
-from data_pipeline.sample import Batch
-from data_pipeline.stream import Stream
-from trainer.accounting import Accounts
+from data_pipeline.core.errors import run_command
+from data_pipeline.core.sample import Batch
+from data_pipeline.loading.stream import Stream
+from trainer.build import build_engines
 from trainer.config import RunConfig
-from trainer.engines import build_engines
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import ResNet18SmallConfig
-from trainer.players import build_players, build_run_objective
+from trainer.modules import build_players, build_run_objective
+from trainer.planning.accounting import Accounts
 from trainer.step import TrainingStep
 
 LINES = ("data", "micro batches", "checkpointing")

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.record import Line, Measured
-from data_pipeline.errors import run_command
+from data_pipeline.core.errors import run_command
 from trainer.memory import keep_freed_memory
-from trainer.theory.linear_model import (
+from trainer.theory.linear_contrastive.model import (
     FeatureStates,
     angular_speed_at_a_point,
     angular_speeds,

@@ -37,15 +37,15 @@ from torchvision.models import resnet18
 from benchmarks import record
 from benchmarks.step_throughput import wait_for
 from configs import simclr, viewmaker
-from data_pipeline.errors import run_command
-from data_pipeline.stream import Stream, read_all
+from data_pipeline.core.errors import run_command
+from data_pipeline.loading.stream import Stream, read_all
+from trainer.build import build_engines
 from trainer.config import RunConfig
-from trainer.engines import build_engines
 from trainer.memory import keep_freed_memory
-from trainer.optim import learning_rate_at
-from trainer.players import build_players, build_run_objective
+from trainer.modules import build_players, build_run_objective
+from trainer.optim.learning_rates import learning_rate_at
+from trainer.profiling import Clock
 from trainer.step import TrainingStep
-from trainer.timing import Clock
 
 OURS, GAME, TWO_PASSES, LIGHTLY = "SimCLR", "viewmaker, one pass", "viewmaker, two passes", "lightly's SimCLR"
 PEERS = (OURS, GAME, TWO_PASSES, LIGHTLY)

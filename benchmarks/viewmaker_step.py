@@ -34,16 +34,17 @@ from benchmarks import record
 from benchmarks.objectives import replayed
 from benchmarks.record import Line, Measured
 from configs import viewmaker
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import run_command
-from data_pipeline.sample import NO_LABEL, Batch
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import run_command
+from data_pipeline.core.sample import NO_LABEL, Batch
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.config import RunConfig
-from trainer.distributed.ddp_engine import DDPEngine
+from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.memory import keep_freed_memory
+from trainer.modules import Players, build_players, build_run_objective
 from trainer.objectives import PublishedNTXentConfig
-from trainer.optim import AdamConfig, SGDConfig, learning_rate_at
-from trainer.players import Players, build_players, build_run_objective
+from trainer.optim.learning_rates import learning_rate_at
+from trainer.optim.optimizers import AdamConfig, SGDConfig
 from trainer.step import TrainingStep
 
 Step = Callable[[Batch], float]  # which returns the encoder's loss

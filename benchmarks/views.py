@@ -24,8 +24,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from benchmarks.record import print_rates
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import run_command
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import run_command
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, ExpertImageConfig, huang_views
 from trainer.views.random_mask import RandomMask, RandomMaskConfig

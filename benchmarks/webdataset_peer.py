@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision.io import ImageReadMode, decode_png
 
-from data_pipeline.manifest import Manifest
+from data_pipeline.storage.manifest import Manifest
 
 SHUFFLE_BUFFER = 1000
 

@@ -8,7 +8,8 @@ from trainer.config import DataConfig, RunConfig
 from trainer.models.encoder import ResNet18SmallConfig
 from trainer.models.heads import HeadConfig
 from trainer.objectives import ObjectiveConfig
-from trainer.optim import AdamConfig, CosineConfig, SGDConfig
+from trainer.optim.optimizers import AdamConfig, SGDConfig
+from trainer.optim.schedules import CosineConfig
 from trainer.views.expert_image import huang_views
 
 CIFAR10_MEAN, CIFAR10_STD = (0.491, 0.482, 0.446), (0.247, 0.243, 0.261)  # as Tamkin et al. 2022 have them

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from data_pipeline.errors import UserError, nearest, printable
-from data_pipeline.overrides import set_paths
-from data_pipeline.remote import refuse_untyped_command
+from data_pipeline.core.errors import UserError, nearest, printable
+from data_pipeline.core.overrides import set_paths
+from data_pipeline.remote.cache import refuse_untyped_command
 from trainer.config import RunConfig, flatten, read_config
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from data_pipeline import batch_trace, bench, build, preview, verify
-from data_pipeline.errors import UserError, run_command
+from data_pipeline.building import build
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.tools import batch_trace, bench, preview, verify
 
 COMMANDS = {
     "build": (build, "make a dataset: shards and a manifest"),

@@ -36,8 +36,8 @@ from submitit.helpers import DelayedSubmission
 from launch.outcome import last_line, outcome_path, write_outcome
 from launch.train import run
 from trainer.config import read_config
-from trainer.preemption import WARNINGS, StoppedError
-from trainer.rundir import open_run
+from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
+from trainer.run_dir import open_run
 
 AGAIN_SECONDS = 1.0  # after which a warning that nobody took is sent again
 # A warning so much before its time is still that of the time limit: Slurm looks at the limits every 30 seconds, and on

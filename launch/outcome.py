@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.files import open_regular
-from data_pipeline.schema import Schema
+from data_pipeline.core.schema import Schema
+from data_pipeline.storage.files import open_regular
 from trainer.config import RunConfig, difference, read_config
-from trainer.rundir import RunDir, is_held, write_json
+from trainer.run_dir import RunDir, is_held, write_json
 
 ENDED_NAME = "ended.json"
 _MAX_REASON = 4_000  # characters, for an exception may quote a whole tensor

@@ -6,7 +6,7 @@ import random
 import socket
 from contextlib import ExitStack
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
 RANGE = range(20_000, 32_000)

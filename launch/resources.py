@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.environment import set_variables
-from data_pipeline.errors import UserError
-from data_pipeline.plain_text import parse_yaml
-from data_pipeline.schema import Line, NumProcesses, Schema
+from data_pipeline.core.environment import set_variables
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.plain_text import parse_yaml
+from data_pipeline.core.schema import Line, NumProcesses, Schema
 from trainer.config import RunConfig
 
 PREFIX = "FEATURE_DROPOUT_SLURM_"

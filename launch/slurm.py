@@ -37,9 +37,9 @@ from submitit.core.utils import FailedJobError
 from submitit.helpers import clean_env
 
 from configs import resolve_recipe, resolve_study
-from data_pipeline.environment import variable
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.overrides import SET_HELP
+from data_pipeline.core.environment import variable
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.overrides import SET_HELP
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob, parse_seconds
 from launch.outcome import outcomes_of_job
 from launch.ports import free_ports
@@ -69,7 +69,7 @@ from launch.train import add_accept_data, default_run_dir, positive
 from trainer.config import RunConfig
 from trainer.preflight import check_data, claim
 from trainer.provenance import command_line
-from trainer.rundir import LOCK_NAME, RunDir
+from trainer.run_dir import LOCK_NAME, RunDir
 
 MAX_TIMEOUTS = 20  # a job that has reached its time limit this often is not requeued again
 MAX_TIMEOUTS_HERE = 5  # on this machine, where submitit starts a job six times at most
@@ -318,8 +318,8 @@ def check_gpus(resources: Resources, nodes: str) -> None:
         >>> check_gpus(asked.model_copy(update={"gpus_per_node": 0}), "n0 n0 gpu* idle gpu:a100:8(S:0-1)")
         >>> check_gpus(asked, "n0 n0 gpu* idle gpu:a100:8(S:0-1)")
         Traceback (most recent call last):
-        data_pipeline.errors.UserError: every node of the partition gpu has GPUs (gpu:a100:8), but none is asked for, \
-so 4 ranks would train on the CPU; add --gpus-per-node 8, or --gpus-per-node 0 if the CPU is meant
+        data_pipeline.core.errors.UserError: every node of the partition gpu has GPUs (gpu:a100:8), but none is \
+asked for, so 4 ranks would train on the CPU; add --gpus-per-node 8, or --gpus-per-node 0 if the CPU is meant
     """
     if not resources.says_nothing_of_gpus:
         return
@@ -351,8 +351,8 @@ def check_time_limit(resources: Resources, partitions: str) -> None:
         >>> check_time_limit(asked, "PartitionName=a Default=YES MaxTime=1-00:00:00")
         >>> check_time_limit(asked, "PartitionName=a Default=YES MaxTime=01:00:00")
         Traceback (most recent call last):
-        data_pipeline.errors.UserError: --time-minutes 61, but the partition a allows 60; ask for no more: a run that \
-takes longer is started again and goes on
+        data_pipeline.core.errors.UserError: --time-minutes 61, but the partition a allows 60; ask for no more: a \
+run that takes longer is started again and goes on
     """
     asked = None if resources.partition is None else resources.partition.split(",")
     limits: dict[str, float] = {}

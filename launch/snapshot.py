@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from trainer.provenance import REPOSITORY, SNAPSHOT_FILE, this_code
-from trainer.rundir import write_json
+from trainer.run_dir import write_json
 
 PACKAGES = ("data_pipeline", "trainer", "configs", "launch")
 _MAX_READS = 10

@@ -10,12 +10,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data_pipeline.errors import UserError, printable, run_command
+from data_pipeline.core.errors import UserError, printable, run_command
 from launch.slurm import Member, Plan, run_study_here, submit, tell_study
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, run_status
 from trainer.config import read_config, refuse_commands
 from trainer.provenance import command_line
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 HEADER = ("run", "state", "step", "loss", "reason")
 MAX_REASON = 500  # characters that are shown

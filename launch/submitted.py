@@ -24,15 +24,15 @@ from typing import Any, Literal
 from pydantic import AwareDatetime, Field, PositiveInt
 from submitit.core.utils import JobPaths
 
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import load_manifest
-from data_pipeline.remote import is_remote
-from data_pipeline.schema import Line, Schema
-from data_pipeline.stream import num_steps_per_epoch
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Line, Schema
+from data_pipeline.loading.stream import num_steps_per_epoch
+from data_pipeline.remote.cache import is_remote
+from data_pipeline.storage.manifest import load_manifest
 from launch.outcome import ENDED_NAME, is_inside, outcomes_of_job, read_end, read_outcome
 from launch.resources import Resources
 from trainer.config import RunConfig, read_config
-from trainer.rundir import RunDir, is_held, write_json
+from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 

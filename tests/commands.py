@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import run_command
+from data_pipeline.core.errors import run_command
 
 
 @dataclass(frozen=True)

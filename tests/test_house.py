@@ -148,7 +148,7 @@ RUNS_WHAT_IT_READS = {
     "torch.package",
 }
 # The build hands its recipe to processes that it starts itself. A job reads what submitit wrote for it moments before.
-MAY_UNPICKLE = {"data_pipeline/build_workers.py: pickle", "launch/job.py: DelayedSubmission"}
+MAY_UNPICKLE = {"data_pipeline/building/workers.py: pickle", "launch/job.py: DelayedSubmission"}
 
 
 def calls_that_could_run_what_they_read(source: str) -> Iterator[str]:

@@ -10,7 +10,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data_pipeline.manifest import (
+from data_pipeline.core.sample import NO_LABEL, Sample
+from data_pipeline.loading.totals import Totals
+from data_pipeline.overlays import Overlay
+from data_pipeline.overlays.noise import Noise
+from data_pipeline.overlays.registry import kind_of, save_overlay
+from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     OVERLAY_NAME,
@@ -20,14 +26,8 @@ from data_pipeline.manifest import (
     Manifest,
     OverlayEntry,
 )
-from data_pipeline.overlays import Overlay
-from data_pipeline.overlays.noise import Noise
-from data_pipeline.overlays.registry import kind_of, save_overlay
-from data_pipeline.overlays.shapes import Shapes
-from data_pipeline.sample import NO_LABEL, Sample
-from data_pipeline.shards import encode, write_shards
-from data_pipeline.source_digests import content_digest, write_source_digests
-from data_pipeline.totals import Totals
+from data_pipeline.storage.shards import encode, write_shards
+from data_pipeline.storage.source_digests import content_digest, write_source_digests
 
 SAMPLE_RATE = 8_000  # of the sounds, points a second
 NUM_POINTS = 8_333  # of a sound as it is read: the size that the log-mel of this rate takes

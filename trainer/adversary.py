@@ -15,8 +15,8 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from data_pipeline.schema import Count, PositiveFactor, Schema
-from trainer.optim import AdamConfig, OptimizerConfig
+from data_pipeline.core.schema import Count, PositiveFactor, Schema
+from trainer.optim.optimizers import AdamConfig, OptimizerConfig
 
 
 class AdversaryConfig(Schema):

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from data_pipeline.errors import UserError, nearest, run_command
-from data_pipeline.overrides import SET_HELP
-from data_pipeline.schema import MAX_SEED, Schema
-from trainer.analysis.alignment import AlignmentConfig, analyze_alignment
-from trainer.analysis.collision import CollisionConfig, analyze_collision
-from trainer.analysis.concentration import ConcentrationConfig, analyze_concentration
-from trainer.analysis.embedding import EmbeddingConfig, analyze_embedding
-from trainer.analysis.feature_dropout import FeatureDropoutConfig, analyze_feature_dropout
-from trainer.analysis.filters import FiltersConfig, analyze_filters
-from trainer.analysis.subject import Look
-from trainer.analysis.views import ViewsAnalysisConfig, analyze_views
-from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run, runs_of
+from data_pipeline.core.errors import UserError, nearest, run_command
+from data_pipeline.core.overrides import SET_HELP
+from data_pipeline.core.schema import MAX_SEED, Schema
+from trainer.analyses.alignment import AlignmentConfig, analyze_alignment
+from trainer.analyses.collision import CollisionConfig, analyze_collision
+from trainer.analyses.concentration import ConcentrationConfig, analyze_concentration
+from trainer.analyses.embedding import EmbeddingConfig, analyze_embedding
+from trainer.analyses.feature_dropout import FeatureDropoutConfig, analyze_feature_dropout
+from trainer.analyses.filters import FiltersConfig, analyze_filters
+from trainer.analyses.loaded_run import Look
+from trainer.analyses.views import ViewsAnalysisConfig, analyze_views
+from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, runs_of
 
 
 @dataclass(frozen=True)

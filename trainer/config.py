@@ -13,22 +13,23 @@ import torch
 from pydantic import Field, model_validator
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
-from data_pipeline.errors import UserError
-from data_pipeline.plain_text import parse_json, parse_yaml
-from data_pipeline.remote import is_command, refuse_untyped_command
-from data_pipeline.schema import Count, Line, Name, Schema, Seed
-from data_pipeline.stream import ReadConfig
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.plain_text import parse_json, parse_yaml
+from data_pipeline.core.schema import Count, Line, Name, Schema, Seed
+from data_pipeline.loading.stream import ReadConfig
+from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from trainer.adversary import AdversaryConfig
-from trainer.alarms import AlarmConfig
-from trainer.engines import DDPConfig, EngineConfig, check_engine
+from trainer.build import DDPConfig, EngineConfig, check_engine
+from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.memory import MemoryConfig
 from trainer.models.encoder import EncoderConfig
 from trainer.objectives import MoCoConfig, ObjectiveConfig, SimSiamConfig, moco
-from trainer.optim import ConstantConfig, OptimizerConfig, SGDConfig
+from trainer.observability.alarms import AlarmConfig
+from trainer.observability.tracking import TrackingConfig
+from trainer.optim.optimizers import OptimizerConfig, SGDConfig
+from trainer.optim.schedules import ConstantConfig
 from trainer.probes.linear import ProbeConfig
-from trainer.tracking import TrackingConfig
 from trainer.views import ViewsConfig, check_views_fit
-from trainer.watchdog import WatchdogConfig
 
 
 class DataConfig(ReadConfig):

@@ -29,12 +29,12 @@ from typing import Any
 
 import safetensors.torch
 
-from data_pipeline.errors import UserError, run_command
-from trainer.checkpoint import load_players
+from data_pipeline.core.errors import UserError, run_command
+from trainer.checkpoint.restore import load_players
 from trainer.models.encoder import Encoder
-from trainer.models.loading import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, named_as_published
-from trainer.players import Players
-from trainer.rundir import RunDir, open_run, write_atomically
+from trainer.modules import Players
+from trainer.pretrained import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, named_as_published
+from trainer.run_dir import RunDir, open_run, write_atomically
 
 
 def main() -> None:

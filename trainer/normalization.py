@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import Manifest
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
 from trainer.models.encoder import Normalization
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 RECORDED_NORMALIZATION: Final = "normalization"  # the key in provenance.json
 

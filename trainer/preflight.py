@@ -16,24 +16,25 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import Manifest, load_manifest
-from data_pipeline.remote import RemoteShards, is_remote
-from data_pipeline.resident import NodeShare, shared_memory_identity
-from data_pipeline.stream import check_batch_size, num_steps_per_epoch
-from trainer.checkpoint import Restored, newest_state, refuse_link, restore
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.resident import NodeShare, shared_memory_identity
+from data_pipeline.loading.stream import check_batch_size, num_steps_per_epoch
+from data_pipeline.remote.cache import RemoteShards, is_remote
+from data_pipeline.storage.manifest import Manifest, load_manifest
+from trainer.checkpoint.restore import Restored, newest_state, restore
+from trainer.checkpoint.run_state import DataIdentity, check_same_data
+from trainer.checkpoint.save import refuse_link
 from trainer.config import DataConfig, RunConfig, difference, read_config
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
-from trainer.distributed.engine import Engine
+from trainer.distributed.engines.engine import Engine
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
+from trainer.modules import Players
 from trainer.normalization import normalization_of
 from trainer.objectives import Objective
-from trainer.optim import scaled_learning_rate
-from trainer.players import Players
+from trainer.optim.learning_rates import scaled_learning_rate
 from trainer.probes.shared import check_shared, find_shared
-from trainer.run_state import DataIdentity, check_same_data
-from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
+from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
 
 logger = logging.getLogger(__name__)

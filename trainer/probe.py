@@ -24,14 +24,16 @@ from typing import Any
 
 import torch
 
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.progress import Progress
-from data_pipeline.stream import num_steps_per_epoch
-from trainer.checkpoint import load_players
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.progress import Progress
+from data_pipeline.loading.stream import num_steps_per_epoch
+from trainer.checkpoint.restore import load_players
+from trainer.checkpoint.run_state import other_data
 from trainer.config import read_config
 from trainer.distributed.collectives import broadcast_object, rank
-from trainer.distributed.env import choose_device, process_group, read_env
-from trainer.players import Players
+from trainer.distributed.environment import choose_device, process_group, read_env
+from trainer.modules import Players
+from trainer.observability.wandb_run import summarize
 from trainer.preflight import on_first_rank, read_manifests
 from trainer.probes.curve import Curve, read_curves
 from trainer.probes.features import LABEL_SPACES, TRAIN_DRAW, LabelSpace, Pictures, read_pictures
@@ -41,10 +43,8 @@ from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear
 from trainer.probes.result import ProbeResult
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
-from trainer.reporting.science import science_of
-from trainer.run_state import other_data
-from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of, steps_in, write_json
-from trainer.wandb_run import summarize
+from trainer.reports.config_identity import science_of
+from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of, steps_in, write_json
 
 
 def main() -> None:

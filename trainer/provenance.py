@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from data_pipeline.environment import variable
+from data_pipeline.core.environment import variable
 from trainer.config import RunConfig
 from trainer.normalization import RECORDED_NORMALIZATION, normalization_of
 from trainer.preflight import Manifests
-from trainer.rundir import RunDir, write_json
+from trainer.run_dir import RunDir, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """`python -m trainer.replay RUN_DIR --step N`: a skipped step once more, and where its first inf or nan comes from.
 
-Comes in: a run directory with a record of the step (`trainer.nonfinite`) and the shards its config names. Goes out:
-lines that name the first module with an output that is not finite, and the samples. The whole global batch goes through
-the run's own training step in this one process. What may never happen: a change to the run.
+Comes in: a run directory with a record of the step (`trainer.fault_tolerance.nonfinite`) and the shards its config
+names. Goes out: lines that name the first module with an output that is not finite, and the samples. The whole global
+batch goes through the run's own training step in this one process. What may never happen: a change to the run.
 
 Shapes: B samples of the global batch, D embedding size.
 """
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.sample import Batch
-from data_pipeline.stream import Stream
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.sample import Batch
+from data_pipeline.loading.stream import Stream
+from trainer.build import DDPConfig, build_engines
 from trainer.config import RunConfig, read_config
-from trainer.engines import DDPConfig, build_engines
-from trainer.nonfinite import NonFiniteRecord, read_record
+from trainer.fault_tolerance.nonfinite import NonFiniteRecord, read_record
+from trainer.modules import build_players, build_run_objective
 from trainer.normalization import recorded_normalization
-from trainer.numerics import LossScale
-from trainer.players import build_players, build_run_objective
-from trainer.rundir import ALLOW_PIPE_HELP, RunDir, open_run
+from trainer.optim.loss_scale import LossScale
+from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run
 from trainer.step import StepOutput, TrainingStep
 
 _NUM_SAMPLES_LISTED = 10

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.errors import run_command
-from trainer.reporting.as_markdown import as_markdown
-from trainer.reporting.page import page
-from trainer.reporting.publish import publish
-from trainer.reporting.published import study
-from trainer.reporting.runs import arms_of, read_runs
-from trainer.reporting.study_sheet import fill
-from trainer.rundir import ALLOW_PIPE_HELP, RunDir, runs_of, write_atomically
+from data_pipeline.core.errors import run_command
+from trainer.reports.as_markdown import as_markdown
+from trainer.reports.page import page
+from trainer.reports.publish import publish
+from trainer.reports.published import study
+from trainer.reports.runs import arms_of, read_runs
+from trainer.reports.study_sheet import fill
+from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, runs_of, write_atomically
 
 
 def main() -> None:

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import MelConfig
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.sample import Batch
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import Batch
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
-from trainer.distributed.engine import Engine
-from trainer.memory import buffers_untouched, interleave
-from trainer.numerics import HeldState, LossScale, any_not_finite
+from trainer.distributed.engines.engine import Engine
+from trainer.memory import interleave
+from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
-from trainer.timing import stage
+from trainer.optim.loss_scale import HeldState, LossScale, any_not_finite
+from trainer.profiling import stage
 from trainer.views import ViewPolicy
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health

@@ -17,29 +17,29 @@ from functools import partial
 
 import torch
 
-from data_pipeline.progress import Progress
-from data_pipeline.stream import Stream, num_steps_per_epoch
-from trainer.alarms import Alarms
-from trainer.checkpoint import CheckpointWriter
+from data_pipeline.core.progress import Progress
+from data_pipeline.loading.stream import Stream, num_steps_per_epoch
+from trainer.build import build_engines
+from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
-from trainer.engines import build_engines
+from trainer.fault_tolerance.preemption import StoppedError, StopRequests
+from trainer.fault_tolerance.run_counters import RunCounters
+from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
+from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import settle_running_statistics
+from trainer.modules import build_players, build_run_objective
 from trainer.normalization import normalization_of
-from trainer.optim import learning_rates_at
-from trainer.players import build_players, build_run_objective
-from trainer.preemption import StoppedError, StopRequests
+from trainer.observability.alarms import Alarms
+from trainer.observability.step_pictures import step_pictures
+from trainer.observability.tracking import Tracker, memory_in_use
+from trainer.optim.learning_rates import learning_rates_at
 from trainer.preflight import claim, log_start, node_share, on_first_rank, read_agreed_manifests, resume
 from trainer.probes.online import online_probe
+from trainer.profiling import Clock, slowest
 from trainer.provenance import add_to_provenance, write_provenance
-from trainer.run_counters import RunCounters
-from trainer.run_watch import RunWatch, follow_networks
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 from trainer.step import TrainingStep
-from trainer.step_pictures import step_pictures
-from trainer.timing import Clock, slowest
-from trainer.tracking import Tracker, memory_in_use
-from trainer.watchdog import Watchdog, start_watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def train(
     """Train to the end of the config, or go on from the newest checkpoint in `run_dir`; `accepted_data` as in `claim`.
 
     Every rank calls this after the process group is there. Raises `UserError` for input that cannot be trained on, and
-    `StoppedError` where a signal to some rank (see `trainer.preemption`) asked all of them to save and stop.
+    `StoppedError` where a signal to some rank asked all of them to save and stop: `trainer.fault_tolerance.preemption`.
     """
     with (
         on_first_rank(lambda: claim(run_dir, config, accepted_data=accepted_data)) or contextlib.nullcontext(),

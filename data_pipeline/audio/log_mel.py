@@ -24,9 +24,9 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torchaudio import functional as audio
 
-from data_pipeline.counter_rng import serves_numpy
-from data_pipeline.errors import UserError
-from data_pipeline.schema import Schema
+from data_pipeline.core.counter_rng import serves_numpy
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
 
 _FLOOR = 1e-5  # of the mel power, so 1e-10 of its square: -100 of the doubled decibels
 _CACHED_POINTS = 1 << 19  # of the frames that are transformed at once on a CPU: 2 MiB in float32

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchaudio import functional as audio
 
-from data_pipeline.counter_rng import DrawKeys, integers
-from data_pipeline.errors import UserError
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.errors import UserError
 
-CROP_PURPOSE: Final = 100  # of `data_pipeline.counter_rng`
+CROP_PURPOSE: Final = 100  # of `data_pipeline.core.counter_rng`
 _LEVELS = 32_768  # int16 from -1 up to 1
 _EXACT_IN_INT16 = frozenset({"PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"})
 _UNKNOWN_SIZE = 0x7FFF_0000  # a writer that could not seek back leaves a size at or above this

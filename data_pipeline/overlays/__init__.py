@@ -20,11 +20,11 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.sample import MASK_OUTSIDE
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import MASK_OUTSIDE
 
 IMAGE_SIZE: Final = 32  # the side of the pictures that the published geometry is made for
-FIRST_PURPOSE: Final = 100  # of `data_pipeline.counter_rng`: overlays number their draws from here
+FIRST_PURPOSE: Final = 100  # of `data_pipeline.core.counter_rng`: overlays number their draws from here
 
 
 @dataclass(frozen=True)

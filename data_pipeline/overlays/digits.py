@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys, integers
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.sources.digits import DigitSource
 
 DIGIT_SIZE: Final = 10

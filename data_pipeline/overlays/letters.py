@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys, integers
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay, divide_by_255
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 
 FONT_PATH: Final = Path(__file__).parent / "assets" / "LiberationSans-Regular.ttf"
 FONT_SIZE: Final = 12

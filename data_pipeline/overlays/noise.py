@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys, integers
-from data_pipeline.errors import UserError
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.errors import UserError
 from data_pipeline.overlays import FIRST_PURPOSE, Overlaid, Overlay
 
 Crop = Literal["first_or_last", "random_offset", "first"]

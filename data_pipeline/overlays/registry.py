@@ -17,14 +17,14 @@ import pydantic_core
 import safetensors
 import safetensors.torch
 
-from data_pipeline.errors import UserError, nearest
-from data_pipeline.files import read_regular
+from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.letters import Letters
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
-from data_pipeline.schema import Schema
+from data_pipeline.storage.files import read_regular
 
 OVERLAYS: Final[Mapping[str, type[Overlay]]] = MappingProxyType(
     {"shapes": Shapes, "digits": Digits, "letters": Letters, "noise": Noise}

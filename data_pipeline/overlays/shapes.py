@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys, integers
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 
 FIRST, LAST = 10, 21  # the box of every shape, inclusive, in both axes
 ALPHA: Final = 180  # of 255

@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.sample import Record
+from data_pipeline.core.sample import Record
 
 
 class Source(Protocol):
-    """What `data_pipeline.build` needs of a source; it must also survive pickling, for worker processes."""
+    """What `data_pipeline.building.build` needs of a source; it must also survive pickling, for worker processes."""
 
     @property
     def description(self) -> str:

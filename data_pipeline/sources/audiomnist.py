@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import read_wav
-from data_pipeline.errors import UserError
-from data_pipeline.sample import Record
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import Record
 
 NUM_SPEAKERS: Final = 60
 # The published split; Tamkin et al. 2022 train on the speakers that it trains and validates on.

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.audio.waveform import read_wav_at_its_rate, resample, to_float
-from data_pipeline.errors import UserError
-from data_pipeline.randomness import generator
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.randomness import generator
 
 FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")
 _PROCEDURAL_SECONDS = 30  # as long as the published recordings

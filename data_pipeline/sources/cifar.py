@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from data_pipeline.errors import UserError
-from data_pipeline.sample import Record
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import Record
 
 
 class Cifar:

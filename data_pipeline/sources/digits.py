@@ -20,7 +20,7 @@ from typing import Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 
 MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
 MNIST_KINDS: Final = get_args(MnistKind)

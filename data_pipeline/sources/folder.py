@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_pipeline.errors import UserError
-from data_pipeline.progress import Progress
-from data_pipeline.sample import Record
-from data_pipeline.source_digests import content_digest
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import Record
 from data_pipeline.sources.picture_file import read_rgb
+from data_pipeline.storage.source_digests import content_digest
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import read_wav
-from data_pipeline.errors import UserError, nearest
-from data_pipeline.sample import Record
+from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.sample import Record
 
 DEFAULT_TEST_SPEAKER: Final = "yweweler"
 _NAME = re.compile(r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav")

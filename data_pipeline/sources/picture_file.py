@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageOps
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 
 _OPENING: Final = threading.Lock()
 _BACKGROUND: Final = (255, 255, 255)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from data_pipeline.randomness import generator
-from data_pipeline.sample import Record
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.sample import Record
 
 Coordinate = NDArray[np.float64]  # (64, 64): of every point of a picture, in pixels
 Region = NDArray[np.bool_]  # (64, 64): the points that something covers

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from data_pipeline.randomness import generator
-from data_pipeline.sample import Record
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.sample import Record
 
 SAMPLE_RATE: Final = 8_000
 DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = MappingProxyType({"train": 5_000, "test": 1_000})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.sample import NO_LABEL, Record
+from data_pipeline.core.sample import NO_LABEL, Record
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.resolve import resolve_recipe
-from data_pipeline.errors import UserError
-from data_pipeline.sections import models_at
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sections import models_at
 from launch import train as launch_train
 from launch.resources import Resources, Wishes
 from launch.train import default_run_dir

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.resolve import explain, resolve_recipe
-from data_pipeline.errors import UserError, printable
+from data_pipeline.core.errors import UserError, printable
 from trainer.config import RunConfig, flatten, read_config
 
 RECIPES = ("debug:image", "debug:viewmaker", "debug:audio_viewmaker", "audio:waveform", "moco:cifar10")

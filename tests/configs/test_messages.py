@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from configs.resolve import resolve_recipe
-from data_pipeline.errors import UserError
-from data_pipeline.schema import Schema
-from data_pipeline.sections import kind_of, models_at
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
+from data_pipeline.core.sections import kind_of, models_at
 from trainer.config import RunConfig, read_config
 
 OF_PYDANTIC = re.compile(

@@ -7,10 +7,11 @@ from itertools import permutations
 import pytest
 
 from configs.resolve import explain, resolve_recipe, resolve_study
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from trainer.config import difference
 from trainer.objectives import NTXentConfig, SplitLossConfig
-from trainer.optim import AdamConfig, ConstantConfig, CosineConfig
+from trainer.optim.optimizers import AdamConfig
+from trainer.optim.schedules import ConstantConfig, CosineConfig
 from trainer.views.expert_audio import WaveformConfig
 
 

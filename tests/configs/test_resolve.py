@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from configs.resolve import explain, recipes, resolve_recipe, resolve_study, studies
-from data_pipeline.catalogue import NOISE_VOLUME
-from data_pipeline.errors import UserError
+from data_pipeline.building.catalogue import NOISE_VOLUME
+from data_pipeline.core.errors import UserError
 from trainer.adversary import AdversaryConfig
 from trainer.config import difference, read_config
 from trainer.models.encoder import build_encoder
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives import PublishedNTXentConfig
-from trainer.optim import AdamConfig, ConstantConfig, SGDConfig
+from trainer.optim.optimizers import AdamConfig, SGDConfig
+from trainer.optim.schedules import ConstantConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.viewmaker import ViewmakerConfig

@@ -11,12 +11,12 @@ import torch
 
 from configs import studies
 from configs.resolve import resolve_study
-from data_pipeline import build
-from data_pipeline.stream import Stream
+from data_pipeline.building import build
+from data_pipeline.loading.stream import Stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
 from trainer.preflight import check_data
-from trainer.reporting.published import PAIRS, SMALL_RUN, STUDIES, Cell, Value, _contrasts, study
+from trainer.reports.published import PAIRS, SMALL_RUN, STUDIES, Cell, Value, _contrasts, study
 from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 

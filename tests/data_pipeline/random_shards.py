@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import webdataset
 
-from data_pipeline.manifest import (
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
+from data_pipeline.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     HowMade,
@@ -18,8 +19,7 @@ from data_pipeline.manifest import (
     OverlayEntry,
     ShardEntry,
 )
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
-from data_pipeline.shards import encode, index_content, index_shard
+from data_pipeline.storage.shards import encode, index_content, index_shard
 
 IMAGE_SIZE = 8
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.errors import run_command
+from data_pipeline.core.errors import run_command
 from launch import train as launch_train
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sounds
-from trainer.rundir import RunDir, hold, write_json
+from trainer.run_dir import RunDir, hold, write_json
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 NUM_STEPS = 40
 

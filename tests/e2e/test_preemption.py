@@ -19,7 +19,7 @@ import torch
 from launch.submitted import run_status
 from tests.processes import kill_tree
 from tests.tiny_data import write_tiny_pair
-from trainer.rundir import RunDir, hold
+from trainer.run_dir import RunDir, hold
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 120  # after the first few there is to be time for the warning, also on a busy machine

@@ -14,7 +14,7 @@ import pytest
 from data_pipeline import __main__ as data_pipeline
 from tests.real_data import REPOSITORY
 from trainer import analyze, probe, report
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 
 def test_sounds_from_nothing_to_probes(

@@ -18,11 +18,11 @@ from submitit.helpers import DelayedSubmission
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
 
 import launch.job
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from launch.job import AFTER_SRUN, EARLY_SECONDS, TrainJob
 from launch.outcome import outcome_path, read_outcome, write_outcome
 from launch.slurm import MAX_TIMEOUTS_HERE, WARNING_SECONDS
-from trainer.preemption import WARNINGS
+from trainer.fault_tolerance.preemption import WARNINGS
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT_SECONDS = 600

@@ -18,7 +18,7 @@ import launch.slurm
 from launch.ports import free_ports
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_dataset
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 

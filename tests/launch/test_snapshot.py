@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from launch import snapshot as snapshot_module
 from launch.snapshot import PACKAGES, Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from trainer import provenance

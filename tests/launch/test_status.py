@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from launch import slurm as slurm_module
 from launch import status as status_module
 from launch import submitted as submitted_module
@@ -34,8 +34,8 @@ from launch.status import resubmit, runs_in, status_of, table
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import read_config
-from trainer.preemption import StoppedError
-from trainer.rundir import LOCK_NAME, RunDir, hold, write_json
+from trainer.fault_tolerance.preemption import StoppedError
+from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
 RESOURCES = Resources(nodes=2, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=60)
 

@@ -14,7 +14,7 @@ import pytest
 import submitit
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from launch.job import TrainJob
 from launch.outcome import outcomes_of_job
 from launch.resources import Resources, describe_request, gather, resources_for, told_origins
@@ -34,7 +34,7 @@ from launch.slurm import (
 from launch.submitted import Submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
-from trainer.rundir import RunDir, hold, write_json
+from trainer.run_dir import RunDir, hold, write_json
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "slurm_debug_image.sh"

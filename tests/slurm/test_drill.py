@@ -30,8 +30,8 @@ from submitit.helpers import DelayedSubmission
 from launch.slurm import MAX_TIMEOUTS
 from tests.slurm.cluster import NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
-from trainer.rundir import RunDir
-from trainer.wandb_run import offline_steps
+from trainer.observability.wandb_run import offline_steps
+from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 160

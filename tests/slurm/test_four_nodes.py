@@ -17,7 +17,7 @@ import launch.slurm
 from tests.commands import Done, call
 from tests.slurm.cluster import Cluster, private_slurm
 from tests.tiny_data import write_tiny_dataset
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 8

@@ -17,8 +17,8 @@ import launch.job
 from launch.job import AFTER_SRUN, TrainJob
 from launch.outcome import outcome_path, read_outcome
 from tests.tiny_data import write_tiny_pair
-from trainer.preemption import WARNINGS, StoppedError
-from trainer.rundir import RunDir
+from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
+from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 RUNNING = "JobState=RUNNING Reason=None RunTime=00:10:00 TimeLimit=04:00:00"

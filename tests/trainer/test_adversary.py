@@ -12,15 +12,15 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import AdversaryConfig, reverse_gradient
-from trainer.optim import AdamConfig, SGDConfig
-from trainer.run_watch import time_to_compile_again
-from trainer.rundir import RunDir
+from trainer.fault_tolerance.run_watch import time_to_compile_again
+from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.optim.optimizers import AdamConfig, SGDConfig
+from trainer.run_dir import RunDir
 from trainer.train import train
-from trainer.watchdog import Watchdog
 
 
 def players() -> tuple[nn.Module, nn.Module, Tensor]:

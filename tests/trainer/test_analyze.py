@@ -12,18 +12,18 @@ from PIL import Image
 from torch import Tensor
 
 from configs import debug
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import UserError
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.probes.toy import toy_pictures
-from trainer.analysis.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
-from trainer.analysis.subject import Look
-from trainer.analysis.views import analyze_views, choose_pictures, draw_views, mean_change
+from trainer.analyses.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
+from trainer.analyses.loaded_run import Look
+from trainer.analyses.views import analyze_views, choose_pictures, draw_views, mean_change
 from trainer.analyze import ANALYSES, main
-from trainer.players import build_players
+from trainer.modules import build_players
 from trainer.probes.features import read_pictures
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.sample import NO_LABEL, Batch
+from data_pipeline.core.sample import NO_LABEL, Batch
 from tests.gloo import run_ranks
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
-from trainer.distributed.ddp_engine import DDPEngine
-from trainer.players import build_players, build_run_objective
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.modules import build_players, build_run_objective
 from trainer.step import TrainingStep
 
 BATCH_SIZE = 8

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 import trainer.export
 from configs import debug
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
-from data_pipeline.errors import UserError
-from trainer.checkpoint import CheckpointWriter
+from data_pipeline.core.errors import UserError
+from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
-from trainer.distributed.ddp_engine import DDPEngine
+from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.export import export, main
 from trainer.models import Encoder, ResNet10Config, ResNet18Config, ResNet18SmallConfig, TimmConfig, load_encoder
-from trainer.models.loading import HEADER_KEY
-from trainer.optim import SGDConfig
-from trainer.players import build_players
-from trainer.rundir import RunDir, write_json
+from trainer.modules import build_players
+from trainer.optim.optimizers import SGDConfig
+from trainer.pretrained import HEADER_KEY
+from trainer.run_dir import RunDir, write_json
 
 CIFAR10: dict[str, Any] = {"mean": CIFAR10_MEAN, "std": CIFAR10_STD}
 TINY = ResNet10Config(width=4, embedding_size=16, **CIFAR10)

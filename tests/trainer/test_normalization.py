@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import Manifest, load_manifest
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.tiny_data import write_tiny_pair
-from trainer.checkpoint import load_players
+from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
 from trainer.export import export
 from trainer.models import Encoder, Normalization, load_encoder
+from trainer.modules import build_players
 from trainer.normalization import normalization_of
-from trainer.plan import plan
-from trainer.players import build_players
+from trainer.planning.plan import plan
 from trainer.preflight import log_start
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 from trainer.train import train
 
 CPU = torch.device("cpu")

@@ -23,19 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs import resolve_recipe
 from data_pipeline.audio import log_mel
 from data_pipeline.audio.log_mel import MelConfig
-from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import Batch
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.letters import Letters
 from data_pipeline.overlays.shapes import Shapes
-from data_pipeline.sample import Batch
 from trainer.config import RunConfig
-from trainer.distributed.ddp_engine import DDPEngine
-from trainer.distributed.fake_ranks import fake_ranks
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.distributed.fake_process_group import fake_ranks
+from trainer.modules import build_players, build_run_objective
 from trainer.objectives import ObjectiveOutput
 from trainer.objectives.nt_xent import NTXent
-from trainer.optim import LAMBConfig, LARSConfig, OptimizerConfig
-from trainer.players import build_players, build_run_objective
+from trainer.optim.optimizers import LAMBConfig, LARSConfig, OptimizerConfig
 from trainer.step import TrainingStep
 
 ROOT = Path(__file__).parents[2]

@@ -18,20 +18,20 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import MANIFEST_NAME, load_manifest
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig, read_config
 from trainer.distributed.collectives import rank
+from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.models import Encoder, build_encoder
 from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
+from trainer.modules import build_players
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
-from trainer.players import build_players
 from trainer.preflight import check_data, claim, log_start, on_first_rank
-from trainer.rundir import LOCK_NAME, RunDir, hold, is_held
-from trainer.watchdog import WatchdogConfig
+from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held
 
 X86 = {"architecture": "x86_64"}
 

@@ -17,17 +17,17 @@ from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
 from configs import barlow_twins, moco, simclr, simsiam, viewmaker
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.sample import Batch
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import Batch
 from tests.trainer.objectives import test_barlow_twins, test_moco, test_simsiam
 from tests.trainer.objectives.references import nt_xent_by_loop, published_by_loop
 from tests.trainer.views.viewmaker_as_written import AsWritten
+from trainer.build import build_engines
 from trainer.config import RunConfig
-from trainer.engines import build_engines
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.models.encoder import Encoder, ResNet10Config
+from trainer.modules import Players, build_players, build_run_objective
 from trainer.objectives import Objective
-from trainer.players import Players, build_players, build_run_objective
 from trainer.step import TrainingStep
 from trainer.views.viewmaker import ViewmakerConfig
 

@@ -16,11 +16,11 @@ import pytest
 import trainer.analyze
 import trainer.probe
 import trainer.report
-from data_pipeline.errors import run_command
+from data_pipeline.core.errors import run_command
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
-from tests.trainer.test_report import Page
-from trainer.rundir import RunDir, write_atomically
+from tests.trainer.reports.test_report import Page
+from trainer.run_dir import RunDir, write_atomically
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 

@@ -17,21 +17,21 @@ import torch
 import launch.slurm
 import launch.train
 from configs import resolve_recipe
-from data_pipeline.errors import UserError, run_command
-from data_pipeline.manifest import load_manifest
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.storage.manifest import load_manifest
 from launch.job import TrainJob
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.analysis.subject import Look, open_subject
-from trainer.checkpoint import newest_state
-from trainer.checkpoint_files import INDEX_NAME
+from trainer.analyses.loaded_run import Look, open_subject
+from trainer.checkpoint.files import INDEX_NAME
+from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.preflight import claim, read_agreed_manifests, read_manifests
 from trainer.probe import _warn_of_other_data
-from trainer.reporting.runs import read_runs
-from trainer.reporting.tables import _FACTS
-from trainer.rundir import RunDir, write_json
+from trainer.reports.runs import read_runs
+from trainer.reports.tables import _FACTS
+from trainer.run_dir import RunDir, write_json
 from trainer.train import train
 
 

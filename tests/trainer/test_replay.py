@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
-from data_pipeline.stream import Stream, batch_indices
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import Stream, batch_indices
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay
+from trainer.build import build_engines
+from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank, world_size
-from trainer.engines import build_engines
-from trainer.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_nonfinite, recorded_steps
-from trainer.players import build_players, build_run_objective
+from trainer.fault_tolerance.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_nonfinite, recorded_steps
+from trainer.fault_tolerance.skipped_steps import SkipLog
+from trainer.modules import build_players, build_run_objective
 from trainer.replay import Inspector
-from trainer.run_state import SkipCounts
-from trainer.rundir import RunDir, write_json
-from trainer.skips import SkipLog
+from trainer.run_dir import RunDir, write_json
 from trainer.step import TrainingStep
 
 NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6

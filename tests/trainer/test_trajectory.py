@@ -12,14 +12,14 @@ import safetensors.torch
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.sample import Batch
-from data_pipeline.stream import Stream
+from data_pipeline.core.sample import Batch
+from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from trainer.config import RunConfig
-from trainer.distributed.ddp_engine import DDPEngine
-from trainer.players import build_players, build_run_objective
-from trainer.rundir import RunDir
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.modules import build_players, build_run_objective
+from trainer.run_dir import RunDir
 from trainer.step import TrainingStep
 from trainer.train import train
 

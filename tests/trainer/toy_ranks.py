@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.rundir import RunDir
-from trainer.timing import stage
-from trainer.watchdog import Watchdog, WatchdogConfig
+from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
+from trainer.profiling import stage
+from trainer.run_dir import RunDir
 
 NUM_RANKS, CULPRIT, BAD_STEP = 4, 2, 10
 LIMIT_SECONDS = 2.0

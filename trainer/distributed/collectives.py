@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from trainer.distributed.neighbours import Doorbell, Neighbours, can_be_neighbours
-from trainer.timing import stage
+from trainer.profiling import stage
 
 T = TypeVar("T")
 
@@ -265,7 +265,7 @@ def _reduce_scatter(out: Tensor, x: Tensor) -> None:
     out.copy_(_neighbours[0].all_reduce_sum(x.view(-1)).view(world_size(), *out.shape)[rank()])
 
 
-# What neighbours do are operators, so that whoever counts operations (`trainer.accounting`) sees them as c10d's own.
+# What neighbours do are operators: whoever counts operations (`trainer.planning.accounting`) sees them as c10d's own.
 _operators = torch.library.Library("neighbours", "DEF")  # type: ignore[no-untyped-call]
 for _schema, _kernel in (
     ("allgather_(Tensor(a!) out, Tensor x) -> ()", _gather),

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 
 _ANSWER_SECONDS = 2.0
 _PAUSE_SECONDS = 0.2

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 
 # Every rank has two slots and writes to them in turn: who has heard from all others in a round knows that they have
 # read what was written in the round before it. A longer tensor takes several rounds. Pages are only used once written.

@@ -21,7 +21,7 @@ from trainer.models.encoder import (
     build_encoder,
 )
 from trainer.models.heads import HeadConfig, build_head
-from trainer.models.loading import load_encoder
+from trainer.pretrained import load_encoder
 
 __all__ = [
     "Encoder",

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
 
 _num_groups = [1]  # of the innermost `grouped_statistics`; not of a thread: backward may compute again in another one

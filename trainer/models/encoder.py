@@ -18,8 +18,8 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from data_pipeline.errors import UserError
-from data_pipeline.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import grouped_statistics, knows_order, split_batch_norm, synchronize_batch_norm
 from trainer.models.heads import HeadConfig, build_head

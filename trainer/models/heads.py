@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from torch import nn
 
-from data_pipeline.schema import LayerSize, Schema
+from data_pipeline.core.schema import LayerSize, Schema
 from trainer.models.batch_norm import SynchronizedBatchNorm1d
 
 

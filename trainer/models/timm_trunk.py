@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from data_pipeline.errors import UserError
-from trainer.memory import Checkpointing, run_blocks
+from data_pipeline.core.errors import UserError
+from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, same_groups, synchronize_batch_norm
 
 # Those that the encoder decides, and those that would name weights to load: a config may come from a stranger.

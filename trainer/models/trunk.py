@@ -10,7 +10,7 @@ from collections.abc import Container
 
 from torch import Tensor, nn
 
-from trainer.memory import Checkpointing, run_blocks
+from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import same_groups
 
 

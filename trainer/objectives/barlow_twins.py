@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data_pipeline.schema import PositiveFactor
+from data_pipeline.core.schema import PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from data_pipeline.schema import BatchSize, Temperature
+from data_pipeline.core.schema import BatchSize, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.objectives.objective import ObjectiveSettings
 

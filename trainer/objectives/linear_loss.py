@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data_pipeline.schema import PositiveFactor
+from data_pipeline.core.schema import PositiveFactor
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.negatives import candidates
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_pipeline.counter_rng import DrawKeys, integers
-from data_pipeline.errors import UserError
-from data_pipeline.schema import BatchSize, ShareBelowOne, Temperature
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.models.batch_norm import knows_order, settle_running_statistics
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
-_ORDER_PURPOSE = 200  # of `data_pipeline.counter_rng`
+_ORDER_PURPOSE = 200  # of `data_pipeline.core.counter_rng`
 
 
 class MoCoConfig(ObjectiveSettings):

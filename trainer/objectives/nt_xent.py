@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data_pipeline.schema import Temperature
+from data_pipeline.core.schema import Temperature
 from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
 from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
 

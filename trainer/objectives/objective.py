@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_pipeline.schema import Schema
+from data_pipeline.core.schema import Schema
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from data_pipeline.schema import Schema
+from data_pipeline.core.schema import Schema
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import read_result
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 Method = Literal["linear", "knn", "online_knn", "online_ridge"]
 

@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import Manifest
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.sample import Batch
+from data_pipeline.loading.resident import Rows, place
+from data_pipeline.loading.stream import Draws, ReadConfig, check_bad_share, read_all
 from data_pipeline.overlays import Overlay, evaluation_keys, no_mask
-from data_pipeline.randomness import generator
-from data_pipeline.remote import is_remote
-from data_pipeline.resident import Rows, place
-from data_pipeline.sample import Batch
-from data_pipeline.store import SampleStore
-from data_pipeline.stream import Draws, ReadConfig, check_bad_share, read_all
+from data_pipeline.remote.cache import is_remote
+from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.store import SampleStore
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.views.expert_audio import clean_spectrogram
 

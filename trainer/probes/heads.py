@@ -17,10 +17,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.linear import LinearHead
-from trainer.rundir import write_atomically
+from trainer.run_dir import write_atomically
 
 _CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data_pipeline.schema import Schema
+from data_pipeline.core.schema import Schema
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, extract, frozen, shared_rows
 from trainer.probes.linear import Spread, Target, spread
 

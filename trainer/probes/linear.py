@@ -25,10 +25,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import UserError
-from data_pipeline.randomness import generator
-from data_pipeline.schema import BatchSize, Count, LearningRate, PositiveShare, Schema, Seed, Share, ShareBelowOne
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.schema import BatchSize, Count, LearningRate, PositiveShare, Schema, Seed, Share, ShareBelowOne
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
 

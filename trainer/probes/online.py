@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.config import RunConfig
-from trainer.memory import buffers_untouched
+from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data_pipeline.schema import Schema
+from data_pipeline.core.schema import Schema
 from trainer.probes.features import LabelSpace
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
-from trainer.rundir import read_object
+from trainer.run_dir import read_object
 
 
 class ProbeResult(Schema):

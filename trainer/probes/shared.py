@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import Manifest
-from data_pipeline.source_digests import SharedSources, read_source_digests, shared_sources
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.source_digests import SharedSources, read_source_digests, shared_sources
 from trainer.config import DataConfig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import Manifest
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import Manifest
 from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures
 from trainer.probes.linear import Target
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from data_pipeline.errors import UserError, nearest, run_command
-from data_pipeline.overrides import SET_HELP
+from data_pipeline.core.errors import UserError, nearest, run_command
+from data_pipeline.core.overrides import SET_HELP
 from trainer.memory import keep_freed_memory
-from trainer.theory import generalization, linear_contrastive, sparse_coding
-from trainer.theory.claim import claim_table
-from trainer.theory.experiment import RESULT, Experiment, default_out, run_experiment
+from trainer.theory.framework.claim import claim_table
+from trainer.theory.framework.experiment import RESULT, Experiment, default_out, run_experiment
+from trainer.theory.generalization import command as generalization
+from trainer.theory.linear_contrastive import command as linear_contrastive
+from trainer.theory.sparse_coding import command as sparse_coding
 
 EXPERIMENTS: Mapping[str, Experiment[Any]] = {
     "generalization": generalization.EXPERIMENT,

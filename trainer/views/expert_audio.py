@@ -21,11 +21,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
-from data_pipeline.counter_rng import DrawKeys, normal_pairs, uniform
-from data_pipeline.schema import CountOrZero, Deviation, PositiveShare, Schema
+from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
+from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare, Schema
 from trainer.views.speed_and_pitch import change_pitch, change_speed
 
-# Of `data_pipeline.counter_rng`: above those of a viewmaker, which may come after `augment` with the same keys.
+# Of `data_pipeline.core.counter_rng`: above those of a viewmaker, which may come after `augment` with the same keys.
 _MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE, _SPEED_AND_PITCH = range(90, 95)
 _POINTS_ON_CPU: Final = 1 << 19  # of the waveforms that are augmented at once: 2 MiB in float32
 

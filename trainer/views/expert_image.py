@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from data_pipeline.counter_rng import DrawKeys, uniform
-from data_pipeline.schema import PositiveShare, Schema, Share
+from data_pipeline.core.counter_rng import DrawKeys, uniform
+from data_pipeline.core.schema import PositiveShare, Schema, Share
 
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square divides

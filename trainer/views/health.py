@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from data_pipeline.sample import MASK_BOX
+from data_pipeline.core.sample import MASK_BOX
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def view_health(
     Args:
         views_a_BCHW, views_b_BCHW: first and second views, the latter None where there is one view only.
         images_BCHW: the pictures that the first views were made from.
-        masks_BHW: uint8, in the levels of `data_pipeline.sample`, of the same pictures; None without masks.
+        masks_BHW: uint8, in the levels of `data_pipeline.core.sample`, of the same pictures; None without masks.
         bounded: whether the pictures lie in [0, 1]; normalised spectrograms do not.
     """
     change_BCHW = (views_a_BCHW - images_BCHW).abs()

@@ -29,8 +29,8 @@ def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfi
     With `mel` it is one of sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`, where the views are
     normalised log-mel spectrograms, in the dtype of the waveforms.
 
-    `masks_BHW` (uint8, the levels of `data_pipeline.sample`) are of the objects on these very pictures. Every policy
-    takes them; only a masked viewmaker reads them, and raises `ValueError` where it gets none.
+    `masks_BHW` (uint8, the levels of `data_pipeline.core.sample`) are of the objects on these very pictures. Every
+    policy takes them; only a masked viewmaker reads them, and raises `ValueError` where it gets none.
 
     Raises `ValueError` as `check_views_fit` does.
     """

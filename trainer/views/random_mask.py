@@ -17,10 +17,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.counter_rng import DrawKeys, integers
-from data_pipeline.schema import ImageSize, Schema
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.schema import ImageSize, Schema
 
-_PURPOSE: Final = 0  # of `data_pipeline.counter_rng`
+_PURPOSE: Final = 0  # of `data_pipeline.core.counter_rng`
 _BITS: Final = 30  # of one draw of `integers`
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import MelConfig
-from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.core.counter_rng import DrawKeys
 from trainer.views.expert_audio import Waveform, clean_spectrogram
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 

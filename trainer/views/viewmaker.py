@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from data_pipeline.counter_rng import DrawKeys, uniform
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT
-from data_pipeline.schema import ImageSize, PositiveShare, Schema
-from trainer.memory import Checkpointing, run_blocks
+from data_pipeline.core.counter_rng import DrawKeys, uniform
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
+from data_pipeline.core.schema import ImageSize, PositiveShare, Schema
+from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.views.expert_audio import WaveformConfig
 
-_ATTACK_PURPOSE = 0  # of `data_pipeline.counter_rng`
+_ATTACK_PURPOSE = 0  # of `data_pipeline.core.counter_rng`
 _FIRST_NOISE_PURPOSE = 1
 _STRIDE = 4  # of the stem
 _MIN_SIZE = 8  # the stem pads by 4 reflected pixels, a residual block by 1
@@ -273,7 +273,7 @@ class Viewmaker(nn.Module):
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Views of pictures in [0, 1], same shape and type; clamped to [0, 1] after the budget if the config says so.
 
-        `masks_BHW` (uint8, in the levels of `data_pipeline.sample`) says where the drawn object is; only a masked
+        `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) says where the drawn object is; only a masked
         viewmaker reads it. Other inputs of one or more channels (spectrograms) are as good, without the clamp.
 
         Raises:

@@ -21,7 +21,7 @@ from data_pipeline.audio.log_mel import (
     power_mel,
 )
 from data_pipeline.audio.waveform import decode_wav, fit_length, to_float
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import read_sounds
 from tests.real_data import archive
 

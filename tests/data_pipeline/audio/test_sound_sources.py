@@ -18,8 +18,8 @@ from sklearn.preprocessing import StandardScaler
 
 from data_pipeline.audio.log_mel import FSDD, log_mel, power_mel
 from data_pipeline.audio.waveform import encode_wav, fit_length, to_float
-from data_pipeline.errors import UserError
-from data_pipeline.sample import NO_LABEL
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.background import FILE_NAMES, procedural_sounds, read_sounds
 from data_pipeline.sources.fsdd import Fsdd

@@ -26,8 +26,8 @@ from data_pipeline.audio.waveform import (
     resample,
     to_float,
 )
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import UserError
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
 
 INT16 = st.lists(st.integers(-32_768, 32_767), min_size=1, max_size=50).map(lambda x: np.array(x, dtype=np.int16))
 FLOAT32 = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=50).map(lambda x: np.array(x, dtype=np.float32))

@@ -16,19 +16,19 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from configs import resolve_recipe
-from data_pipeline.errors import UserError
-from data_pipeline.stream import Stream
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import reverse_gradient
 from trainer.config import RunConfig
-from trainer.distributed import deepspeed_engine
 from trainer.distributed.collectives import rank, world_size
-from trainer.distributed.ddp_engine import DDPEngine
-from trainer.distributed.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, check, deepspeed_dictionary
-from trainer.distributed.engine import Engine
-from trainer.optim import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig, build_optimizer
-from trainer.players import build_players, build_run_objective
+from trainer.distributed.engines import deepspeed_engine
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, check, deepspeed_dictionary
+from trainer.distributed.engines.engine import Engine
+from trainer.modules import build_players, build_run_objective
+from trainer.optim.optimizers import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig, build_optimizer
 from trainer.step import TrainingStep
 
 BATCH_SIZE = 8

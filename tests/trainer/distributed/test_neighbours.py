@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed import collectives, neighbours
 from trainer.distributed.collectives import (

@@ -13,11 +13,11 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
-from trainer.memory import Checkpointing, run_blocks
 from trainer.models import ResNet10Config, TimmConfig, build_encoder
+from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
     SynchronizedBatchNorm1d,

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from trainer.models import (
     Encoder,
     EncoderConfig,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
 from trainer.models import Encoder, Normalization, TimmConfig, build_encoder

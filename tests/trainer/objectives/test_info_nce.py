@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.trainer.objectives.pair_losses import (
     assert_near,
     assert_ranks_equal_one_process,

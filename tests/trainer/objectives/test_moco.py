@@ -10,7 +10,7 @@ from lightly.models.utils import update_momentum
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.trainer.objectives.toy_moco import (
     EMBEDDING_SIZE,

@@ -10,7 +10,7 @@ from lightly.loss import NTXentLoss
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.trainer.objectives.references import nt_xent_by_loop, published_by_loop
 from trainer.objectives import (
     NTXent,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
 from trainer.probes.features import LabelSpace, Pictures, extract
 from trainer.probes.linear import (

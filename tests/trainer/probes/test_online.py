@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from configs import debug
-from data_pipeline.errors import UserError
-from data_pipeline.remote import RemoteConfig
-from data_pipeline.stream import ReadConfig
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import ReadConfig
+from data_pipeline.remote.cache import RemoteConfig
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.probes.toy import toy_pictures
-from trainer.checkpoint import load_players
+from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
-from trainer.players import build_players
+from trainer.modules import build_players
 from trainer.probes.features import LABEL_SPACES, read_pictures, read_some
 from trainer.probes.knn import probe_knn
 from trainer.probes.online import OnlineProbe, online_probe
 from trainer.probes.targets import label_targets
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 from trainer.train import train
 
 CPU = torch.device("cpu")

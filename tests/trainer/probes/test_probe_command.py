@@ -19,14 +19,14 @@ import torch
 
 import trainer.probe
 from configs import debug
-from data_pipeline.errors import UserError
-from data_pipeline.manifest import SOURCE_DIGESTS_NAME
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME
 from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
-from trainer.checkpoint import load_players
+from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
-from trainer.players import build_players
+from trainer.modules import build_players
 from trainer.probe import main, majority_share, probe, runs_table
 from trainer.probes.curve import Curve, Curves, Point, curve_of
 from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
@@ -34,7 +34,7 @@ from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
 from trainer.probes.result import read_result
 from trainer.probes.targets import label_targets
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 
 
 def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:

@@ -13,7 +13,7 @@ from configs import debug
 from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
-from trainer.players import build_players
+from trainer.modules import build_players
 from trainer.probe import probe
 from trainer.probes.features import extract, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies

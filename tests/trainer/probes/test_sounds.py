@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from configs import debug
 from data_pipeline.audio.log_mel import FSDD
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import UserError
-from data_pipeline.stream import ReadConfig, Stream, read_all
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import ReadConfig, Stream, read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
-from trainer.analysis.subject import Look
-from trainer.analysis.views import analyze_views
-from trainer.players import build_players
+from trainer.analyses.loaded_run import Look
+from trainer.analyses.views import analyze_views
+from trainer.modules import build_players
 from trainer.probe import main, probe
 from trainer.probes.features import read_pictures
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, probe_linear
 from trainer.probes.targets import label_targets
-from trainer.rundir import RunDir
+from trainer.run_dir import RunDir
 from trainer.views.expert_audio import Spectral, SpectralConfig, clean_spectrogram
 
 CPU = torch.device("cpu")

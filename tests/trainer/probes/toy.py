@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest, OverlayEntry, ShardEntry
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.storage.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest, OverlayEntry, ShardEntry
 from trainer.probes.features import Pictures
 
 

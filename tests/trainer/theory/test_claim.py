@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from scipy import stats
 
-from trainer.theory.claim import (
+from trainer.theory.framework.claim import (
     Claim,
     Interval,
     claim_table,

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.errors import UserError
+from data_pipeline.core.errors import UserError
 from trainer.theory import __main__ as command
-from trainer.theory.claim import Claim, exactly, judge
-from trainer.theory.experiment import (
+from trainer.theory.framework.claim import Claim, exactly, judge
+from trainer.theory.framework.experiment import (
     Experiment,
     Outcome,
     Part,
@@ -26,7 +26,7 @@ from trainer.theory.experiment import (
     read_theory_result,
     run_experiment,
 )
-from trainer.theory.linear_contrastive import EXPERIMENT
+from trainer.theory.linear_contrastive.command import EXPERIMENT
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ def test_finished_parts_are_not_computed_again(tmp_path: Path) -> None:
 def test_parts_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, SquaresSettings())
     CALLS.clear()
-    monkeypatch.setattr("trainer.theory.experiment.code_sha256", lambda _: "other code")
+    monkeypatch.setattr("trainer.theory.framework.experiment.code_sha256", lambda _: "other code")
     run(tmp_path, SquaresSettings())
     assert CALLS == ["0", "1", "2"]
 

@@ -17,10 +17,10 @@ from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
 from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.split_loss import split_loss
-from trainer.theory import generalization, generalization_identities
-from trainer.theory.experiment import TheoryResult, run_experiment
-from trainer.theory.generalization import EXPERIMENT, GeneralizationSettings, loss_floor, parts, trained_shares
-from trainer.theory.generalization_bound import (
+from trainer.theory.framework.experiment import TheoryResult, run_experiment
+from trainer.theory.generalization import command as generalization
+from trainer.theory.generalization import identities as generalization_identities
+from trainer.theory.generalization.bound import (
     BoundSettings,
     Samples,
     centre_condition,
@@ -29,14 +29,15 @@ from trainer.theory.generalization_bound import (
     largest_overlap,
     measure_cells,
 )
-from trainer.theory.generalization_claims import (
+from trainer.theory.generalization.claims import (
     judge_bound,
     judge_classifiers,
     judge_collapse,
     judge_identities,
     judge_theorems,
 )
-from trainer.theory.generalization_divergence import (
+from trainer.theory.generalization.command import EXPERIMENT, GeneralizationSettings, loss_floor, parts, trained_shares
+from trainer.theory.generalization.divergence import (
     Population,
     classify,
     closest_centres,
@@ -45,7 +46,7 @@ from trainer.theory.generalization_divergence import (
     theorem_3_sharpened,
     theorem_4_bounds,
 )
-from trainer.theory.generalization_encoders import (
+from trainer.theory.generalization.encoders import (
     EncoderSettings,
     ObjectiveSettings,
     class_centres,
@@ -53,7 +54,7 @@ from trainer.theory.generalization_encoders import (
     new_encoders,
     train,
 )
-from trainer.theory.generalization_identities import IdentitySettings, centre_moment, measure_identities
+from trainer.theory.generalization.identities import IdentitySettings, centre_moment, measure_identities
 
 CPU = torch.device("cpu")
 TINY_ENCODERS = EncoderSettings(

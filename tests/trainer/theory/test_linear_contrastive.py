@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys, normal
-from data_pipeline.errors import UserError
-from trainer.theory import linear_model
-from trainer.theory.claim import ClaimResult
-from trainer.theory.experiment import TheoryResult, run_experiment
-from trainer.theory.linear_contrastive import EXPERIMENT
-from trainer.theory.linear_contrastive_settings import TrainingSettings, Variation
-from trainer.theory.linear_model import (
+from data_pipeline.core.counter_rng import DrawKeys, normal
+from data_pipeline.core.errors import UserError
+from trainer.theory.framework.claim import ClaimResult
+from trainer.theory.framework.experiment import TheoryResult, run_experiment
+from trainer.theory.linear_contrastive import model as linear_model
+from trainer.theory.linear_contrastive.command import EXPERIMENT
+from trainer.theory.linear_contrastive.model import (
     FeatureStates,
     History,
     Training,
@@ -31,6 +30,7 @@ from trainer.theory.linear_model import (
     train_arms,
     views_of,
 )
+from trainer.theory.linear_contrastive.settings import TrainingSettings, Variation
 
 CPU = torch.device("cpu")
 ONE_FEATURE_MORE = FeatureStates.product([45], [0.6], [0.7])
@@ -340,7 +340,7 @@ def test_the_error_is_the_angle(tmp_path: Path) -> None:
 
 def test_an_error_that_is_not_the_angle_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Counted at angles 2 degrees larger than told."""
-    module = "trainer.theory.linear_contrastive.downstream_error"
+    module = "trainer.theory.linear_contrastive.command.downstream_error"
     monkeypatch.setattr(module, lambda angles, **given: downstream_error([angle + 2 for angle in angles], **given))
     claims = run(tmp_path, "studies=[error]", "num_seeds=8", "error.num_samples_a_seed=50000")
     assert claims["error is the angle"].verdict == "does not hold"

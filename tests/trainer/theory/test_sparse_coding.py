@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, relu
 
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.errors import UserError
-from trainer.theory.sparse_coding_model import (
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from trainer.theory.sparse_coding.model import (
     TRAINING,
     Learners,
     Trained,
@@ -28,8 +28,8 @@ from trainer.theory.sparse_coding_model import (
     soft_threshold,
     train,
 )
-from trainer.theory.sparse_coding_probes import measure_growth
-from trainer.theory.sparse_coding_settings import (
+from trainer.theory.sparse_coding.probes import measure_growth
+from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     MASK_LINEAR,
     NONE_BIAS,

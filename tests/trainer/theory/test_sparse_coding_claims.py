@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys
-from trainer.theory import sparse_coding
-from trainer.theory.experiment import run_experiment
-from trainer.theory.sparse_coding import EXPERIMENT, gather, parts
-from trainer.theory.sparse_coding_claims import Arms, arm_claims, gap_claim, steps_to_reach
-from trainer.theory.sparse_coding_model import TRAINING, Trained, draw_atoms, new_learners
-from trainer.theory.sparse_coding_probes import measure, probe_curves
-from trainer.theory.sparse_coding_settings import MASK_BIAS, NONE_BIAS, SparseCodingSettings, problems
+from data_pipeline.core.counter_rng import DrawKeys
+from trainer.theory.framework.experiment import run_experiment
+from trainer.theory.sparse_coding import command as sparse_coding
+from trainer.theory.sparse_coding.claims import Arms, arm_claims, gap_claim, steps_to_reach
+from trainer.theory.sparse_coding.command import EXPERIMENT, gather, parts
+from trainer.theory.sparse_coding.model import TRAINING, Trained, draw_atoms, new_learners
+from trainer.theory.sparse_coding.probes import measure, probe_curves
+from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, SparseCodingSettings, problems
 
 CPU = torch.device("cpu")
 TINY = SparseCodingSettings(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchaudio import functional as audio
 
 from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, audible_frames
-from data_pipeline.counter_rng import DrawKeys, normal
+from data_pipeline.core.counter_rng import DrawKeys, normal
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_audio import (
     MaskDraws,

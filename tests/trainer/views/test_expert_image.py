@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
-from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.core.counter_rng import DrawKeys
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_image import (
     BRIGHTNESS,

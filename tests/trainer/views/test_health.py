@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from trainer.views.health import view_health
 
 

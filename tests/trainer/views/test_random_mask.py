@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import FSDD
-from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.core.counter_rng import DrawKeys
 from trainer.views import ViewsConfig, build_view_policy, check_views_fit
 from trainer.views.policy import check_image_size
 from trainer.views.random_mask import RandomMask, RandomMaskConfig, draw_mask

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import FSDD
-from data_pipeline.counter_rng import DrawKeys
+from data_pipeline.core.counter_rng import DrawKeys
 from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.policy import ViewsConfig, build_view_policy

@@ -13,8 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from data_pipeline.counter_rng import DrawKeys
-from data_pipeline.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.views.policy import build_view_policy
 from trainer.views.viewmaker import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as tv
 
-from data_pipeline.counter_rng import DrawKeys, uniform
+from data_pipeline.core.counter_rng import DrawKeys, uniform
 from trainer.views.viewmaker import Viewmaker
 
 

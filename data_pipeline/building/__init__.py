@@ -1,0 +1,1 @@
+"""Make a dataset: draw overlays on a source and write shards."""

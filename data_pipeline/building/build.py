@@ -1,0 +1,600 @@
+"""Source to overlay to shards: builds a dataset that is there whole or not at all, with the same bytes each time.
+
+Sample `i` shows record `order[i % num_records]`, with an overlay drawn from (seed, split, i) in the shard, or drawn
+later from what is stored beside the shards. The order is a seeded shuffle dealt out in rounds, one record of every
+class a round, so that any first part of a dataset is balanced. Each shard is made whole by one process, from its number
+alone, so the number of processes cannot change a byte. All is written to `DIR.partial`, the manifest last, and then
+renamed. A build that was cut short leaves its finished shards there, and the same build goes on from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal, Unpack, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from data_pipeline.building.catalogue import (
+    DATASETS,
+    DIGITS,
+    NOISE_CROPS,
+    NOISE_VOLUME,
+    SOURCE_SUMMARIES,
+    SPLITS,
+    Choices,
+    open_dataset,
+    sources_of,
+)
+from data_pipeline.building.workers import (
+    FINISHED_SUFFIX,
+    Recipe,
+    ShardTask,
+    content_digests,
+    finished_path,
+    finished_shard,
+    make_shard,
+    run_all,
+    wait_for_orphans,
+)
+from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.core.validation import describe
+from data_pipeline.overlays import IMAGE_SIZE, Overlay
+from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
+from data_pipeline.sources import Source
+from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
+from data_pipeline.sources.silence import Silence
+from data_pipeline.storage.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    OVERLAY_NAME,
+    SOURCE_DIGESTS_NAME,
+    HowMade,
+    LabelNames,
+    Manifest,
+    OverlayEntry,
+    load_manifest,
+)
+from data_pipeline.storage.shards import index_path, shard_name
+from data_pipeline.storage.source_digests import check_source_digests, write_source_digests
+
+logger = logging.getLogger(__name__)
+
+NUM_SAMPLES_PER_SHARD: Final = 1_000
+_NUM_NAMED: Final = 12  # classes in the summary of a build
+DRAWN: Final = ("baked", "online")
+_ARGUMENTS_NAME = "build.json"  # in DIR.partial: what its finished shards were made from
+_OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, _ARGUMENTS_NAME})
+
+
+def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: int | None) -> NDArray[np.int64]:
+    """A seeded shuffle of the records, in rounds of one record of every class that has some left, cut at `limit`.
+
+    Returns (num_records,) int64 numbers of records.
+    """
+    shuffled = generator(seed, f"order {split}").permutation(len(labels))
+    by_class = np.argsort(labels[shuffled], kind="stable")
+    counts = np.bincount(labels - NO_LABEL)
+    place_in_class = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
+    rounds = np.empty_like(place_in_class)
+    rounds[by_class] = place_in_class
+    del by_class, place_in_class
+    return shuffled[np.argsort(rounds, kind="stable")][:limit]
+
+
+def _source_sha256(plan: Plan, digests: Iterable[bytes]) -> str:
+    """Hash the class names, and the labels and contents of the records in the order of the dataset."""
+    sha256 = hashlib.sha256(json.dumps(plan.recipe.label_names.base).encode())
+    sha256.update(plan.recipe.source.labels[plan.order].astype("<i8").tobytes())
+    for some in digests:
+        sha256.update(some)
+    return sha256.hexdigest()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A dataset that is due: what its manifest will say of how it was made, and where each sample comes from."""
+
+    recipe: Recipe
+    how_made: HowMade
+    overlay: Overlay | None
+    overlay_sha256: str | None  # of what `save_overlay` writes
+    overlay_entry: OverlayEntry | None
+    order: NDArray[np.int64]  # as `balanced_order` gives it
+    num_samples_per_shard: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.how_made.repeats * len(self.order)
+
+    def shard(self, number: int) -> ShardTask:
+        first_index = number * self.num_samples_per_shard
+        stop = min(first_index + self.num_samples_per_shard, self.num_samples)
+        return ShardTask(
+            number=number,
+            first_index=first_index,
+            records_B=self.order[np.arange(first_index, stop) % len(self.order)],
+            num_new=min(max(len(self.order) - first_index, 0), stop - first_index),
+        )
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        starts = range(0, self.num_samples, self.num_samples_per_shard)
+        return tuple(min(self.num_samples_per_shard, self.num_samples - start) for start in starts)
+
+    @property
+    def arguments(self) -> str:
+        """What finished shards must have been made from, so that a build can go on from them."""
+        return json.dumps(
+            {
+                "how_made": self.how_made.model_dump(),
+                "overlay": None if self.overlay_entry is None else self.overlay_entry.model_dump(),
+                "overlay_sha256": self.overlay_sha256,
+                "num_samples_per_shard": self.num_samples_per_shard,
+                "label_names": self.recipe.label_names.model_dump(),
+                "order_sha256": hashlib.sha256(self.order.tobytes()).hexdigest(),
+                "labels_sha256": hashlib.sha256(self.recipe.source.labels.tobytes()).hexdigest(),
+            },
+            indent=2,
+        )
+
+
+def build_dataset(
+    dataset: str,
+    directory: Path,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    limit: int | None = None,
+    repeats: int = 1,
+    overlay: str | None = None,
+    num_samples_per_shard: int = NUM_SAMPLES_PER_SHARD,
+    num_workers: int = 1,
+    **choices: Unpack[Choices],
+) -> Manifest:
+    """Build a dataset in `directory`, or find it built there already with the same arguments from the same data.
+
+    `limit` bounds the number of records, of which each is stored `repeats` times, every time with a draw of its own.
+    `overlay` says when the overlay is drawn, `baked` into the shards (the default) or `online`, by whoever reads them;
+    see `Choices` for the rest. Raises `UserError` where the input is wrong or `directory` holds something else.
+    """
+    for name, value, least in (
+        *(("--limit", limit, 1), ("--repeats", repeats, 1), ("--seed", seed, 0)),
+        *(("--samples-per-shard", num_samples_per_shard, 1), ("--workers", num_workers, 1)),
+        ("--image-size", choices.get("image_size"), 1),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
+    with _within_the_manifests_bounds(dataset):
+        plan = _plan(
+            dataset,
+            split=split,
+            seed=seed,
+            limit=limit,
+            repeats=repeats,
+            drawn=overlay,
+            num_samples_per_shard=num_samples_per_shard,
+            choices=choices,
+        )
+    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+        manifest = _check_finished(directory, plan)
+        starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
+        slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
+        with closing(run_all(content_digests, plan.recipe, slices, num_workers=num_workers)) as digests:
+            if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
+                raise UserError(f"{directory} was built from other data; choose another directory or remove it")
+        return manifest
+    with _whole_or_nothing(directory) as unfinished:
+        try:
+            manifest = _check_finished(unfinished, plan)  # there if a build was killed between its last two moments
+        except UserError:
+            _make_shards(plan, unfinished, title=f"building {directory.name}", num_workers=num_workers)
+            with _within_the_manifests_bounds(dataset):
+                manifest = _write_manifest(plan, unfinished)
+        for path in [*unfinished.glob(".shard-*"), unfinished / _ARGUMENTS_NAME]:
+            path.unlink(missing_ok=True)
+    return manifest
+
+
+@contextmanager
+def _within_the_manifests_bounds(dataset: str) -> Iterator[None]:
+    """Say in one sentence what of the input no manifest can hold, such as a class name with a line break."""
+    try:
+        yield
+    except ValidationError as error:
+        raise UserError(
+            f"{dataset} cannot be built from this input: {describe(error, Manifest)}; change that in the source"
+        ) from None
+
+
+def _plan(
+    dataset: str,
+    *,
+    split: str,
+    seed: int,
+    limit: int | None,
+    repeats: int,
+    drawn: str | None,
+    num_samples_per_shard: int,
+    choices: Choices,
+) -> Plan:
+    """Open the sources and check everything that can be known before the first shard."""
+    if drawn is not None and drawn not in DRAWN:
+        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, DRAWN)}')
+    if drawn is not None and dataset in DATASETS and DATASETS[dataset].overlay is None:
+        raise UserError(f"{dataset} has no overlay, so it takes no --overlay; leave that out")
+    if drawn == "online" and repeats > 1:
+        raise UserError(
+            "an online overlay is drawn anew at each reading, so --repeats stores nothing new; leave it out"
+        )
+    ingredients = open_dataset(dataset, split=split, seed=seed, limit=limit, **choices)
+    source, overlay = ingredients.source, ingredients.overlay
+    order = balanced_order(source.labels, seed=seed, split=split, limit=limit)
+    if overlay is not None and ingredients.num_points is None:
+        height, width, _ = source[int(order[0])].content.shape
+        if (height, width) != (IMAGE_SIZE, IMAGE_SIZE):
+            raise UserError(
+                f"{dataset} draws on pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels, but those in {choices.get('root')} "
+                f"are {width}x{height}; give --source folder --image-size {IMAGE_SIZE}"
+            )
+    entry, overlay_sha256 = None, None
+    if overlay is not None:
+        overlay_sha256 = _overlay_sha256(overlay)
+        entry = (
+            OverlayEntry(kind=kind_of(overlay), drawn="online", sha256=overlay_sha256)
+            if drawn == "online"
+            else OverlayEntry(kind=kind_of(overlay), drawn="baked", sha256=None)
+        )
+    recipe = Recipe(
+        source=source,
+        overlay=None if drawn == "online" else overlay,
+        label_names=_label_names(source, overlay),
+        split=split,
+        seed=seed,
+        sample_rate=ingredients.sample_rate,
+        num_points=ingredients.num_points,
+    )
+    how_made = HowMade(
+        dataset=dataset,
+        source=ingredients.description,
+        split=cast(Literal["train", "test"], split),
+        seed=seed,
+        repeats=repeats,
+        limit=limit,
+        source_sha256="",
+    )
+    return Plan(recipe, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
+
+
+def _label_names(source: Source, overlay: Overlay | None) -> LabelNames:
+    if overlay is None:
+        return LabelNames(base=source.class_names, overlay=(), title_base=source.title)
+    return LabelNames(
+        base=source.class_names,
+        overlay=overlay.class_names,
+        title_base=source.title,
+        title_overlay=overlay.title,
+    )
+
+
+def _overlay_sha256(overlay: Overlay) -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        return save_overlay(overlay, Path(directory) / OVERLAY_NAME)
+
+
+def _make_shards(plan: Plan, directory: Path, *, title: str, num_workers: int) -> None:
+    """Write the shards that `directory` lacks."""
+    kept = _kept_shards(plan, directory)
+    missing = [number for number in range(len(plan.shard_sizes)) if number not in kept]
+    num_kept = sum(plan.shard_sizes[number] for number in kept)
+    if not missing:
+        return
+    made = run_all(
+        partial(make_shard, directory=directory),
+        plan.recipe,
+        map(plan.shard, missing),
+        num_workers=min(num_workers, len(missing)),
+        lock=directory / _ARGUMENTS_NAME,
+    )
+    with closing(made), Progress(title, total=plan.num_samples, start=num_kept) as progress:
+        for num_samples in made:
+            progress.advance(num_samples)
+
+
+def _kept_shards(plan: Plan, directory: Path) -> set[int]:
+    """The numbers of the shards that a build of the same plan, cut short, has finished in `directory`.
+
+    All else is cleared away. One record of each shard is compared, so that a folder that was changed meanwhile is
+    found out; what a shard was made from in the end, `source_sha256` says in any case.
+    """
+    arguments = directory / _ARGUMENTS_NAME
+    kept: set[int] = set()
+    if arguments.is_file():
+        wait_for_orphans(arguments)
+        if arguments.read_text() == plan.arguments:
+            kept = {number for number in range(len(plan.shard_sizes)) if finished_shard(directory, number) is not None}
+            if not all(_is_from_same_data(plan, directory, number) for number in kept):
+                logger.warning("%s holds shards of other data; all are built again", directory)
+                kept = set()
+    names = {_ARGUMENTS_NAME} if kept else set()
+    for number in kept:
+        shard = directory / shard_name(number)
+        names |= {shard.name, index_path(shard).name, finished_path(directory, number).name}
+    for path in directory.iterdir():
+        if path.name not in names:
+            path.unlink()
+    if not kept:
+        arguments.write_text(plan.arguments)
+    return kept
+
+
+def _is_from_same_data(plan: Plan, directory: Path, number: int) -> bool:
+    task, finished = plan.shard(number), finished_shard(directory, number)
+    assert finished is not None
+    if not task.num_new:
+        return True
+    return finished.digests.startswith(content_digests(plan.recipe, task.records_B[:1]).hex())
+
+
+def _write_manifest(plan: Plan, directory: Path) -> Manifest:
+    """Put together what is known of the finished shards, and write it behind all else."""
+    recipe, entry = plan.recipe, plan.overlay_entry
+    totals, entries, all_digests = recipe.no_totals(), [], bytearray()
+
+    def digests() -> Iterator[bytes]:
+        for number in range(len(plan.shard_sizes)):
+            finished = finished_shard(directory, number)
+            assert finished is not None
+            totals.merge(finished.sums)
+            entries.append(finished.entry)
+            of_shard = bytes.fromhex(finished.digests)
+            all_digests.extend(of_shard)
+            yield of_shard
+
+    source_sha256 = _source_sha256(plan, digests())
+    is_online = entry is not None and entry.drawn == "online"
+    if is_online:
+        assert plan.overlay is not None
+        save_overlay(plan.overlay, directory / OVERLAY_NAME)
+    source_digests_sha256 = None
+    if not isinstance(recipe.source, Silence):  # whose records are all alike
+        source_digests_sha256 = write_source_digests(
+            directory / SOURCE_DIGESTS_NAME, bytes(all_digests), num_samples=plan.num_samples
+        )
+    if recipe.num_points is None:
+        height, width, num_channels = recipe.source[int(plan.order[0])].content.shape
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        num_samples=plan.num_samples,
+        medium="picture" if recipe.num_points is None else "sound",
+        input_shape=(num_channels, height, width) if recipe.num_points is None else (recipe.num_points,),
+        sample_rate=recipe.sample_rate,
+        label_names=recipe.label_names,
+        counts_base=totals.counts_base,
+        counts_overlay=() if is_online else totals.counts_overlay,
+        mean=totals.mean,
+        std=totals.std,
+        overlay=entry,
+        how_made=plan.how_made.model_copy(update={"source_sha256": source_sha256}),
+        shards=tuple(entries),
+        source_digests_sha256=source_digests_sha256,
+    )
+    with (directory / MANIFEST_NAME).open("w") as file:
+        file.write(manifest.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return manifest
+
+
+def _check_finished(directory: Path, plan: Plan) -> Manifest:
+    """The manifest of a dataset that is there already.
+
+    Raises `UserError` unless it is whole and was made with these arguments; `source_sha256` is not compared.
+    """
+    if not (directory / MANIFEST_NAME).is_file():
+        raise UserError(f"{directory} is there already and is not a dataset; choose another directory or remove it")
+    manifest = load_manifest(directory)
+    for name in HowMade.model_fields:
+        before, now = getattr(manifest.how_made, name), getattr(plan.how_made, name)
+        if before != now and name != "source_sha256":
+            raise UserError(
+                f"{directory} was built with {name} {before}, not {now}; choose another directory or remove it"
+            )
+    if manifest.overlay != plan.overlay_entry:
+        raise UserError(
+            f"{directory} was built with another --overlay or its assets; choose another directory or remove it"
+        )
+    if tuple(entry.num_samples for entry in manifest.shards) != plan.shard_sizes:
+        raise UserError(
+            f"{directory} was built with another --samples-per-shard; choose another directory or remove it"
+        )
+    sizes = {entry.name: entry.num_bytes for entry in manifest.shards}
+    for name, num_bytes in sizes.items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            raise UserError(f"{path} is missing or damaged; remove {directory} and build it again")
+    if manifest.overlay is not None and manifest.overlay.sha256 is not None:
+        load_overlay(directory / OVERLAY_NAME, sha256=manifest.overlay.sha256)
+    if manifest.source_digests_sha256 is not None:
+        check_source_digests(directory / SOURCE_DIGESTS_NAME, manifest)
+    return manifest
+
+
+@contextmanager
+def _whole_or_nothing(directory: Path) -> Iterator[Path]:
+    """The folder `directory.partial` to build in, which becomes `directory` at the end.
+
+    It may hold what an earlier build has left. On any error it stays if a shard of it is finished, and goes otherwise.
+    A lock, which ends with its process, keeps two builds apart. Raises `UserError` where there can be no such folder.
+    """
+    if not directory.name:
+        raise UserError(f"--out {directory} is no name for a folder to make; give one, such as --out {directory}/data")
+    unfinished = directory.with_name(f"{directory.name}.partial")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {unfinished} ({error.strerror}); choose another --out") from None
+    descriptor = os.open(unfinished, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another build is writing {unfinished}; wait for it or choose another --out") from None
+        except OSError:
+            pass  # a file system without locks
+        for path in unfinished.iterdir():
+            if path.name not in _OWN_NAMES and not path.name.startswith(("shard-", ".shard-")):
+                raise UserError(f"{path} is not of a build, so it is not cleared away; move it or choose another --out")
+        try:
+            yield unfinished
+        except BaseException as error:
+            if not any([*unfinished.glob(f".*{FINISHED_SUFFIX}"), *unfinished.glob(MANIFEST_NAME)]):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                error.filename = unfinished  # a failed write knows no name
+            raise
+        unfinished.rename(directory)
+    finally:
+        os.close(descriptor)
+
+
+def describe_catalogue() -> str:
+    """Return the lines of the help on every dataset with its sources, and on every source."""
+    by_base: dict[str, list[str]] = {}
+    for name, dataset in DATASETS.items():
+        by_base.setdefault(dataset.base, []).append(name)
+    lines = ["datasets, and the sources of each (the first is the default):"]
+    lines += [f"  {', '.join(names)}: {', '.join(sources_of(names[0]))}" for names in by_base.values()]
+    lines += ["sources:", *(f"  {name}: {summary}" for name, summary in SOURCE_SUMMARIES.items())]
+    return "\n".join(lines)
+
+
+def describe_manifest(manifest: Manifest) -> list[str]:
+    """Return lines on what was built: the samples, both labels with their classes, the overlay, the origin."""
+    size = " x ".join(map(str, manifest.input_shape[:0:-1]))
+    samples = (
+        f"pictures of {size} pixels"
+        if manifest.sample_rate is None
+        else f"sounds at {manifest.sample_rate} points a second, read as {manifest.input_shape[0]} points"
+    )
+    megabytes = sum(entry.num_bytes for entry in manifest.shards) / 1e6
+    lines = [f"samples: {samples}, {megabytes:.1f} MB in all"]
+    names = manifest.label_names
+    for label, title, classes, counts in (
+        ("label_base", names.title_base, names.base, manifest.counts_base),
+        ("label_overlay", names.title_overlay, names.overlay, manifest.counts_overlay),
+    ):
+        if classes:
+            of_each = ""
+            if counts:
+                least, most = min(counts), max(counts)
+                of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
+            more = ", ..." if len(classes) > _NUM_NAMED else ""
+            lines.append(f"{label}, {title}: {len(classes)} classes{of_each}, {', '.join(classes[:_NUM_NAMED])}{more}")
+    if manifest.overlay is not None:
+        when = "anew at each reading" if manifest.is_online else "into the shards"
+        lines.append(f"overlay: {manifest.overlay.kind}, drawn {when}")
+    made = manifest.how_made
+    lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s DATASET --out DIR [options]"
+    parser.epilog = describe_catalogue()
+    parser.add_argument("dataset", metavar="DATASET", help="what to build: see below")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--source", metavar="S", help="where the data comes from: see below")
+    parser.add_argument("--root", metavar="PATH", type=Path, help="the folder that holds the source's data")
+    parser.add_argument("--split", metavar="|".join(SPLITS), default="train", help="default: train")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the order and the overlays (default: 0)")
+    parser.add_argument("--limit", metavar="N", type=int, help="at most N records, balanced over the classes")
+    parser.add_argument(
+        "--overlay", metavar="|".join(DRAWN), help="drawn into the shards (default), or anew at each reading"
+    )
+    parser.add_argument(
+        "--repeats", metavar="R", type=int, default=1, help="store each record R times, each with its own overlay"
+    )
+    parser.add_argument(
+        "--image-size", metavar="N", type=int, help="of a folder's pictures: the middle of each, resized to NxN pixels"
+    )
+    parser.add_argument(
+        "--test-share",
+        metavar="P",
+        type=float,
+        help="of a folder without train/ and test/: the share that is the test split, chosen by --seed",
+    )
+    parser.add_argument(
+        "--digits", metavar="|".join(DIGITS), help="default: sklearn for procedural pictures, else mnist"
+    )
+    parser.add_argument(
+        "--digits-root",
+        metavar="PATH",
+        type=Path,
+        help="folder that holds MNIST/raw, for the digits of MNIST (default: --root)",
+    )
+    parser.add_argument(
+        "--noise-root",
+        metavar="PATH",
+        type=Path,
+        help="folder of cafe.wav, traffic.wav, machinery.wav (default: --root; made ones for the source procedural)",
+    )
+    parser.add_argument(
+        "--noise-volume", metavar="V", type=float, help=f"the noise's loudest point (default: {NOISE_VOLUME})"
+    )
+    parser.add_argument(
+        "--noise-crop", metavar="|".join(NOISE_CROPS), help="of the train split (default: first_or_last)"
+    )
+    parser.add_argument("--test-speaker", metavar="NAME", help=f"of fsdd (default: {DEFAULT_TEST_SPEAKER})")
+    parser.add_argument(
+        "--samples-per-shard", metavar="N", type=int, default=NUM_SAMPLES_PER_SHARD, help="default: %(default)s"
+    )
+    num_cpus = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", metavar="N", type=int, default=num_cpus, help="processes (default: one per CPU)")
+
+
+def run(args: argparse.Namespace) -> None:
+    there_already = (args.out / MANIFEST_NAME).is_file()
+    manifest = build_dataset(
+        args.dataset,
+        args.out,
+        split=args.split,
+        seed=args.seed,
+        limit=args.limit,
+        repeats=args.repeats,
+        overlay=args.overlay,
+        num_samples_per_shard=args.samples_per_shard,
+        num_workers=args.workers,
+        source=args.source,
+        root=args.root,
+        image_size=args.image_size,
+        test_share=args.test_share,
+        digits=args.digits,
+        digits_root=args.digits_root,
+        noise_root=args.noise_root,
+        noise_volume=args.noise_volume,
+        noise_crop=args.noise_crop,
+        test_speaker=args.test_speaker,
+    )
+    done = "is there already, built from the same data with the same arguments" if there_already else "built"
+    print(f"{args.out} {done}: {manifest.num_samples} samples in {len(manifest.shards)} shards, {manifest.sha256[:12]}")
+    for line in describe_manifest(manifest):
+        print(line)

@@ -1,0 +1,256 @@
+"""The datasets that can be built: a base and for most an overlay, `cifar10_digits` or `spoken_noise`, and the sources
+from which each base can come."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, TypedDict, Unpack, cast
+
+from data_pipeline.audio.log_mel import mel_config
+from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.overlays import Overlay, PictureOverlay
+from data_pipeline.overlays.digits import Digits
+from data_pipeline.overlays.noise import Crop, Noise
+from data_pipeline.overlays.registry import OVERLAYS
+from data_pipeline.sources import SoundSource, Source, background, fsdd, procedural, procedural_speech
+from data_pipeline.sources.audiomnist import AudioMnist
+from data_pipeline.sources.cifar import Cifar
+from data_pipeline.sources.digits import MNIST_KINDS, DigitSource, MnistKind, mnist_digits, sklearn_digits
+from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.fsdd import Fsdd
+from data_pipeline.sources.procedural import Procedural
+from data_pipeline.sources.procedural_speech import ProceduralSpeech
+from data_pipeline.sources.silence import Silence
+
+SPLITS: Final = ("train", "test")
+DIGITS: Final = (*MNIST_KINDS, "sklearn")
+NOISE_CROPS: Final = ("first_or_last", "random_offset")  # of the train split; the test split keeps the first points
+NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
+
+# The sources that each base can come from, the default first.
+SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "cifar10": ("torchvision", "folder"),
+        "cifar100": ("torchvision", "folder"),
+        "folder": ("folder",),
+        "procedural": ("procedural",),
+        "spoken": ("audiomnist", "fsdd", "procedural"),
+        "silence": ("audiomnist", "fsdd", "procedural"),
+    }
+)
+SOURCE_SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "torchvision": "the files that torchvision downloads, in --root",
+        "folder": "pictures in --root, as train/CLASS/* and test/CLASS/*, or as CLASS/* with --test-share",
+        "procedural": "made by the build; needs no data",
+        "audiomnist": "the folders 01 to 60 of AudioMNIST in --root; 48 kHz",
+        "fsdd": "the recordings of the Free Spoken Digit Dataset in --root; 8 kHz",
+    }
+)
+_PICTURES = ("cifar10", "cifar100", "folder", "procedural")
+_PICTURE_OVERLAYS = tuple(kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The base of a dataset, a key of `SOURCES`, and the name of its overlay."""
+
+    base: str
+    overlay: str | None
+
+
+DATASETS: Final[Mapping[str, Dataset]] = MappingProxyType(
+    {base: Dataset(base, None) for base in _PICTURES}
+    | {f"{base}_{overlay}": Dataset(base, overlay) for base in _PICTURES for overlay in _PICTURE_OVERLAYS}
+    | {"spoken": Dataset("spoken", None), "noise": Dataset("silence", "noise")}
+    | {"spoken_noise": Dataset("spoken", "noise")}
+)
+# What a record of silence stands for: as many, at the same rate, as the source has of speech.
+_SAMPLE_RATES: Mapping[str, int] = MappingProxyType(
+    {"audiomnist": AudioMnist.sample_rate, "fsdd": Fsdd.sample_rate, "procedural": procedural_speech.SAMPLE_RATE}
+)
+_NUM_OF_SPEECH: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "audiomnist": MappingProxyType({"train": 24_000, "test": 6_000}),
+        "fsdd": MappingProxyType({"train": 2_500, "test": 500}),
+        "procedural": procedural_speech.DEFAULT_NUM_RECORDS,
+    }
+)
+
+
+def sources_of(dataset: str) -> tuple[str, ...]:
+    """Return the sources that a dataset can come from, the default first."""
+    return SOURCES[DATASETS[dataset].base]
+
+
+class Choices(TypedDict, total=False):
+    """What else can be chosen of a dataset. Absent or `None` is the default; a choice that does not fit is refused.
+
+    source: a name in `SOURCES` of the base; by default the first.
+    root: the folder of the source's data.
+    image_size: of the source `folder`: each picture becomes this many pixels wide and high; by default all must be of
+        one size already.
+    test_share: of the source `folder`, if `root` has no folders `train` and `test`: the share of the pictures that are
+        the test split, chosen by `seed`.
+    digits: a name in `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
+    digits_root: the folder of MNIST; by default `root`.
+    noise_root: the folder of the background sounds; by default `root`, and made ones for the source `procedural`.
+    noise_volume: the loudest point of each background sound, by default `NOISE_VOLUME`; 1 is full scale.
+    noise_crop: a name in `NOISE_CROPS`; by default the first.
+    test_speaker: of the source `fsdd`: the speaker of the test split.
+    """
+
+    source: str | None
+    root: Path | None
+    image_size: int | None
+    test_share: float | None
+    digits: str | None
+    digits_root: Path | None
+    noise_root: Path | None
+    noise_volume: float | None
+    noise_crop: str | None
+    test_speaker: str | None
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What a dataset is made of.
+
+    `description` is the manifest's `how_made.source`. `sample_rate` and `num_points` are of sounds, points a second and
+    points of a waveform in a batch, and `None` for pictures.
+    """
+
+    source: Source
+    overlay: Overlay | None
+    description: str
+    sample_rate: int | None
+    num_points: int | None
+
+
+def open_dataset(
+    dataset: str, *, split: str = "train", seed: int = 0, limit: int | None = None, **choices: Unpack[Choices]
+) -> Ingredients:
+    """Open the source and the overlay of a dataset.
+
+    `limit` is the number of records of a source that makes them; other sources come whole. Raises `UserError` where a
+    name is unknown, a choice does not fit the dataset, or the data is missing.
+    """
+    if dataset not in DATASETS:
+        raise UserError(f'unknown dataset "{dataset}"{nearest(dataset, DATASETS)}')
+    if split not in SPLITS:
+        raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
+    base, overlay = DATASETS[dataset].base, DATASETS[dataset].overlay
+    name = choices.get("source") or SOURCES[base][0]
+    if name not in SOURCES[base]:
+        raise UserError(f'{dataset} cannot come from the source "{name}"{nearest(name, SOURCES[base])}')
+    _refuse_what_does_not_fit(dataset, base, overlay, name, choices)
+    if base in ("spoken", "silence"):
+        return _open_sounds(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
+    return _open_pictures(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
+
+
+def _refuse_what_does_not_fit(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
+    for fits, what, names in (
+        (overlay == "digits", "has no digits", ("digits", "digits_root")),
+        (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
+        (source == "folder", "does not come from a folder of pictures", ("image_size", "test_share")),
+        (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
+    ):
+        wrong = [name for name in names if choices.get(name) is not None]
+        if wrong and not fits:
+            option = wrong[0].replace("_", "-")
+            raise UserError(f"{dataset} {what}, so it takes no --{option}; leave it out")
+    if source == "procedural" and choices.get("root") is not None:
+        raise UserError(f"procedural data is made, not read from {choices['root']}; leave --root out")
+
+
+def _open_pictures(
+    base: str, overlay: str | None, source: str, *, split: str, seed: int, limit: int | None, choices: Choices
+) -> Ingredients:
+    opened: Source
+    root = choices.get("root")
+    if source == "procedural":
+        opened = Procedural(seed=seed, split=split, num_records=limit or procedural.DEFAULT_NUM_RECORDS[split])
+    elif root is None:
+        raise UserError(f"the source {source} reads pictures from a folder; name it with --root")
+    elif source == "torchvision":
+        opened = Cifar(root, num_classes=10 if base == "cifar10" else 100, split=split)
+    else:
+        opened = ImageFolder(
+            root,
+            split=split,
+            image_size=choices.get("image_size"),
+            test_share=choices.get("test_share"),
+            seed=seed,
+        )
+    description = opened.description
+    drawn: Overlay | None = None
+    if overlay == "digits":
+        kind = choices.get("digits") or ("sklearn" if base == "procedural" else "mnist")
+        digits = _open_digits(kind, choices.get("digits_root") or root, split=split)
+        description, drawn = f"{description} + {digits.description}", Digits.of(digits)
+    elif overlay is not None:
+        drawn = OVERLAYS[overlay]()
+    return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
+
+
+def _open_digits(kind: str, root: Path | None, *, split: str) -> DigitSource:
+    if kind not in DIGITS:
+        raise UserError(f'unknown digits "{kind}"{nearest(kind, DIGITS)}')
+    if kind == "sklearn":
+        return sklearn_digits(split=split)
+    if root is None:
+        raise UserError(
+            "the digits of MNIST are read from a folder; name it with --digits-root, or choose --digits sklearn"
+        )
+    return mnist_digits(root, split=split, kind=cast(MnistKind, kind))
+
+
+def _open_sounds(
+    base: str, overlay: str | None, source: str, *, split: str, seed: int, limit: int | None, choices: Choices
+) -> Ingredients:
+    opened: SoundSource
+    root = choices.get("root")
+    if base == "silence":
+        opened = Silence(limit or _NUM_OF_SPEECH[source][split], sample_rate=_SAMPLE_RATES[source])
+    elif source == "procedural":
+        opened = ProceduralSpeech(seed, split, limit or _NUM_OF_SPEECH[source][split])
+    elif root is None:
+        raise UserError(f"the source {source} reads sounds from a folder; name it with --root")
+    elif source == "audiomnist":
+        opened = AudioMnist(root, split=split)
+    else:
+        test_speaker = choices.get("test_speaker") or fsdd.DEFAULT_TEST_SPEAKER
+        opened = Fsdd(root, split=split, test_speaker=test_speaker)
+    num_points = mel_config(opened.sample_rate).num_points
+    description, heard = opened.description, None
+    if overlay == "noise":
+        noise, heard = _open_noise(source, opened.sample_rate, num_points, split=split, choices=choices)
+        description = f"{description} + {noise}"
+    return Ingredients(opened, heard, description, sample_rate=opened.sample_rate, num_points=num_points)
+
+
+def _open_noise(source: str, sample_rate: int, num_points: int, *, split: str, choices: Choices) -> tuple[str, Noise]:
+    """Return a description of the background sounds for the manifest, and the overlay of them."""
+    crop = choices.get("noise_crop") or NOISE_CROPS[0]
+    if crop not in NOISE_CROPS:
+        raise UserError(f'unknown crop "{crop}"{nearest(crop, NOISE_CROPS)}')
+    volume = NOISE_VOLUME if (given := choices.get("noise_volume")) is None else given
+    root = choices.get("noise_root") or choices.get("root")
+    origin = "background sounds"
+    if root is not None:
+        sounds = background.read_sounds(root, sample_rate=sample_rate, num_points=num_points)
+    elif source == "procedural":
+        origin = "procedural background sounds"
+        # One set of sounds, as there is one of recordings: the seed is of the order and of what is drawn from them.
+        sounds = background.procedural_sounds(0, sample_rate=sample_rate, num_points=num_points)
+    else:
+        raise UserError("the background sounds are read from a folder; name it with --noise-root")
+    used = "first" if split == "test" else cast(Crop, crop)
+    digest = hashlib.sha256(b"".join(sound.numpy().tobytes() for sound in sounds)).hexdigest()
+    description = f"{origin} ({digest[:12]}), volume {volume}, crop {used}"
+    return description, Noise.of(sounds, num_points=num_points, volume=volume, crop=used)

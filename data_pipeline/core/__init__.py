@@ -1,0 +1,1 @@
+"""Errors, config schemas, random keys, progress and the sample: what every other room needs."""

@@ -1,0 +1,111 @@
+"""Settings from a command line, laid over the values of a config.
+
+Comes in: the values of a config, and "a.b=c" for each --set. Goes out: new values, not validated yet. What may never
+happen: a setting that is lost because of another one that stands before or behind it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.plain_text import parse_yaml
+from data_pipeline.core.sections import KIND, default_at, field_of, kind_of, models_at, models_of_kind
+
+SET_HELP: Final = (
+    "override one setting, the value in YAML; may be repeated, in any order. A mapping replaces its whole section. A "
+    "new kind starts its section from the defaults of that kind, before its other settings are applied. Of two values "
+    "for one name the last one counts."
+)
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One --set: its text, the path of the setting that it names, and the value."""
+
+    text: str
+    path: Path
+    value: Any
+
+
+def parse_setting(text: str) -> Setting:
+    """Return the setting of "a.b=c". Raises `UserError` if there is no "=" or the value is not YAML."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise UserError(f'--set {text} has no "="; write --set NAME=VALUE')
+    try:
+        return Setting(text, tuple(part.strip() for part in name.split(".")), parse_yaml(value))
+    except ValueError as error:
+        raise UserError(f'--set {text}: the value is not YAML ({error}); write e.g. --set {name}="[1, 2]"') from None
+
+
+def set_paths(overrides: Sequence[str]) -> set[Path]:
+    """Return the paths that `overrides` set, those inside mappings too. Raises `UserError` as `parse_setting`."""
+    return {path for text in overrides for setting in [parse_setting(text)] for path, _ in _inside(setting)}
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, model: type[BaseModel]) -> dict[str, Any]:
+    """Return `values`, those of a `model`, with `overrides` set, from the outside in: see `Schema.override`.
+
+    Raises `UserError` if a mapping and a setting inside it disagree, or if one names a setting of something that is
+    no section.
+    """
+    last = {setting.path: setting for setting in map(parse_setting, overrides)}
+    settings = sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND))
+    _check_agreement(settings)
+    result = copy.deepcopy(dict(values))
+    for setting in settings:
+        _apply(result, setting, model)
+    return result
+
+
+def _check_agreement(settings: Sequence[Setting]) -> None:
+    given: dict[Path, tuple[str, Any]] = {}
+    for setting in settings:
+        for path, value in _inside(setting):
+            text, earlier = given.setdefault(path, (setting.text, value))
+            if earlier is not value and earlier != value:
+                raise UserError(
+                    f"--set {text} and --set {setting.text} give {'.'.join(path)} two values; leave one of them out"
+                )
+
+
+def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:
+    """The path and value of a setting, and of everything in it."""
+
+    def walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+        yield path, value
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from walk((*path, key), inner)
+
+    return walk(setting.path, setting.value)
+
+
+def _apply(values: dict[str, Any], setting: Setting, model: type[BaseModel]) -> None:
+    """Set one setting in place. A section that is not there, because its section began anew, has its defaults."""
+    *outer, last = setting.path
+    section, models = values, [model]
+    for depth, part in enumerate(outer, start=1):
+        where = ".".join(outer[:depth])
+        known = models_of_kind(models, section)
+        if part not in section and field_of(known, part):
+            section[part] = default_at(known, part)
+        inner = section.get(part)
+        if part in section and inner is None:
+            raise UserError(f"--set {setting.text}: {where} is null; add --set {where}={{}} for its defaults")
+        if not isinstance(inner, dict):
+            valid = {name for each in known for name in each.model_fields}
+            mend = f"; write --set {where}=VALUE" if part in section else nearest(part, valid)
+            raise UserError(f'--set {setting.text}: "{where}" has no settings of its own{mend}')
+        section, models = inner, models_at(field_of(known, part))
+    if last == KIND and section.get(KIND, setting.value) != setting.value and any(map(kind_of, models)):
+        section.clear()
+    section[last] = setting.value

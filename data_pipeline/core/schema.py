@@ -1,0 +1,125 @@
+"""The base of every config and every file that passes between stages, and the types of the numbers and texts in them.
+
+A number of a config has a least and a greatest value, so that what cannot work (an overflow, more memory than any
+machine has) is refused before it is tried. The bounds are wide: what is merely unwise is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.overrides import apply_overrides
+from data_pipeline.core.validation import describe
+
+MAX_SEED = 2**63 - 1  # an int64
+
+# Whole numbers.
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Count = Annotated[int, Field(ge=1, le=10**9)]  # of samples, steps, epochs: the product of two of them is an int64
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+BatchSize = Annotated[int, Field(ge=1, le=2**24)]  # rows that are in memory at once: a batch, a queue, a tile
+LayerSize = Annotated[int, Field(ge=1, le=2**15)]  # outputs of one layer: a layer of that many inputs takes 4 GB
+ImageSize = Annotated[int, Field(ge=1, le=2**15)]  # rows or columns of a picture
+NumProcesses = Annotated[int, Field(ge=1, le=10**6)]  # ranks, nodes, processors
+NumWorkers = Annotated[int, Field(ge=0, le=1_024)]  # data workers of a rank
+# Shares.
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+# Other numbers. float32 reaches from 1e-38 to 3e38, and two of them are multiplied here and there.
+PositiveFactor = Annotated[float, Field(ge=1e-12, le=1e12)]  # the weight of a loss
+LearningRate = Annotated[float, Field(ge=1e-30, le=1e30)]  # one that diverges is seen in training
+Factor = Annotated[float, Field(ge=0, le=1e12)]
+Decay = Factor  # of weights
+Epsilon = Annotated[float, Field(ge=1e-30, le=1e12)]  # added to a denominator
+Temperature = Annotated[float, Field(ge=1e-4, le=1e4)]  # a logit is a cosine over it
+Deviation = Annotated[float, Field(ge=0, le=1e3)]  # of noise on inputs of a scale of 1
+InputMean = Annotated[float, Field(ge=-1e6, le=1e6)]
+InputStd = Annotated[float, Field(ge=1e-6, le=1e6)]
+Seconds = Annotated[float, Field(ge=1e-3, le=10**6)]  # up to 11 days: poll() counts milliseconds in 31 bits
+Gigabytes = Annotated[float, Field(gt=0, le=10**9)]  # 10^9 bytes; the bytes are an int64
+
+_MAX_CHARACTERS = 4_096  # of a path on Linux
+_MAX_NAME_CHARACTERS = 100  # with a seed it is the name of a directory (255 bytes) and of a group in W&B (128)
+_NAME_SYMBOLS = "._+=-"
+
+
+def _check_line(text: str) -> str:
+    if not text or len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"a text of {len(text):,} characters is not allowed; give 1 to {_MAX_CHARACTERS:,}")
+    if not text.isprintable():
+        first = next(character for character in text if not character.isprintable())
+        raise ValueError(f"{json.dumps(text)} holds the character {first!r}, which cannot be printed; leave it out")
+    return text
+
+
+def _check_name(text: str) -> str:
+    allowed = all(character.isascii() and (character.isalnum() or character in _NAME_SYMBOLS) for character in text)
+    if not (allowed and text[:1].isalnum() and len(text) <= _MAX_NAME_CHARACTERS):
+        raise ValueError(
+            f"{json.dumps(text[: 2 * _MAX_NAME_CHARACTERS])} is no name; use up to {_MAX_NAME_CHARACTERS} of the "
+            f"letters a to z and A to Z, digits and {' '.join(_NAME_SYMBOLS)}, and begin with a letter or digit"
+        )
+    return text
+
+
+Line = Annotated[str, AfterValidator(_check_line)]  # text that can stand in a line of a terminal or a script
+Name = Annotated[str, AfterValidator(_check_name)]  # text that can be the name of a file
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# A number in a results file. JSON has no inf and no nan, so what is not finite is None, and null in the file.
+Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
+
+
+def shown(number: Measured, form: str) -> str:
+    """Return a measured number in a format such as ".3f"; a dash if it is None.
+
+    Examples:
+        >>> shown(0.25, ".1%"), shown(None, ".1%")
+        ('25.0%', '–')
+    """
+    return "–" if number is None else format(number, form)
+
+
+def drawn(numbers: Sequence[Measured]) -> list[float]:
+    """Return numbers for a figure, which leaves out nan."""
+    return [math.nan if number is None else number for number in numbers]
+
+
+class Schema(BaseModel):
+    """A frozen model that forbids unknown keys, so that a misspelt setting can never be silently ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, value: dict[str, Any], *, where: str) -> Self:
+        """Return the model of `value`. Raises `UserError` with one sentence: `where`, the key, what is valid."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise UserError(f"{where}: {describe(error, cls)}") from None
+
+    def override(self, overrides: Sequence[str], *, where: str) -> Self:
+        """Return this with each of `overrides` set: "a.b=c", the value in YAML, as command lines take it after --set.
+
+        The last of two values for one name counts; beyond that their order does not matter. They are applied from the
+        outside in: `a` before `a.b`, and `a.kind` before the other settings of `a`. A mapping replaces its whole
+        section. A `kind` that is not the present one starts its section from the defaults of that kind; the present
+        one changes nothing.
+
+        Raises `UserError` for a mapping and a setting inside it that disagree, and with the nearest valid key for a
+        setting that is not there.
+        """
+        values = apply_overrides(self.model_dump(mode="json"), overrides, model=type(self))
+        given = "".join(f" --set {override}" for override in overrides)
+        return self.parse(values, where=f"{where} with{given}" if given else where)

@@ -1,0 +1,142 @@
+"""The first problem that pydantic has with some values, in one sentence and in the user's words."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from data_pipeline.core.errors import nearest, printable
+from data_pipeline.core.sections import KIND, field_of, kind_of, members_of, models_at
+
+_MAX_SHOWN = 80  # characters of a value
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": 'text, in quotes ("7") if it looks like something else',
+    "tuple": "a list, such as [1, 2]",
+    "list": "a list, such as [1, 2]",
+    "dict": "a mapping, such as {a: 1}",
+    "model": "a section, such as {a: 1}",
+    "none": "null",
+}
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return the first problem in one sentence: the setting, its value and what is valid there.
+
+    An unknown key names the nearest valid one. Settings are named as the user writes them, without the kinds of their
+    sections.
+    """
+    by_path: dict[str, list[tuple[Mapping[str, Any], list[Any]]]] = {}
+    for problem in error.errors():
+        is_unknown = problem["type"] == "extra_forbidden"
+        path, annotations = _place(model, problem["loc"][:-1] if is_unknown else problem["loc"])
+        path = _join(path, str(problem["loc"][-1])) if is_unknown else path
+        by_path.setdefault(path, []).append((problem, annotations))
+    path, problems = next(iter(by_path.items()))
+    others = f" (and {len(by_path) - 1} more)" if len(by_path) > 1 else ""
+    return printable(_sentence(path, problems)) + others
+
+
+def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, list[Any]]:
+    """The path of a setting as the user writes it, and its annotations.
+
+    pydantic's `loc` also holds the kinds of sections and the members of unions, which are left out.
+    """
+    path, annotations = "", members_of([model])
+    for part in loc:
+        models = models_at(annotations)
+        containers = [each for each in annotations if get_origin(each) in {dict, tuple, list}]
+        if len(models) > 1 and (of_kind := [each for each in models if kind_of(each) == part]):
+            annotations = list(of_kind)
+        elif inner := field_of(models, str(part)):
+            path, annotations = _join(path, str(part)), members_of(inner)
+        elif containers:
+            path = f"{path}[{part}]" if isinstance(part, int) else _join(path, part)
+            annotations = members_of(each for container in containers for each in get_args(container)[-2:])
+    return path, annotations
+
+
+def _join(path: str, part: str) -> str:
+    return f"{path}.{part}" if path else part
+
+
+def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) -> str:
+    """One sentence about one setting. Each member of a union has a problem with it."""
+    problem, annotations = problems[0]
+    value, context = problem["input"], problem.get("ctx", {})
+    match problem["type"]:
+        case "extra_forbidden":
+            models = models_at(annotations)
+            kind = next((kind for kind in map(kind_of, models) if kind in problem["loc"]), None)
+            valid = sorted({name for each in models for name in each.model_fields})
+            of_kind = "" if kind is None else f' of kind "{kind}"'
+            return f'unknown key "{path}"{of_kind}{nearest(path.rpartition(".")[2], valid)}'
+        case "missing":
+            return f"{path} is missing; it has no default"
+        case "union_tag_invalid" | "union_tag_not_found":
+            kinds = [kind for each in models_at(annotations) if (kind := kind_of(each)) is not None]
+            given = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, None)
+            stated = f"is {_shown(given)}" if problem["type"] == "union_tag_invalid" else "is missing"
+            return f"{_join(path, KIND)} {stated}{nearest(str(given), kinds)}"
+        case "value_error" | "assertion_error":
+            message = str(context.get("error", problem["msg"]))
+            if message.startswith("it must") and path:
+                return f"{path} is {_shown(value)}; {message}"
+            return f"{path}: {message}" if path else message
+    expected = " or ".join(dict.fromkeys(_expected(each, annotations) for each, _ in problems))
+    near = nearest(value, _literals(annotations)) if isinstance(value, str) else ""
+    near = near if near.startswith("; did") else ""
+    return f"{path} is {_shown(value)}; it must be {expected}{near}"
+
+
+def _literals(annotations: list[Any]) -> list[str]:
+    return [value for each in annotations for value in get_args(each) if isinstance(value, str)]
+
+
+def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
+    """What would be valid, for the words "it must be"."""
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "literal_error":
+            return str(context["expected"]).replace("'", '"')
+        case "greater_than":
+            return f"above {_number(context['gt'])}"
+        case "greater_than_equal":
+            return f"at least {_number(context['ge'])}"
+        case "less_than":
+            return f"below {_number(context['lt'])}"
+        case "less_than_equal":
+            return f"at most {_number(context['le'])}"
+        case "too_short":
+            return f"a list of at least {context['min_length']}"
+        case "too_long":
+            return f"a list of at most {context['max_length']}"
+        case "model_type" | "model_attributes_type" if kinds := [*filter(None, map(kind_of, models_at(annotations)))]:
+            return f"a section, such as {{{KIND}: {kinds[0]}}}"
+        case "string_unicode":
+            return "text without broken characters"
+        case other:
+            return _TYPES.get(other.partition("_")[0], f"of another kind ({problem['msg']})")
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it, on one line, and short."""
+    if value is None or isinstance(value, bool | str):
+        text = json.dumps(value)
+    elif isinstance(value, int | float):
+        text = repr(value)
+    else:
+        text = reprlib.repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -1,0 +1,1 @@
+"""Read a dataset as batches: order, decoding, placement, stream."""

@@ -1,0 +1,1 @@
+"""Fetch shards from elsewhere and keep them in a cache."""

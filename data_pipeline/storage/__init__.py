@@ -1,0 +1,1 @@
+"""Read and write datasets on disk: manifests, shards, indexes."""

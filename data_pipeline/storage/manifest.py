@@ -1,0 +1,292 @@
+"""The manifest of a built dataset: `DIR/manifest.json`, written last: a directory without one is not a dataset.
+
+A manifest may come from a stranger. Invariants, checked whenever one is read: every shard has a plain file name, so no
+path leads out of the directory; all numbers are bounded; and they agree with each other, so that what a reader
+allocates is bounded by the size of the shards.
+
+A file of a dataset may be a symbolic link, as large data often are: readers follow it, and it must lead to a regular
+file. Nothing is ever written through a link: a new file is written beside it and takes a name in the directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+import pydantic_core
+from pydantic import AfterValidator, FailFast, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import Medium
+from data_pipeline.core.schema import Schema
+from data_pipeline.storage.files import read_regular
+
+MANIFEST_NAME: Final = "manifest.json"
+OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
+SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source, beside the shards
+FORMAT_VERSION: Final = 3
+
+MAX_MANIFEST_BYTES: Final = 1 << 25
+MAX_SAMPLES: Final = 10**8  # a key has eight digits
+MAX_SHARDS: Final = 100_000
+MAX_CLASSES: Final = 100_000
+MAX_VALUES: Final = 1 << 26  # of one input: a picture of 4,729x4,729 pixels, or 23 minutes of sound at 48 kHz
+_MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers
+_MAX_METADATA_BYTES: Final = 1 << 20  # of what another writer may add to a picture or a sound
+_MAX_SHARD_BYTES: Final = 1 << 44
+_MAX_SAMPLE_RATE: Final = 1_000_000
+_MIN_MEMBER_BYTES: Final = 1024  # in a tar: a header and at least one block of content
+_MAX_DEFLATE_RATIO: Final = 1032  # no PNG unpacks to more than so many times its size
+_MEND: Final = "build the dataset again, or copy it again from where it is whole"
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether `name` can only be a file name: no path, no option, nothing that a shell or a URL would read.
+
+    Examples:
+        >>> is_plain_name("shard-00000.tar"), is_plain_name("../x.tar"), is_plain_name("a;rm b")
+        (True, False, False)
+    """
+    return re.fullmatch(r"\w[\w.-]{0,199}", name, flags=re.ASCII) is not None
+
+
+def _checked_shard_name(name: str) -> str:
+    # The ending keeps the name of a shard's index apart from all other names in the directory.
+    if not (is_plain_name(name) and name.endswith(".tar")):
+        raise ValueError("it must be a plain file name that ends in .tar")
+    return name
+
+
+def _checked_sha256(text: str) -> str:
+    if re.fullmatch(r"[0-9a-f]{64}", text) is None:
+        raise ValueError("it must be a sha256 in 64 hexadecimal digits")
+    return text
+
+
+def _checked_words(text: str) -> str:
+    if not (text.isprintable() and 1 <= len(text) <= 1000):
+        raise ValueError("it must be 1 to 1,000 printable characters")
+    return text
+
+
+def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"the class {name!r} is named {count} times")
+    return names
+
+
+Sha256 = Annotated[str, AfterValidator(_checked_sha256)]
+Words = Annotated[str, AfterValidator(_checked_words)]  # what may be printed on a terminal
+ClassNames = Annotated[tuple[Words, ...], FailFast(), Field(max_length=MAX_CLASSES), AfterValidator(_checked_names)]
+ClassCounts = Annotated[tuple[NonNegativeInt, ...], FailFast(), Field(max_length=MAX_CLASSES)]
+
+
+class ShardEntry(Schema):
+    """One shard: its file name, number of samples, size in bytes, and sha256 of the tar file and of its index."""
+
+    name: Annotated[str, AfterValidator(_checked_shard_name)]
+    num_samples: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
+    num_bytes: Annotated[PositiveInt, Field(le=_MAX_SHARD_BYTES)]
+    sha256: Sha256
+    index_sha256: Sha256
+
+
+class LabelNames(Schema):
+    """Class names of both labels, and a title of each label for readers, such as "picture" and "digit".
+
+    `overlay` is empty if nothing is drawn, `base` if only the overlay has a class. The title of a label without
+    classes means nothing. A source gives `title_base`, an overlay class gives `title_overlay`.
+    """
+
+    base: ClassNames
+    overlay: ClassNames
+    title_base: Words = "base"
+    title_overlay: Words = "overlay"
+
+
+class OverlayEntry(Schema):
+    """What is drawn on the samples, and when.
+
+    `baked`: into the shards, once a stored sample. `online`: the shards hold clean samples, and `OVERLAY_NAME` beside
+    them, with this sha256, what a reader needs to draw on each as it reads it.
+    """
+
+    kind: Words
+    drawn: Literal["baked", "online"]
+    sha256: Sha256 | None
+
+
+class HowMade(Schema):
+    """The arguments of the `build` that made the dataset: the same arguments and source give the same bytes.
+
+    `source_sha256` is over the decoded records and labels in their order, so it names the input by content.
+    """
+
+    dataset: Words
+    source: Words
+    split: Literal["train", "test"]
+    seed: NonNegativeInt
+    repeats: PositiveInt
+    limit: PositiveInt | None
+    source_sha256: str
+
+
+class Manifest(Schema):
+    """What a dataset holds and how it was made.
+
+    `input_shape` is that of one input as a batch holds it: (C, H, W) of a picture; (T,) of a sound, which is stored in
+    its own length and cut or filled up to T when it is read. `mean` and `std` are over all stored values: of each
+    channel in [0, 1] units for pictures, of the waveform in [-1, 1] for sounds. `counts_base` and `counts_overlay` are
+    the number of samples of each class, in label order; `counts_overlay` is empty where the overlay is online. A `std`
+    is 0 where all values of a channel are the same. `source_digests_sha256` is of the file `SOURCE_DIGESTS_NAME`; None
+    if the source has no content, which is silence.
+    """
+
+    format_version: int
+    num_samples: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
+    medium: Medium
+    input_shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=3)]
+    sample_rate: Annotated[PositiveInt, Field(le=_MAX_SAMPLE_RATE)] | None  # points a second; None for pictures
+    label_names: LabelNames
+    counts_base: ClassCounts
+    counts_overlay: ClassCounts
+    mean: Annotated[tuple[float, ...], Field(max_length=3)]
+    std: Annotated[tuple[NonNegativeFloat, ...], Field(max_length=3)]
+    overlay: OverlayEntry | None
+    how_made: HowMade
+    shards: Annotated[tuple[ShardEntry, ...], FailFast(), Field(min_length=1, max_length=MAX_SHARDS)]
+    source_digests_sha256: Sha256 | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        for contradiction in _contradictions(self):
+            raise ValueError(contradiction)
+        return self
+
+    @property
+    def sha256(self) -> str:
+        """Names the dataset by content: the hash of the canonical JSON, which holds the hash of every shard."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the overlay is drawn as the samples are read."""
+        return self.overlay is not None and self.overlay.drawn == "online"
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The extensions of a sample's members, in the order in which they lie in the tar."""
+        if self.medium == "sound":
+            return ("json", "wav")
+        return ("json", "mask.png", "png") if self.overlay is not None and not self.is_online else ("json", "png")
+
+    @property
+    def max_member_bytes(self) -> Mapping[str, int]:
+        """The largest content that a reader takes for each of `members`, by extension."""
+        values = math.prod(self.input_shape)
+        return {
+            "json": _MAX_LABEL_BYTES,
+            "mask.png": 2 * values + _MAX_METADATA_BYTES,
+            "png": 2 * values + _MAX_METADATA_BYTES,
+            "wav": 4 * MAX_VALUES + _MAX_METADATA_BYTES,
+        }
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield what cannot be true of a manifest whose fields are right one by one."""
+    for name, count in Counter(entry.name for entry in manifest.shards).items():
+        if count > 1:
+            yield f"the shard {name} is named {count} times"
+    if manifest.num_samples != (found := sum(entry.num_samples for entry in manifest.shards)):
+        yield f"num_samples is {manifest.num_samples}, but its shards add up to {found}"
+    for entry in manifest.shards:
+        if entry.num_samples * len(manifest.members) * _MIN_MEMBER_BYTES > entry.num_bytes:
+            yield f"{entry.num_samples} samples cannot be in the {entry.num_bytes} bytes of {entry.name}"
+    yield from _wrong_inputs(manifest)
+    yield from _wrong_labels(manifest)
+
+
+def _wrong_inputs(manifest: Manifest) -> Iterator[str]:
+    shape, num_channels = manifest.input_shape, 1
+    if manifest.medium == "picture":
+        if len(shape) != 3 or shape[0] not in (1, 3):
+            yield f"input_shape is {shape}, but that of pictures is (1, H, W) or (3, H, W)"
+            return
+        num_channels, height, width = shape
+        num_bytes = sum(entry.num_bytes for entry in manifest.shards)
+        if manifest.num_samples * height * (1 + width * num_channels) > _MAX_DEFLATE_RATIO * num_bytes:
+            yield f"{manifest.num_samples} pictures of {shape} cannot be in {num_bytes} bytes"
+    elif len(shape) != 1:
+        yield f"input_shape is {shape}, but that of sounds is (T,)"
+    if math.prod(shape) > MAX_VALUES:
+        yield f"input_shape is {shape}, but an input may hold at most {MAX_VALUES} values"
+    if (manifest.medium == "sound") != (manifest.sample_rate is not None):
+        yield f"sample_rate is {manifest.sample_rate} for a dataset of {manifest.medium}s"
+    for name, values in (("mean", manifest.mean), ("std", manifest.std)):
+        if len(values) != num_channels:
+            yield f"{name} has {len(values)} numbers for {num_channels} channels"
+        if manifest.medium == "picture" and not all(0 <= value <= 1 for value in values):
+            yield f"{name} is {values}, but that of pictures is in 0 to 1"
+
+
+def _wrong_labels(manifest: Manifest) -> Iterator[str]:
+    overlay, names = manifest.overlay, manifest.label_names
+    if (overlay is not None) != bool(names.overlay):
+        yield f"label_names.overlay is {names.overlay[:3]}, but overlay is {overlay}"
+    if overlay is not None and (overlay.drawn == "online") != (overlay.sha256 is not None):
+        yield f"overlay.drawn is {overlay.drawn}, but overlay.sha256 is {overlay.sha256}"
+    stored = () if manifest.is_online else names.overlay
+    for field, counts, classes in (
+        ("counts_base", manifest.counts_base, names.base),
+        ("counts_overlay", manifest.counts_overlay, stored),
+    ):
+        if len(counts) != len(classes):
+            yield f"{field} has {len(counts)} numbers for {len(classes)} classes"
+        elif counts and sum(counts) != manifest.num_samples:
+            yield f"{field} adds up to {sum(counts)}, but num_samples is {manifest.num_samples}"
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Read `directory/manifest.json`; raises `UserError` if it is missing, cannot be read or is not a manifest."""
+    path = directory / MANIFEST_NAME
+    try:
+        if not directory.is_dir():
+            raise UserError(
+                f"{directory} does not exist; build it with `python -m data_pipeline build DATASET --out {directory}`"
+            )
+        if not path.is_file():
+            raise UserError(
+                f"{directory} holds no {MANIFEST_NAME}, so it is not a finished dataset; "
+                f"build it with `python -m data_pipeline build DATASET --out {directory}`"
+            )
+        content = read_regular(path, max_bytes=MAX_MANIFEST_BYTES)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); make it readable, or choose another dataset"
+        ) from None
+    return parse_manifest(content, where=str(path))
+
+
+def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
+    """Return a manifest from its JSON.
+
+    Raises `UserError` that names `where` if it is none, is of another format, or contradicts itself.
+    """
+    try:
+        value = pydantic_core.from_json(text)  # unlike json.loads it bounds how deep the text may nest
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON ({error}); {_MEND}") from None
+    if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{where} is not of format version {FORMAT_VERSION}; build the dataset again")
+    try:
+        return Manifest.parse(value, where=where)
+    except UserError as error:
+        raise UserError(f"{error}; {_MEND}") from None

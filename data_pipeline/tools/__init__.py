@@ -1,0 +1,1 @@
+"""Commands on built datasets: verify, preview, trace, bench."""

@@ -1,0 +1,105 @@
+"""`python -m data_pipeline trace DIR`: which samples every rank would see at every step, through the stream itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import ReadConfig, Stream
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "location", metavar="DIR", help="a built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}"
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of training processes")
+    parser.add_argument("--workers", type=int, default=0, metavar="M", help="reader processes of each rank")
+    parser.add_argument(
+        "--batch-size", type=int, required=True, metavar="B", help="global batch size: samples a step over all ranks"
+    )
+    parser.add_argument("--epoch", type=int, default=0, metavar="E", help="the epoch to show, from 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the seed of the training run")
+    parser.add_argument(
+        "--from-step", type=int, default=0, metavar="K", help="begin at this step of the epoch, as a resumed run would"
+    )
+    parser.add_argument(
+        "--shuffle-shards",
+        type=int,
+        metavar="N",
+        help="shuffle within windows of N shards (default: the whole dataset)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print one line a batch; steps are numbered from the start of training, as in metrics and checkpoints."""
+    try:
+        for line in trace(
+            args.location,
+            num_ranks=args.ranks,
+            num_workers=args.workers,
+            global_batch_size=args.batch_size,
+            epoch=args.epoch,
+            seed=args.seed,
+            from_step=args.from_step,
+            shuffle_shards=args.shuffle_shards,
+        ):
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `trace ... | head` has seen enough; what is still buffered has nowhere to go
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def trace(
+    location: str | Path,
+    *,
+    num_ranks: int,
+    num_workers: int,
+    global_batch_size: int,
+    epoch: int = 0,
+    seed: int = 0,
+    from_step: int = 0,
+    shuffle_shards: int | None = None,
+) -> Iterator[str]:
+    """Lines `step<TAB>rank<TAB>key key ...` of one epoch from `from_step` on: step by step, in each by rank.
+
+    Raises `UserError` as `Stream` does, and where a number is out of range.
+    """
+    for option, value, least in (
+        ("--ranks", num_ranks, 1),
+        ("--workers", num_workers, 0),
+        ("--epoch", epoch, 0),
+        ("--seed", seed, 0),
+        ("--from-step", from_step, 0),
+        ("--shuffle-shards", 1 if shuffle_shards is None else shuffle_shards, 1),
+    ):
+        if value < least:
+            raise UserError(f"{option} must be at least {least}, got {value}")
+
+    read = ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=shuffle_shards)
+
+    def stream(rank: int, *, start_step: int, end_step: int) -> Stream:
+        return Stream(
+            location,
+            read=read,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rank=rank,
+            world_size=num_ranks,
+            start_step=start_step,
+            end_step=end_step,
+        )
+
+    num_steps = stream(0, start_step=0, end_step=0).num_steps_per_epoch
+    if from_step >= num_steps:
+        raise UserError(f"--from-step {from_step} is past the epoch's {num_steps} steps; use 0 to {num_steps - 1}")
+    start, end = epoch * num_steps + from_step, (epoch + 1) * num_steps
+    streams = [stream(rank, start_step=start, end_step=end) for rank in range(num_ranks)]
+    for batches in zip(*streams, strict=True):
+        for rank, batch in enumerate(batches):
+            yield f"{batch.step}\t{rank}\t{' '.join(batch.keys)}"

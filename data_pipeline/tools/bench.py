@@ -1,0 +1,195 @@
+"""`python -m data_pipeline bench DIR`: samples a second out of a dataset, from stored bytes to finished batches.
+
+Each row does more than the one above: the stored bytes of shuffled samples; the same, decoded; batches out of the
+stream, with the overlay where it is drawn online, by 0, 1, 2, ... workers; and batches of resident data. The last rows
+say what the overlay and the spectrogram of a batch cost by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, repeat
+
+import numpy as np
+import torch
+
+from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import ReadConfig, Stream, batch_indices, epoch_order
+from data_pipeline.overlays import Overlay, evaluation_keys
+from data_pipeline.storage.store import SampleStore
+
+WARM_UP_SECONDS = 0.3  # not counted: files are mapped, kernels chosen
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `counts` starts a reader that yields the number of samples of each delivery, for ever."""
+
+    what: str
+    num_workers: int | None
+    counts: Callable[[], Iterator[int]]
+
+
+def rows(location: str, *, batch_size: int, max_workers: int, device: torch.device) -> Iterator[Row]:
+    """What is measured of a dataset, in the order of the table."""
+    store = SampleStore(location)
+    manifest = store.manifest
+
+    def stream(placement: str, num_workers: int) -> Iterator[int]:
+        read = ReadConfig.parse({"num_workers": num_workers, "placement": placement}, where="bench")
+        return stream_counts(location, read=read, global_batch_size=batch_size, device=device)
+
+    yield Row("stored bytes", 0, partial(encoded_counts, store))
+    yield Row("decoded samples", 0, partial(decoded_counts, store, batch_size=batch_size))
+    for num_workers in worker_counts(max_workers):
+        yield Row("batches, streamed", num_workers, partial(stream, "stream", num_workers))
+    yield Row("batches, resident", None, partial(stream, "device" if device.type == "cuda" else "host", 0))
+    inputs = torch.zeros(
+        (batch_size, *manifest.input_shape),
+        dtype=torch.float32 if manifest.medium == "sound" else torch.uint8,
+        device=device,
+    )
+    if (overlay := store.overlay) is not None:
+        yield Row("overlay alone", None, partial(overlay_counts, overlay.to(device), inputs))
+    if manifest.sample_rate is not None:
+        yield Row("log-mel alone", None, partial(log_mel_counts, inputs, sample_rate=manifest.sample_rate))
+
+
+def encoded_counts(store: SampleStore) -> Iterator[int]:
+    """Reads samples as stored bytes in shuffled order, epoch after epoch."""
+    epoch = 0
+    while True:
+        for indices in np.array_split(epoch_order(len(store), seed=0, epoch=epoch), -(-len(store) // 100)):
+            for index in indices.tolist():
+                store.encoded(index)
+            yield len(indices)
+        epoch += 1
+
+
+def decoded_counts(store: SampleStore, *, batch_size: int) -> Iterator[int]:
+    """Reads and decodes samples in shuffled order, `batch_size` at a time."""
+    step = 0
+    while True:
+        _, indices = batch_indices(len(store), seed=0, step=step, global_batch_size=batch_size)
+        store.decode(indices)
+        yield batch_size
+        step += 1
+
+
+def stream_counts(location: str, *, read: ReadConfig, global_batch_size: int, device: torch.device) -> Iterator[int]:
+    """Finished batches out of a stream without end; what its workers prepare while they start is not counted."""
+    stream = Stream(
+        location,
+        read=read,
+        global_batch_size=global_batch_size,
+        seed=0,
+        rank=0,
+        world_size=1,
+        end_step=1 << 40,
+        device=device,
+    )
+    batches = iter(stream)
+    for _ in islice(batches, 2 * read.num_workers + 1):
+        pass
+    for batch in batches:
+        _wait(device)
+        yield len(batch)
+
+
+def overlay_counts(overlay: Overlay, inputs: torch.Tensor) -> Iterator[int]:
+    """The overlay on one batch of inputs, again and again, each time with another draw."""
+    index_B = torch.arange(len(inputs), device=inputs.device)
+    draw = 0
+    while True:
+        overlay(inputs, evaluation_keys(index_B, draw=draw))
+        _wait(inputs.device)
+        yield len(inputs)
+        draw += 1
+
+
+def log_mel_counts(waveforms_BT: torch.Tensor, *, sample_rate: int) -> Iterator[int]:
+    """The spectrogram of one batch, again and again."""
+    config = mel_config(sample_rate)
+    for _ in repeat(None):
+        log_mel(power_mel(waveforms_BT, config), config)
+        _wait(waveforms_BT.device)
+        yield len(waveforms_BT)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rate(counts: Iterator[int], *, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Samples a second by a clock, over `seconds` and at least one delivery, behind a short warm-up."""
+    begin = start = clock()
+    num_samples = 0
+    for count in counts:
+        assert count > 0
+        now = clock()
+        if now < begin + WARM_UP_SECONDS or not start > begin:
+            start = now  # the first delivery is always of the warm-up: it holds the opening
+            continue
+        num_samples += count
+        if now >= start + seconds:
+            break
+    return num_samples / (now - start)
+
+
+def worker_counts(largest: int) -> list[int]:
+    """0, then the powers of two up to `largest`, then `largest` itself.
+
+    Examples:
+        >>> worker_counts(6)
+        [0, 1, 2, 4, 6]
+    """
+    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    return sorted({0, *powers, largest})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("location", metavar="DIR", help="a built dataset: a directory, an address or a pipe")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="B", help="samples a batch")
+    parser.add_argument(
+        "--max-workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="M",
+        help="measure 0, 1, 2, 4, ... up to M workers",
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="T", help="how long each measurement lasts")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        metavar="D",
+        help="where batches are finished (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a table of rates. The first pass over a dataset may be bound by the disk: run it twice."""
+    if args.batch_size < 1 or args.max_workers < 0 or args.seconds <= 0:
+        raise UserError("--batch-size and --seconds must be above 0 and --max-workers at least 0")
+    try:
+        device = torch.device(args.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {args.device} cannot be used ({reason}); try cpu or cuda") from None
+    print(f"{'what':<20}{'workers':>8}{'samples/s':>12}", flush=True)
+    for row in rows(args.location, batch_size=args.batch_size, max_workers=args.max_workers, device=device):
+        workers = "" if row.num_workers is None else row.num_workers
+        try:
+            figure = f"{rate(row.counts(), seconds=args.seconds):,.0f}"
+        except UserError as error:
+            if row.what != "batches, resident":
+                raise
+            figure = f"-  {error}"  # a dataset may be too large for that
+        print(f"{row.what:<20}{workers:>8}{figure:>12}", flush=True)

@@ -1,0 +1,135 @@
+"""Draw the first samples of a dataset as a grid, as training reads them, with both labels below.
+
+A picture is enlarged, and the mask of the object on it outlined. A sound is drawn as the log-mel spectrogram that the
+encoder gets: time to the right, frequency upwards, from dark, its quietest cell, to bright, its loudest. What a dataset
+overlays online is drawn here with the first draw of an evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Batch
+from data_pipeline.loading.stream import read_all
+from data_pipeline.overlays.letters import FONT_PATH
+from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.store import SampleStore
+
+NUM_COLUMNS: Final = 10
+_CELL = 128  # a picture's side is enlarged to about this, in pixels
+_MARGIN, _LINE, _FONT_SIZE = 8, 15, 13
+_PAPER, _INK, _OUTLINE = (255, 255, 255), (40, 40, 40), (255, 0, 200)
+
+Point = TypeVar("Point", np.uint8, np.bool_)
+Caption = tuple[str, tuple[int, int, int]]  # a line of text and its colour
+
+
+def draw_grid(location: str, *, num_samples: int) -> Image.Image:
+    """The first `num_samples` samples in rows of ten. A build orders samples so that these are of all classes."""
+    manifest = SampleStore(location).manifest
+    batch = next(read_all(location, batch_size=min(num_samples, manifest.num_samples)))
+    pictures = pictures_of(batch, manifest)
+    masks = [None] * len(batch) if batch.masks_BHW is None else list(batch.masks_BHW.numpy())
+    captions = captions_of(batch, manifest)
+    cells = [draw_cell(*content) for content in zip(pictures, masks, captions, strict=True)]
+    width, height = cells[0].size
+    num_columns = min(NUM_COLUMNS, len(cells))
+    num_rows = -(-len(cells) // num_columns)
+    grid = Image.new("RGB", (num_columns * width + _MARGIN, num_rows * height + _MARGIN), _PAPER)
+    for number, cell in enumerate(cells):
+        row, column = divmod(number, num_columns)
+        grid.paste(cell, (_MARGIN + column * width, _MARGIN + row * height))
+    return grid
+
+
+def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.uint8]:
+    """What is seen of a batch: its pictures, or its sounds as spectrograms; (B, H, W, 3)."""
+    if manifest.sample_rate is None:
+        pictures_BHWC: NDArray[np.uint8] = batch.inputs_a.permute(0, 2, 3, 1).contiguous().numpy()
+        return pictures_BHWC
+    config = mel_config(manifest.sample_rate)
+    return colour_spectrograms(log_mel(power_mel(batch.inputs_a, config), config))
+
+
+def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
+    """Spectrograms (B, M bands, T frames) as pictures (B, M, T, 3): low bands at the bottom, the loudest cell of each
+    brightest; silence is dark.
+    """
+    values_BMT = log_mel_BMT.flip(1)
+    lowest_B11 = values_BMT.amin(dim=(1, 2), keepdim=True)
+    range_B11 = values_BMT.amax(dim=(1, 2), keepdim=True) - lowest_B11
+    share_BMT = (values_BMT - lowest_B11) / range_B11.clamp(min=1e-6)
+    colours: NDArray[np.uint8] = matplotlib.colormaps["magma"](share_BMT.double().numpy(), bytes=True)
+    return np.ascontiguousarray(colours[..., :3])
+
+
+def captions_of(batch: Batch, manifest: Manifest) -> list[list[Caption]]:
+    """The class names of every sample, base before overlay; a line for each kind of label that the dataset has."""
+    names = manifest.label_names
+    spaces = ((names.base, batch.label_base_B, _INK), (names.overlay, batch.label_overlay_B, _OUTLINE))
+    lines = [
+        [("" if label == NO_LABEL else names_of_space[label], colour) for label in label_B.tolist()]
+        for names_of_space, label_B, colour in spaces
+        if names_of_space
+    ]
+    return [list(captions) for captions in zip(*lines, strict=True)]
+
+
+def draw_cell(
+    picture_HWC: NDArray[np.uint8], mask_HW: NDArray[np.uint8] | None, captions: Sequence[Caption]
+) -> Image.Image:
+    """One sample, enlarged by a whole factor, its captions below it, and a margin to the right and below."""
+    height, width, _ = picture_HWC.shape
+    zoom = max(1, _CELL // max(height, width))
+    size = (zoom * width + _MARGIN, zoom * height + _LINE * len(captions) + 4 + _MARGIN)
+    cell = Image.new("RGB", size, _PAPER)
+    enlarged = _enlarge(picture_HWC, zoom)
+    if mask_HW is not None:
+        enlarged[_outline(_enlarge(mask_HW != MASK_OUTSIDE, zoom))] = _OUTLINE
+    cell.paste(Image.fromarray(enlarged))
+    draw = ImageDraw.Draw(cell)
+    font = ImageFont.truetype(FONT_PATH, _FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
+    for line, (text, colour) in enumerate(captions):
+        draw.text((0, zoom * height + 2 + line * _LINE), text, fill=colour, font=font)
+    return cell
+
+
+def _enlarge(points: NDArray[Point], zoom: int) -> NDArray[Point]:
+    return np.repeat(np.repeat(points, zoom, axis=0), zoom, axis=1)
+
+
+def _outline(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The points just inside the border of a region."""
+    padded = np.pad(inside, 1)
+    surrounded = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+    return inside & ~surrounded
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("location", metavar="DIR", help="a built dataset: a directory, an address or a pipe")
+    parser.add_argument("--out", metavar="PNG", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--samples", metavar="N", type=int, default=60, help="how many (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.samples < 1:
+        raise UserError(f"--samples must be at least 1, got {args.samples}")
+    if args.out.suffix.lower() != ".png":
+        raise UserError(f"--out {args.out} does not end in .png; a preview is written as PNG")
+    grid = draw_grid(args.location, num_samples=args.samples)
+    try:
+        grid.save(args.out)
+    except (FileNotFoundError, PermissionError) as error:
+        raise UserError(f"cannot write {args.out} ({error.strerror}); choose another --out") from None
+    print(args.out)

@@ -1,0 +1,340 @@
+"""Read every byte of a dataset, here or elsewhere, and name all that is wrong with it, by shard and key.
+
+The dataset may come from a stranger. Invariants: only regular files are read; a shard is mapped and never read whole;
+no member is decoded that is larger than the manifest allows; and no more than one shard of a remote dataset is on this
+machine at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import logging
+import tarfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from numpy.typing import NDArray
+from torchvision.io import ImageReadMode, decode_png
+
+from data_pipeline.audio.waveform import decode_wav
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
+from data_pipeline.loading.totals import Totals
+from data_pipeline.overlays.registry import kind_of, load_overlay
+from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
+from data_pipeline.remote.fetch import Expected
+from data_pipeline.storage.files import read_regular
+from data_pipeline.storage.manifest import (
+    MANIFEST_NAME,
+    OVERLAY_NAME,
+    SOURCE_DIGESTS_NAME,
+    Manifest,
+    ShardEntry,
+    load_manifest,
+)
+from data_pipeline.storage.png import wrong_size
+from data_pipeline.storage.shards import (
+    TarMember,
+    index_content,
+    index_members,
+    index_num_bytes,
+    index_path,
+    map_regular,
+    read_headers,
+)
+from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
+from data_pipeline.storage.store import label_ranges, read_labels
+
+logger = logging.getLogger(__name__)
+
+_NUM_ZEROS_AT_END = 2 * tarfile.BLOCKSIZE  # bytes, with which every whole tar ends
+_MASK_LEVELS = torch.tensor([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=torch.uint8)
+_LOUDEST = 1 << 20  # times full scale, of a sound: `Totals` counts in whole numbers of 64 bits
+_REMOTE = RemoteConfig()
+_SLACK = 1 << 20  # bytes by which an index may be too long and is still fetched, to be called wrong
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in a file of the dataset, and with one of its samples where `key` is given."""
+
+    file: str
+    key: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {f'{self.key}: ' if self.key else ''}{self.what}"
+
+
+class Verification:
+    """One look at a dataset, in a local directory or at a location that can be trained from.
+
+    Attributes:
+        location: as given.
+        manifest: of the dataset.
+        num_problems, num_sound, num_bytes: found so far; samples that are sound, and bytes of the shards.
+
+    Raises `UserError` when made, if `location` is no dataset.
+    """
+
+    def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
+        self.location = location
+        self._remote = remote
+        self._directory = None if is_remote(location) else Path(location)
+        self.manifest = (
+            fetch_manifest(str(location), config=remote) if self._directory is None else load_manifest(self._directory)
+        )
+        self.num_problems = self.num_sound = self.num_bytes = 0
+
+    def problems(self) -> Iterator[Problem]:
+        """Find every problem, in the order of the shards; none means that each byte is as it was built.
+
+        Checks the shards' sizes and sha256; that each tar is whole and holds the samples that are due there, in order,
+        each in one piece; that pictures or sounds, masks and labels decode and fit the manifest; that counts, mean and
+        std are those of the samples; that the manifest's index of a shard, and a file of it, is that shard's; and that
+        the source digests, and what an online overlay draws from, are there.
+        """
+        self.num_problems = self.num_sound = self.num_bytes = 0
+        for problem in self._problems():
+            self.num_problems += 1
+            yield problem
+
+    def _problems(self) -> Iterator[Problem]:
+        manifest = self.manifest
+        num_overlay = 0 if manifest.is_online else len(manifest.label_names.overlay)
+        totals = Totals(num_base=len(manifest.label_names.base), num_overlay=num_overlay)
+        first_index, is_sound = 0, True
+        name = self.location if self._directory is None else self._directory.name
+        with Progress(f"verifying {name}", total=manifest.num_samples) as progress:
+            for entry in manifest.shards:
+                due = range(first_index, first_index + entry.num_samples)
+                for key, what in self._shard_problems(entry, due, totals):
+                    is_sound = False
+                    yield Problem(entry.name, key, what)
+                first_index = due.stop
+                progress.advance(entry.num_samples)
+        for path in sorted(self._directory.glob("*.tar")) if self._directory is not None else ():
+            if path.name not in {entry.name for entry in manifest.shards}:
+                yield Problem(path.name, None, f"is not named in {MANIFEST_NAME}")
+        if manifest.is_online and (wrong := self._overlay_problem()) is not None:
+            yield Problem(OVERLAY_NAME, None, wrong)
+        if manifest.source_digests_sha256 is not None and (wrong := self._digests_problem()) is not None:
+            yield Problem(SOURCE_DIGESTS_NAME, None, wrong)
+        for field in ("counts_base", "counts_overlay", "mean", "std") if is_sound else ():
+            if (said := getattr(manifest, field)) != (found := getattr(totals, field)):
+                yield Problem(MANIFEST_NAME, None, f"{field} is {said}, but that of the samples is {found}")
+
+    @property
+    def summary(self) -> str:
+        """What was looked at and found, in one line: samples, shards, bytes, sizes and classes."""
+        manifest = self.manifest
+        found = f"has {self.num_problems} problem{'s' * (self.num_problems > 1)}" if self.num_problems else "is sound"
+        samples = f"{manifest.num_samples} samples"
+        if self.num_problems:
+            samples = f"{self.num_sound} of {manifest.num_samples} samples sound"
+        shape = "x".join(map(str, manifest.input_shape))
+        if manifest.medium == "picture":
+            size = f"pictures of {shape}"
+        else:
+            size = f"sounds for inputs of {shape} points at {manifest.sample_rate} a second"
+        parts = [f"{samples} in {len(manifest.shards)} shards", f"{self.num_bytes:,} bytes", size]
+        for name, counts in (("base", manifest.counts_base), ("overlay", manifest.counts_overlay)):
+            if counts:
+                parts.append(f"{len(counts)} {name} classes of {min(counts)} to {max(counts)} samples")
+        if manifest.is_online:
+            parts.append(f"{len(manifest.label_names.overlay)} overlay classes drawn at each reading")
+        return f"{self.location} {found}: {'; '.join(parts)}"
+
+    @contextmanager
+    def _file(self, name: str, expected: Expected) -> Iterator[Path]:
+        """A file of the dataset on this machine, only while the block runs if it was fetched.
+
+        Raises `UserError` if it cannot be fetched, or what came is not as `expected`.
+        """
+        if self._directory is not None:
+            yield self._directory / name
+        else:
+            with fetched(str(self.location), name, expected=expected, config=self._remote) as file:
+                yield Path(f"/dev/fd/{file.fileno()}")
+
+    def _overlay_problem(self) -> str | None:
+        manifest = self.manifest
+        assert manifest.overlay is not None
+        try:
+            with self._file(OVERLAY_NAME, Expected(sha256=manifest.overlay.sha256)) as path:
+                overlay = load_overlay(path, sha256=manifest.overlay.sha256)
+        except UserError as error:
+            return str(error) if self._directory is None else str(error).removeprefix(f"{path} ")
+        said = (manifest.overlay.kind, manifest.label_names.overlay)
+        found = (kind_of(overlay), overlay.class_names)
+        return None if found == said else f"holds the overlay and classes {found}, but {MANIFEST_NAME} says {said}"
+
+    def _digests_problem(self) -> str | None:
+        expected = Expected(num_bytes=num_digest_bytes(self.manifest), sha256=self.manifest.source_digests_sha256)
+        try:
+            with self._file(SOURCE_DIGESTS_NAME, expected) as path:
+                check_source_digests(path, self.manifest)
+        except UserError as error:
+            return str(error) if self._directory is None else str(error).removeprefix(f"{path} ")
+        return None
+
+    def _shard_problems(self, entry: ShardEntry, due: range, totals: Totals) -> Iterator[tuple[str | None, str]]:
+        """Key and description of each problem of one shard; adds its sound samples to `totals`."""
+        try:
+            with (
+                self._file(entry.name, Expected(num_bytes=entry.num_bytes, sha256=entry.sha256)) as path,
+                map_regular(path) as data,
+            ):
+                yield from self._tar_problems(data, entry, due, totals)
+        except UserError as error:
+            yield None, str(error)
+        except OSError as error:
+            yield None, f"cannot be read ({error.strerror})"
+        if (index := self._index(entry)) is not None and hashlib.sha256(index).hexdigest() != entry.index_sha256:
+            yield (
+                None,
+                f"{index_path(Path(entry.name)).name} beside it is not the index that {MANIFEST_NAME} names; remove it",
+            )
+
+    def _tar_problems(
+        self, data: memoryview, entry: ShardEntry, due: range, totals: Totals
+    ) -> Iterator[tuple[str | None, str]]:
+        self.num_bytes += len(data)
+        if len(data) != entry.num_bytes:
+            yield None, f"has {len(data)} bytes, but {MANIFEST_NAME} says {entry.num_bytes}"
+        if (sha256 := hashlib.sha256(data).hexdigest()) != entry.sha256:
+            yield None, f"has the sha256 {sha256}, but {MANIFEST_NAME} says {entry.sha256}"
+        found, end = read_headers(data)
+        samples: dict[str, dict[str, TarMember]] = {}
+        last_key = None
+        for member in found:
+            key, _, extension = member.name.partition(".")
+            if key != last_key and key in samples:
+                yield key, f"its members do not lie side by side: {member.name} comes after those of {last_key}"
+            if extension in samples.setdefault(key, {}):
+                yield key, f"{member.name} is there twice"
+            samples[key][extension] = member
+            last_key = key
+        if not _ends_in_zeros(data, end):
+            yield None, f"is cut short or damaged after sample {last_key}"
+        keys = [f"{index:08d}" for index in due]
+        for key in sorted(samples.keys() ^ set(keys)):
+            yield key, f"does not belong among {keys[0]} to {keys[-1]}" if key in samples else "is missing"
+        if list(samples) != keys and sorted(samples) == keys:
+            yield None, "its samples are not in the order of their keys"
+        for key, fields in samples.items():
+            if not (key.isascii() and key.isdigit()):
+                continue  # told above: it does not belong there
+            try:
+                sample = _decode(key, _contents(data, key, fields, self.manifest), self.manifest)
+            except ValueError as error:
+                yield key, " ".join(str(error).split())
+            else:
+                totals.add(sample)
+                self.num_sound += key in keys
+        index = index_content(index_members(found, members=self.manifest.members, due=due))
+        if sha256 == entry.sha256 and hashlib.sha256(index).hexdigest() != entry.index_sha256:
+            yield None, f"its members do not lie where {MANIFEST_NAME} says (index_sha256)"
+
+    def _index(self, entry: ShardEntry) -> bytes | None:
+        """The index beside a shard; None if there is none, which its readers then make."""
+        name, num_bytes = index_path(Path(entry.name)).name, index_num_bytes(entry, self.manifest.members)
+        try:
+            with self._file(name, Expected(max_bytes=num_bytes + _SLACK)) as path:
+                return read_regular(path, max_bytes=num_bytes + _SLACK)
+        except FileNotFoundError:
+            return None
+        except UserError as error:
+            logger.info("%s", error)
+            return None
+        except OSError:
+            return b""
+
+
+def find_problems(location: str | Path) -> Iterator[Problem]:
+    """Find every problem of a dataset, as `Verification.problems` does."""
+    return Verification(location).problems()
+
+
+def _ends_in_zeros(data: memoryview, end: int) -> bool:
+    """Whether a tar ends behind its last member as a tar does; one that is cut short or overwritten does not."""
+    starts = range(end, len(data), _BLOCK)
+    return len(data) - end >= _NUM_ZEROS_AT_END and not any(any(data[start : start + _BLOCK]) for start in starts)
+
+
+def _contents(data: memoryview, key: str, fields: Mapping[str, TarMember], manifest: Manifest) -> dict[str, bytes]:
+    """The members of a sample. Raises `ValueError` that tells which is missing, not known or too large."""
+    for extension in sorted(fields.keys() ^ set(manifest.members)):
+        raise ValueError(f"{key}.{extension} is {'not known' if extension in fields else 'missing'}")
+    for extension, member in fields.items():
+        if member.size > (most := manifest.max_member_bytes[extension]):
+            raise ValueError(f"{member.name} has {member.size} bytes, more than the {most} that it may have")
+    return {extension: bytes(data[member.offset : member.offset + member.size]) for extension, member in fields.items()}
+
+
+def _decode(key: str, fields: dict[str, bytes], manifest: Manifest) -> Sample:
+    """The sample; raises `ValueError` that tells what is wrong if it does not decode or does not fit the manifest."""
+    label_base, label_overlay = read_labels(fields["json"], int(key), *label_ranges(manifest))
+    content: NDArray[Any]
+    mask = None
+    if manifest.medium == "sound":
+        content = _decode_wav(f"{key}.wav", fields["wav"], sample_rate=manifest.sample_rate)
+    else:
+        num_channels, height, width = manifest.input_shape
+        content = _decode_png(f"{key}.png", fields["png"], (num_channels, height, width)).permute(1, 2, 0).numpy()
+        if "mask.png" in fields:
+            mask_1HW = _decode_png(f"{key}.mask.png", fields["mask.png"], (1, height, width))
+            if not torch.isin(mask_1HW, _MASK_LEVELS).all():
+                raise ValueError(f"{key}.mask.png has other levels than {_MASK_LEVELS.tolist()}")
+            mask = mask_1HW[0].numpy()
+    return Sample(int(key), content, mask, label_base, label_overlay)
+
+
+def _decode_wav(name: str, data: bytes, *, sample_rate: int | None) -> NDArray[np.int16] | NDArray[np.float32]:
+    try:
+        points = decode_wav(data)
+        found_rate = soundfile.info(io.BytesIO(data)).samplerate
+    except (ValueError, soundfile.LibsndfileError) as error:
+        raise ValueError(f"{name} does not decode ({error})") from None
+    if found_rate != sample_rate:
+        raise ValueError(f"{name} has {found_rate} points a second, not {sample_rate}")
+    if not np.isfinite(points).all():
+        raise ValueError(f"{name} holds points that are not numbers")
+    if np.abs(points.astype(np.float64)).max() > _LOUDEST * (1 << 15 if points.dtype == np.int16 else 1):
+        raise ValueError(f"{name} holds points beyond {_LOUDEST} times full scale")
+    return points
+
+
+def _decode_png(name: str, data: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
+    if (wrong := wrong_size(data, *shape[1:])) is not None:
+        raise ValueError(f"{name} does not decode ({wrong})")
+    try:
+        pixels: torch.Tensor = decode_png(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.UNCHANGED)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{name} does not decode ({error})") from None
+    if pixels.shape != shape or pixels.dtype != torch.uint8:
+        raise ValueError(f"{name} is {tuple(pixels.shape)} {pixels.dtype}, not {shape} torch.uint8")
+    return pixels
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("location", metavar="DIR", help="a built dataset: a directory, an address or a pipe")
+
+
+def run(args: argparse.Namespace) -> None:
+    verification = Verification(args.location)
+    for problem in verification.problems():
+        print(problem)
+    print(verification.summary)
+    if verification.num_problems:
+        raise SystemExit(1)

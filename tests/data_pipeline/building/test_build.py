@@ -1,0 +1,793 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from data_pipeline.audio.waveform import crop_last
+from data_pipeline.building import workers as build_workers
+from data_pipeline.building.build import balanced_order, build_dataset
+from data_pipeline.building.catalogue import open_dataset
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Sample
+from data_pipeline.loading.totals import Totals
+from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
+from data_pipeline.overlays.registry import save_overlay
+from data_pipeline.sources.background import read_sounds
+from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.tools.verify import find_problems
+from tests.real_data import REPOSITORY, archive
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def samples(directory: Path) -> list[Sample]:
+    store = SampleStore(directory)
+    return [store[index] for index in range(len(store))]
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty real pictures of each class, as `ROOT/test/CLASS/*.jpg`."""
+    root = tmp_path_factory.mktemp("cifar")
+    with tarfile.open(archive("cifar10-images-test.tar.gz")) as tar:
+        for member in tar:
+            if member.isfile() and int(Path(member.name).stem) < 20:
+                tar.extract(member, root, filter="data")
+    return root
+
+
+# --- what is built
+
+
+@pytest.fixture(scope="module")
+def fsdd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three real recordings of each digit by each of six speakers, as `ROOT/recordings/*.wav`."""
+    root = tmp_path_factory.mktemp("fsdd")
+    with tarfile.open(archive("fsdd-recordings.tar.gz")) as tar:
+        for member in tar:
+            if re.search(r"_[0-2]\.wav$", member.name):
+                tar.extract(member, root, filter="data")
+    return root
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar10_shapes", "cifar10_digits", "cifar10_letters"])
+def test_real_cifar_in_all_four_forms(dataset: str, cifar: Path, tmp_path: Path) -> None:
+    arguments = {"source": "folder", "root": cifar, "split": "test"}
+    if dataset == "cifar10_digits":
+        arguments |= {"digits": "mnist_t10k", "digits_root": archive("mnist")}
+    manifest = build_dataset(dataset, tmp_path / "built", num_samples_per_shard=64, **arguments)  # type: ignore[arg-type]
+    assert manifest == load_manifest(tmp_path / "built")
+    assert list(find_problems(tmp_path / "built")) == []
+    assert [entry.num_samples for entry in manifest.shards] == [64, 64, 64, 8]
+    assert manifest.counts_base == (20,) * 10
+    assert manifest.input_shape == (3, 32, 32)
+    num_overlay = {"cifar10": 0, "cifar10_shapes": 3, "cifar10_digits": 10, "cifar10_letters": 26}[dataset]
+    assert len(manifest.label_names.overlay) == len(manifest.counts_overlay) == num_overlay
+    assert sum(manifest.counts_overlay) == (200 if num_overlay else 0)
+
+    # Every picture is there once, under its own label, and intact outside the object.
+    originals = [(path.parent.name, np.asarray(Image.open(path))) for path in sorted((cifar / "test").glob("*/*.jpg"))]
+    stored = samples(tmp_path / "built")
+    found = []
+    for sample in stored:
+        assert (sample.mask is None) == (num_overlay == 0)
+        photo = np.full((32, 32), True) if sample.mask is None else sample.mask == MASK_OUTSIDE
+        name = manifest.label_names.base[sample.label_base]
+        [same] = [
+            number
+            for number, (label, picture) in enumerate(originals)
+            if label == name and np.array_equal(picture[photo], sample.content[photo])
+        ]
+        found.append(same)
+        assert (sample.label_overlay == NO_LABEL) == (num_overlay == 0)
+    assert sorted(found) == list(range(200))
+    pictures = np.stack([sample.content for sample in stored]).astype(np.float64) / 255
+    np.testing.assert_allclose(manifest.mean, pictures.mean(axis=(0, 1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(manifest.std, pictures.std(axis=(0, 1, 2)), rtol=1e-12)
+    overlay_labels = [sample.label_overlay for sample in stored]
+    assert manifest.counts_overlay == tuple(overlay_labels.count(label) for label in range(num_overlay))
+
+
+def test_spoken_digits_are_stored_as_they_were_recorded(fsdd: Path, tmp_path: Path) -> None:
+    manifest = build_dataset("spoken", tmp_path / "built", source="fsdd", root=fsdd, test_speaker="george")
+    assert list(find_problems(tmp_path / "built")) == []
+    assert (manifest.medium, manifest.sample_rate, manifest.input_shape) == ("sound", 8000, (8333,))
+    assert (manifest.overlay, manifest.counts_base, manifest.counts_overlay) == (None, (15,) * 10, ())
+    recorded = sorted(
+        (int(path.name[0]), soundfile.read(path, dtype="int16")[0].tobytes())
+        for path in (fsdd / "recordings").glob("*.wav")
+        if "george" not in path.name
+    )
+    stored = samples(tmp_path / "built")
+    assert sorted((sample.label_base, sample.content.tobytes()) for sample in stored) == recorded
+    points = np.concatenate([sample.content for sample in stored]).astype(np.float64) / 32768
+    np.testing.assert_allclose(manifest.mean, [points.mean()], rtol=1e-9)
+    np.testing.assert_allclose(manifest.std, [points.std()], rtol=1e-12)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_path: Path) -> None:
+    """What is left without the speech is the first or the last second of the recording that the label names."""
+    noise_root, num_points = archive("noise"), 8333
+    manifest = build_dataset(
+        "spoken_noise", tmp_path / "built", source="fsdd", root=fsdd, split=split, noise_root=noise_root, limit=30
+    )
+    build_dataset("spoken", tmp_path / "clean", source="fsdd", root=fsdd, split=split, limit=30)
+    assert list(find_problems(tmp_path / "built")) == []
+    assert manifest.label_names.overlay == ("babble", "traffic", "machinery")
+    sounds = [sound.numpy() for sound in read_sounds(noise_root, sample_rate=8000, num_points=num_points)]
+    scaled = [0.05 * sound / np.abs(sound).max() for sound in sounds]
+    last_B = crop_last(baked_keys(torch.arange(30), seed=0, split=split)) & (split == "train")
+    places = set()
+    for sample, clean, last in zip(samples(tmp_path / "built"), samples(tmp_path / "clean"), last_B, strict=True):
+        assert sample.label_base == clean.label_base
+        speech = np.zeros(num_points)
+        kept = clean.content[-num_points:] if last else clean.content[:num_points]
+        speech[: len(kept)] = kept / 32768
+        behind, recording = sample.content - speech, scaled[sample.label_overlay]
+        near = [np.abs(behind - part).max() < 1e-6 for part in (recording[:num_points], recording[-num_points:])]
+        assert sum(near) == 1
+        places.add((sample.label_overlay, near.index(True)))
+    assert len(places) == (6 if split == "train" else 3)
+    assert {place for _, place in places} == ({0, 1} if split == "train" else {0})
+    points = np.stack([sample.content for sample in samples(tmp_path / "built")]).astype(np.float64)
+    np.testing.assert_allclose(manifest.mean, [points.mean()], atol=1e-7)
+    np.testing.assert_allclose(manifest.std, [points.std()], rtol=1e-5)
+
+
+def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
+    arguments = {"source": "fsdd", "noise_root": archive("noise"), "limit": 30}
+    manifest = build_dataset("noise", tmp_path / "built", **arguments)  # type: ignore[arg-type]
+    assert (manifest.label_names.base, manifest.counts_base) == ((), ())
+    assert sum(manifest.counts_overlay) == 30
+    stored = samples(tmp_path / "built")
+    assert {sample.label_base for sample in stored} == {NO_LABEL}
+    assert len({sample.content.tobytes() for sample in stored}) == 6
+    quiet = build_dataset("noise", tmp_path / "quiet", noise_volume=0.0, **arguments)  # type: ignore[arg-type]
+    assert not any(sample.content.any() for sample in samples(tmp_path / "quiet"))
+    anywhere = build_dataset("noise", tmp_path / "anywhere", noise_crop="random_offset", **arguments)  # type: ignore[arg-type]
+    assert len({sample.content.tobytes() for sample in samples(tmp_path / "anywhere")}) == 30
+    assert len({made.how_made.source for made in (manifest, quiet, anywhere)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "titles"),
+    [
+        ("procedural", ("picture", "overlay")),
+        ("procedural_shapes", ("picture", "shape")),
+        ("procedural_digits", ("picture", "digit")),
+        ("procedural_letters", ("picture", "letter")),
+        ("spoken_noise", ("melody", "background")),
+    ],
+)
+def test_a_manifest_gives_both_labels_a_title_for_readers(
+    dataset: str, titles: tuple[str, str], tmp_path: Path
+) -> None:
+    build_dataset(dataset, tmp_path / "built", source="procedural", limit=2)
+    names = load_manifest(tmp_path / "built").label_names
+    assert (names.title_base, names.title_overlay) == titles
+
+
+def test_speech_is_titled_spoken_digit_and_a_new_overlay_has_a_title_too(fsdd: Path) -> None:
+    assert open_dataset("spoken", source="fsdd", root=fsdd).source.title == "spoken digit"
+    assert Overlay.title == "object"
+
+
+@pytest.mark.parametrize("dataset", ["procedural_digits", "spoken_noise"])
+def test_an_online_overlay_lies_beside_clean_samples(dataset: str, tmp_path: Path) -> None:
+    """The file draws as the build's own overlay would, and the shards hold what a build without overlay holds."""
+    manifest = build_dataset(dataset, tmp_path / "online", source="procedural", overlay="online", limit=30)
+    plain_name = {"procedural_digits": "procedural", "spoken_noise": "spoken"}[dataset]
+    plain = build_dataset(plain_name, tmp_path / "plain", source="procedural", limit=30)
+    assert list(find_problems(tmp_path / "online")) == []
+    assert manifest.shards == plain.shards
+    assert manifest.is_online
+    assert (manifest.counts_overlay, manifest.mean, manifest.std) == ((), plain.mean, plain.std)
+    overlay = open_dataset(dataset, source="procedural").overlay
+    assert overlay is not None
+    assert manifest.label_names.overlay == overlay.class_names
+    store = SampleStore(tmp_path / "online")
+    assert store.overlay is not None
+    inputs = torch.zeros(30, 3, 32, 32, dtype=torch.uint8) if manifest.medium == "picture" else torch.zeros(30, 8333)
+    keys = evaluation_keys(torch.arange(30), draw=0)
+    drawn, expected = store.overlay(inputs, keys), overlay(inputs, keys)
+    assert torch.equal(drawn.inputs, expected.inputs)
+    assert torch.equal(drawn.label_B, expected.label_B)
+    assert drawn.inputs.any()
+
+
+@pytest.mark.parametrize("dataset", ["procedural_digits", "spoken_noise"])
+@pytest.mark.parametrize("overlay", ["baked", "online"])
+def test_the_same_arguments_give_the_same_bytes_with_any_number_of_workers(
+    dataset: str, overlay: str, tmp_path: Path
+) -> None:
+    for name, num_workers in (("a", 1), ("b", 1), ("c", 3)):
+        build_dataset(
+            dataset,
+            tmp_path / name,
+            source="procedural",
+            overlay=overlay,
+            limit=130,
+            num_samples_per_shard=50,
+            num_workers=num_workers,
+        )
+    first = contents(tmp_path / "a")
+    beside = ["manifest.json", "source_digests.bin", *(["overlay.safetensors"] if overlay == "online" else [])]
+    assert sorted(first) == sorted([*beside, *(f"shard-0000{n}{end}" for n in range(3) for end in (".tar", ".index"))])
+    assert contents(tmp_path / "b") == first
+    assert contents(tmp_path / "c") == first
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"seed": 1}, {"split": "test"}, {"limit": 31}, {"dataset": "procedural_letters"}, {"overlay": "online"}],
+)
+def test_other_arguments_give_other_bytes(changed: dict[str, object], tmp_path: Path) -> None:
+    arguments = {"dataset": "procedural_shapes", "seed": 0, "split": "train", "limit": 30}
+    first = build_dataset(directory=tmp_path / "a", **arguments)  # type: ignore[arg-type]
+    other = build_dataset(directory=tmp_path / "b", **{**arguments, **changed})  # type: ignore[arg-type]
+    assert first.shards[0].sha256 != other.shards[0].sha256
+    assert first.sha256 != other.sha256
+
+
+def test_train_and_test_share_no_overlay_draw(tmp_path: Path) -> None:
+    """The same pictures in both splits: the objects drawn on them differ all the same."""
+    for number in range(20):
+        for name in ("train/a", "train/b", "test/a", "test/b"):
+            path = tmp_path / "root" / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32)).save(path)
+    drawn = []
+    for split in ("train", "test"):
+        build_dataset("cifar10_letters", tmp_path / split, source="folder", root=tmp_path / "root", split=split)
+        drawn += [sample.content.tobytes() for sample in samples(tmp_path / split)]
+    assert len(set(drawn)) == 80
+
+
+def test_repeats_show_each_picture_again_with_a_draw_of_its_own(tmp_path: Path) -> None:
+    build_dataset("procedural_shapes", tmp_path / "thrice", limit=20, repeats=3)
+    build_dataset("procedural_shapes", tmp_path / "once", limit=20)
+    stored = samples(tmp_path / "thrice")
+    assert len(stored) == 60
+    colours = set()
+    for sample, again in zip(stored[:20], stored[20:40], strict=True):
+        outside = sample.mask == MASK_OUTSIDE
+        np.testing.assert_array_equal(sample.content[outside], again.content[outside])
+        assert sample.label_base == again.label_base
+        colours |= {sample.content[18, 16].tobytes(), again.content[18, 16].tobytes()}
+    assert len(colours) == 40
+    for sample, single in zip(stored, samples(tmp_path / "once"), strict=False):
+        np.testing.assert_array_equal(sample.content, single.content)
+    digests = [load_manifest(tmp_path / name).how_made.source_sha256 for name in ("once", "thrice")]
+    assert digests[0] == digests[1]
+
+
+def test_the_order_is_a_shuffle_in_balanced_rounds() -> None:
+    labels = np.repeat([0, 1, 2], [50, 50, 5])
+    order = balanced_order(labels, seed=0, split="train", limit=None)
+    assert sorted(order) == list(range(105))
+    for first in range(0, 15, 3):
+        assert sorted(labels[order[first : first + 3]]) == [0, 1, 2]
+    assert np.bincount(labels[order[:75]]).tolist() == [35, 35, 5]
+    np.testing.assert_array_equal(balanced_order(labels, seed=0, split="train", limit=40), order[:40])
+    firsts = {tuple(balanced_order(labels, seed=seed, split="train", limit=3)) for seed in range(20)}
+    assert len(firsts) == 20
+    assert len({tuple(labels[list(first)]) for first in firsts}) > 3  # the classes of a round are shuffled, too
+    assert not np.array_equal(order, balanced_order(labels, seed=0, split="test", limit=None))
+
+
+# --- whole or not at all
+
+
+def test_a_finished_dataset_is_found_and_left_alone(tmp_path: Path) -> None:
+    first = build_dataset("procedural_shapes", tmp_path / "built", limit=30)
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "built").iterdir()}
+    assert build_dataset("procedural_shapes", tmp_path / "built", limit=30) == first
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "built").iterdir()} == times
+
+
+def test_a_dataset_of_other_arguments_is_refused_with_their_name(tmp_path: Path) -> None:
+    build_dataset("procedural_shapes", tmp_path / "built", limit=30)
+    before = contents(tmp_path / "built")
+    for changed, message in (
+        ({"seed": 1}, "was built with seed 0, not 1; choose another directory or remove it"),
+        ({"repeats": 2}, "was built with repeats 1, not 2"),
+        ({"num_samples_per_shard": 7}, "was built with another --samples-per-shard"),
+        ({"overlay": "online"}, "was built with another --overlay"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_dataset("procedural_shapes", tmp_path / "built", **{"limit": 30, **changed})  # type: ignore[arg-type]
+    assert contents(tmp_path / "built") == before
+    assert names(tmp_path) == ["built"]
+
+
+def test_a_dataset_of_other_pictures_or_with_a_torn_shard_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "root" / "train"
+    for name in ("a/0.png", "b/0.png", "b/1.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (ord(name[0]), ord(name[2]), 0)).save(folder / name)
+
+    def build() -> Manifest:
+        return build_dataset("cifar10_shapes", tmp_path / "built", source="folder", root=tmp_path / "root")
+
+    first = build()
+    Image.new("RGB", (32, 32), (9, 9, 9)).save(folder / "b" / "0.png")
+    with pytest.raises(UserError, match="was built from other data; choose another directory or remove it"):
+        build()
+    Image.new("RGB", (32, 32), (ord("b"), ord("0"), 0)).save(folder / "b" / "0.png")
+    assert build() == first
+    (folder / "b").rename(folder / "c")
+    with pytest.raises(UserError, match="was built from other data"):
+        build()
+    shard = tmp_path / "built" / "shard-00000.tar"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"shard-00000\.tar is missing or damaged; remove .* and build it again"):
+        build()
+
+
+def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    (tmp_path / "file").write_text("")
+    for name in ("mine", "file"):
+        with pytest.raises(UserError, match=f"{name} is there already and is not a dataset"):
+            build_dataset("procedural", tmp_path / name, limit=10)
+    with pytest.raises(UserError, match=r"cannot make the folder .*; choose another --out"):
+        build_dataset("procedural", tmp_path / "file" / "below", limit=10)
+    assert names(tmp_path) == ["file", "mine"]
+    assert names(tmp_path / "mine") == ["thesis.txt"]
+    (tmp_path / "empty").mkdir()
+    assert build_dataset("procedural", tmp_path / "empty", limit=10).num_samples == 10
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_picture_that_does_not_decode_leaves_nothing(num_workers: int, cifar: Path, tmp_path: Path) -> None:
+    root = copy_pictures(cifar, tmp_path / "root")
+    torn = root / "train" / "cat" / "0007.jpg"
+    torn.write_bytes(torn.read_bytes()[:200])
+    arguments = {"source": "folder", "root": root, "num_samples_per_shard": 100, "num_workers": num_workers}
+    with pytest.raises(UserError, match=r"cat/0007\.jpg does not decode as a picture"):
+        build_dataset("cifar10_shapes", tmp_path / "out", limit=100, **arguments)  # type: ignore[arg-type]
+    assert names(tmp_path) == ["root"]
+
+
+def test_a_build_goes_on_when_what_stopped_it_is_mended(cifar: Path, tmp_path: Path) -> None:
+    root = copy_pictures(cifar, tmp_path / "root")
+    arguments = {"source": "folder", "root": root, "num_samples_per_shard": 20}
+    build_dataset("cifar10_shapes", tmp_path / "undisturbed", **arguments)  # type: ignore[arg-type]
+    order = balanced_order(np.repeat(np.arange(10), 20), seed=0, split="train", limit=None)
+    torn = sorted(root.glob("train/*/*.jpg"))[order[130]]
+    whole = torn.read_bytes()
+    torn.write_bytes(whole[:200])
+    with pytest.raises(UserError, match="does not decode"):
+        build_dataset("cifar10_shapes", tmp_path / "out", **arguments)  # type: ignore[arg-type]
+    assert names(tmp_path) == ["out.partial", "root", "undisturbed"]
+    before = finished_times(tmp_path / "out.partial")
+    assert sorted(before) == [f"shard-0000{number}.tar" for number in range(6)]
+    torn.write_bytes(whole)
+    build_dataset("cifar10_shapes", tmp_path / "out", **arguments)  # type: ignore[arg-type]
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in before} == before
+
+
+def copy_pictures(cifar: Path, root: Path) -> Path:
+    for path in (cifar / "test").glob("*/*.jpg"):
+        (root / "train" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        (root / "train" / path.parent.name / path.name).write_bytes(path.read_bytes())
+    return root
+
+
+def finished_times(partial: Path) -> dict[str, int]:
+    """When each finished shard of a build that was cut short was written."""
+    finished = [path.name[1:].removesuffix(".finished.json") for path in partial.glob(".*.finished.json")]
+    return {name: (partial / name).stat().st_mtime_ns for name in finished}
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("data_pipeline.storage.shards.os.fsync", no_space)
+    with pytest.raises(OSError, match="No space left") as raised:
+        build_dataset("procedural", tmp_path / "out", limit=10)
+    assert raised.value.errno == errno.ENOSPC
+    assert "out.partial" in str(raised.value.filename)
+    assert names(tmp_path) == []
+
+
+def holders(partial: Path) -> set[int]:
+    """The processes that hold the lock of a build's workers."""
+    lock, found = str(partial / "build.json"), set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if str(path.readlink()) == lock:
+                found.add(int(path.parts[2]))
+    return found
+
+
+def build_process(dataset: str, directory: Path, **arguments: object) -> multiprocessing.process.BaseProcess:
+    """A build that has begun in a process of its own, for a test to kill."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_pipeline.building.workers"])
+    process = context.Process(target=build_dataset, args=(dataset, directory), kwargs=arguments)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("dataset", "overlay", "num_workers", "num_attempts"),
+    [("procedural_shapes", "baked", 1, 4), ("procedural_shapes", "baked", 3, 3), ("spoken_noise", "online", 1, 4)],
+)
+def test_a_build_killed_at_any_moment_goes_on_to_the_same_bytes(
+    dataset: str, overlay: str, num_workers: int, num_attempts: int, tmp_path: Path
+) -> None:
+    arguments = {"source": "procedural", "overlay": overlay, "limit": 300, "num_samples_per_shard": 12}
+    build_dataset(dataset, tmp_path / "undisturbed", **arguments)  # type: ignore[arg-type]
+    rng, partial = random.Random(num_workers), tmp_path / "out.partial"
+    num_kills = 0
+    written: dict[str, int] = {}
+    for _ in range(num_attempts):
+        process = build_process(dataset, tmp_path / "out", num_workers=num_workers, **arguments)
+        least = len(written) + rng.choice([0, 1, 3])
+        while process.is_alive() and len(list(partial.glob(".*.finished.json"))) < least:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        if (tmp_path / "out").exists():
+            break
+        num_kills += 1
+        with pytest.raises(UserError, match=r"not a finished dataset|does not exist"):
+            load_manifest(partial)
+        if (partial / "build.json").exists():
+            build_workers.wait_for_orphans(partial / "build.json")
+        now = finished_times(partial)
+        assert written.items() <= now.items()
+        written = now
+    assert num_kills >= 2
+    assert written
+    build_dataset(dataset, tmp_path / "out", num_workers=num_workers, **arguments)  # type: ignore[arg-type]
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+    assert written.items() <= {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}.items()
+    assert names(tmp_path) == ["out", "undisturbed"]
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, *, num_finished: int, **arguments: object) -> None:
+    """Run a build that is interrupted after some shards."""
+
+    def make_some(recipe: build_workers.Recipe, task: build_workers.ShardTask, *, directory: Path) -> int:
+        if task.number == num_finished:
+            raise KeyboardInterrupt
+        return build_workers.make_shard(recipe, task, directory=directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.building.build.make_shard", make_some)
+        with pytest.raises(KeyboardInterrupt):
+            build_dataset(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"limit": 41}, {"num_samples_per_shard": 9}, {"overlay": "online"}])
+def test_shards_of_other_arguments_are_cleared_away(
+    changed: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"dataset": "procedural_shapes", "limit": 40, "num_samples_per_shard": 10}
+    cut_short(monkeypatch, num_finished=2, directory=tmp_path / "out", **arguments)
+    arguments |= changed
+    build_dataset(directory=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+    build_dataset(directory=tmp_path / "undisturbed", **arguments)  # type: ignore[arg-type]
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_shards_of_changed_pictures_are_built_again(
+    cifar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A picture was taken away and another of its class put in: the labels are the same, the records are not."""
+    root = copy_pictures(cifar, tmp_path / "root")
+    arguments = {"dataset": "cifar10", "source": "folder", "root": root, "num_samples_per_shard": 20}
+    cut_short(monkeypatch, num_finished=8, directory=tmp_path / "out", **arguments)
+    for folder in (root / "train").iterdir():
+        (folder / "0000.jpg").rename(folder / "9999.jpg")
+    build_dataset(directory=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+    assert "holds shards of other data; all are built again" in caplog.text
+    build_dataset(directory=tmp_path / "undisturbed", **arguments)  # type: ignore[arg-type]
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_a_build_interrupted_before_its_last_moment_is_finished_without_a_shard_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build_dataset("procedural_shapes", tmp_path / "out", limit=20)
+    assert names(tmp_path) == ["out.partial"]
+    before = contents(tmp_path / "out.partial")
+    monkeypatch.setattr("data_pipeline.building.build.make_shard", interrupted)
+    build_dataset("procedural_shapes", tmp_path / "out", limit=20)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_build_waits_for_the_workers_of_the_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"dataset": "procedural_shapes", "limit": 20, "num_samples_per_shard": 10}
+    cut_short(monkeypatch, num_finished=1, directory=tmp_path / "out", **arguments)
+    with (tmp_path / "out.partial" / "build.json").open() as orphan:
+        fcntl.flock(orphan, fcntl.LOCK_SH)
+        with monkeypatch.context() as patch:
+            patch.setattr(build_workers, "_SECONDS_FOR_ORPHANS", 0.05)
+            with pytest.raises(UserError, match=r"a worker of an earlier build is still writing .*out\.partial"):
+                build_dataset(directory=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+        released = threading.Timer(0.3, fcntl.flock, (orphan, fcntl.LOCK_UN))
+        released.start()
+        build_dataset(directory=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+        assert released.finished.is_set()
+
+
+def test_a_killed_worker_ends_the_build_which_can_go_on(tmp_path: Path) -> None:
+    arguments = {"dataset": "procedural_shapes", "limit": 400, "num_samples_per_shard": 20}
+    partial = tmp_path / "out.partial"
+
+    def kill_one() -> None:
+        deadline = time.monotonic() + 60
+        while not (found := holders(partial) - {os.getpid()}):
+            assert time.monotonic() < deadline, "no worker has begun"
+            time.sleep(0.01)
+        os.kill(found.pop(), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(UserError, match=r"a worker process of the build was killed.*fewer --workers"):
+        build_dataset(directory=tmp_path / "out", num_workers=2, **arguments)  # type: ignore[arg-type]
+    killer.join()
+    build_dataset(directory=tmp_path / "out", num_workers=2, **arguments)  # type: ignore[arg-type]
+    build_dataset(directory=tmp_path / "undisturbed", **arguments)  # type: ignore[arg-type]
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+MEMORY_OF_BUILDS = """
+import re, sys
+from pathlib import Path
+from data_pipeline import build
+from data_pipeline.catalogue import Ingredients
+from data_pipeline.sources.silence import Silence
+
+build.open_dataset = lambda dataset, limit, **rest: Ingredients(Silence(limit, 8000), None, "silence", 8000, 8333)
+for num_samples in (2_000, 2_001, 12_000):
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
+    build.build_dataset("spoken", Path(sys.argv[1]) / str(num_samples), limit=num_samples)
+    print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
+    """Labels and order are 16 bytes a sample, sorting them takes three times that for a moment; a sample is 2,000."""
+    command = [sys.executable, "-c", MEMORY_OF_BUILDS, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    _, few, many = map(int, done.stdout.split())
+    assert many - few < 80 * 10_000
+
+
+def test_workers_end_with_a_killed_build(tmp_path: Path) -> None:
+    arguments = {"limit": 50_000, "num_samples_per_shard": 20, "num_workers": 2}
+    process = build_process("procedural_shapes", tmp_path / "out", **arguments)
+    deadline, partial = time.monotonic() + 60, tmp_path / "out.partial"
+    while not finished_times(partial) or len(holders(partial)) < 2:  # one may finish a shard before the other begins
+        assert time.monotonic() < deadline
+        assert process.is_alive()
+        time.sleep(0.02)
+    assert len(holders(partial)) == 2
+    process.kill()
+    process.join()
+    while holders(partial):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not (tmp_path / "out").exists()
+    build_dataset("procedural_shapes", tmp_path / "out", limit=40, num_samples_per_shard=50)
+    assert names(tmp_path) == ["out"]
+    assert list(find_problems(tmp_path / "out")) == []
+    assert len(list((tmp_path / "out").glob("*.tar"))) == 1
+
+
+def test_two_builds_do_not_write_the_same_dataset(tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UserError, match="another build is writing"):
+            build_dataset("procedural", tmp_path / "out", limit=10)
+    finally:
+        os.close(descriptor)
+    assert build_dataset("procedural", tmp_path / "out", limit=10).num_samples == 10
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("data_pipeline.building.build.fcntl.flock", no_locks)
+    assert build_dataset("procedural", tmp_path / "out", limit=10).num_samples == 10
+
+
+def test_what_no_build_left_is_not_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    for name in ("shard-00000.tar", "thesis.txt"):
+        (tmp_path / "out.partial" / name).write_text("all of it")
+    with pytest.raises(UserError, match=r"out\.partial/thesis\.txt is not of a build"):
+        build_dataset("procedural", tmp_path / "out", limit=10)
+    assert names(tmp_path / "out.partial") == ["shard-00000.tar", "thesis.txt"]
+
+
+def test_an_input_that_no_manifest_can_hold_is_one_sentence(tmp_path: Path) -> None:
+    for name in ("cat", "dog\n"):
+        (tmp_path / "root" / "train" / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "root" / "train" / name / "a.png")
+    with pytest.raises(UserError) as caught:
+        build_dataset("folder", tmp_path / "out", root=tmp_path / "root")
+    assert "printable characters" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def watched(overlay: Overlay, path: Path) -> str:
+        if path.parent == tmp_path / "out.partial":
+            seen.extend(names(path.parent))
+        return save_overlay(overlay, path)
+
+    monkeypatch.setattr("data_pipeline.building.build.save_overlay", watched)
+    build_dataset("procedural_shapes", tmp_path / "out", limit=10, overlay="online")
+    assert seen == [".shard-00000.tar.finished.json", "build.json", "shard-00000.index", "shard-00000.tar"]
+
+
+def test_totals_are_exact_in_any_order() -> None:
+    rng = np.random.default_rng(0)
+    waveforms = rng.uniform(-1.05, 1.05, (40, 1000)).astype(np.float32)
+    recorded = rng.integers(-32768, 32768, (40, 1000)).astype(np.int16)
+    for contents_NT, scale in ((waveforms, 1.0), (recorded, 32768.0)):
+        totals, backwards = Totals(num_base=2, num_overlay=3), Totals(num_base=2, num_overlay=3)
+        stored = [Sample(n, content, None, n % 2, n % 3) for n, content in enumerate(contents_NT)]
+        for sample in stored[:15]:
+            totals.add(sample)
+        for sample in reversed(stored):
+            backwards.add(sample)
+        part = Totals(num_base=2, num_overlay=3)
+        for sample in stored[15:]:
+            part.add(sample)
+        totals.merge(type(part.sums).model_validate_json(part.sums.model_dump_json()))
+        assert totals.sums == backwards.sums
+        assert (totals.counts_base, totals.counts_overlay) == ((20, 20), (14, 13, 13))
+        exact = contents_NT.astype(np.float64) / scale
+        assert totals.mean == pytest.approx([exact.mean()], abs=1e-8)
+        assert totals.std == pytest.approx([exact.std()], rel=1e-6)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": "cifar10_digit"}, 'unknown dataset "cifar10_digit"; did you mean "cifar10_digits"?'),
+        ({"dataset": "imagenet"}, 'unknown dataset "imagenet"; valid are: cifar10, '),
+        ({"split": "tset"}, 'unknown split "tset"; did you mean "test"?'),
+        ({"dataset": "cifar10"}, "the source torchvision reads pictures from a folder; name it with --root"),
+        ({"source": "folder"}, 'procedural_shapes cannot come from the source "folder"'),
+        ({"dataset": "spoken", "source": "torchvision"}, 'spoken cannot come from the source "torchvision"; valid are'),
+        ({"dataset": "spoken"}, "the source audiomnist reads sounds from a folder; name it with --root"),
+        ({"dataset": "noise"}, "the background sounds are read from a folder; name it with --noise-root"),
+        ({"dataset": "folder"}, "the source folder reads pictures from a folder; name it with --root"),
+        ({"overlay": "onlien"}, 'unknown --overlay "onlien"; did you mean "online"?'),
+        ({"overlay": "online", "repeats": 2}, "drawn anew at each reading, so --repeats stores nothing new"),
+        ({"dataset": "procedural", "overlay": "online"}, "procedural has no overlay, so it takes no --overlay"),
+        ({"image_size": 32}, "procedural_shapes does not come from a folder of pictures, so it takes no --image-size"),
+        ({"dataset": "folder", "image_size": 0}, "--image-size must be at least 1, got 0"),
+        ({"noise_volume": 0.1}, "procedural_shapes has no background sounds, so it takes no --noise-volume"),
+        (
+            {"dataset": "spoken_noise", "source": "procedural", "noise_crop": "last"},
+            'unknown crop "last"; valid are: first_or_last, random_offset',
+        ),
+        ({"dataset": "noise", "source": "procedural", "noise_volume": 2.0}, "the noise volume is 2.0; give a number"),
+        ({"dataset": "spoken", "source": "procedural", "test_speaker": "theo"}, "spoken does not come from fsdd, so"),
+        ({"dataset": "cifar10", "source": "foldr"}, 'the source "foldr"; did you mean "folder"?'),
+        ({"root": Path("x")}, "procedural data is made, not read from x; leave --root out"),
+        ({"digits": "mnist"}, "procedural_shapes has no digits, so it takes no --digits"),
+        ({"dataset": "procedural_digits", "digits": "mnst"}, 'unknown digits "mnst"; did you mean "mnist"?'),
+        ({"dataset": "folder", "root": Path("x"), "test_share": 0.2, "digits": "mnist"}, "folder has no digits, so"),
+        ({"dataset": "procedural_digits", "digits": "mnist"}, "name it with --digits-root, or choose --digits sklearn"),
+        ({"limit": 0}, "--limit must be at least 1, got 0"),
+        ({"repeats": 0}, "--repeats must be at least 1, got 0"),
+        ({"seed": -1}, "--seed must be at least 0, got -1"),
+        ({"num_samples_per_shard": 0}, "--samples-per-shard must be at least 1, got 0"),
+        ({"num_workers": 0}, "--workers must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_named_with_the_mend(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        build_dataset(**{"dataset": "procedural_shapes", "directory": tmp_path / "out", **arguments})  # type: ignore[arg-type]
+    assert message in str(raised.value)
+    assert names(tmp_path) == []
+
+
+def test_overlays_need_pictures_of_their_size(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / "root" / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (64, 48)).save(tmp_path / "root" / "train" / name / "0.png")
+    with pytest.raises(
+        UserError, match=r"draws on pictures of 32x32 pixels, but those in .*root are 64x48; .*--image-size 32"
+    ):
+        build_dataset("cifar10_letters", tmp_path / "out", source="folder", root=tmp_path / "root")
+    assert build_dataset("cifar10", tmp_path / "out", source="folder", root=tmp_path / "root").input_shape == (
+        3,
+        48,
+        64,
+    )
+
+
+def test_pictures_of_any_size_fit_with_an_image_size(tmp_path: Path) -> None:
+    for number, (width, height) in enumerate([(64, 48), (33, 90), (32, 32), (20, 20)]):
+        folder = tmp_path / "root" / "train" / f"{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (width, height), (50 * number, 0, 0)).save(folder / f"{number}.png")
+    arguments = {"source": "folder", "root": tmp_path / "root", "image_size": 32}
+    manifest = build_dataset("folder_letters", tmp_path / "out", **arguments)  # type: ignore[arg-type]
+    assert (manifest.input_shape, manifest.num_samples) == ((3, 32, 32), 4)
+    assert list(find_problems(tmp_path / "out")) == []
+    build_dataset("folder", tmp_path / "clean", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="was built with source folder, middle 32x32, not folder, middle 16x16"):
+        build_dataset("folder", tmp_path / "clean", **{**arguments, "image_size": 16})  # type: ignore[arg-type]
+
+
+def test_shards_are_plain_tars_of_pngs(tmp_path: Path) -> None:
+    build_dataset("procedural_shapes", tmp_path / "out", limit=10)
+    with tarfile.open(tmp_path / "out" / "shard-00000.tar") as tar:
+        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert json.loads(members["00000003.json"])["index"] == 3
+    assert Image.open(io.BytesIO(members["00000003.png"])).mode == "RGB"
+    assert Image.open(io.BytesIO(members["00000003.mask.png"])).mode == "L"
+
+
+def test_digits_come_from_the_default_that_fits_the_pictures(tmp_path: Path) -> None:
+    assert "scikit-learn digits 0-1436" in open_dataset("procedural_digits").description
+    mnist = open_dataset("procedural_digits", split="test", digits="mnist_t10k", digits_root=archive("mnist"))
+    assert "mnist t10k digits 8000-9999" in mnist.description
+    for path in archive("mnist").glob("MNIST/raw/*"):
+        (tmp_path / "MNIST" / "raw").mkdir(parents=True, exist_ok=True)
+        for split in ("train", "t10k"):  # stands in for the training digits, which are not at hand
+            (tmp_path / "MNIST" / "raw" / path.name.replace("t10k", split)).write_bytes(path.read_bytes())
+    for digits, name in (("mnist", "mnist train digits"), ("mnist_test_for_test", "mnist test digits")):
+        opened = open_dataset("procedural_digits", split="test", digits=digits, digits_root=tmp_path)
+        assert name in opened.description

@@ -1,0 +1,636 @@
+"""Overlays: what is drawn is what the published code draws, by Pillow and NumPy; draws are pure, fair and independent.
+
+Shapes: B batch, C channels, H height, W width, T points of a waveform, N digits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from data_pipeline.audio.waveform import crop_last
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
+from data_pipeline.overlays import (
+    FIRST_PURPOSE,
+    IMAGE_SIZE,
+    Layer,
+    Overlay,
+    PictureOverlay,
+    baked_keys,
+    divide_by_255,
+    evaluation_keys,
+    letters,
+    no_mask,
+    registry,
+)
+from data_pipeline.overlays.digits import Digits, shrink
+from data_pipeline.overlays.letters import FONT_PATH, Letters, drawing_points
+from data_pipeline.overlays.noise import Crop, Noise
+from data_pipeline.overlays.registry import OVERLAYS, kind_of, load_overlay, save_overlay
+from data_pipeline.overlays.shapes import Shapes, shape_mask
+from data_pipeline.sources.background import read_sounds
+from data_pipeline.sources.digits import DigitSource, mnist_digits, sklearn_digits
+from tests.real_data import archive
+from tests.trainer.views.kolmogorov import ks_p_value
+
+# The chi-square value that uniform draws exceed once in 10,000 times, by degrees of freedom.
+CHI_SQUARE = {1: 15.1, 2: 18.4, 5: 25.7, 6: 27.9, 9: 33.7, 15: 44.3, 25: 58.6}
+
+
+def keys_of(index_B: Tensor | range, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
+    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.as_tensor(index_B, dtype=torch.int64), view=view)
+
+
+def random_pictures(num: int, *, seed: int = 0) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num, 3, 32, 32), dtype=np.uint8))
+
+
+def chi_square(counts: np.ndarray, shares: np.ndarray | float) -> float:
+    expected = counts.sum() * np.broadcast_to(shares, counts.shape)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def is_uniform(values: Tensor, num: int) -> bool:
+    return chi_square(np.bincount(values.numpy(), minlength=num), 1 / num) < CHI_SQUARE[num - 1]
+
+
+@cache
+def shapes() -> Shapes:
+    return Shapes()
+
+
+@cache
+def digits() -> Digits:
+    return Digits.of(sklearn_digits(split="train"))
+
+
+@cache
+def capitals() -> Letters:
+    return Letters()
+
+
+def as_pillow(picture_CHW: Tensor) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(picture_CHW.permute(1, 2, 0).numpy()))
+
+
+def from_pillow(picture: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+class Stripes(PictureOverlay):
+    """A row or a column of the picture in one colour: how small a new overlay can be."""
+
+    class_names = ("row", "column")
+
+    def draw(self, keys: DrawKeys) -> Layer:
+        label_B = integers(keys, 1, 2, purpose=FIRST_PURPOSE)[:, 0]
+        colour_BC = integers(keys, 3, 256, purpose=FIRST_PURPOSE + 1).to(torch.uint8)
+        place_B = integers(keys, 1, IMAGE_SIZE, purpose=FIRST_PURPOSE + 2)[:, 0]
+        line_BW = torch.arange(IMAGE_SIZE, device=label_B.device) == place_B[:, None]
+        mask_BHW = torch.where(label_B[:, None, None] == 0, line_BW[:, :, None], line_BW[:, None, :]) * MASK_OBJECT
+        mask_BHW = mask_BHW.to(torch.uint8)
+        return Layer(label_B, colour_BC[:, :, None, None], mask_BHW, mask_BHW)  # opaque: MASK_OBJECT is 255
+
+
+MAKERS: list[Callable[[], PictureOverlay]] = [shapes, digits, capitals, Stripes]
+pictures_overlay = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+
+
+# --- what holds for every overlay of pictures
+
+
+@pictures_overlay
+def test_an_overlay_is_pure_and_its_mask_is_exact(make: Callable[[], PictureOverlay]) -> None:
+    overlay, pictures, keys = make(), random_pictures(64), keys_of(range(64))
+    before, state = pictures.clone(), torch.get_rng_state()
+    first, again, other = overlay(pictures, keys), overlay(pictures, keys), overlay(255 - pictures, keys)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(pictures, before)
+    assert torch.equal(first.inputs, again.inputs)
+    assert torch.equal(first.masks_BHW, other.masks_BHW)  # nothing that is drawn depends on the pictures
+    assert torch.equal(first.label_B, again.label_B)
+    assert torch.equal(first.label_B, other.label_B)
+    assert first.inputs.dtype == first.masks_BHW.dtype == torch.uint8
+    assert first.label_B.dtype == torch.int64
+    assert (first.inputs.shape, first.masks_BHW.shape, first.label_B.shape) == ((64, 3, 32, 32), (64, 32, 32), (64,))
+    assert {MASK_OUTSIDE, MASK_OBJECT} <= set(first.masks_BHW.unique().tolist())
+    assert set(first.masks_BHW.unique().tolist()) <= {MASK_OUTSIDE, MASK_BOX, MASK_OBJECT}
+    untouched = (first.masks_BHW != MASK_OBJECT)[:, None].expand_as(pictures)
+    assert torch.equal(first.inputs[untouched], pictures[untouched])
+    assert (first.masks_BHW == MASK_OBJECT).flatten(1).any(dim=1).all()
+
+
+@pictures_overlay
+def test_a_draw_is_that_of_its_key_in_any_batch(make: Callable[[], PictureOverlay]) -> None:
+    overlay, pictures = make(), random_pictures(40)
+    whole = overlay(pictures, keys_of(range(40)))
+    some_B = torch.tensor([39, 3, 17])
+    some = overlay(pictures[some_B], keys_of(some_B))
+    assert torch.equal(some.inputs, whole.inputs[some_B])
+    assert torch.equal(some.masks_BHW, whole.masks_BHW[some_B])
+    assert torch.equal(some.label_B, whole.label_B[some_B])
+    empty = overlay(pictures[:0], keys_of(range(0)))
+    assert empty.inputs.shape == (0, 3, 32, 32)
+    for name in ("seed", "epoch", "view"):
+        assert not torch.equal(overlay(pictures, keys_of(range(40), **{name: 1})).inputs, whole.inputs), name
+
+
+@pictures_overlay
+def test_labels_have_the_stated_frequencies_and_are_independent(make: Callable[[], PictureOverlay]) -> None:
+    overlay = make()
+    num_classes = len(overlay.class_names)
+    label_B = overlay.draw(keys_of(range(10_000))).label_B
+    shares: np.ndarray | float = 1 / num_classes
+    if isinstance(overlay, Digits):
+        shares = np.bincount(overlay.label_N.numpy(), minlength=10) / len(overlay.label_N)
+    assert chi_square(np.bincount(label_B.numpy(), minlength=num_classes), shares) < CHI_SQUARE[num_classes - 1]
+    others = {name: overlay.draw(keys_of(range(10_000), **{name: 1})).label_B for name in ("seed", "epoch", "view")}
+    for name, other_B in (*others.items(), ("index", label_B.roll(1))):
+        assert abs(np.corrcoef(label_B, other_B)[0, 1]) < 4 / 100, name
+
+
+@pytest.mark.parametrize("make", [shapes, capitals, Stripes])
+def test_colours_are_uniform_and_independent(make: Callable[[], PictureOverlay]) -> None:
+    layer = make().draw(keys_of(range(10_000)))
+    colour_BC = layer.colour_BCHW[:, :, 0, 0].to(torch.int64)
+    for channel_B in colour_BC.T:
+        assert is_uniform(channel_B // 16, 16)
+        assert (int(channel_B.min()), int(channel_B.max())) == (0, 255)
+    together = np.corrcoef(np.column_stack([colour_BC.numpy(), layer.label_B.numpy()]).T)
+    assert np.abs(together - np.eye(4)).max() < 4 / 100
+
+
+def test_the_keys_of_builds_and_of_evaluation_are_apart() -> None:
+    index_B = torch.arange(200)
+    keys = {
+        "training, view 0": keys_of(index_B),
+        "training, view 1": keys_of(index_B, view=1),
+        "evaluation": evaluation_keys(index_B, draw=0),
+        "evaluation, another draw": evaluation_keys(index_B, draw=1),
+        "baked, train": baked_keys(index_B, seed=0, split="train"),
+        "baked, test": baked_keys(index_B, seed=0, split="test"),
+        "baked, another seed": baked_keys(index_B, seed=1, split="test"),
+    }
+    labels = {tuple(capitals().draw(key).label_B.tolist()) for key in keys.values()}
+    assert len(labels) == len(keys)
+    again = evaluation_keys(index_B, draw=0)
+    assert torch.equal(capitals().draw(again).label_B, capitals().draw(keys["evaluation"]).label_B)
+
+
+def test_division_by_255_rounds_to_the_nearest() -> None:
+    total = torch.arange(255 * 255 + 1, dtype=torch.int32)
+    assert torch.equal(divide_by_255(total), torch.from_numpy(np.rint(total.numpy() / 255).astype(np.int32)))
+
+
+def test_a_picture_without_an_overlay_has_an_empty_mask() -> None:
+    assert torch.equal(no_mask(random_pictures(2)), torch.full((2, 32, 32), MASK_OUTSIDE, dtype=torch.uint8))
+
+
+# --- shapes
+
+
+def pillow_shape(name: str, picture: Image.Image, fill: tuple[int, ...], mode: str) -> Image.Image:
+    """The published way: Pillow draws with corners at thirds of the picture."""
+    low, high = 32 / 3, 64 / 3
+    draw = ImageDraw.Draw(picture, mode)
+    match name:
+        case "square":
+            draw.rectangle((low, low, high, high), fill=fill)
+        case "triangle":
+            draw.polygon([(16, low), (low, high), (high, high)], fill=fill)
+        case "ellipse":
+            draw.ellipse((low, low, high, high), fill=fill)
+    return picture
+
+
+@pytest.mark.parametrize(("name", "num_pixels"), [("square", 144), ("triangle", 78), ("ellipse", 112)])
+def test_shapes_are_those_that_pillow_draws(name: str, num_pixels: int) -> None:
+    inside = (shape_mask(name) == MASK_OBJECT).numpy()
+    reference = pillow_shape(name, Image.new("RGB", (32, 32)), (255, 255, 255), "RGB")
+    np.testing.assert_array_equal(inside, np.asarray(reference)[..., 0] > 0)
+    assert inside.sum() == num_pixels
+    box = shape_mask(name) != MASK_OUTSIDE
+    assert box[10:22, 10:22].all()
+    assert box.sum() == 144
+
+
+def test_shapes_are_blended_as_pillow_blends() -> None:
+    pictures, keys = random_pictures(50), keys_of(range(50))
+    layer, overlaid = shapes().draw(keys), shapes()(pictures, keys)
+    for row in range(50):
+        name, colour = shapes().class_names[overlaid.label_B[row]], layer.colour_BCHW[row, :, 0, 0].tolist()
+        reference = pillow_shape(name, as_pillow(pictures[row]), (*colour, 180), "RGBA")
+        assert torch.equal(overlaid.inputs[row], from_pillow(reference))
+        assert torch.equal(overlaid.masks_BHW[row], shape_mask(name))
+
+
+# --- digits
+
+
+def published_small(digit: np.ndarray) -> Image.Image:
+    """The published way: the digit as RGBA, made smaller, black made transparent."""
+    small = np.array(Image.fromarray(digit).convert("RGBA").resize((10, 10)))
+    small[(small[..., :3] == 0).all(axis=-1), 3] = 0
+    return Image.fromarray(small)
+
+
+def check_digits(source: DigitSource) -> None:
+    overlay, pictures, keys = Digits.of(source), random_pictures(200), keys_of(range(200))
+    squares = torch.zeros(32, 32, dtype=torch.bool)
+    squares[4:14, 4:14] = squares[4:14, 16:26] = squares[16:26, 4:14] = squares[16:26, 16:26] = True
+    grey_BHW, overlaid = overlay.draw(keys).colour_BCHW[:, 0], overlay(pictures, keys)
+    number_of = {shrink(digit).tobytes(): number for number, digit in enumerate(source.images)}
+    seen = set()
+    for row in range(200):
+        number = number_of[grey_BHW[row, 4:14, 4:14].numpy().tobytes()]
+        seen.add(number)
+        reference, stamp = as_pillow(pictures[row]), published_small(source.images[number])
+        for x, y in ((4, 4), (16, 4), (4, 16), (16, 16)):
+            reference.paste(stamp, (x, y), stamp)
+        assert overlaid.label_B[row] == source.labels[number]
+        assert torch.equal(overlaid.inputs[row], from_pillow(reference))
+        mask = overlaid.masks_BHW[row]
+        assert torch.equal(mask != MASK_OUTSIDE, squares)
+        assert torch.equal(mask[4:14, 4:14] == MASK_OBJECT, torch.from_numpy(np.array(stamp)[..., 3] > 0))
+        assert torch.equal(mask[4:14, 4:14], mask[16:26, 16:26])
+    assert len(seen) > 150
+
+
+def test_sklearn_digits_are_drawn_as_published() -> None:
+    check_digits(sklearn_digits(split="train"))
+
+
+def test_mnist_digits_are_drawn_as_published() -> None:
+    check_digits(mnist_digits(archive("mnist"), split="test", kind="mnist_t10k"))
+
+
+def test_all_digits_are_drawn_evenly() -> None:
+    overlay = Digits(torch.arange(10, dtype=torch.uint8)[:, None, None].expand(10, 10, 10) + 1, torch.arange(10))
+    layer = overlay.draw(keys_of(range(10_000)))
+    assert is_uniform(layer.label_B, 10)
+    assert torch.equal(layer.colour_BCHW[:, 0, 20, 20], layer.label_B.to(torch.uint8) + 1)
+
+
+def test_digits_that_do_not_fit_are_refused() -> None:
+    good = torch.zeros(5, 10, 10, dtype=torch.uint8), torch.arange(5)
+    for digits_NHW, label_N in (
+        (good[0].float(), good[1]),
+        (good[0][:4], good[1]),
+        (good[0][:, :9], good[1]),
+        (good[0], good[1] + 6),
+        (good[0], good[1] - 1),
+        (good[0], good[1].int()),
+        (good[0][:0], good[1][:0]),
+    ):
+        with pytest.raises(ValueError, match=r"digits_NHW is .* give|label_N is not"):
+            Digits(digits_NHW, label_N)
+
+
+def write_idx(root: Path, prefix: str, *, num: int, level: int) -> None:
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    sizes = b"".join(size.to_bytes(4, "big") for size in (num, 28, 28))
+    (raw / f"{prefix}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + sizes + bytes([level]) * num * 28 * 28)
+    (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[:4] + bytes([level]) * num)
+
+
+def test_mnist_test_for_test_shares_no_digit_between_the_splits(tmp_path: Path) -> None:
+    write_idx(tmp_path, "train", num=20, level=1)
+    with pytest.raises(UserError, match="has no t10k-images-idx3-ubyte"):
+        mnist_digits(tmp_path, split="test", kind="mnist_test_for_test")
+    write_idx(tmp_path, "t10k", num=15, level=2)
+    train = mnist_digits(tmp_path, split="train", kind="mnist_test_for_test")
+    test = mnist_digits(tmp_path, split="test", kind="mnist_test_for_test")
+    assert (train.name, test.name) == ("mnist train digits", "mnist test digits")
+    assert (len(train.labels), len(test.labels)) == (20, 15)
+    assert np.unique(train.images) == 1
+    assert np.unique(test.images) == np.unique(test.labels) == 2
+    assert mnist_digits(tmp_path, split="test").name == "mnist train digits"  # as published
+
+
+# --- letters
+
+PLACES = (((0, 6), (0, 6)), ((16, 21), (0, 6)), ((0, 6), (16, 21)), ((16, 21), (16, 21)))
+
+
+def box_of(letter: str) -> tuple[int, int, int, int]:
+    """Left, top, right, bottom of the ink of a letter that Pillow writes at (0, 0)."""
+    picture = Image.new("L", (32, 32))
+    font = ImageFont.truetype(FONT_PATH, 12, layout_engine=ImageFont.Layout.BASIC)
+    ImageDraw.Draw(picture).text((0, 0), letter, fill=255, font=font, anchor="la")
+    return picture.getbbox() or (0, 0, 0, 0)
+
+
+def test_letters_are_those_that_pillow_writes() -> None:
+    """Exact where one copy covers a pixel; within one grey level where copies overlap, which Pillow rounds twice."""
+    font = ImageFont.truetype(FONT_PATH, 12, layout_engine=ImageFont.Layout.BASIC)
+    label_B, x_BP = capitals().draw(keys_of(range(20_000))).label_B, drawing_points(keys_of(range(20_000)))[0]
+    is_near_B = (x_BP[:, 1] - x_BP[:, 0] == 10) | (x_BP[:, 3] - x_BP[:, 2] == 10)
+    index_B = torch.cat(
+        [torch.arange(400), ((label_B == string.ascii_uppercase.index("W")) & is_near_B).nonzero()[:, 0]]
+    )
+    pictures, keys = random_pictures(len(index_B)), keys_of(index_B)
+    layer, overlaid = capitals().draw(keys), capitals()(pictures, keys)
+    x_BP, y_BP = drawing_points(keys)
+    num_overlaps = 0
+    for row in range(len(index_B)):
+        letter = string.ascii_uppercase[overlaid.label_B[row]]
+        colour = tuple(layer.colour_BCHW[row, :, 0, 0].tolist())
+        reference, copies = as_pillow(pictures[row]), np.zeros((32, 32), dtype=int)
+        for point in zip(x_BP[row].tolist(), y_BP[row].tolist(), strict=True):
+            ImageDraw.Draw(reference).text(point, letter, fill=colour, font=font, anchor="la")
+            ink = Image.new("L", (32, 32))
+            ImageDraw.Draw(ink).text(point, letter, fill=255, font=font, anchor="la")
+            copies += np.asarray(ink) > 0
+        difference = (overlaid.inputs[row].int() - from_pillow(reference).int()).abs().amax(dim=0).numpy()
+        assert difference[copies <= 1].max() == 0
+        assert difference.max() <= 1
+        np.testing.assert_array_equal(overlaid.masks_BHW[row].numpy() == MASK_OBJECT, copies > 0)
+        num_overlaps += (copies > 1).sum()
+    assert num_overlaps > 10
+
+
+def test_letters_stand_evenly_over_their_ranges_and_independently() -> None:
+    x_BP, y_BP = drawing_points(keys_of(range(10_000)))
+    for place, ranges in enumerate(PLACES):
+        for axis_BP, (first, last) in zip((x_BP, y_BP), ranges, strict=True):
+            value_B = axis_BP[:, place]
+            assert (int(value_B.min()), int(value_B.max())) == (first, last)
+            assert is_uniform(value_B - first, last - first + 1)
+    label_B1 = capitals().draw(keys_of(range(10_000))).label_B[:, None]
+    together = np.corrcoef(torch.cat([x_BP, y_BP, label_B1], dim=1).T.numpy())
+    assert np.abs(together - np.eye(9)).max() < 4 / 100
+
+
+def test_letter_boxes_are_the_ink_of_the_four_glyphs() -> None:
+    keys = keys_of(range(300))
+    layer, (x_BP, y_BP) = capitals().draw(keys), drawing_points(keys)
+    for row in range(300):
+        left, top, right, bottom = box_of(capitals().class_names[layer.label_B[row]])
+        boxes = torch.zeros(32, 32, dtype=torch.bool)
+        for x, y in zip(x_BP[row].tolist(), y_BP[row].tolist(), strict=True):
+            boxes[y + top : y + bottom, x + left : x + right] = True
+        assert torch.equal(layer.mask_BHW[row] != MASK_OUTSIDE, boxes)
+
+
+def test_only_the_w_and_the_q_can_lose_pixels_at_the_edge() -> None:
+    lost = {}
+    for letter in string.ascii_uppercase:
+        _, top, right, bottom = box_of(letter)
+        assert top == 2
+        lost[letter] = (max(0, 21 + right - 32), max(0, 21 + bottom - 32))
+    assert {letter: pixels for letter, pixels in lost.items() if pixels != (0, 0)} == {"W": (1, 0), "Q": (0, 2)}
+
+
+def test_glyphs_that_do_not_fit_are_refused() -> None:
+    glyphs_KHW = capitals().glyphs_KHW
+    for wrong in (glyphs_KHW[:25], glyphs_KHW[:, 1:], glyphs_KHW.int()):
+        with pytest.raises(ValueError, match=r"glyphs_KHW is .* give \(26, 24, 24\) uint8"):
+            Letters(wrong)
+    with pytest.raises(ValueError, match="without ink"):
+        Letters(torch.zeros_like(glyphs_KHW))
+
+
+# --- noise
+
+NUM_POINTS = 50_000
+
+
+@cache
+def recordings() -> tuple[Tensor, ...]:
+    return tuple(read_sounds(archive("noise"), sample_rate=48_000, num_points=NUM_POINTS))
+
+
+def toy_sounds(length: int = 1_000) -> list[Tensor]:
+    """Three sounds that say where they are: class k rises from about k to k + 1."""
+    return [1e-3 * (number + torch.arange(1, length + 1) / length) for number in range(3)]
+
+
+def toy_noise(*, length: int = 1_000, volume: float = 0.5, crop: Crop = "first_or_last", num_points: int = 40) -> Noise:
+    return Noise.of(toy_sounds(length), num_points=num_points, volume=volume, crop=crop)
+
+
+def offsets_of(noise: Noise, keys: DrawKeys, *, length: int) -> tuple[Tensor, Tensor]:
+    """(B,) int64 each: the classes, and where the crops begin, from what is heard behind silence by `toy_noise`."""
+    overlaid = noise(torch.zeros(len(keys.index_B), noise.num_points), keys)
+    scaled = torch.stack([noise.volume * sound / sound.max() for sound in toy_sounds(length)])
+    first_B1 = overlaid.inputs[:, :1]
+    offset_B = (scaled[overlaid.label_B] - first_B1).abs().argmin(dim=1)
+    heard = scaled[overlaid.label_B[:, None], offset_B[:, None] + torch.arange(noise.num_points)]
+    assert (overlaid.inputs - heard).abs().max() < 1e-6
+    return overlaid.label_B, offset_B
+
+
+def test_the_published_crops_have_the_measured_loudness() -> None:
+    """Root mean squares of the six crops at 48 kHz and volume 0.05, measured with librosa; six are all there are."""
+    noise = Noise.of(recordings(), num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
+    overlaid = noise(torch.zeros(100, NUM_POINTS), keys_of(range(100)))
+    assert overlaid.masks_BHW is None
+    loudness = overlaid.inputs.square().mean(dim=1).sqrt()
+    for label, expected in enumerate([(0.0083, 0.0061), (0.0030, 0.0066), (0.0092, 0.0086)]):
+        distance = (loudness[overlaid.label_B == label][:, None] - torch.tensor(expected)).abs()
+        assert distance.amin(dim=1).max() < 1e-4
+        assert distance.amin(dim=0).max() < 1e-4
+    assert len(torch.unique(overlaid.inputs, dim=0)) == 6
+    first = Noise.of(recordings(), num_points=NUM_POINTS, volume=0.05, crop="first")
+    behind = first(torch.zeros(20, NUM_POINTS), keys_of(range(20)))
+    for row, label in enumerate(behind.label_B.tolist()):
+        sound = recordings()[label].double()
+        torch.testing.assert_close(
+            behind.inputs[row].double(), 0.05 * sound[:NUM_POINTS] / sound.abs().max(), rtol=1e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize("crop", ["first", "first_or_last", "random_offset"])
+def test_noise_is_added_to_speech_that_stays_as_it_is(crop: Crop) -> None:
+    noise, keys = toy_noise(crop=crop), keys_of(range(30))
+    speech = torch.rand(30, 40, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    before = speech.clone()
+    mixed, alone = noise(speech, keys), noise(torch.zeros(30, 40), keys)
+    assert torch.equal(speech, before)
+    assert torch.equal(mixed.inputs, speech + alone.inputs)
+    assert torch.equal(mixed.label_B, alone.label_B)
+    assert mixed.inputs.dtype == torch.float32
+    some_B = torch.tensor([29, 4])
+    assert torch.equal(noise(speech[some_B], keys_of(some_B)).inputs, mixed.inputs[some_B])
+
+
+def test_the_loudest_point_is_sought_in_the_whole_recording() -> None:
+    sounds = [torch.full((1_000,), 0.1) for _ in range(3)]
+    for sound in sounds:
+        sound[500] = -0.4  # in no crop
+    noise = Noise.of(sounds, num_points=40, volume=0.5, crop="first_or_last")
+    torch.testing.assert_close(noise(torch.zeros(9, 40), keys_of(range(9))).inputs, torch.full((9, 40), 0.125))
+
+
+def test_volume_zero_is_silence_behind() -> None:
+    speech = torch.rand(20, 40)
+    assert torch.equal(toy_noise(volume=0)(speech, keys_of(range(20))).inputs, speech)
+
+
+def test_noise_classes_are_even_and_differ_between_views_in_two_thirds() -> None:
+    noise, silence = toy_noise(num_points=1), torch.zeros(10_000, 1)
+    first_B, second_B = (noise(silence, keys_of(range(10_000), view=view)).label_B for view in (0, 1))
+    assert is_uniform(first_B, 3)
+    counts = np.bincount((3 * first_B + second_B).numpy(), minlength=9)
+    assert chi_square(counts, 1 / 9) < 31.8  # once in 10,000 times, at 8 degrees of freedom
+    assert abs((first_B == second_B).float().mean() - 1 / 3) < 4 * (2 / 9 / 10_000) ** 0.5
+    assert torch.equal(noise(silence, keys_of(range(10_000))).label_B, first_B)  # one draw for both views is one class
+
+
+def test_crops_are_the_first_or_the_last_evenly_and_whatever_the_speech() -> None:
+    keys = keys_of(range(10_000))
+    label_B, offset_B = offsets_of(toy_noise(length=1_000), keys, length=1_000)
+    assert set(offset_B.tolist()) == {0, 960}
+    is_last_B = (offset_B > 0).to(torch.int64)
+    assert is_uniform(is_last_B, 2)
+    together = np.corrcoef(np.stack([is_last_B, label_B, crop_last(keys)]).astype(float))
+    assert np.abs(together - np.eye(3)).max() < 4 / 100
+    assert set(offsets_of(toy_noise(crop="first"), keys_of(range(50)), length=1_000)[1].tolist()) == {0}
+
+
+def test_random_offsets_are_even_over_the_whole_recording() -> None:
+    noise = toy_noise(crop="random_offset", length=45)
+    label_B, offset_B = offsets_of(noise, keys_of(range(10_000)), length=45)
+    assert set(offset_B.tolist()) == {0, 1, 2, 3, 4, 5}
+    assert is_uniform(offset_B, 6)
+    assert abs(np.corrcoef(label_B, offset_B)[0, 1]) < 4 / 100
+    long = Noise.of(recordings(), num_points=NUM_POINTS, volume=1, crop="random_offset")
+    last_B = torch.full((10_000,), 1_399_721)
+    offset_B = long._offsets(keys_of(range(10_000)), last_B)
+    assert ks_p_value((offset_B / last_B).numpy()) > 1e-3
+
+
+def test_a_recording_as_long_as_the_crop_is_heard_whole() -> None:
+    crops: tuple[Crop, ...] = ("first", "first_or_last", "random_offset")
+    for crop in crops:
+        _, offset_B = offsets_of(toy_noise(length=40, crop=crop), keys_of(range(20)), length=40)
+        assert set(offset_B.tolist()) == {0}, crop
+
+
+def test_sounds_that_cannot_be_used_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r'"babble" has 39 points .* needs 40; use a longer recording'):
+        toy_noise(length=39)
+    for value in (0.0, torch.nan, torch.inf):
+        sounds = toy_sounds()
+        sounds[1] = torch.full((1_000,), value)
+        with pytest.raises(UserError, match=r'"traffic" has the largest magnitude (0\.0|nan|inf)'):
+            Noise.of(sounds, num_points=40, volume=0.5, crop="first")
+    with pytest.raises(UserError, match=r"volume is 1\.5; give a number from 0"):
+        toy_noise(volume=1.5)
+    good = toy_noise()
+    with pytest.raises(ValueError, match="crop is 'middle'"):
+        Noise(sounds_X=good.sounds_X, length_K=good.length_K, num_points=40, volume=0.5, crop="middle")  # type: ignore[arg-type]
+    for sounds_X, length_K in ((good.sounds_X[:-1], good.length_K), (good.sounds_X, good.length_K[:2])):
+        with pytest.raises(ValueError, match=r"length_K is|sounds_X is"):
+            Noise(sounds_X=sounds_X, length_K=length_K, num_points=40, volume=0.5, crop="first")
+
+
+# --- saved and read back
+
+SAVED: dict[str, Callable[[], Overlay]] = {
+    "shapes": shapes,
+    "digits": digits,
+    "letters": capitals,
+    "noise": toy_noise,
+}
+
+
+def some_inputs(overlay: Overlay) -> Tensor:
+    return torch.linspace(-1, 1, 50 * 40).view(50, 40) if isinstance(overlay, Noise) else random_pictures(50)
+
+
+def test_every_overlay_has_a_name() -> None:
+    assert set(SAVED) == set(OVERLAYS)
+    assert {kind: kind_of(make()) for kind, make in SAVED.items()} == {kind: kind for kind in SAVED}
+    with pytest.raises(UserError, match=r"Stripes has no name in .*OVERLAYS; add a line there"):
+        kind_of(Stripes())
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_saved_overlay_draws_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay, path, keys = SAVED[kind](), tmp_path / "overlay.safetensors", keys_of(range(50), epoch=3)
+    sha256 = save_overlay(overlay, path)
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert save_overlay(overlay, tmp_path / "again") == sha256
+    monkeypatch.setattr(letters, "render_glyphs", lambda: pytest.fail("glyphs come from the file"))
+    loaded = load_overlay(path, sha256=sha256)
+    assert type(loaded) is OVERLAYS[kind]
+    assert loaded.class_names == overlay.class_names
+    inputs = some_inputs(overlay)
+    for field in dataclasses.fields(overlaid := overlay(inputs, keys)):
+        one, other = getattr(overlaid, field.name), getattr(loaded(inputs, keys), field.name)
+        assert (one is other is None) or torch.equal(one, other)
+    assert save_overlay(loaded, tmp_path / "third") == sha256
+
+
+def test_a_saved_overlay_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
+    """Hash seeds differ between processes, and with them the order of some containers."""
+    program = (
+        "import sys, pathlib\n"
+        "from tests.data_pipeline.building.test_overlays import SAVED, save_overlay\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "print(*(save_overlay(make(), path) for make in SAVED.values()))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "there")]
+    there = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
+    assert there.stdout.split() == [save_overlay(make(), tmp_path / "here") for make in SAVED.values()]
+
+
+def test_an_overlay_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "overlay.safetensors"
+    with pytest.raises(UserError, match=r"overlay\.safetensors cannot be read \(No such file"):
+        load_overlay(path, sha256=None)
+    sha256 = save_overlay(capitals(), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match="is not the file that the manifest names"):
+        load_overlay(path, sha256=sha256)
+    foreign = safetensors.torch.save({"glyphs_KHW": capitals().glyphs_KHW})
+    no_options = safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "shapes"})})
+    not_json = safetensors.torch.save({}, metadata={"overlay": "{"})
+    for damaged in (b"", whole[:5], whole[:300], whole[:-1], b"\xff" * 300, foreign, no_options, not_json):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"is not a whole overlay file \(.*\); copy or build") as caught:
+            load_overlay(path, sha256=None)
+        assert "\n" not in str(caught.value)
+    path.write_bytes(safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "letter", "options": {}})}))
+    with pytest.raises(UserError, match='holds an unknown overlay "letter"; did you mean "letters"'):
+        load_overlay(path, sha256=None)
+    for kind, options in (("digits", {}), ("letters", {"size": 3}), ("noise", {"num_points": 40})):
+        path.write_bytes(
+            safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": kind, "options": options})})
+        )
+        with pytest.raises(UserError, match=rf"does not hold a {kind} overlay \(.*\); copy or build"):
+            load_overlay(path, sha256=None)
+
+
+def test_a_new_overlay_is_one_short_class_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(inspect.getsource(Stripes).splitlines()) <= 20
+    overlay, pictures, keys = Stripes(), random_pictures(50), keys_of(range(50))
+    overlaid = overlay(pictures, keys)
+    object_BHW = overlaid.masks_BHW == MASK_OBJECT
+    assert (object_BHW.flatten(1).sum(dim=1) == IMAGE_SIZE).all()
+    is_row_B = object_BHW.all(dim=2).any(dim=1)
+    assert torch.equal(is_row_B, overlaid.label_B == 0)
+    monkeypatch.setattr(registry, "OVERLAYS", {**OVERLAYS, "stripes": Stripes})
+    sha256 = save_overlay(overlay, tmp_path / "overlay.safetensors")
+    loaded = load_overlay(tmp_path / "overlay.safetensors", sha256=sha256)
+    assert torch.equal(loaded(pictures, keys).inputs, overlaid.inputs)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import re
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.picture_file import read_rgb, to_rgb
+
+CORNERS = np.array([[[250, 0, 0], [0, 250, 0]], [[0, 0, 250], [250, 250, 0]], [[0, 0, 0], [9, 9, 9]]], dtype=np.uint8)
+
+# What a viewer does to a picture with each EXIF orientation.
+UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda pixels: np.rot90(pixels),
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize("suffix", ["png", "tiff", "webp", "jpg"])
+def test_a_picture_stands_upright_as_its_camera_noted(orientation: int, suffix: str, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = np.kron(CORNERS, np.ones((16, 16, 1), dtype=np.uint8))
+    path = tmp_path / f"x.{suffix}"
+    options = {"webp": {"lossless": True}, "jpg": {"quality": 100, "subsampling": 0}}.get(suffix, {})
+    Image.fromarray(stored).save(path, exif=exif, **options)  # type: ignore[arg-type]
+    seen = np.asarray(read_rgb(path)).astype(int)
+    expected = UPRIGHT[orientation](stored)
+    assert seen.shape == expected.shape
+    assert np.abs(seen - expected).max() <= (8 if suffix == "jpg" else 0)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK", "YCbCr"])
+def test_every_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.tif"
+    Image.new("RGB", (3, 3), (255, 255, 255)).convert(mode).save(path)
+    np.testing.assert_array_equal(np.asarray(read_rgb(path)), np.full((3, 3, 3), 255))
+
+
+def test_cmyk_keeps_its_colours(tmp_path: Path) -> None:
+    Image.new("CMYK", (2, 2), (0, 255, 255, 0)).save(tmp_path / "x.tif")
+    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.tif"))[0, 0], (255, 0, 0))
+
+
+def test_grey_of_16_bits_is_rounded_to_8(tmp_path: Path) -> None:
+    grey = np.array([[0, 128, 129, 257 * 100, 65_535]], dtype=np.uint16)
+    for name, stored in (("x.png", grey), ("y.tif", grey), ("z.tif", grey.astype(">u2"))):
+        Image.fromarray(stored).save(tmp_path / name)
+        np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / name))[0, :, 1], (0, 0, 1, 100, 255))
+
+
+def test_png_of_16_bits_that_an_older_pillow_reads_as_32_is_rounded_too() -> None:
+    picture = Image.fromarray(np.array([[0, 65_535]], dtype=np.int32))
+    picture.format = "PNG"
+    assert np.asarray(to_rgb(picture)).max() == 255
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_numbers_of_an_unknown_range_are_refused(dtype: type, tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((2, 2), dtype=dtype)).save(tmp_path / "x.tif")
+    with pytest.raises(
+        UserError, match=r"x\.tif does not decode .*mode [IF], whose range is not known; save it with 8"
+    ):
+        read_rgb(tmp_path / "x.tif")
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "seen"),
+    [
+        ("RGBA", (255, 0, 0, 0), (255, 255, 255)),
+        ("RGBA", (255, 0, 0, 51), (255, 204, 204)),
+        ("RGBA", (255, 0, 0, 255), (255, 0, 0)),
+        ("LA", (0, 0), (255, 255, 255)),
+        ("LA", (0, 102), (153, 153, 153)),
+    ],
+)
+def test_what_is_transparent_is_laid_over_white(
+    mode: str, colour: tuple[int, ...], seen: tuple[int, int, int], tmp_path: Path
+) -> None:
+    Image.new(mode, (2, 2), colour).save(tmp_path / "x.png")
+    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[1, 1], seen)
+
+
+@pytest.mark.parametrize("mode", ["P", "L", "RGB"])
+def test_a_transparent_colour_is_white_in_modes_without_an_alpha_channel(mode: str, tmp_path: Path) -> None:
+    picture = Image.new(mode, (2, 1), 0)
+    if mode == "P":
+        picture.putpalette([10, 20, 30, 40, 50, 60])
+    picture.putpixel((1, 0), (40, 50, 60) if mode == "RGB" else 1 if mode == "P" else 40)
+    picture.save(tmp_path / "x.png", transparency=(0, 0, 0) if mode == "RGB" else 0)
+    kept = (40, 40, 40) if mode == "L" else (40, 50, 60)
+    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[0], [(255, 255, 255), kept])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_regular_file_is_not_opened(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+    with pytest.raises(UserError, match=r"x\.png is not a regular file, so it is not read; remove it"):
+        read_rgb(path)
+
+
+def test_a_link_to_a_picture_is_a_picture(tmp_path: Path) -> None:
+    Image.fromarray(CORNERS).save(tmp_path / "x.png")
+    (tmp_path / "y.png").symlink_to(tmp_path / "x.png")
+    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "y.png")), CORNERS)
+    (tmp_path / "z.png").symlink_to(tmp_path / "gone.png")
+    with pytest.raises(UserError, match=r"z\.png does not decode as a picture \(.*No such file"):
+        read_rgb(tmp_path / "z.png")
+
+
+def write_huge_png(path: Path, *, side: int) -> None:
+    """Write the header of a picture of side x side pixels, and not its pixels."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(bytes(1000)))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
+
+
+@pytest.mark.parametrize("side", [10_000, 30_000])
+def test_a_picture_that_unpacks_to_gigabytes_is_refused_before_it_is_decoded(side: int, tmp_path: Path) -> None:
+    """Pillow only warns of the smaller one."""
+    write_huge_png(tmp_path / "x.png", side=side)
+    with (
+        warnings.catch_warnings(record=True) as said,
+        pytest.raises(UserError, match=r"x\.png unpacks to more than 89,478,485 pixels, which is too large"),
+    ):
+        read_rgb(tmp_path / "x.png")
+    assert said == []
+
+
+def test_a_folder_names_the_bad_file_among_its_pictures(tmp_path: Path) -> None:
+    for name in ("a/0.png", "a/1.png", "b/0.png"):
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(CORNERS).save(path)
+    bad = tmp_path / "train" / "a" / "1.png"
+    bad.unlink()
+    os.mkfifo(bad)
+    with pytest.raises(UserError, match=re.escape(f"{bad} is not a regular file")):
+        ImageFolder(tmp_path, split="train")[1]

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LogisticRegression
+
+from data_pipeline.building.build import build_dataset
+from data_pipeline.core.errors import UserError
+from data_pipeline.sources import digits
+from data_pipeline.sources.cifar import Cifar
+from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
+from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.procedural import Procedural
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.tools.verify import find_problems
+from tests.real_data import archive
+
+
+def save_picture(path: Path, *, size: tuple[int, int] = (6, 4), colour: tuple[int, int, int] = (10, 20, 30)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+# --- CIFAR as torchvision unpacks it
+
+
+def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, *, num_classes: int) -> np.ndarray:
+    """Tiny files in the format of CIFAR-10 or CIFAR-100, with torchvision's checksums replaced by theirs.
+
+    Returns the pixels of two training files (one of CIFAR-100) and the test file, four pictures each.
+    """
+    cifar = {10: torchvision.datasets.CIFAR10, 100: torchvision.datasets.CIFAR100}[num_classes]
+    folder = root / cifar.base_folder
+    folder.mkdir(parents=True)
+    names = {10: ["data_batch_1", "data_batch_2", "test_batch"], 100: ["train", "test"]}[num_classes]
+    pixels = np.random.default_rng(0).integers(0, 256, (len(names), 4, 3, 32, 32), dtype=np.uint8)
+    labels = {10: "labels", 100: "fine_labels"}[num_classes]
+    contents = [{"data": part.reshape(4, -1), labels: [3, 1, 2, 0], "coarse_labels": [0] * 4} for part in pixels]
+    meta = {"label_names": list("abcdefghij"), "fine_label_names": [f"kind_{label}" for label in range(100)]}
+    checksums = {}
+    for name, content in dict(zip([*names, cifar.meta["filename"]], [*contents, meta], strict=True)).items():
+        (folder / name).write_bytes(pickle.dumps(content))
+        checksums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+    monkeypatch.setattr(cifar, "train_list", [[name, checksums[name]] for name in names[:-1]])
+    monkeypatch.setattr(cifar, "test_list", [[names[-1], checksums[names[-1]]]])
+    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": checksums[cifar.meta["filename"]]})
+    return pixels.transpose(0, 1, 3, 4, 2)
+
+
+@pytest.mark.parametrize(("num_classes", "num_files"), [(10, 2), (100, 1)])
+def test_cifar_gives_the_pictures_of_the_split(
+    num_classes: Literal[10, 100], num_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = write_cifar(tmp_path, monkeypatch, num_classes=num_classes)
+    train, test = (Cifar(tmp_path, num_classes=num_classes, split=split) for split in ("train", "test"))
+    assert train.labels.tolist() == [3, 1, 2, 0] * num_files
+    assert len(test.labels) == 4
+    assert len(train.class_names) == num_classes
+    assert train.class_names[2] == {10: "c", 100: "kind_2"}[num_classes]
+    np.testing.assert_array_equal(train[num_files * 4 - 3].content, pixels[-2, 1])
+    np.testing.assert_array_equal(test[0].content, pixels[-1, 0])
+    assert train[num_files * 4 - 3].label == 1
+
+
+def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = write_cifar(tmp_path, monkeypatch, num_classes=100)
+    manifest = build_dataset("cifar100_shapes", tmp_path / "out", root=tmp_path, overlay="online")
+    assert list(find_problems(tmp_path / "out")) == []
+    assert (len(manifest.label_names.base), manifest.counts_base[:5]) == (100, (1, 1, 1, 1, 0))
+    store = SampleStore(tmp_path / "out")
+    stored = {store[index].content.tobytes(): store[index].label_base for index in range(4)}
+    assert stored == {picture.tobytes(): label for picture, label in zip(pixels[0], [3, 1, 2, 0], strict=True)}
+
+
+@pytest.mark.parametrize("num_classes", [10, 100])
+def test_cifar_that_is_missing_or_damaged_says_how_to_get_it(
+    num_classes: Literal[10, 100], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = rf"does not hold torchvision's cifar-{num_classes}-.*\.CIFAR{num_classes}\(.*download=True"
+    with pytest.raises(UserError, match=message):
+        Cifar(tmp_path / "nowhere", num_classes=num_classes, split="train")
+    write_cifar(tmp_path, monkeypatch, num_classes=num_classes)
+    name = {10: "cifar-10-batches-py/data_batch_2", 100: "cifar-100-python/train"}[num_classes]
+    (tmp_path / name).write_bytes(b"torn")
+    with pytest.raises(UserError, match="damaged"):
+        Cifar(tmp_path, num_classes=num_classes, split="train")
+
+
+# --- a folder of pictures
+
+
+def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, name in enumerate(["dog/b.png", "dog/a.jpeg", "cat/10.PNG", "cat/9.png"]):
+        save_picture(tmp_path / "train" / name, colour=(number, 0, 0))
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
+    (tmp_path / "train" / "cat" / ".hidden.png").write_text("no picture")
+    folder = ImageFolder(tmp_path, split="train")
+    assert f"passed over 1 names without the ending of a picture, such as {tmp_path}/train/cat/notes.txt" in caplog.text
+    assert folder.class_names == ("cat", "dog")
+    assert folder.labels.tolist() == [0, 0, 1, 1]
+    assert [int(folder[number].content[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
+    assert folder[2].content.shape == (4, 6, 3)
+
+
+def test_folder_reads_the_split_where_there_are_splits(tmp_path: Path) -> None:
+    for split, colour in (("train", (1, 0, 0)), ("test", (2, 0, 0))):
+        save_picture(tmp_path / split / "a" / "x.png", colour=colour)
+        save_picture(tmp_path / split / "b" / "x.png", colour=colour)
+    assert ImageFolder(tmp_path, split="train")[0].content[0, 0, 0] == 1
+    assert ImageFolder(tmp_path, split="test")[0].content[0, 0, 0] == 2
+
+
+def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere is not a folder; give --root"):
+        ImageFolder(tmp_path / "nowhere", split="train")
+    (tmp_path / "train").mkdir()
+    with pytest.raises(UserError, match="holds no class folders"):
+        ImageFolder(tmp_path, split="train")
+    save_picture(tmp_path / "train" / "only" / "x.png")
+    with pytest.raises(UserError, match=r"only one class folder \(only\)"):
+        ImageFolder(tmp_path, split="train")
+    (tmp_path / "train" / "void").mkdir()
+    with pytest.raises(UserError, match="void holds no pictures"):
+        ImageFolder(tmp_path, split="train")
+
+
+def test_folder_without_the_split_says_so(tmp_path: Path) -> None:
+    save_picture(tmp_path / "train" / "a" / "x.png")
+    with pytest.raises(UserError, match="has no folder test"):
+        ImageFolder(tmp_path, split="test")
+
+
+def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
+    folder = tmp_path / "train"
+    for name in ("a/0.png", "a/1.png", "b/0.png"):
+        save_picture(folder / name, size=(40, 40))
+    whole = (folder / "a" / "1.png").read_bytes()
+    for torn in (b"", b"text, not a picture", whole[: len(whole) // 2]):
+        (folder / "a" / "1.png").write_bytes(torn)
+        with pytest.raises(UserError, match=r"a/1\.png does not decode as a picture .*; mend or remove it"):
+            ImageFolder(tmp_path, split="train")[1]
+
+
+def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
+    save_picture(tmp_path / "train" / "a" / "0.png", size=(6, 4))
+    save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))
+    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4; .*--image-size"):
+        ImageFolder(tmp_path, split="train")[1]
+
+
+@pytest.mark.parametrize(("width", "height"), [(32, 32), (40, 30), (29, 47), (301, 64), (33, 32), (7, 5)])
+def test_folder_makes_squares_as_torchvision_does(width: int, height: int, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    for name in "ab":
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / "train" / name / "0.png")
+    square = ImageFolder(tmp_path, split="train", image_size=32)[1].content
+    peer = torchvision.transforms.Compose([torchvision.transforms.Resize(32), torchvision.transforms.CenterCrop(32)])
+    np.testing.assert_array_equal(square, np.asarray(peer(Image.fromarray(pixels))))
+
+
+def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:
+    names = ["a/ä ö.png", "a/b\udcff.png", "a/x.png", "b/日本.png"]  # the second is not UTF-8
+    for number, name in enumerate(names):
+        save_picture(tmp_path / "train" / name, colour=(number, 0, 0))
+    folder = pickle.loads(pickle.dumps(ImageFolder(tmp_path, split="train")))
+    assert sorted(int(folder[number].content[0, 0, 0]) for number in range(4)) == [0, 1, 2, 3]
+
+
+def test_folder_reads_the_real_cifar_archive_as_pillow_does(tmp_path: Path) -> None:
+    with tarfile.open(archive("cifar10-images-test.tar.gz")) as tar:
+        for member in tar:
+            if member.name.endswith(("0000.jpg", "0001.jpg")):
+                tar.extract(member, tmp_path, filter="data")
+    folder = ImageFolder(tmp_path, split="test")
+    reference = torchvision.datasets.ImageFolder(str(tmp_path / "test"))
+    assert list(folder.class_names) == reference.classes
+    assert len(folder.labels) == len(reference) == 20
+    for number, (picture, label) in enumerate(reference):
+        assert folder[number].label == label
+        np.testing.assert_array_equal(folder[number].content, np.asarray(picture))
+
+
+# --- handwritten digits
+
+
+def write_idx(root: Path, prefix: str, *, num: int) -> None:
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    images = np.arange(num * 28 * 28).astype(np.uint8)
+    header = bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (num, 28, 28))
+    (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+    labels = (np.arange(num) % 10).astype(np.uint8)
+    (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + num.to_bytes(4, "big") + labels.tobytes())
+
+
+def test_the_test_digits_of_mnist_are_cut_in_two_where_that_is_asked_for(tmp_path: Path) -> None:
+    root = archive("mnist")
+    raw = root / "MNIST" / "raw"
+    for name in ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (tmp_path / name).write_bytes(gzip.decompress((raw / f"{name}.gz").read_bytes()))
+    images = torchvision.datasets.mnist.read_image_file(str(tmp_path / "t10k-images-idx3-ubyte")).numpy()
+    labels = torchvision.datasets.mnist.read_label_file(str(tmp_path / "t10k-labels-idx1-ubyte")).numpy()
+    train, test = (mnist_digits(root, split=split, kind="mnist_t10k") for split in ("train", "test"))
+    np.testing.assert_array_equal(train.images, images[:8000])
+    np.testing.assert_array_equal(train.labels, labels[:8000])
+    np.testing.assert_array_equal(test.images, images[8000:])
+    np.testing.assert_array_equal(test.labels, labels[8000:])
+    assert train.name == "mnist t10k digits 0-7999"
+    assert test.name == "mnist t10k digits 8000-9999"
+
+
+@pytest.mark.parametrize(("kind", "split"), [("mnist", "train"), ("mnist", "test"), ("mnist_test_for_test", "train")])
+def test_test_digits_do_not_stand_in_for_training_digits(kind: MnistKind, split: str, tmp_path: Path) -> None:
+    write_idx(tmp_path, "t10k", num=15)
+    with pytest.raises(
+        UserError, match=r"has no train-images-idx3-ubyte.*download=True.*or choose --digits mnist_t10k, which cuts"
+    ):
+        mnist_digits(tmp_path, split=split, kind=kind)
+    assert len(mnist_digits(tmp_path, split="test", kind="mnist_test_for_test").labels) == 15
+
+
+def test_too_few_test_digits_cannot_be_cut_in_two(tmp_path: Path) -> None:
+    write_idx(tmp_path, "t10k", num=15)
+    with pytest.raises(UserError, match="holds 15 test digits, too few for --digits mnist_t10k"):
+        mnist_digits(tmp_path, split="test", kind="mnist_t10k")
+
+
+def test_mnist_training_digits_serve_both_splits_where_they_are_there(tmp_path: Path) -> None:
+    write_idx(tmp_path, "train", num=20)
+    write_idx(tmp_path, "t10k", num=15)
+    train, test = mnist_digits(tmp_path, split="train"), mnist_digits(tmp_path, split="test")
+    assert train.name == test.name == "mnist train digits"
+    assert train.images.shape == test.images.shape == (20, 28, 28)
+    assert train.description == test.description
+
+
+def test_mnist_has_test_digits_of_its_own_for_the_test_split(tmp_path: Path) -> None:
+    write_idx(tmp_path, "train", num=20)
+    write_idx(tmp_path, "t10k", num=15)
+    assert len(mnist_digits(tmp_path, split="test", kind="mnist_test_for_test").labels) == 15
+    assert len(mnist_digits(tmp_path, split="train", kind="mnist_test_for_test").labels) == 20
+
+
+def test_mnist_description_tells_contents_apart(tmp_path: Path) -> None:
+    write_idx(tmp_path / "a", "train", num=20)
+    write_idx(tmp_path / "b", "train", num=21)
+    assert (
+        mnist_digits(tmp_path / "a", split="train").description
+        != mnist_digits(tmp_path / "b", split="train").description
+    )
+
+
+def test_mnist_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"MNIST/raw has no train-images-idx3-ubyte.*download=True"):
+        mnist_digits(tmp_path, split="train")
+    write_idx(tmp_path, "train", num=20)
+    images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    whole = images.read_bytes()
+    for damaged in (whole[:-1], whole[:6], b"\x01" + whole[1:]):
+        images.write_bytes(damaged)
+        with pytest.raises(UserError, match="train-images-idx3-ubyte is not a whole MNIST file"):
+            mnist_digits(tmp_path, split="train")
+    images.rename(images.with_suffix(".gz")).write_bytes(gzip.compress(whole)[:-20])
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz is not a whole MNIST file"):
+        mnist_digits(tmp_path, split="train")
+    images.with_suffix(".gz").write_bytes(gzip.compress(whole))
+    assert len(mnist_digits(tmp_path, split="train").labels) == 20
+    write_idx(tmp_path, "train", num=19)
+    images.write_bytes(whole)
+    with pytest.raises(UserError, match="20 train images and 19 labels do not fit"):
+        mnist_digits(tmp_path, split="train")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_mnist_that_unpacks_to_too_much_is_refused(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_idx(tmp_path, "train", num=20)
+    images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    if suffix:
+        images.with_suffix(suffix).write_bytes(gzip.compress(images.read_bytes()))
+        images.unlink()
+    monkeypatch.setattr(digits, "_MAX_BYTES", 16 + 20 * 28 * 28)
+    assert len(mnist_digits(tmp_path, split="train").labels) == 20
+    monkeypatch.setattr(digits, "_MAX_BYTES", 16 + 20 * 28 * 28 - 1)
+    with pytest.raises(UserError, match=r"is not a whole MNIST file \(it holds more than 15,695 bytes\)"):
+        mnist_digits(tmp_path, split="train")
+
+
+def test_sklearn_digits_keep_their_labels_and_spread_their_levels() -> None:
+    train, test = sklearn_digits(split="train"), sklearn_digits(split="test")
+    bunch = load_digits()
+    np.testing.assert_array_equal(np.concatenate([train.labels, test.labels]), bunch.target)
+    pixels = np.concatenate([train.images, test.images])
+    assert pixels.min() == 0
+    assert pixels.max() == 255
+    assert np.abs(pixels / 255 - bunch.images / 16).max() <= 0.5 / 255
+    assert (len(train.labels), len(test.labels)) == (1437, 360)
+
+
+# --- drawn pictures
+
+
+def drawn(split: str, num: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    source = Procedural(seed=seed, split=split, num_records=num)
+    return np.stack([source[number].content for number in range(num)]), source.labels
+
+
+def test_a_drawn_picture_depends_on_seed_split_and_number_alone() -> None:
+    first, labels = drawn("train", 40)
+    np.testing.assert_array_equal(first, drawn("train", 50)[0][:40])
+    assert labels.tolist() == [number % 10 for number in range(40)]
+    everything = np.concatenate([first, drawn("test", 40)[0], drawn("train", 40, seed=1)[0]])
+    assert len(np.unique(everything.reshape(120, -1), axis=0)) == 120
+    assert everything.shape == (120, 32, 32, 3)
+    assert everything.dtype == np.uint8
+
+
+def test_drawn_kinds_differ_in_form_and_not_in_the_pixels_themselves() -> None:
+    """A linear classifier of raw pixels fails; one of the grey spectrum, which keeps nothing but form, does not."""
+    (train, train_labels), (test, test_labels) = drawn("train", 2000), drawn("test", 1000)
+    linear = LogisticRegression(C=0.01, max_iter=1000).fit(train.reshape(2000, -1) / 255, train_labels)
+    assert linear.score(test.reshape(1000, -1) / 255, test_labels) < 0.4  # the demo needs less than 0.6
+
+    forest = RandomForestClassifier(50, max_features=24, random_state=0).fit(spectrum(train), train_labels)
+    assert forest.score(spectrum(test), test_labels) > 0.8
+
+
+def spectrum(images: np.ndarray) -> np.ndarray:
+    """The strongest frequencies of each scale in the grey pictures, whatever their direction."""
+    grey = images.mean(axis=-1) * np.outer(np.hanning(32), np.hanning(32))
+    strength = np.abs(np.fft.fft2(grey))
+    row, column = np.meshgrid(np.fft.fftfreq(32), np.fft.fftfreq(32), indexing="ij")
+    ring = np.floor(np.hypot(row, column) * 32)
+    rings = [np.sort(strength[:, ring == radius], axis=1)[:, ::-2][:, :12] for radius in range(1, 16)]
+    features = np.concatenate(rings, axis=1)
+    shares: np.ndarray = features / features.sum(axis=1, keepdims=True)
+    return shares

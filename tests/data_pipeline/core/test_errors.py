@@ -1,0 +1,106 @@
+"""What a command says of an error on a terminal, and what stays a traceback."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.core.errors import PrintableFormatter, UserError, about, printable, run_command
+
+HOSTILE = "runs/\x1b[2J\r\n\x07\u202eexe.png\ud800"
+
+
+def fails_with(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("name", ["EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG"])
+def test_a_refusal_of_the_storage_is_one_sentence_with_the_path_and_the_reason(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = getattr(errno, name)
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: fails_with(OSError(number, os.strerror(number), "/archive/run/report.html")))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: /archive/run/report.html: {os.strerror(number).lower()}; ")
+
+
+@pytest.mark.parametrize("path", [None, "/archive/metrics.jsonl"])
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EFBIG"])
+def test_no_room_is_one_sentence_even_if_no_file_is_named(
+    name: str, path: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = getattr(errno, name)
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: fails_with(OSError(number, os.strerror(number), path)))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no room on the disk")
+    assert (path or "no room") in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EROFS, "Read-only file system"),  # of no file: nobody could mend it
+        OSError(errno.EINVAL, "Invalid argument", "file"),
+        OSError(errno.EBADF, "Bad file descriptor", "file"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "file"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        OSError("said by a library"),
+    ],
+)
+def test_what_may_be_a_bug_keeps_its_traceback(error: OSError) -> None:
+    with pytest.raises(OSError) as raised:
+        run_command(lambda: fails_with(error))
+    assert raised.value is error
+
+
+def test_a_user_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: fails_with(UserError("--step 7: there is none")))
+    assert (end.value.code, capsys.readouterr().err) == (2, "error: --step 7: there is none\n")
+
+
+def test_an_error_of_write_and_flush_gets_the_name_of_its_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as raised, about(tmp_path):
+        raise OSError(errno.EFBIG, "File too large")
+    assert raised.value.filename == str(tmp_path)
+    with pytest.raises(OSError) as raised, about(tmp_path):
+        raise OSError(errno.EROFS, "Read-only file system", "other")
+    assert raised.value.filename == "other"
+
+
+def test_control_characters_of_an_error_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UserError(f"{HOSTILE} is no dataset")
+
+    with pytest.raises(SystemExit) as raised:
+        run_command(fail)
+    assert raised.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "error: runs/\\x1b[2J\\r\\n\\x07\\u202eexe.png\\ud800 is no dataset\n"
+
+
+def test_what_can_be_printed_stays_as_it_is() -> None:
+    assert printable("Größe 3 × 4, 日本") == "Größe 3 × 4, 日本"
+
+
+def test_control_characters_of_a_log_record_do_not_reach_the_terminal() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "first line\n%s", (HOSTILE,), None)
+    assert PrintableFormatter("%(message)s").format(record) == (
+        "first line\nruns/\\x1b[2J\\r\n\\x07\\u202eexe.png\\ud800"
+    )
+
+
+def test_a_warning_without_a_log_is_printable_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    run_command(lambda: logging.getLogger("x").warning("%s", "\x1b[2J"))
+    assert capsys.readouterr().err == "\\x1b[2J\n"

@@ -1,0 +1,59 @@
+"""Progress in a log: plain lines, not too many, and nothing from the ranks that are not the first."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from data_pipeline.core import progress
+from data_pipeline.core.progress import Progress
+
+
+def test_a_log_gets_the_last_line_with_the_last_note(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("train", total=3) as bar:
+        for note in ("loss 3.0", "", "loss 1.0"):
+            bar.advance(note=note)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("train: 3/3 in ")
+    assert lines[0].endswith("loss 1.0")
+
+
+def test_a_slow_job_says_how_long_it_will_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("data_pipeline.core.progress.time.monotonic", lambda: now)
+    with Progress("build", total=100, start=50) as bar:
+        for _ in range(20):
+            now += 1.0
+            bar.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["build: 61/100, 39 s left"]
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("train", total=1, enabled=False) as bar:
+        bar.advance(note="loss 1.0")
+    assert capsys.readouterr().err == ""
+
+
+def test_between_two_lines_the_log_says_what_is_going_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
+    said = ""
+    with Progress("train", total=2) as bar:
+        bar.tell_meanwhile(lambda: "first step: forward, 120 s")
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.02)
+            said = capsys.readouterr().err
+    assert said.startswith("train: 0/2, first step: forward, 120 s\n")
+
+
+def test_what_other_ranks_do_meanwhile_is_not_said() -> None:
+    with Progress("train", total=2, enabled=False) as bar:
+        bar.tell_meanwhile(lambda: pytest.fail("asked"))
+        assert bar._teller is None

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.core.sample import Batch
+from data_pipeline.loading.stream import ReadConfig, Stream
+from tests.data_pipeline.loading.test_stream import damage, noise
+from tests.tiny_data import write_tiny_dataset, write_tiny_sounds
+
+NUM_SAMPLES = 320
+GLOBAL_BATCH_SIZE = 16
+
+
+@pytest.fixture(scope="module", params=["pictures", "sounds"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty shards with an online overlay and a bad sample."""
+    directory = tmp_path_factory.mktemp("data") / "dataset"
+    if request.param == "pictures":
+        write_tiny_dataset(directory, num_samples=NUM_SAMPLES, overlay="online")
+    else:
+        write_tiny_sounds(directory, num_samples=NUM_SAMPLES, overlay=noise())
+    damage(directory, [33])
+    return directory
+
+
+@pytest.mark.parametrize(("placement", "num_workers"), [("stream", 2), ("stream", 0), ("host", 0)])
+def test_memory_and_descriptors_stay_flat_over_epochs(directory: Path, placement: str, num_workers: int) -> None:
+    stream = Stream(
+        directory,
+        read=ReadConfig.parse(
+            {"num_workers": num_workers, "placement": placement, "max_bad_share": 0.01}, where="the test"
+        ),
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seed=0,
+        rank=0,
+        world_size=1,
+        end_step=30 * NUM_SAMPLES // GLOBAL_BATCH_SIZE,
+        overlay_draw="per_view",
+    )
+    batches = iter(stream)
+    early = usage_after(islice(batches, 2 * stream.num_steps_per_epoch))
+    late = usage_after(islice(batches, 18 * stream.num_steps_per_epoch))
+    assert len(early) == 1 + num_workers
+    assert early.keys() == late.keys()
+    for pid, (num_files, resident) in late.items():
+        # Each batch on its way has a descriptor for each of its tensors; a leak would be hundreds.
+        assert num_files - early[pid][0] <= 12 * num_workers
+        assert resident <= 1.05 * early[pid][1]
+
+
+def usage_after(batches: Iterator[Batch]) -> dict[int, tuple[int, int]]:
+    """Open descriptors and resident pages of this process and its workers, once `batches` were read."""
+    for _ in batches:
+        pass
+    pids = [os.getpid(), *(child.pid or 0 for child in multiprocessing.active_children())]
+    return {
+        pid: (
+            len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1]),
+        )
+        for pid in pids
+    }

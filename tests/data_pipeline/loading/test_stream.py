@@ -1,0 +1,796 @@
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from data_pipeline.audio.waveform import crop_last
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import BadSample, Batch, Sample
+from data_pipeline.loading.stream import (
+    Plan,
+    ReadConfig,
+    Stream,
+    batch_indices,
+    check_bad_share,
+    epoch_order,
+    num_steps_per_epoch,
+    read_all,
+    shard_windows,
+)
+from data_pipeline.overlays import evaluation_keys
+from data_pipeline.overlays.noise import Noise
+from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline.random_shards import random_shard_sizes, write_dataset
+from tests.tiny_data import NUM_POINTS, write_tiny_dataset, write_tiny_sounds
+
+SHARDS = (3, 5, 17)
+GLOBAL_BATCH_SIZE = 8
+EXAMPLES = settings(deadline=None, database=None, max_examples=60)
+SHARD_SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=17)
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Sample]]]:
+    """A dataset for each number of shards, of random sizes."""
+    root = tmp_path_factory.mktemp("datasets")
+    return {num: (root / str(num), write_dataset(root / str(num), random_shard_sizes(num))) for num in SHARDS}
+
+
+def stream(
+    location: str | Path,
+    *,
+    end_step: int,
+    start_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    global_batch_size: int = GLOBAL_BATCH_SIZE,
+    overlay_draw: Literal["per_item", "per_view"] = "per_item",
+    **read: Any,
+) -> Stream:
+    return Stream(
+        location,
+        read=ReadConfig(num_workers=num_workers, **{"placement": "stream", **read}),
+        global_batch_size=global_batch_size,
+        seed=7,
+        rank=rank,
+        world_size=world_size,
+        start_step=start_step,
+        end_step=end_step,
+        overlay_draw=overlay_draw,
+    )
+
+
+def keys(batches: Stream) -> list[list[str]]:
+    return [batch.keys for batch in batches]
+
+
+def whole_batches(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+    """The global batch of each step, from what each rank saw at it."""
+    return [list(chain.from_iterable(parts)) for parts in zip(*by_rank, strict=True)]
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """A test for hangs must not hang."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"nothing happened for {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def damage(directory: Path, indices: Sequence[int]) -> None:
+    """Make the pictures or sounds of some samples undecodable, in files of the same size."""
+    store = SampleStore(directory)
+    for index in indices:
+        encoded = store.encoded(index)
+        content = encoded.members.get("png") or encoded.members["wav"]
+        shard = directory / store.manifest.shards[int(np.searchsorted(store.shard_ends, index, side="right"))].name
+        data = shard.read_bytes()
+        assert data.count(content) == 1
+        shard.write_bytes(data.replace(content, b"\xff" * len(content)))
+
+
+# Which samples, in which order
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[NDArray[np.int64], int | None, int, int]:
+    """Ends of shards, windows of shards, a number of ranks, and a global batch size that suits them."""
+    sizes = draw(SHARD_SIZES)
+    num_samples = sum(sizes)
+    world_size = draw(st.integers(1, min(4, num_samples)))
+    per_rank = draw(st.integers(1, num_samples // world_size))
+    shuffle_shards = draw(st.none() | st.integers(1, len(sizes)))
+    return np.cumsum(sizes), shuffle_shards, world_size, per_rank * world_size
+
+
+@EXAMPLES
+@given(world=worlds(), seed=st.integers(0, 2**31))
+def test_global_batches_are_the_same_for_any_ranks_and_hold_no_key_twice(
+    world: tuple[NDArray[np.int64], int | None, int, int], seed: int
+) -> None:
+    ends, shuffle_shards, world_size, size = world
+    num_samples = int(ends[-1])
+    num_steps = num_samples // size
+
+    def seen(world_size: int) -> list[list[int]]:
+        plans = [Plan(num_samples, seed, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)]
+        return whole_batches([[plan.at(step, bad={})[1].tolist() for step in range(2 * num_steps)] for plan in plans])
+
+    together = seen(world_size)
+    assert {len(batch) for batch in together} == {size}
+    for epoch in range(2):
+        indices = [index for batch in together[epoch * num_steps : (epoch + 1) * num_steps] for index in batch]
+        assert len(set(indices)) == len(indices) == num_steps * size
+        assert set(indices) <= set(range(num_samples))
+    assert together == seen(1)
+
+
+@EXAMPLES
+@given(world=worlds(), seed=st.integers(0, 99), data=st.data())
+def test_bad_samples_are_replaced_alike_on_any_ranks(
+    world: tuple[NDArray[np.int64], int | None, int, int], seed: int, data: st.DataObject
+) -> None:
+    ends, shuffle_shards, world_size, size = world
+    num_samples = int(ends[-1])
+    indices = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples))
+    bad = {index: BadSample(index, "shard", "torn") for index in indices}
+    for step in range(num_samples // size):
+        clean = Plan(num_samples, seed, size, 0, 1, ends, shuffle_shards).at(step, bad={})[1].tolist()
+        order = epoch_order(num_samples, seed=seed, epoch=0, shard_ends=ends, shuffle_shards=shuffle_shards)
+        hopeless = any(set(order[place::size].tolist()) <= indices for place in range(size))
+        parts: list[list[int]] = []
+        passed: list[BadSample] = []
+        try:
+            for rank in range(world_size):
+                part = Plan(num_samples, seed, size, rank, world_size, ends, shuffle_shards).at(step, bad=bad)
+                parts.append(part[1].tolist())
+                passed += part[2]
+        except UserError:
+            assert hopeless
+            return
+        assert not hopeless
+        batch = list(chain.from_iterable(parts))
+        assert len(set(batch)) == size
+        assert not set(batch) & indices
+        for was, now in zip(clean, batch, strict=True):
+            assert was == now or was in indices
+        assert {sample.index for sample in passed} >= set(clean) & indices
+        assert all(sample.index in indices for sample in passed)
+
+
+@EXAMPLES
+@given(world=worlds(), resumed_on=st.sampled_from([1, 2, 8]), data=st.data())
+def test_continued_on_other_ranks_sees_the_rest_of_the_epoch(
+    world: tuple[NDArray[np.int64], int | None, int, int], resumed_on: int, data: st.DataObject
+) -> None:
+    ends, shuffle_shards, _, _ = world
+    num_samples = int(ends[-1])
+    if num_samples < 8:
+        return
+    size = 8 * data.draw(st.integers(1, num_samples // 8))
+    num_steps = num_samples // size
+    stopped_at = data.draw(st.integers(0, num_steps))
+
+    def seen(world_size: int, steps: range) -> list[int]:
+        plans = [Plan(num_samples, 3, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)]
+        return [index for step in steps for plan in plans for index in plan.at(step, bad={})[1].tolist()]
+
+    together = seen(4, range(stopped_at)) + seen(resumed_on, range(stopped_at, num_steps))
+    assert together == seen(1, range(num_steps))
+
+
+@EXAMPLES
+@given(sizes=SHARD_SIZES, data=st.data())
+def test_windows_hold_whole_shards_one_after_another(sizes: list[int], data: st.DataObject) -> None:
+    ends = np.cumsum(sizes)
+    num = data.draw(st.integers(1, len(sizes)))
+    order = epoch_order(int(ends[-1]), seed=1, epoch=4, shard_ends=ends, shuffle_shards=num)
+    assert sorted(order.tolist()) == list(range(ends[-1]))
+    shards = np.searchsorted(ends, order, side="right").tolist()
+    windows = shard_windows(len(sizes), num, seed=1, epoch=4)
+    assert sorted(np.concatenate(windows).tolist()) == list(range(len(sizes)))
+    at = 0
+    for window in windows:
+        assert len(window) == num or window is windows[-1]
+        num_samples = sum(sizes[shard] for shard in window.tolist())
+        assert set(shards[at : at + num_samples]) == set(window.tolist())
+        at += num_samples
+
+
+@pytest.mark.parametrize("shuffle_shards", [None, 1, 8])
+def test_order_is_shuffled_anew_by_epoch_and_seed(shuffle_shards: int | None) -> None:
+    stored = np.arange(20_000)
+    ends = np.arange(20, 20_001, 20)
+    orders = [
+        epoch_order(20_000, seed=seed, epoch=epoch, shard_ends=ends, shuffle_shards=shuffle_shards)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
+    for number, order in enumerate(orders):
+        assert abs(rank_correlation(stored, order)) < 0.1
+        for other in orders[:number]:
+            assert abs(rank_correlation(order, other)) < 0.1
+    again = epoch_order(20_000, seed=0, epoch=0, shard_ends=ends, shuffle_shards=shuffle_shards)
+    np.testing.assert_array_equal(orders[0], again)
+    with pytest.raises(ValueError, match="read-only"):
+        orders[0][0] = 1
+
+
+def test_samples_of_one_window_are_shuffled_anew_by_epoch() -> None:
+    first, second = (
+        epoch_order(500, seed=0, epoch=epoch, shard_ends=np.array([500]), shuffle_shards=1) for epoch in (0, 1)
+    )
+    assert abs(rank_correlation(first, second)) < 0.2
+
+
+def rank_correlation(order_a: NDArray[np.int64], order_b: NDArray[np.int64]) -> float:
+    """Spearman's: the correlation of the ranks, which permutations of 0..N-1 are themselves."""
+    return float(np.corrcoef(order_a, order_b)[0, 1])
+
+
+def test_one_batch_spans_the_dataset(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    """The shuffle is over the whole dataset, not within a shard or a buffer."""
+    _, samples = datasets[17]
+    _, indices = batch_indices(len(samples), seed=0, step=0, global_batch_size=32)
+    assert indices.max() - indices.min() > len(samples) * 0.8
+
+
+def test_steps_of_an_epoch_are_never_zero() -> None:
+    assert num_steps_per_epoch(10, 3) == 3
+    with pytest.raises(UserError, match="global_batch_size 11 does not fit a dataset of 10 samples; use 1 to 10"):
+        num_steps_per_epoch(10, 11)
+
+
+# Through the shards
+
+
+@settings(deadline=None, database=None, max_examples=20)
+@given(sizes=SHARD_SIZES, world_size=st.integers(1, 4), shuffled_by_windows=st.booleans())
+def test_all_ranks_get_equally_many_equal_batches_from_any_shards(
+    sizes: list[int], world_size: int, shuffled_by_windows: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        check_exactness(Path(directory), sizes, world_size, num_workers=0, shuffled_by_windows=shuffled_by_windows)
+
+
+@pytest.mark.parametrize(("num_shards", "world_size", "num_workers"), [(1, 4, 1), (5, 2, 4), (17, 1, 3)])
+def test_workers_change_nothing(tmp_path: Path, num_shards: int, world_size: int, num_workers: int) -> None:
+    sizes = random_shard_sizes(num_shards)
+    with time_limit(60):
+        check_exactness(tmp_path, sizes, world_size, num_workers=num_workers, shuffled_by_windows=True)
+
+
+def check_exactness(
+    directory: Path, sizes: list[int], world_size: int, *, num_workers: int, shuffled_by_windows: bool
+) -> None:
+    samples = write_dataset(directory, sizes)
+    size = max(len(samples) // 3 // world_size, 1) * world_size
+    shuffle_shards = (len(sizes) + 1) // 2 if shuffled_by_windows else None
+    options: dict[str, Any] = {"global_batch_size": size, "shuffle_shards": shuffle_shards}
+    if size > len(samples):
+        with pytest.raises(UserError, match="too few"):
+            stream(directory, end_step=1, world_size=world_size, **options)
+        return
+    num_steps = len(samples) // size
+    by_rank = [
+        list(
+            stream(
+                directory,
+                end_step=2 * num_steps,
+                rank=rank,
+                world_size=world_size,
+                num_workers=num_workers,
+                **options,
+            )
+        )
+        for rank in range(world_size)
+    ]
+    for batches in by_rank:
+        assert [batch.step for batch in batches] == list(range(2 * num_steps))
+        assert {len(batch) for batch in batches} == {size // world_size}
+    alone = keys(stream(directory, end_step=2 * num_steps, **options))
+    assert whole_batches([[batch.keys for batch in batches] for batches in by_rank]) == alone
+    for epoch in range(2):
+        seen = [key for batches in by_rank for batch in batches if batch.epoch == epoch for key in batch.keys]
+        assert len(seen) == len(set(seen)) == num_steps * size
+        assert set(seen) <= {sample.key for sample in samples}
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_an_epoch_without_a_rest_holds_every_key(
+    datasets: dict[int, tuple[Path, list[Sample]]], num_shards: int
+) -> None:
+    directory, samples = datasets[num_shards]
+    batches = stream(directory, end_step=len(samples), global_batch_size=1)
+    assert batches.num_dropped_per_epoch == 0
+    assert sorted(key for batch in keys(batches) for key in batch) == [sample.key for sample in samples]
+
+
+def test_no_sample_is_left_over_for_ever(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    directory, samples = datasets[5]
+    size = len(samples) // 2 + 1  # nearly half is dropped
+    seen = {key for batch in keys(stream(directory, end_step=20, global_batch_size=size)) for key in batch}
+    assert seen == {sample.key for sample in samples}
+
+
+def test_batches_hold_what_was_stored(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    directory, samples = datasets[5]
+    for batch in stream(directory, end_step=5, num_workers=1):
+        assert batch.inputs_b is batch.inputs_a
+        assert batch.masks_BHW is not None
+        for row, index in enumerate(batch.index_B.tolist()):
+            sample = samples[index]
+            assert batch.keys[row] == sample.key
+            assert batch.label_base_B[row] == sample.label_base
+            assert batch.label_overlay_B[row] == sample.label_overlay
+            np.testing.assert_array_equal(batch.inputs_a[row].permute(1, 2, 0).numpy(), sample.content)
+            np.testing.assert_array_equal(batch.masks_BHW[row].numpy(), sample.mask)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumed_at_any_step_equals_the_uninterrupted_tail(
+    datasets: dict[int, tuple[Path, list[Sample]]], num_workers: int
+) -> None:
+    directory, samples = datasets[3]
+    end_step = 3 * (len(samples) // GLOBAL_BATCH_SIZE) - 1
+    whole = keys(stream(directory, end_step=end_step))
+    for start_step in range(0, end_step + 1, 1 if num_workers == 0 else 5):
+        resumed = stream(directory, start_step=start_step, end_step=end_step, num_workers=num_workers)
+        assert keys(resumed) == whole[start_step:]
+
+
+def test_resuming_decodes_nothing_that_it_skips(
+    datasets: dict[int, tuple[Path, list[Sample]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, samples = datasets[17]
+    asked_for: list[int] = []
+    decode = SampleStore.decode
+
+    def counting(store: SampleStore, indices: NDArray[np.int64]) -> Any:
+        asked_for.extend(indices.tolist())
+        return decode(store, indices)
+
+    monkeypatch.setattr(SampleStore, "decode", counting)
+    num_steps = len(samples) // GLOBAL_BATCH_SIZE
+    batch = next(iter(stream(directory, start_step=num_steps * 9 // 10, end_step=num_steps)))
+    assert asked_for == batch.index_B.tolist()
+
+
+@pytest.mark.parametrize("shuffle_shards", [None, 2])
+def test_the_shards_of_a_step_are_those_that_hold_its_samples(
+    datasets: dict[int, tuple[Path, list[Sample]]], shuffle_shards: int | None
+) -> None:
+    location, samples = datasets[17]
+    shard_of: dict[str, str] = {}
+    for shard in sorted(location.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            shard_of |= {member.name.partition(".")[0]: shard.name for member in tar}
+    assert len(shard_of) == len(samples)
+    end_step = 2 * len(samples) // GLOBAL_BATCH_SIZE
+    part = stream(location, rank=1, world_size=2, end_step=end_step, shuffle_shards=shuffle_shards)
+    for batch in part:
+        assert part.shards_of(batch.step) == sorted({shard_of[key] for key in batch.keys})
+
+
+def test_data_in_memory_have_no_open_shards(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    location, _ = datasets[3]
+    assert stream(location, end_step=3, placement="host").shards_of(1) == []
+
+
+def test_iterating_twice_gives_the_same_batches(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    directory, _ = datasets[3]
+    batches = stream(directory, start_step=1, end_step=4)
+    assert len(batches) == 3
+    assert keys(batches) == keys(batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_callers_random_state_is_untouched(
+    datasets: dict[int, tuple[Path, list[Sample]]], num_workers: int
+) -> None:
+    directory, _ = datasets[3]
+    before = torch.get_rng_state()
+    list(stream(directory, end_step=3, num_workers=num_workers))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "global_batch_size", "world_size", "message"),
+    [
+        (40, 10, 4, "global_batch_size 10 cannot be divided by 4 ranks; use 8 or 12"),
+        (40, 3, 4, "global_batch_size 3 cannot be divided by 4 ranks; use 4"),
+        (41, 41, 2, "global_batch_size 41 cannot be divided by 2 ranks; use 40"),
+        (41, 64, 4, "global_batch_size 64 does not fit a dataset of 41 samples; use 40"),
+        (41, 0, 4, "global_batch_size 0 does not fit a dataset of 41 samples; use 4"),
+        (3, 4, 4, "3 samples are too few for 4 ranks; build a larger dataset"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_the_mend(
+    tmp_path: Path, num_samples: int, global_batch_size: int, world_size: int, message: str
+) -> None:
+    write_dataset(tmp_path, [num_samples])
+    for rank in range(world_size):
+        with pytest.raises(UserError) as caught:
+            stream(tmp_path, end_step=1, rank=rank, world_size=world_size, global_batch_size=global_batch_size)
+        assert str(caught.value) == message
+    if "use" in message:
+        for size in message.partition("use ")[2].split(" or "):
+            stream(tmp_path, end_step=1, world_size=world_size, global_batch_size=int(size))
+
+
+def test_the_rest_is_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_dataset(tmp_path, [20, 7])
+    with caplog.at_level(logging.INFO, logger="data_pipeline.loading.stream"):
+        streams = [stream(tmp_path, end_step=6, rank=rank, world_size=2) for rank in range(2)]
+        for batches in streams:
+            list(batches)
+    assert [batches.num_dropped_per_epoch for batches in streams] == [3, 3]
+    assert [batches.num_steps_per_epoch for batches in streams] == [3, 3]
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "27 samples, 3 steps an epoch; 3 samples do not fill a global batch of 8" in first
+    assert second.endswith("placement stream (data.placement is stream)")
+
+
+# What is drawn
+
+
+def noise() -> Noise:
+    sounds = [torch.from_numpy(np.random.default_rng(seed).normal(size=9_000).astype(np.float32)) for seed in range(3)]
+    return Noise.of(sounds, num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_online_pictures_are_drawn_by_seed_epoch_index_and_view(tmp_path: Path, num_workers: int) -> None:
+    directory = write_tiny_dataset(tmp_path / "online", num_samples=24, overlay="online")
+    clean_NCHW = SampleStore(directory).decode(np.arange(24)).pictures_BCHW
+    assert clean_NCHW is not None
+    shared = list(stream(directory, end_step=6, num_workers=num_workers))
+    apart = list(stream(directory, end_step=6, num_workers=num_workers, overlay_draw="per_view"))
+    overlay = Shapes()
+    for item, view in zip(shared, apart, strict=True):
+        clean_BCHW = clean_NCHW[item.index_B]
+        a, b = (overlay(clean_BCHW, DrawKeys(7, item.epoch, item.index_B, view=number)) for number in (0, 1))
+        assert item.inputs_a is item.inputs_b
+        for batch in (item, view):
+            assert torch.equal(batch.inputs_a, a.inputs)
+            assert torch.equal(batch.label_overlay_B, a.label_B)
+            assert batch.masks_BHW is not None
+            assert torch.equal(batch.masks_BHW, a.masks_BHW)
+        assert torch.equal(view.inputs_b, b.inputs)
+        assert not torch.equal(view.inputs_b, view.inputs_a)
+    by_epoch = [
+        {
+            int(i): int(label)
+            for batch in shared[part]
+            for i, label in zip(batch.index_B, batch.label_overlay_B, strict=True)
+        }
+        for part in (slice(0, 3), slice(3, 6))
+    ]
+    assert by_epoch[0].keys() == by_epoch[1].keys()
+    assert by_epoch[0] != by_epoch[1]
+
+
+def test_pictures_without_an_overlay_have_empty_masks(tmp_path: Path) -> None:
+    directory = write_tiny_dataset(tmp_path / "none", num_samples=8, overlay="none")
+    for batch in [*stream(directory, end_step=1), *read_all(directory, batch_size=8)]:
+        assert batch.masks_BHW is not None
+        assert batch.masks_BHW.shape == (8, 16, 16)
+        assert not batch.masks_BHW.any()
+        assert batch.label_overlay_B.tolist() == [-1] * 8
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_sounds_are_cut_and_mixed_for_each_view(
+    tmp_path: Path, split: Literal["train", "test"], num_workers: int
+) -> None:
+    directory = write_tiny_sounds(tmp_path / split, num_samples=24, overlay=noise(), split=split)
+    store = SampleStore(directory)
+    assert store.overlay is not None
+    differ = 0
+    for batch in stream(directory, end_step=6, num_workers=num_workers, overlay_draw="per_view"):
+        for view, inputs_BT in enumerate((batch.inputs_a, batch.inputs_b)):
+            draw = DrawKeys(7, batch.epoch, batch.index_B, view=view)
+            last_B = crop_last(draw) if split == "train" else torch.zeros(8, dtype=torch.bool)
+            expected_BT = torch.zeros(8, NUM_POINTS)
+            for row, index in enumerate(batch.index_B.tolist()):
+                points = store[index].content / np.float32(32_768)
+                part = points[-NUM_POINTS:] if last_B[row] else points[:NUM_POINTS]
+                expected_BT[row, : len(part)] = torch.from_numpy(part)
+            mixed = store.overlay(expected_BT, draw)
+            assert torch.equal(inputs_BT, mixed.inputs)
+            if view == 0:
+                assert torch.equal(batch.label_overlay_B, mixed.label_B)
+            else:
+                differ += int((batch.label_overlay_B != mixed.label_B).sum())
+        assert batch.masks_BHW is None
+    assert differ > 0
+
+
+def test_sounds_that_were_mixed_when_built_come_as_stored(tmp_path: Path) -> None:
+    directory = write_tiny_sounds(tmp_path / "baked", num_samples=10, overlay="baked")
+    store = SampleStore(directory)
+    for batch in stream(directory, end_step=1):
+        assert batch.inputs_a is batch.inputs_b
+        for row, index in enumerate(batch.index_B.tolist()):
+            np.testing.assert_array_equal(batch.inputs_a[row].numpy(), store[index].content)
+            assert batch.label_overlay_B[row] == store[index].label_overlay
+
+
+@pytest.mark.parametrize("overlay", ["baked", "none"])
+def test_one_draw_for_each_view_needs_an_online_overlay(tmp_path: Path, overlay: Literal["baked", "none"]) -> None:
+    directory = write_tiny_dataset(tmp_path / "data", num_samples=8, overlay=overlay)
+    with pytest.raises(UserError, match=r"holds no overlay that is drawn as it is read.*--overlay online"):
+        stream(directory, end_step=1, overlay_draw="per_view")
+
+
+# Bad samples
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_training_goes_on_past_bad_samples(tmp_path: Path, num_workers: int, world_size: int) -> None:
+    """Found while reading: the picture of one, and all but the label of another, whose tar ends too soon."""
+    samples = write_dataset(tmp_path, [16, 16, 8])
+    damage(tmp_path, [3, 20])
+    last = tmp_path / "shard-00002.tar"
+    data = last.read_bytes()
+    last.write_bytes(data[: data.index(b"00000039.png") + 512 + 10])  # ten bytes of it are there
+    bad = {3, 20, 39}
+    assert [sample.index for sample in SampleStore(tmp_path).known_bad] == [39]
+    by_rank = [
+        list(
+            stream(
+                tmp_path,
+                end_step=10,
+                rank=rank,
+                world_size=world_size,
+                num_workers=num_workers,
+                max_bad_share=0.1,
+            )
+        )
+        for rank in range(world_size)
+    ]
+    clean = [batch_indices(40, seed=7, step=step, global_batch_size=8)[1].tolist() for step in range(10)]
+    seen = whole_batches([[batch.index_B.tolist() for batch in batches] for batches in by_rank])
+    passed = whole_batches([[batch.bad for batch in batches] for batches in by_rank])
+    for was, now, told in zip(clean, seen, passed, strict=True):
+        assert len(set(now)) == 8
+        assert not set(now) & bad
+        assert sum(a != b for a, b in zip(was, now, strict=True)) == len(bad & set(was))
+        assert bad & set(was) <= {sample.index for sample in told}
+    assert {sample.index: sample.shard for batch in passed for sample in batch} == {
+        3: "shard-00000.tar",
+        20: "shard-00001.tar",
+        39: "shard-00002.tar",
+    }
+    for batch in by_rank[0]:
+        for row, index in enumerate(batch.index_B.tolist()):
+            np.testing.assert_array_equal(batch.inputs_a[row].permute(1, 2, 0).numpy(), samples[index].content)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_where_nothing_can_stand_in_one_sentence_says_so(tmp_path: Path, num_workers: int) -> None:
+    write_dataset(tmp_path, [8, 8])
+    damage(tmp_path, [15])
+    with time_limit(30), pytest.raises(UserError) as caught:
+        list(stream(tmp_path, end_step=2, num_workers=num_workers, global_batch_size=16))
+    message = str(caught.value)
+    assert message.startswith("sample 00000015 cannot be read, nor can any of the 1 that could stand in for it")
+    assert "\n" not in message
+
+
+def test_too_many_bad_samples_end_it_before_the_first_step(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [20, 20])
+    path = tmp_path / "shard-00001.tar"
+    path.write_bytes(path.read_bytes()[:5000])
+    num_bad = len(SampleStore(tmp_path).known_bad)
+    assert num_bad > 10
+    message = rf"{num_bad} of 40 samples \(.*%\) cannot be read, more than the 10.00% of data.max_bad_share"
+    with pytest.raises(UserError, match=message):
+        stream(tmp_path, end_step=1, max_bad_share=0.1)
+    assert keys(stream(tmp_path, end_step=1, max_bad_share=1.0))
+
+
+def test_the_share_of_bad_samples_counts_each_once() -> None:
+    bad = [BadSample(index, "shard-00000.tar", "torn") for index in (4, 4, 2)]
+    check_bad_share(bad, num_samples=2000, max_share=0.001, where="data")
+    with pytest.raises(UserError) as caught:
+        check_bad_share(bad, num_samples=1999, max_share=0.001, where="data")
+    assert str(caught.value).startswith(
+        "data: 2 of 1999 samples (0.10%) cannot be read, more than the 0.10% of data.max_bad_share, the first being "
+        "00000002 in shard-00000.tar (torn), 00000004 in shard-00000.tar (torn); run `python -m data_pipeline verify`"
+    )
+
+
+# Workers
+
+
+def test_a_killed_worker_ends_in_an_error(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    directory, _ = datasets[17]
+    before = set(multiprocessing.active_children())
+    batches = iter(stream(directory, end_step=10**9, num_workers=2))
+    next(batches)
+    victim, _ = set(multiprocessing.active_children()) - before
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    with time_limit(30), pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed|exited)"):
+        list(batches)
+    assert_ended(before)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(), EOFError(), FileNotFoundError()])
+def test_a_worker_killed_while_it_hands_over_a_batch_is_told_alike(
+    datasets: dict[int, tuple[Path, list[Sample]]], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """What is raised where the worker's end of the socket is gone; a kill hits that moment by chance only."""
+    directory, _ = datasets[3]
+
+    def hand_over(_: int) -> Batch:
+        raise error
+
+    monkeypatch.setattr("data_pipeline.loading.stream.DataLoader", lambda *_, **__: map(hand_over, [0]))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(RuntimeError, match="DataLoader worker exited"):
+        list(stream(directory, end_step=1))
+
+
+def test_workers_end_with_an_abandoned_stream(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    directory, _ = datasets[17]
+    before = set(multiprocessing.active_children())
+    batches = iter(stream(directory, end_step=10**9, num_workers=2))
+    next(batches)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    del batches
+    assert_ended(before)
+
+
+def assert_ended(before: set[BaseProcess]) -> None:
+    """No child processes but those there were `before`, within ten seconds."""
+    with time_limit(10):
+        while set(multiprocessing.active_children()) - before:
+            time.sleep(0.05)
+
+
+def test_workers_share_the_index_of_a_store(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    """Opening is done before the workers start: an index that vanishes afterwards is not missed."""
+    directory, samples = datasets[5]
+    assert len(SampleStore(directory)) == len(samples)
+    batches = stream(directory, end_step=2, num_workers=2)
+    for path in directory.glob("*.index"):
+        path.unlink()
+    assert len(keys(batches)) == 2
+    assert not list(directory.glob("*.index"))
+
+
+# Remote
+
+
+def remote_dataset(tmp_path: Path, *, num_cached: int) -> tuple[Path, str, RemoteConfig]:
+    """A dataset of ten shards, where it can be piped from, and a cache that holds `num_cached` of them."""
+    directory = tmp_path / "dataset"
+    write_dataset(directory, [6] * 10)
+    SampleStore(directory)  # writes the indexes
+    shards = SampleStore(directory).manifest.shards
+    largest = max(shard.num_bytes for shard in shards) + 2048 + 6 * 16 * 3
+    config = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=(num_cached + 0.5) * largest / 1e9)
+    return directory, f"pipe:cat {directory}/{{name}}", config
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_small_cache_is_enough_for_windows_of_shards(tmp_path: Path, num_workers: int) -> None:
+    directory, location, config = remote_dataset(tmp_path, num_cached=4)
+    local = list(stream(directory, end_step=9, shuffle_shards=2))
+    piped = list(stream(location, end_step=9, shuffle_shards=2, num_workers=num_workers, remote=config))
+    for ours, theirs in zip(local, piped, strict=True):
+        assert ours.keys == theirs.keys
+        assert torch.equal(ours.inputs_a, theirs.inputs_a)
+
+
+def test_shards_are_fetched_ahead_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[list[int]] = []
+    monkeypatch.setattr(SampleStore, "prefetch", lambda _, shards: asked_for.append(list(shards)))
+    _, location, config = remote_dataset(tmp_path, num_cached=4)
+    shards_of = [
+        sorted({index // 6 for index in batch.index_B.tolist()})
+        for batch in stream(location, end_step=14, global_batch_size=4, shuffle_shards=2, remote=config)
+    ]
+    windows = [sorted(window.tolist()) for window in shard_windows(10, 2, seed=7, epoch=0)]
+    following = sorted(shard_windows(10, 2, seed=7, epoch=1)[0].tolist())
+    assert [sorted(shards[:2]) for shards in asked_for] == windows
+    assert [sorted(shards[2:]) for shards in asked_for] == [*windows[1:], following]
+    for shards in shards_of:
+        assert any(set(shards) <= set(two) for two in asked_for)
+
+
+def test_a_cache_that_is_too_small_for_the_order_is_refused(tmp_path: Path) -> None:
+    _, location, config = remote_dataset(tmp_path, num_cached=4)
+    message = (
+        r"shuffled as it is, {} of its 10 shards are needed at once, but the cache holds 4; "
+        r"set data.shuffle_shards to 2, or data.remote.cache_gigabytes to 0\.\d+"
+    )
+    with pytest.raises(UserError, match=message.format(10)):
+        stream(location, end_step=1, remote=config)
+    with pytest.raises(UserError, match=message.format(6)):
+        stream(location, end_step=1, remote=config, shuffle_shards=3)
+    assert keys(stream(location, end_step=1, remote=config, placement="host"))  # reads each shard once
+
+
+def test_a_run_that_was_begun_in_memory_can_be_resumed_in_its_last_epoch(tmp_path: Path) -> None:
+    """What is left is less than an epoch, for which streaming would be enough, but the cache is not."""
+    _, location, config = remote_dataset(tmp_path, num_cached=4)
+    begun = stream(location, end_step=20, remote=config, placement="auto")
+    resumed = stream(location, start_step=19, end_step=20, remote=config, placement="auto")
+    assert (begun.placement, resumed.placement) == ("host", "host")
+    assert keys(resumed) == keys(begun)[19:]
+    by_windows = stream(location, end_step=1, remote=config, placement="auto", shuffle_shards=2)
+    assert by_windows.placement_reason == "less than an epoch is to be read"
+
+
+# All of it
+
+
+def test_read_all_gives_every_sample_in_stored_order(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    directory, samples = datasets[5]
+    batches = list(read_all(directory, batch_size=16))
+    assert [len(batch) for batch in batches[:-1]] == [16] * (len(samples) // 16)
+    assert [key for batch in batches for key in batch.keys] == [sample.key for sample in samples]
+    pictures_NCHW = torch.cat([batch.inputs_a for batch in batches])
+    expected = np.stack([sample.content for sample in samples])
+    np.testing.assert_array_equal(pictures_NCHW.permute(0, 2, 3, 1).numpy(), expected)
+
+
+def test_read_all_draws_the_same_in_batches_of_any_size(tmp_path: Path) -> None:
+    directory = write_tiny_dataset(tmp_path / "online", num_samples=30, overlay="online", split="test")
+    clean_NCHW = SampleStore(directory).decode(np.arange(30)).pictures_BCHW
+    for draw in (0, 3):
+        expected = Shapes()(clean_NCHW, evaluation_keys(torch.arange(30), draw=draw))
+        for batch_size in (7, 30):
+            batches = list(read_all(directory, batch_size=batch_size, draw=draw))
+            assert torch.equal(torch.cat([batch.inputs_a for batch in batches]), expected.inputs)
+            assert torch.equal(torch.cat([batch.label_overlay_B for batch in batches]), expected.label_B)
+    assert clean_NCHW is not None
+    (clean,) = read_all(directory, batch_size=30, draw=None)
+    assert torch.equal(clean.inputs_a, clean_NCHW)
+
+
+def test_read_all_leaves_out_what_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write_tiny_sounds(tmp_path / "sounds", num_samples=20)
+    damage(directory, [4, 8, 9])
+    batches = list(read_all(directory, batch_size=2, max_bad_share=0.2))
+    seen = [index for batch in batches for index in batch.index_B.tolist()]
+    assert seen == [index for index in range(20) if index not in (4, 8, 9)]
+    assert [sample.index for batch in batches for sample in batch.bad] == [4]  # no batch is left of 8 and 9
+    assert sum("is left out" in record.getMessage() for record in caplog.records) == 3
+    with pytest.raises(UserError, match=r"3 of 20 samples \(15.00%\) cannot be read"):
+        list(read_all(directory, batch_size=2, max_bad_share=0.1))

@@ -1,0 +1,239 @@
+"""Fetching one file: from a server and from commands that fail in every way, within limits of time that hold."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.remote.fetch import Expected, Limits, check_answers, fetch
+from tests.data_pipeline.remote.http_server import Fault, FaultyServer, closed_port, serve
+
+CONTENT = np.random.default_rng(0).bytes(300_000)
+WHOLE = Expected(num_bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FaultyServer]:
+    (tmp_path / "file").write_bytes(CONTENT)
+    with serve(tmp_path) as server:
+        yield server
+
+
+def limits(*, stall: float = 10.0, attempts: int = 2, seconds: float = 20.0) -> Limits:
+    return Limits(stall_seconds=stall, num_attempts=attempts, deadline=time.monotonic() + seconds)
+
+
+def fetched(url: str, *, expected: Expected = WHOLE, within: Limits | None = None) -> bytes:
+    file = io.BytesIO()
+    fetch(url, file, expected=expected, limits=within or limits())
+    return file.getvalue()
+
+
+def running(marker: str) -> list[str]:
+    """The command lines of this machine's processes that hold `marker`."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_text(errors="replace"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended since the directory was listed
+    return [line for line in lines if marker in line]
+
+
+def test_a_file_comes_whole(server: FaultyServer) -> None:
+    path = server.directory / "file"
+    assert fetched(f"{server.url}/file") == fetched(f"pipe:cat {path}") == CONTENT
+    assert fetched(f"pipe:cat {path}", expected=Expected()) == CONTENT
+    assert fetched(f"pipe:gzip -c '{path}' | gunzip", expected=Expected()) == CONTENT
+
+
+def test_a_webdataset_rewriting_rule_is_obeyed(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOPEN_REWRITE", f"http://elsewhere/={server.url}/")
+    assert fetched("http://elsewhere/file") == CONTENT
+    monkeypatch.setenv("GOPEN_REWRITE", f"http://elsewhere/=pipe:cat {server.directory}/")
+    assert fetched("http://elsewhere/file") == CONTENT
+
+
+@pytest.mark.parametrize("fault", ["drop", "truncate", "corrupt", "stall", "mute", 500])
+def test_a_failure_that_passes_is_survived(server: FaultyServer, fault: Fault) -> None:
+    """curl tries again after a status 5xx by itself, but only after 2 s."""
+    server.faults["file"] = [fault]
+    stall = 1.5 if fault in ("stall", "mute") else 10.0
+    assert fetched(f"{server.url}/file", within=limits(stall=stall)) == CONTENT
+    assert server.requests == ["file", "file"]
+
+
+def test_a_failed_attempt_leaves_nothing_of_itself(server: FaultyServer) -> None:
+    """A longer wrong answer before a right one."""
+    (server.directory / "switch").write_text(
+        f"test -e done && cat {server.directory}/file || {{ touch done; cat long; }}"
+    )
+    (server.directory / "long").write_bytes(CONTENT * 2)
+    command = f"cd {server.directory} && sh switch"
+    assert fetched(f"pipe:{command}") == CONTENT
+    (server.directory / "done").unlink()
+    (server.directory / "long").write_bytes(CONTENT + b"x" * 100_000)
+    file = io.BytesIO(b"y" * 900_000)
+    fetch(f"pipe:{command}", file, expected=WHOLE, limits=limits())
+    assert file.getvalue() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("fault", "stall", "said"),
+    [
+        ("drop", 10.0, "broke off after 150000 bytes"),
+        ("truncate", 10.0, "ended after 150000 of 300000 bytes"),
+        ("corrupt", 10.0, "not the file that the manifest names"),
+        ("stall", 1.0, r"after 1\d{5} bytes nothing came for 1 s"),
+        ("mute", 0.3, "after 0 bytes nothing came for 0.3 s"),
+        (503, 1.0, "nothing came for 1 s .* to a request for one byte: .* error: 503"),
+    ],
+)
+def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, stall: float, said: str) -> None:
+    """The time without a byte begins before curl is there."""
+    server.faults["file"], server.for_ever = [fault], True
+    start = time.monotonic()
+    with pytest.raises(UserError, match=f"{server.url}/file could not be fetched: .*{said}.* \\(2 attempts in"):
+        fetched(f"{server.url}/file", within=limits(stall=stall))
+    assert time.monotonic() - start < 8.0
+
+
+@pytest.mark.parametrize(
+    ("source", "stall", "seconds"), [("mute", 0.4, 2.2), ("trickle", 0.4, 2.2), ("pipe", 1.0, 3.0)]
+)
+def test_the_limit_of_a_file_holds_over_all_attempts(
+    server: FaultyServer, source: str, stall: float, seconds: float
+) -> None:
+    """Where no byte comes, two attempts stall, and the pause before a third would be too long."""
+    url = f"{server.url}/file"
+    if source == "pipe":
+        url = "pipe:while true; do echo ten bytes; sleep 0.1; done"  # never stalls
+    else:
+        server.faults["file"], server.for_ever = ["mute" if source == "mute" else "trickle"], True
+    start = time.monotonic()
+    with pytest.raises(UserError, match="bytes came in the time" if source == "pipe" else "nothing came for"):
+        fetched(url, within=limits(stall=stall, attempts=100, seconds=seconds))
+    assert stall < time.monotonic() - start < seconds + 3.0
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_a_status_that_will_stay_is_not_tried_again(server: FaultyServer, status: int) -> None:
+    server.faults["file"], server.for_ever = [status], True
+    start = time.monotonic()
+    with pytest.raises(UserError, match=f"error: {status} .1 attempt"):
+        fetched(f"{server.url}/file", within=limits(attempts=5))
+    assert server.requests == ["file"]
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_place_where_nobody_answers_is_told_at_once(server: FaultyServer) -> None:
+    start = time.monotonic()
+    for url, said in [
+        (f"http://127.0.0.1:{closed_port()}/file", "Failed to connect"),
+        ("http://no-such-host.invalid/file", "Could not resolve host"),
+        (f"{server.url}/no-such-file", "404"),
+        ("http://[/file", "URL"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            check_answers(url, stall_seconds=5.0)
+    assert time.monotonic() - start < 3.0
+    check_answers(f"{server.url}/file", stall_seconds=5.0)
+    check_answers("pipe:a command is not asked", stall_seconds=5.0)
+
+
+def test_a_server_in_trouble_is_left_to_the_retries(server: FaultyServer) -> None:
+    server.faults["file"] = [503]
+    check_answers(f"{server.url}/file", stall_seconds=5.0)
+    server.faults["file"] = ["mute"]
+    check_answers(f"{server.url}/file", stall_seconds=0.3)
+
+
+def test_without_curl_the_mend_is_told(server: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check_answers(f"{server.url}/file", stall_seconds=5.0)
+    with pytest.raises(UserError, match=r"the command curl, which is not installed; install it, or give .* pipe:"):
+        fetched(f"{server.url}/file")
+
+
+def test_commands_that_fail_are_quoted() -> None:
+    with pytest.raises(UserError, match=r"exit status 1 \(cat: /no/file: No such file.*2 attempts"):
+        fetched("pipe:cat /no/file")
+    with pytest.raises(UserError, match=r"exit status 127 .*no-such-command.*1 attempt"):
+        fetched("pipe:no-such-command x", within=limits(attempts=5))
+    with pytest.raises(UserError, match=r"exit status 3 \(no word of why\)"):
+        fetched("pipe:printf '{}'; exit 3", expected=Expected(is_json=True), within=limits(attempts=1))
+    with pytest.raises(UserError, match="the 5 bytes that came are not whole JSON"):
+        fetched("pipe:printf '{\"a\":'", expected=Expected(is_json=True), within=limits(attempts=1))
+    with pytest.raises(UserError, match="longer than the 300000 bytes"):
+        fetched("pipe:yes", within=limits(attempts=1))
+
+
+def test_a_pipeline_that_stalls_is_killed_as_a_whole() -> None:
+    """Also one whose last byte came, and which goes on."""
+    marker = f"86400.{uuid4().int % 10**12}"
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"nothing came for 0\.3 s"):
+        fetched(f"pipe:sleep {marker} | sleep {marker} | cat", within=limits(stall=0.3, attempts=1))
+    with pytest.raises(UserError, match=r"nothing came for 0\.3 s"):
+        fetched(f"pipe:echo; exec >&-; sleep {marker}", expected=Expected(), within=limits(stall=0.3, attempts=1))
+    with pytest.raises(UserError, match=r"nothing came for 0\.3 s"):
+        fetched(f"pipe:trap '' TERM INT HUP; sleep {marker}; sleep {marker}", within=limits(stall=0.3, attempts=1))
+    deadline = start + 5.0
+    assert time.monotonic() < deadline
+    while running(marker) and time.monotonic() < deadline:
+        time.sleep(0.02)  # what was killed is gone when a core has had the time for it
+    assert not running(marker)
+
+
+def test_a_fetch_can_be_stopped(server: FaultyServer) -> None:
+    server.faults["file"], server.for_ever = ["mute"], True
+    within = limits(stall=20.0)
+    threading.Timer(0.3, within.stop.set).start()
+    start = time.monotonic()
+    with pytest.raises(UserError, match="no longer wanted"):
+        fetched(f"{server.url}/file", within=within)
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_command_ends_in_time_where_its_reader_was_killed(tmp_path: Path) -> None:
+    """The reader is a process that SIGKILL takes: nobody is left to stop what it started."""
+    marker = f"86400.{uuid4().int % 10**12}"
+    reader = os.fork()
+    if reader == 0:
+        try:
+            fetched(f"pipe:sleep {marker}", within=limits(seconds=3.0))
+        finally:  # whatever happens, the reader must not go on as its parent
+            os._exit(0)
+    deadline = time.monotonic() + 15.0
+    while not running(marker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert running(marker)
+    os.kill(reader, 9)
+    _, status = os.waitpid(reader, 0)
+    assert os.WIFSIGNALED(status), "the reader ended by itself, and may have stopped the command"
+    while running(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(marker)
+
+
+def test_no_descriptor_or_process_is_left(server: FaultyServer) -> None:
+    def descriptors() -> list[str]:
+        links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return [link for link in links if not link.startswith(("socket:", "/proc/"))]  # the server's own connections
+
+    before = descriptors()
+    for _ in range(2):
+        server.faults["file"] = ["stall", "drop"]
+        fetched(f"{server.url}/file", within=limits(stall=0.3, attempts=10))
+    assert sorted(descriptors()) == sorted(before)
+    assert not running(f"{server.url}/file")

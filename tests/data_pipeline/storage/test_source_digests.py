@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_pipeline.building.build import build_dataset
+from data_pipeline.core.errors import UserError
+from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.sources.folder import ImageFolder, in_test_split
+from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest
+from data_pipeline.storage.source_digests import content_digest, read_source_digests, shared_sources
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.tools.verify import find_problems
+
+REMOTE = RemoteConfig()
+
+
+def digests_of(directory: Path) -> np.ndarray:
+    digests = read_source_digests(directory, load_manifest(directory), remote=REMOTE)
+    assert digests is not None
+    return digests
+
+
+def write_pictures(root: Path, *, num: int, seed: int = 0) -> Path:
+    """`num` different pictures of 32 x 32 pixels in each of two classes, as `ROOT/CLASS/*.png`."""
+    rng = np.random.default_rng(seed)
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True)
+        for number in range(num):
+            Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(root / name / f"{number:03d}.png")
+    return root
+
+
+# --- the digests of a dataset
+
+
+def test_a_digest_is_of_the_clean_picture_whatever_is_drawn_on_it(tmp_path: Path) -> None:
+    for name, dataset in (("plain", "procedural"), ("drawn", "procedural_letters")):
+        build_dataset(dataset, tmp_path / name, limit=30, num_samples_per_shard=10)
+    store = SampleStore(tmp_path / "plain")
+    expected = [int.from_bytes(content_digest(store[index].content)[:8], "little") for index in range(30)]
+    assert digests_of(tmp_path / "plain").tolist() == expected
+    assert digests_of(tmp_path / "drawn").tolist() == expected
+
+
+def test_repeats_of_a_record_share_its_digest(tmp_path: Path) -> None:
+    build_dataset("procedural_shapes", tmp_path / "built", limit=7, repeats=3, num_samples_per_shard=5)
+    digests = digests_of(tmp_path / "built")
+    assert digests.tolist() == [*digests[:7].tolist()] * 3
+    assert len(set(digests.tolist())) == 7
+
+
+def test_digests_tell_sounds_apart_and_silence_has_none(tmp_path: Path) -> None:
+    build_dataset("spoken_noise", tmp_path / "spoken", source="procedural", limit=10)
+    assert len(set(digests_of(tmp_path / "spoken").tolist())) == 10
+    manifest = build_dataset("noise", tmp_path / "noise", source="procedural", limit=10)
+    assert manifest.source_digests_sha256 is None
+    assert read_source_digests(tmp_path / "noise", manifest, remote=REMOTE) is None
+    assert not (tmp_path / "noise" / SOURCE_DIGESTS_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is not the file that the manifest names by sha256"),
+        (bytes(8 * 20), "is not the file that the manifest names by sha256"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_damaged_file_of_digests_is_named(data: bytes | None, message: str, tmp_path: Path) -> None:
+    manifest = build_dataset("procedural", tmp_path / "built", limit=20)
+    path = tmp_path / "built" / SOURCE_DIGESTS_NAME
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    [problem] = find_problems(tmp_path / "built")
+    assert str(problem).startswith(f"{SOURCE_DIGESTS_NAME}: {message}")
+    with pytest.raises(UserError, match=SOURCE_DIGESTS_NAME):
+        read_source_digests(tmp_path / "built", manifest, remote=REMOTE)
+    with pytest.raises(UserError, match=SOURCE_DIGESTS_NAME):
+        build_dataset("procedural", tmp_path / "built", limit=20)
+
+
+def test_digests_of_another_number_of_samples_are_refused(tmp_path: Path) -> None:
+    manifest = build_dataset("procedural", tmp_path / "built", limit=20)
+    path = tmp_path / "built" / SOURCE_DIGESTS_NAME
+    path.write_bytes(path.read_bytes()[:-8])
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    other = manifest.model_copy(update={"source_digests_sha256": sha256})
+    with pytest.raises(UserError, match="has 152 bytes, not 8 for each of the 20 samples"):
+        read_source_digests(tmp_path / "built", other, remote=REMOTE)
+
+
+def test_digests_of_a_remote_dataset_are_fetched_and_checked(tmp_path: Path) -> None:
+    manifest = build_dataset("procedural", tmp_path / "built", limit=20)
+    location = f"pipe:cat {tmp_path}/built/{{name}}"
+    remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1)
+    fetched = read_source_digests(location, manifest, remote=remote)
+    np.testing.assert_array_equal(fetched, digests_of(tmp_path / "built"))
+    (tmp_path / "built" / SOURCE_DIGESTS_NAME).write_bytes(bytes(160))
+    other = RemoteConfig(cache_dir=str(tmp_path / "other_cache"), num_attempts=1)
+    with pytest.raises(UserError, match=SOURCE_DIGESTS_NAME):
+        read_source_digests(location, manifest, remote=other)
+
+
+def test_shared_sources_are_counted_with_two_examples() -> None:
+    train, test = np.array([5, 6, 7, 7], dtype=np.uint64), np.array([1, 7, 5, 7], dtype=np.uint64)
+    shared = shared_sources(train, test)
+    assert (shared.num_test, shared.num_shared, shared.share) == (4, 3, 0.75)
+    assert shared.examples == (("00000001", "00000002"), ("00000002", "00000000"))
+    assert shared_sources(train, np.array([1], dtype=np.uint64)).num_shared == 0
+    assert shared_sources(train, np.array([], dtype=np.uint64)).share == 0
+
+
+# --- a test split that is cut from a folder
+
+
+def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_path: Path) -> None:
+    root = write_pictures(tmp_path / "root", num=3)
+    for split in ("train", "test"):
+        with pytest.raises(
+            UserError, match=r"root has no folders train and test, so both splits would hold .* give --test-share 0\.2"
+        ):
+            build_dataset("folder", tmp_path / "out", root=root, split=split)
+    for share in (0.0, 1.0, -0.2, 20.0):
+        with pytest.raises(UserError, match=r"--test-share is .*; give a share between 0 and 1, such as 0\.2"):
+            build_dataset("folder", tmp_path / "out", root=root, test_share=share)
+
+
+def test_a_test_share_that_is_not_needed_is_refused(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "root" / "test", num=3)
+    with pytest.raises(UserError, match="root has a folder test, so it takes no --test-share; leave that out"):
+        build_dataset("folder", tmp_path / "out", root=tmp_path / "root", split="test", test_share=0.2)
+    with pytest.raises(UserError, match="procedural does not come from a folder of pictures, so it takes no --test-sh"):
+        build_dataset("procedural", tmp_path / "out", test_share=0.2)
+
+
+def test_both_splits_of_a_cut_folder_are_all_pictures_once_and_say_how_they_were_cut(tmp_path: Path) -> None:
+    root = write_pictures(tmp_path / "root", num=20)
+    for split in ("train", "test"):
+        build_dataset("folder_shapes", tmp_path / split, root=root, split=split, test_share=0.2, seed=3)
+    train, test = (load_manifest(tmp_path / split) for split in ("train", "test"))
+    assert (train.counts_base, test.counts_base) == ((16, 16), (4, 4))
+    assert train.how_made.source == test.how_made.source == "folder, test share 0.2 by seed 3"
+    assert shared_sources(digests_of(tmp_path / "train"), digests_of(tmp_path / "test")).num_shared == 0
+    everything = {*digests_of(tmp_path / "train").tolist(), *digests_of(tmp_path / "test").tolist()}
+    assert len(everything) == 40
+
+
+def test_another_seed_cuts_otherwise_and_other_names_do_not(tmp_path: Path) -> None:
+    root = write_pictures(tmp_path / "root", num=20)
+
+    def test_split(*, seed: int) -> set[bytes]:
+        folder = ImageFolder(root, split="test", test_share=0.3, seed=seed)
+        return {folder[number].content.tobytes() for number in range(len(folder.labels))}
+
+    before = test_split(seed=0)
+    assert test_split(seed=1) != before
+    for path in root.glob("*/*.png"):
+        path.rename(path.with_name(f"{hash(path) % 1000}-{path.name}"))
+    assert test_split(seed=0) == before
+
+
+def test_equal_pictures_are_on_one_side_also_in_two_classes_and_in_other_files(tmp_path: Path) -> None:
+    root = write_pictures(tmp_path / "root", num=20)
+    for number in range(20):
+        picture = Image.open(root / "cat" / f"{number:03d}.png")
+        picture.save(root / "cat" / f"again-{number:03d}.bmp")
+        picture.save(root / "dog" / f"also-{number:03d}.tif")
+    sides = []
+    for split in ("train", "test"):
+        folder = ImageFolder(root, split=split, test_share=0.5)
+        assert np.bincount(folder.labels).tolist() == [20, 20]  # ten pictures twice; the same ten, and ten dogs
+        sides.append({folder[number].content.tobytes() for number in range(len(folder.labels))})
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 40
+
+
+def test_the_share_is_cut_to_the_nearest_picture_of_each_class() -> None:
+    labels = np.repeat([0, 1, 2], [10, 5, 1])
+    digests = [hashlib.sha256(bytes([number])).digest() for number in range(16)]
+    chosen = in_test_split(digests, labels, test_share=0.3, seed=0)
+    assert np.bincount(labels[chosen], minlength=3).tolist() == [3, 2, 0]
+    order = np.random.default_rng(0).permutation(16)
+    shuffled = in_test_split([digests[number] for number in order], labels[order], test_share=0.3, seed=0)
+    np.testing.assert_array_equal(shuffled, chosen[order])
+
+
+def test_a_share_that_leaves_a_class_empty_names_it(tmp_path: Path) -> None:
+    root = write_pictures(tmp_path / "root", num=3)
+    (root / "dog" / "001.png").unlink()
+    (root / "dog" / "002.png").unlink()
+    with pytest.raises(UserError, match=r"--test-share 0\.3 leaves class dog of .*root no pictures for the test split"):
+        ImageFolder(root, split="test", test_share=0.3)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.tools import batch_trace
+from tests.data_pipeline.random_shards import write_dataset
+from tests.tiny_data import write_tiny_dataset
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dataset")
+    write_dataset(directory, [9, 4, 12])
+    return directory
+
+
+def traced(directory: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[int, int, list[str]]]:
+    """Step, rank and keys of every line that the command prints."""
+    parser = argparse.ArgumentParser()
+    batch_trace.add_arguments(parser)
+    batch_trace.run(parser.parse_args([str(directory), "--batch-size", "4", *options]))
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    return [(int(step), int(rank), keys.split()) for step, rank, keys in rows]
+
+
+def test_lines_are_what_training_would_see(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = traced(directory, capsys, "--ranks", "2", "--workers", "1", "--seed", "3", "--epoch", "2")
+    expected = []
+    for rank in range(2):
+        batches = Stream(
+            directory,
+            read=ReadConfig(num_workers=0),
+            global_batch_size=4,
+            seed=3,
+            rank=rank,
+            world_size=2,
+            start_step=2 * NUM_STEPS,
+            end_step=3 * NUM_STEPS,
+        )
+        expected += [(batch.step, rank, batch.keys) for batch in batches]
+    assert lines == sorted(expected)
+
+
+def test_ranks_and_workers_do_not_change_the_steps(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = traced(directory, capsys)
+    together = traced(directory, capsys, "--ranks", "4", "--workers", "2")
+    assert [(step, rank) for step, rank, _ in together] == [
+        (step, rank) for step in range(NUM_STEPS) for rank in range(4)
+    ]
+    for step, _, keys in alone:
+        assert [key for at, _, part in together if at == step for key in part] == keys
+
+
+def test_from_step_gives_the_tail_of_the_epoch(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = traced(directory, capsys, "--epoch", "1")
+    assert [step for step, _, _ in whole] == list(range(NUM_STEPS, 2 * NUM_STEPS))
+    assert traced(directory, capsys, "--epoch", "1", "--from-step", "4") == whole[4:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "3"], "global_batch_size 4 cannot be divided by 3 ranks; use 3 or 6"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--workers", "-1"], "--workers must be at least 0, got -1"),
+        (["--shuffle-shards", "0"], "--shuffle-shards must be at least 1, got 0"),
+        (["--from-step", "6"], "--from-step 6 is past the epoch's 6 steps; use 0 to 5"),
+    ],
+)
+def test_wrong_numbers_are_refused(
+    directory: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        traced(directory, capsys, *options)
+    assert str(caught.value) == message
+    assert capsys.readouterr().out == ""
+
+
+def test_windows_of_shards_are_traced_as_they_are_read(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = traced(directory, capsys, "--shuffle-shards", "1")
+    read = ReadConfig(num_workers=0, shuffle_shards=1, placement="host")
+    batches = Stream(directory, read=read, global_batch_size=4, seed=0, rank=0, world_size=1, end_step=NUM_STEPS)
+    assert lines == [(batch.step, 0, batch.keys) for batch in batches]
+    assert lines != traced(directory, capsys)
+
+
+def test_workers_trace_an_online_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_dataset(tmp_path / "online", num_samples=9, overlay="online")
+    lines = traced(tmp_path / "online", capsys, "--ranks", "2", "--workers", "2")
+    assert lines == traced(tmp_path / "online", capsys, "--ranks", "2")
+    assert len({key for _, _, keys in lines for key in keys}) == 8

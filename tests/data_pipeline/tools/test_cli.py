@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.io import wavfile
+
+from data_pipeline.__main__ import main
+from data_pipeline.building.catalogue import DATASETS, SOURCE_SUMMARIES, SOURCES, open_dataset, sources_of
+from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.sources.audiomnist import TEST_SPEAKERS
+from data_pipeline.storage.store import SampleStore
+from tests.real_data import REPOSITORY, archive
+
+Run = tuple[int, list[str], list[str]]  # exit status, lines of stdout, lines of stderr
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
+    monkeypatch.setattr(sys, "argv", ["data_pipeline", *arguments])
+    try:
+        run_command(main)
+        status = 0
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out.splitlines(), captured.err.splitlines()
+
+
+def test_build_verify_and_preview(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = str(tmp_path / "built")
+    build = ("build", "procedural_letters", "--out", built, "--limit", "40", "--samples-per-shard", "20")
+    status, out, err = run(capsys, monkeypatch, *build)
+    assert status == 0
+    assert out[0].startswith(f"{built} built: 40 samples in 2 shards, ")
+    assert out[1].startswith("samples: pictures of 32 x 32 pixels, 0.")
+    assert out[2].startswith("label_base, picture: 10 classes of 4 samples each, stripes, waves, ")
+    assert out[2].endswith(", crosses, blobs")
+    assert re.match(r"label_overlay, letter: 26 classes of 0 to \d samples each, A, B, .*, L, \.\.\.$", out[3])
+    assert out[4:] == ["overlay: letters, drawn into the shards", "made from: procedural; split train, seed 0"]
+    assert err[-1].startswith("building built: 40/40 in ")
+
+    status, out, _ = run(capsys, monkeypatch, *build)
+    assert status == 0
+    assert "is there already, built from the same data with the same arguments" in out[0]
+
+    status, out, err = run(capsys, monkeypatch, *build, "--seed", "1")
+    assert (status, out) == (2, [])
+    assert err == [f"error: {built} was built with seed 0, not 1; choose another directory or remove it"]
+
+    status, out, _ = run(capsys, monkeypatch, "verify", built)
+    assert (status, len(out)) == (0, 1)
+    assert out[0].startswith(f"{built} is sound: 40 samples in 2 shards; ")
+
+    picture = str(tmp_path / "grid.png")
+    assert run(capsys, monkeypatch, "preview", built, "--out", picture)[:2] == (0, [picture])
+    assert Image.open(picture).size[0] > 900
+
+    shard = tmp_path / "built" / "shard-00001.tar"
+    shard.unlink()
+    status, out, _ = run(capsys, monkeypatch, "verify", built)
+    assert (status, out[:-1]) == (1, ["shard-00001.tar: cannot be read (No such file or directory)"])
+    assert out[-1].startswith(f"{built} has 1 problem: 20 of 40 samples sound in 2 shards; ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: COMMAND; see `python -m data_pipeline --help`"),
+        (("biuld",), "invalid choice: 'biuld'"),
+        (("build", "procedural"), "the following arguments are required: --out"),
+        (("build", "procedural", "--out", "{tmp}/x", "--limit", "many"), "argument --limit: invalid int value: 'many'"),
+        (("build", "procedurl", "--out", "{tmp}/x"), 'unknown dataset "procedurl"; did you mean "procedural"?'),
+        (("build", "procedural", "--out", "{tmp}/x", "--sede", "1"), "unrecognized arguments: --sede"),
+        (("build", "cifar10", "--out", "{tmp}/x", "--root", "{tmp}/y"), "{tmp}/y does not hold torchvision's"),
+        (("verify", "{tmp}/x"), "{tmp}/x does not exist; build it with"),
+        (("preview", "{tmp}/x", "--out", "{tmp}/g.png"), "{tmp}/x does not exist; build it with"),
+        (("preview", "{tmp}/x", "--out", "{tmp}/g.jpg"), "--out {tmp}/g.jpg does not end in .png"),
+        (("preview", "{tmp}/x", "--out", "{tmp}/g.png", "--samples", "0"), "--samples must be at least 1, got 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    filled = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    status, out, err = run(capsys, monkeypatch, *filled)
+    assert (status, out) == (2, [])
+    assert len(err) == 1
+    assert err[0].startswith("error: ")
+    assert message.replace("{tmp}", str(tmp_path)) in err[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def write_wavs(root: Path, *, sample_rate: int = 8000, num_points: int = 3000, num_channels: int = 1) -> None:
+    """Recordings of two speakers in the layout of the Free Spoken Digit Dataset; the last one as the arguments say."""
+    root.mkdir()
+    names = [f"{digit}_{speaker}_0.wav" for speaker in ("jackson", "theo") for digit in range(3)]
+    rng = np.random.default_rng(0)
+    for name in names:
+        wavfile.write(root / name, 8000, rng.integers(-999, 999, 3000).astype(np.int16))
+    points = rng.integers(-999, 999, (num_points, num_channels)).astype(np.int16)
+    wavfile.write(root / names[-1], sample_rate, points if num_channels > 1 else points[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"sample_rate": 16000}, "2_theo_0.wav has 16000 points a second but 8000 are needed"),
+        ({"num_channels": 2}, "2_theo_0.wav has 2 channels; mix it down to one"),
+        ({"num_points": 0}, "2_theo_0.wav holds no sound"),
+        ("text", "2_theo_0.wav is not a WAV file"),
+        ("cut", "2_theo_0.wav is cut off"),
+    ],
+)
+def test_a_bad_recording_is_named_and_leaves_nothing(
+    damage: dict[str, int] | str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_wavs(tmp_path / "wavs", **(damage if isinstance(damage, dict) else {}))
+    torn = tmp_path / "wavs" / "2_theo_0.wav"
+    if isinstance(damage, str):
+        torn.write_bytes(b"not a sound" if damage == "text" else torn.read_bytes()[:-100])
+    options = ("--source", "fsdd", "--root", str(tmp_path / "wavs"), "--test-speaker", "jackson")
+    build = ("build", "spoken", "--out", str(tmp_path / "out"), *options)
+    status, out, err = run(capsys, monkeypatch, *build)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert message in err[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["wavs"]
+
+
+def test_mistakes_with_sounds_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wavs(tmp_path / "wavs")
+    (tmp_path / "noise").mkdir()
+    for name in ("cafe", "traffic", "machinery"):
+        num_points = 44100 if name == "traffic" else 88200  # 1.00 s is shorter than the crop of 1.04 s
+        wavfile.write(tmp_path / "noise" / f"{name}.wav", 44100, np.full(num_points, 7, dtype=np.int16))
+    speakers = tmp_path / "audiomnist"
+    for speaker in set(range(1, 61)) - {17, 60}:
+        (speakers / f"{speaker:02d}").mkdir(parents=True)
+    wavs, noise = str(tmp_path / "wavs"), str(tmp_path / "noise")
+    before = sorted(tmp_path.iterdir())
+    for arguments, message in (
+        (("spoken", "--root", str(speakers)), "lacks 1 of the train split's 48 speaker folders (17)"),
+        (("spoken", "--root", str(speakers), "--split", "test"), "lacks 1 of the test split's 12 speaker folders (60)"),
+        (("spoken", "--source", "fsdd", "--root", wavs), 'no speaker "yweweler"; valid are: jackson, theo'),
+        (
+            ("noise", "--source", "fsdd", "--noise-root", noise),
+            "traffic.wav gives 8000 points at 8000 a second, but 8333 are needed",
+        ),
+        (("noise", "--source", "fsdd", "--root", wavs), "lacks cafe.wav and traffic.wav and machinery.wav"),
+        (("noise", "--source", "procedural", "--noise-volume", "loud"), "argument --noise-volume: invalid float"),
+    ):
+        status, out, err = run(capsys, monkeypatch, "build", "--out", str(tmp_path / "out"), *arguments)
+        assert (status, out, len(err)) == (2, [], 1), err
+        assert message in err[0]
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_audiomnist_in_its_own_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    for speaker in range(1, 61):
+        (tmp_path / "root" / "data" / f"{speaker:02d}").mkdir(parents=True)
+        points = rng.integers(-9999, 9999, 40_000 + 400 * speaker).astype(np.int16)
+        wavfile.write(
+            tmp_path / "root" / "data" / f"{speaker:02d}" / f"{speaker % 10}_{speaker:02d}_0.wav", 48000, points
+        )
+    common = ("--root", str(tmp_path / "root"), "--noise-root", str(archive("noise")))
+    for split, num in (("train", 48), ("test", 12)):
+        directory = tmp_path / split
+        build = ("build", "spoken_noise", "--out", str(directory), "--split", split, "--overlay", "online", *common)
+        assert run(capsys, monkeypatch, *build)[0] == 0
+        [line] = run(capsys, monkeypatch, "verify", str(directory))[1]
+        assert line.startswith(f"{directory} is sound: {num} samples in 1 shards; ")
+        store = SampleStore(directory)
+        assert (store.manifest.sample_rate, store.manifest.input_shape) == (48000, (50000,))
+        assert sorted(len(store[index].content) for index in range(num)) == sorted(
+            40_000 + 400 * speaker for speaker in range(1, 61) if (speaker in TEST_SPEAKERS) == (split == "test")
+        )
+
+
+def test_preview_does_not_guess_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(capsys, monkeypatch, "build", "procedural", "--out", str(tmp_path / "built"), "--limit", "10")
+    target = tmp_path / "no" / "grid.png"
+    status, _, err = run(capsys, monkeypatch, "preview", str(tmp_path / "built"), "--out", str(target))
+    assert status == 2
+    assert err[-1] == f"error: cannot write {target} (No such file or directory); choose another --out"
+
+
+@pytest.mark.parametrize("command", ["build", "verify", "preview", "trace", "bench"])
+def test_every_command_explains_itself(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, _ = run(capsys, monkeypatch, command, "--help")
+    assert status == 0
+    assert out[0].startswith(f"usage: python -m data_pipeline {command} ")
+    assert len(out) < 60
+
+
+def test_the_help_of_build_names_every_dataset_with_its_sources_and_every_source(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out, _ = run(capsys, monkeypatch, "build", "--help")
+    start, middle = out.index("datasets, and the sources of each (the first is the default):"), out.index("sources:")
+    listed: dict[str, tuple[str, ...]] = {}
+    for line in out[start + 1 : middle]:
+        names, _, sources = line.strip().partition(": ")
+        listed |= {name: tuple(sources.split(", ")) for name in names.split(", ")}
+    assert listed == {name: SOURCES[dataset.base] for name, dataset in DATASETS.items()}
+    assert {"folder", "procedural", "noise"} <= listed.keys()
+    assert "silence" not in "\n".join(out)
+    described = [line.strip().partition(": ")[0] for line in out[middle + 1 :]]
+    assert sorted(described) == sorted({source for sources in listed.values() for source in sources})
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: str) -> None:
+    for source in SOURCE_SUMMARIES:
+        try:
+            open_dataset(dataset, source=source, limit=1)
+            said = ""
+        except UserError as error:
+            said = str(error)
+        refused = f'{dataset} cannot come from the source "{source}"; ' in said
+        assert refused == (source not in sources_of(dataset))
+        assert refused or not said or "; name it with --" in said  # --root, --digits-root or --noise-root
+
+
+def test_a_build_of_sounds_says_what_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = ("build", "noise", "--source", "procedural", "--overlay", "online", "--limit", "4")
+    _, out, _ = run(capsys, monkeypatch, *build, "--out", str(tmp_path / "built"))
+    assert out[1].startswith("samples: sounds at 8000 points a second, read as 8333 points, 0.0 MB")
+    assert out[2:4] == [
+        "label_overlay, background: 3 classes, babble, traffic, machinery",
+        "overlay: noise, drawn anew at each reading",
+    ]
+    assert out[4].startswith("made from: silence + procedural background sounds (")
+
+
+def test_the_module_runs_as_a_command() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "data_pipeline", "verify", "/nowhere"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: /nowhere does not exist")
+    assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "data_pipeline", "build", "procedural", "--out", str(tmp_path / "data")]
+    command += ["--limit", "2400", "--samples-per-shard", "200"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("data.partial/.*.finished.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(build.pid, signal.SIGINT)  # as a terminal sends it: to all processes of the build
+        assert build.stderr is not None
+        said = build.stderr.read()
+    assert build.returncode == 130
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "interrupted"
+    assert list(tmp_path.glob("data.partial/*.tar"))
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    assert len(list((tmp_path / "data").glob("*.tar"))) == 12
+
+
+def test_the_current_directory_cannot_be_built_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, monkeypatch, "build", "procedural_letters", "--out", ".", "--limit", "2")
+    assert (status, out) == (2, [])
+    assert err == ["error: --out . is no name for a folder to make; give one, such as --out ./data"]
+    assert list(tmp_path.iterdir()) == []

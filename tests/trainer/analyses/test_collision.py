@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from configs import debug
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.trainer.analyses.planted import write_run
+from trainer.analyses.collision import (
+    SWITCHES,
+    CollisionConfig,
+    CollisionResult,
+    alone,
+    analyze_collision,
+    collide,
+    powers_of_two,
+)
+from trainer.analyses.loaded_run import Look
+from trainer.views.expert_image import ExpertImageConfig
+
+
+def test_a_transform_that_halves_distances_collides_after_two_uses() -> None:
+    images_NCHW = torch.eye(4).view(4, 1, 2, 2)  # all equally far apart
+    epochs: list[int] = []
+
+    def halve(images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
+        epochs.append(keys.epoch)
+        return (images_BCHW + 0.5) / 2
+
+    found = collide(halve, images_NCHW, torch.arange(4), uses=(0, 1, 2, 4), near=0.26, seed=0)
+    assert found.relative_distance == pytest.approx((1, 1 / 2, 1 / 4, 1 / 16))
+    assert list(found.near_share) == [0, 0, 1, 1]
+    assert found.uses_to_half == 1
+    assert epochs == [1, 2, 3, 4]  # every use has draws of its own
+
+
+def test_a_transform_that_loses_nothing_never_collides() -> None:
+    images_NCHW = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    found = collide(
+        lambda images_BCHW, keys, masks: images_BCHW.flip(3),
+        images_NCHW,
+        torch.arange(6),
+        uses=(0, 3),
+        near=0.2,
+        seed=0,
+    )
+    assert found.relative_distance == pytest.approx((1, 1))
+    assert found.uses_to_half is None
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_alone_leaves_one_transform_on(name: str) -> None:
+    config = ExpertImageConfig(area=(0.3, 0.9))
+    single = alone(config, name)
+    on = [switch for switch in SWITCHES.values() if getattr(single, switch)]
+    assert on == [SWITCHES[name]]
+    assert getattr(single, SWITCHES[name]) == getattr(config, SWITCHES[name])
+
+
+@pytest.mark.parametrize(("largest", "uses"), [(1, (0, 1)), (8, (0, 1, 2, 4, 8)), (10, (0, 1, 2, 4, 8, 10))])
+def test_uses_are_powers_of_two(largest: int, uses: tuple[int, ...]) -> None:
+    assert powers_of_two(largest) == uses
+
+
+def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
+    png_path, json_path = analyze_collision(run_dir, config=CollisionConfig(max_uses=16), look=Look())
+    result = CollisionResult.parse(json.loads(json_path.read_text()), where="")
+    assert result.num_pictures == 40
+    assert result.policy == debug.image().views
+    assert list(result.transforms) == [*SWITCHES, "all"]
+    for collision in result.transforms.values():
+        assert collision.relative_distance[0] == pytest.approx(1)
+    # A picture here is two plain halves with noise on them: blur takes the noise, and a flip keeps the halves.
+    blur, flip = (result.transforms[name].relative_distance for name in ("blur", "flip"))
+    assert all(later < earlier for earlier, later in pairwise(blur))
+    assert min(flip) > 0.95
+    assert Image.open(png_path).size[0] > 800
+    before = json_path.read_bytes()
+    analyze_collision(run_dir, config=CollisionConfig(max_uses=16), look=Look())
+    assert json_path.read_bytes() == before
+
+
+def test_sounds_and_a_single_picture_are_refused(tmp_path: Path) -> None:
+    sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
+    with pytest.raises(UserError, match=r"collision is of pictures, and those of .* are sounds"):
+        analyze_collision(write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CollisionConfig(), look=Look())
+    one = write_tiny_pair(tmp_path / "one", num_train=4, num_test=1)
+    with pytest.raises(UserError, match="has less than two"):
+        analyze_collision(write_run(tmp_path / "b", one), config=CollisionConfig(), look=Look())

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from configs import debug
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.trainer.analyses.planted import write_run
+from tests.trainer.probes.toy import toy_manifest
+from trainer.analyses.concentration import (
+    PAIRS,
+    ConcentrationConfig,
+    ConcentrationResult,
+    analyze_concentration,
+    draw_views,
+    least_distances,
+    sigma_bounds,
+)
+from trainer.analyses.loaded_run import Look
+from trainer.probes.features import Pictures
+from trainer.views.expert_image import ExpertImage, huang_views
+
+
+def largest_clique(near_NN: np.ndarray) -> int:
+    num = len(near_NN)
+    for size in range(num, 1, -1):
+        for members in combinations(range(num), size):
+            if all(near_NN[a, b] for a, b in combinations(members, 2)):
+                return size
+    return 1
+
+
+def random_graphs(num: int, *, size: int, seed: int) -> torch.Tensor:
+    upper = torch.rand(num, size, size, generator=torch.Generator().manual_seed(seed)).triu(1)
+    return (upper + upper.mT) < torch.linspace(0.2, 0.9, num)[:, None, None]
+
+
+def test_distances_are_those_of_the_nearest_views() -> None:
+    views_NVP = torch.rand(13, 4, 20, generator=torch.Generator().manual_seed(0))
+    found_NN = least_distances(views_NVP).numpy()
+    double = views_NVP.double().numpy()
+    for one in range(13):
+        for other in range(13):
+            expected = min(np.linalg.norm(a - b) for a in double[one] for b in double[other])
+            assert found_NN[one, other] == pytest.approx(expected if one != other else 0, abs=1e-5)
+
+
+def test_bounds_hold_the_largest_clique_of_random_graphs() -> None:
+    near_KNN = random_graphs(24, size=9, seed=1)
+    bounds = sigma_bounds(near_KNN)
+    num_found = 0
+    for number, near_NN in enumerate(near_KNN.numpy()):
+        largest = largest_clique(near_NN)
+        clique, cover, matching = (int(sizes[number]) for sizes in (bounds.clique_K, bounds.cover_K, bounds.matching_K))
+        assert clique <= largest
+        assert 9 - cover <= largest <= 9 - matching
+        num_found += clique == largest
+    assert num_found >= 22  # greedy, but from every vertex
+
+
+def test_a_planted_clique_is_found() -> None:
+    near_KNN = random_graphs(1, size=50, seed=2)  # every fifth edge
+    members = torch.randperm(50, generator=torch.Generator().manual_seed(3))[:17]
+    near_KNN[0, members[:, None], members] = True
+    assert sigma_bounds(near_KNN).clique_K.tolist() == [17]
+
+
+def test_complete_and_empty_graphs() -> None:
+    bounds = sigma_bounds(torch.stack([torch.ones(7, 7), torch.zeros(7, 7)]).bool())
+    assert bounds.clique_K.tolist() == [7, 1]
+    assert bounds.cover_K.tolist() == [0, 6]
+    assert bounds.matching_K.tolist() == [0, 3]
+
+
+def test_the_picture_itself_is_one_of_the_views_and_draws_depend_on_the_sample_alone() -> None:
+    images_NCHW = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    index_N, policy = torch.arange(40, 45), ExpertImage(huang_views("ad"))
+    views_NVP = draw_views(policy, images_NCHW, index_N, num_views=4, seed=3)
+    torch.testing.assert_close(views_NVP[:, 0], images_NCHW.flatten(1) - 0.5)
+    torch.testing.assert_close(
+        draw_views(policy, images_NCHW[2:4], index_N[2:4], num_views=4, seed=3), views_NVP[2:4], rtol=0, atol=1e-6
+    )
+    second_NCHW = policy(images_NCHW, DrawKeys(3, 0, index_N, 1))
+    torch.testing.assert_close(views_NVP[:, 2], second_NCHW.flatten(1) - 0.5)
+
+
+def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a class is the mirror image of the other half: only a flip brings the two together."""
+    draw = torch.Generator().manual_seed(0)
+    patterns = torch.randint(0, 256, (2, 3, 8, 8), generator=draw)
+    label_N, mirrored_N = torch.arange(24) % 2, torch.arange(24) // 2 % 2
+    images_NCHW = torch.where(mirrored_N[:, None, None, None] == 1, patterns[label_N].flip(3), patterns[label_N]).to(
+        torch.uint8
+    )
+    pictures = Pictures(toy_manifest(24), images_NCHW, None, torch.arange(24), label_N, label_N)
+    monkeypatch.setattr(
+        "trainer.analyses.concentration.read_test_pictures", lambda run_dir, look, what_for: (debug.image(), pictures)
+    )
+    data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
+    run_dir = write_run(tmp_path / "run", data)
+    config = ConcentrationConfig(num_per_class=12, num_views=12, deltas=(0.5, 100.0))
+    png_path, json_path = analyze_concentration(run_dir, config=config, look=Look())
+    result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
+    assert (result.num_classes, result.num_pictures) == (2, 24)
+    assert set(result.pairs) == set(PAIRS)
+    for pair in ("be", "ce"):
+        assert result.pairs[pair][0].clique == 0
+        assert result.pairs[pair][0].at_least == 0
+    for pair in ("ab", "ac", "ad", "bc", "bd", "cd"):
+        assert result.pairs[pair][0].clique == 0.5
+        assert result.pairs[pair][0].cover_worst == 1.0
+    assert result.order[0][0] in ("be", "ce", "de", "ae")
+    assert result.ad_is_lowest == (False, None)
+    assert {pairs[1].clique for pairs in result.pairs.values()} == {0.0}
+    assert Image.open(png_path).size[0] > 600
+    before = json_path.read_bytes()
+    analyze_concentration(run_dir, config=config, look=Look())
+    assert json_path.read_bytes() == before
+
+
+def test_sounds_and_lonely_pictures_are_refused(tmp_path: Path) -> None:
+    sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
+    run_dir = write_run(tmp_path / "a", sounds, recipe=debug.audio)
+    with pytest.raises(UserError, match=r"concentration is of pictures, and those of .* are sounds"):
+        analyze_concentration(run_dir, config=ConcentrationConfig(), look=Look())
+    few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
+    with pytest.raises(UserError, match="a class of the test set has less than two"):
+        analyze_concentration(write_run(tmp_path / "b", few), config=ConcentrationConfig(), look=Look())

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_pair
+from tests.trainer.analyses.planted import DropBottom, plant, write_run
+from trainer.analyses.embedding import EmbeddingConfig, EmbeddingResult, analyze_embedding, map_of, silhouette
+from trainer.analyses.loaded_run import Look
+
+
+def test_silhouette_is_rousseeuws() -> None:
+    draw = np.random.default_rng(0)
+    x_NC, label_N = draw.normal(size=(20, 3)), np.arange(20) % 3
+    scores = []
+    for row in range(20):
+        distance_N = np.linalg.norm(x_NC - x_NC[row], axis=1)
+        own = distance_N[(label_N == label_N[row]) & (np.arange(20) != row)].mean()
+        other = min(distance_N[label_N == label].mean() for label in range(3) if label != label_N[row])
+        scores.append((other - own) / max(own, other))
+    assert silhouette(x_NC, label_N) == pytest.approx(np.mean(scores))
+    assert silhouette(x_NC, np.zeros(20, dtype=np.int64)) is None
+    assert silhouette(x_NC, np.arange(20)) is None
+
+
+@pytest.mark.parametrize("method", ["tsne", "umap"])
+def test_planted_clusters_stay_clusters_in_the_map(method: Literal["tsne", "umap"]) -> None:
+    label_N = np.arange(60) % 3
+    x_NC = np.eye(3)[label_N] * 5 + 0.1 * np.random.default_rng(1).normal(size=(60, 3))
+    config = EmbeddingConfig(method=method)
+    seed = 2**63 - 1  # NumPy's legacy generator takes less than 2**32
+    points_N2 = map_of(x_NC, config, seed=seed)
+    found = silhouette(points_N2, label_N)
+    assert found is not None
+    assert found > 0.7
+    np.testing.assert_array_equal(map_of(x_NC, config, seed=seed), points_N2)
+
+
+def test_the_label_that_the_features_hold_is_told_from_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=8, num_test=80)
+    plant(monkeypatch, "embedding", run=DropBottom(0.0))
+    run_dir = write_run(tmp_path / "run", data)
+    png_path, json_path = analyze_embedding(run_dir, config=EmbeddingConfig(num_samples=70), look=Look(seed=2))
+    result = EmbeddingResult.parse(json.loads(json_path.read_text()), where="")
+    assert (result.num_samples, result.seed) == (70, 2)
+    base, overlay = result.silhouette["base"], result.silhouette["overlay"]
+    assert base is not None
+    assert overlay is not None
+    assert max(base, overlay) > 0.2
+    assert set(result.silhouette_of_map) == {"base", "overlay"}
+    assert Image.open(png_path).size[0] > 1000
+
+
+def test_missing_umap_and_too_few_samples_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=3))
+    with pytest.raises(UserError, match=r"maps four samples at least, and the test set of .* has 3"):
+        analyze_embedding(run_dir, config=EmbeddingConfig(), look=Look(step=0))
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr("trainer.analyses.embedding.importlib.import_module", missing)
+    with pytest.raises(UserError, match=r"UMAP is not installed; `pip install -e '.\[umap\]'`"):
+        analyze_embedding(run_dir, config=EmbeddingConfig(method="umap"), look=Look(step=0))

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from configs import debug
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import drawn
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.trainer.analyses.planted import DropBottom, plant, write_run
+from trainer.analyses.classifier import NUM_QUICK_EPOCHS, QUICK_FIT, fit_quickly, heads_of
+from trainer.analyses.dip import uniform_dips
+from trainer.analyses.feature_dropout import (
+    FeatureDropoutConfig,
+    FeatureDropoutResult,
+    analyze_feature_dropout,
+    describe,
+    right_class_probability,
+)
+from trainer.analyses.loaded_run import Look, open_subject
+from trainer.probe import probe_run
+from trainer.probes.features import read_pictures
+from trainer.probes.heads import Heads, read_heads, write_heads
+from trainer.probes.linear import LinearHead, probe_linear
+from trainer.probes.targets import label_targets
+from trainer.run_dir import RunDir
+
+NUM_TEST = 300
+CONFIG = FeatureDropoutConfig(num_examples=1000, num_uniform_samples=99)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=64, num_test=NUM_TEST)
+
+
+def write_exact_heads(run_dir: RunDir) -> None:
+    """Heads that are sure of the class whose brightness, as the tiny dataset draws it, is nearest."""
+    train = read_pictures(run_dir.path.parent / "data" / "train")
+
+    def head(feature: int, brightness_K: list[float]) -> LinearHead:
+        centre_K = torch.tensor(brightness_K) / 255
+        weight_KF = torch.zeros(len(brightness_K), 2)
+        weight_KF[:, feature] = 600 * centre_K
+        return LinearHead(weight_KF, -300 * centre_K.square())
+
+    by_label = {"base": head(0, [44.5, 164.5]), "overlay": head(1, [44.5, 124.5, 199.0])}
+    write_heads(
+        run_dir.probes(0) / "heads.safetensors",
+        Heads(by_label, "planted", train.manifest.sha256),  # type: ignore[arg-type]  # the keys are labels
+    )
+
+
+def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run blackens the object in half of its views, the other changes nothing; both read perfectly."""
+    (tmp_path / "data").symlink_to(data)
+    runs = [write_run(tmp_path / name, data, name=name) for name in ("drops", "keeps")]
+    for run_dir in runs:
+        write_exact_heads(run_dir)
+    policy = DropBottom(0.5)
+    plant(monkeypatch, "feature_dropout", drops=policy, keeps=DropBottom(0.0))
+    paths = analyze_feature_dropout(runs, config=CONFIG, look=Look())
+    assert paths == [run.analysis / f"feature_dropout.{end}" for run in runs for end in ("png", "json")]
+    assert paths[1].read_bytes() == paths[3].read_bytes()
+    result = FeatureDropoutResult.parse(json.loads(paths[1].read_text()), where="")
+
+    test = read_pictures(data / "test")
+    dropped_N = policy.dropped(DrawKeys(0, 0, test.index_N, 0))
+    lost = float((dropped_N & (test.label_overlay_N != 0)).float().mean())  # class 0 is what black looks like
+    assert 0.2 < lost < 0.5
+    judged = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
+    assert len(judged) == 8
+    for judge in ("drops", "keeps"):
+        overlay = judged["drops", judge, "overlay"]
+        assert overlay.accuracy == pytest.approx(1 - lost)
+        shown = overlay.probabilities
+        assert (shown.share_below_0_1, shown.share_above_0_9) == pytest.approx((lost, 1 - lost))
+        assert shown.histogram[0] == pytest.approx(lost)
+        assert sum(drawn(shown.histogram)) == pytest.approx(1.0)
+        assert shown.tails_exceed_middle
+        assert shown.dip_p == 1 / 100
+        for other in (judged["drops", judge, "base"], judged["keeps", judge, "overlay"]):
+            assert other.probabilities.share_above_0_9 == 1.0
+            assert not other.probabilities.tails_exceed_middle
+            assert other.accuracy == 1.0
+    drops, keeps = result.runs
+    assert drops.classifier == "planted"
+    assert drops.accuracy == {"base": 1.0, "overlay": 1.0}
+    for run in result.runs:  # what is lost, the views lose: both judges are sure of the samples as they are
+        assert {space: shown.share_above_0_9 for space, shown in run.without_views.items()} == {
+            "base": 1.0,
+            "overlay": 1.0,
+        }
+    assert drops.selectivity_object == pytest.approx(2.0)  # the object is half of the picture
+    assert keeps.selectivity_object is None  # nothing is changed at all
+    assert Image.open(paths[0]).size[0] > 600
+
+
+def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").symlink_to(data)
+    runs = [write_run(tmp_path / name, data, name=name) for name in ("drops", "keeps")]
+    for run_dir in runs:
+        write_exact_heads(run_dir)
+    policy = DropBottom(0.3)
+    plant(monkeypatch, "feature_dropout", drops=policy, keeps=DropBottom(0.0))
+    seen = read_pictures(data / "test").label_overlay_N != 0  # class 0 is what black looks like
+    number = int(seen.nonzero()[0])
+    config = CONFIG.model_copy(update={"of_sample": number})
+    *_, path = analyze_feature_dropout(runs, config=config, look=Look())
+    assert path == runs[1].analysis / f"feature_dropout-of_sample_{number}.json"
+    result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
+    lost = float(policy.dropped(DrawKeys(0, 0, torch.arange(1000), 0)).float().mean())
+    assert 0.25 < lost < 0.35
+    shares = {j.views_of: j.probabilities.share_below_0_1 for j in result.judgements if j.label == "overlay"}
+    assert shares == pytest.approx({"drops": lost, "keeps": 0.0})
+    config = CONFIG.model_copy(update={"of_sample": NUM_TEST})
+    with pytest.raises(UserError, match=rf"of_sample={NUM_TEST}, but the test set has the samples 0 to {NUM_TEST - 1}"):
+        analyze_feature_dropout(runs, config=config, look=Look())
+
+
+def test_probabilities_are_those_of_scipy() -> None:
+    from scipy.special import softmax
+
+    draw = torch.Generator().manual_seed(0)
+    head = LinearHead(torch.randn(5, 3, generator=draw), torch.randn(5, generator=draw))
+    features_NF, label_N = torch.randn(20, 3, generator=draw), torch.randint(5, (20,), generator=draw)
+    logits = features_NF.numpy() @ head.weight_KF.numpy().T + head.bias_K.numpy()
+    expected = softmax(logits.astype(np.float64), axis=1)[np.arange(20), label_N.numpy()]
+    np.testing.assert_allclose(right_class_probability(head, features_NF, label_N).numpy(), expected, rtol=1e-5)
+
+
+def test_a_skewed_single_mode_is_no_dropout() -> None:
+    probability_N = np.random.default_rng(0).beta(0.6, 4, 500)
+    shown = describe(probability_N, num_bins=20, uniform_dips_D=uniform_dips(500, num_draws=99, seed=0))
+    assert drawn([shown.dip_p])[0] > 0.1
+    assert not shown.tails_exceed_middle
+    assert shown.share_below_0_1 == (probability_N < 0.1).mean()
+
+
+def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", data)
+    config = json.loads(run_dir.config.read_text())
+    config["probe"]["views"] = "none"
+    run_dir.config.write_text(json.dumps(config))
+    subject = open_subject(run_dir, Look(step=0))
+    heads = fit_quickly(subject)
+    probed = probe_linear(
+        subject.players.encoder,
+        view_policy=subject.players.view_policy,
+        train=subject.train,
+        test=subject.test,
+        targets=label_targets(subject.train, subject.test),
+        config=subject.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS}),
+        device=torch.device("cpu"),
+    )
+    for space, head in heads.by_label.items():
+        torch.testing.assert_close(head.weight_KF, probed[space].head.weight_KF, rtol=0, atol=1e-5)
+
+    path = run_dir.probes(0) / "heads.safetensors"
+    assert heads_of(subject).made_by == QUICK_FIT
+    kept = path.read_bytes()
+    torch.testing.assert_close(heads_of(subject).by_label["base"].weight_KF, heads.by_label["base"].weight_KF)
+    assert path.read_bytes() == kept
+    write_heads(path, Heads(read_heads(path).by_label, "probe", "0" * 64))
+    with pytest.raises(UserError, match=r"another train set or encoder; run `python -m trainer.probe"):
+        heads_of(subject)
+
+
+def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", data)
+    config = json.loads(run_dir.config.read_text())
+    config["probe"] |= {"batch_norm": "train", "num_epochs": 1}
+    run_dir.config.write_text(json.dumps(config))
+
+    def probe(**changes: str) -> None:
+        probe_run(run_dir, steps=0, labels=None, num_draws=1, changes=changes, device=torch.device("cpu"))
+
+    probe()
+    kept = (run_dir.probes(0) / "heads.safetensors").read_bytes()
+    subject = open_subject(run_dir, Look(step=0))
+    capsys.readouterr()
+    for told in (True, False):  # the second time there are heads
+        assert heads_of(subject).made_by == QUICK_FIT
+        assert ("has batch_norm train" in capsys.readouterr().err) is told
+    assert (run_dir.probes(0) / "heads.safetensors").read_bytes() == kept
+    probe(batch_norm="eval")
+    assert "batch_norm eval" in heads_of(subject).made_by
+
+
+def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -> None:
+    other_data = write_tiny_pair(tmp_path / "other", num_train=20, num_test=20)
+    one, other = write_run(tmp_path / "one", data), write_run(tmp_path / "two", other_data)
+    for runs, message in (
+        ([one], "name two different run directories"),
+        ([one, RunDir(tmp_path / "two" / ".." / "one")], "name two different run directories"),
+        ([one, other], "different test sets; feature_dropout compares runs of one dataset"),
+    ):
+        with pytest.raises(UserError, match=message):
+            analyze_feature_dropout(runs, config=CONFIG, look=Look(step=0))
+
+
+def test_real_encoders_judge_sounds(tmp_path: Path) -> None:
+    data = write_tiny_sound_pair(tmp_path / "data", num_train=24, num_test=16)
+    runs = []
+    for name in ("a", "b"):
+        run_dir = write_run(tmp_path / name, data, recipe=debug.audio, name="same")
+        runs.append(run_dir)
+    config = FeatureDropoutConfig(num_uniform_samples=19)
+    result = json.loads(analyze_feature_dropout(runs, config=config, look=Look(step=0))[1].read_text())
+    assert [run["name"] for run in result["runs"]] == [str(run_dir.path) for run_dir in runs]
+    assert [run["selectivity_box"] for run in result["runs"]] == [None, None]
+    assert result["num_examples"] == 16
+    first, second = [j["probabilities"] for j in result["judgements"] if j["label"] == "base"][:2]
+    assert first == second  # the same weights judge the same views

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.linear_model import LinearRegression
+from sklearn.metrics import r2_score
+from torch import Tensor
+
+from configs import debug
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import drawn
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.trainer.analyses.planted import write_run
+from trainer.analyses.filters import (
+    FiltersConfig,
+    FiltersResult,
+    activating_pictures,
+    analyze_filters,
+    colourfulness,
+    explained_share,
+    sparsity_of,
+)
+from trainer.analyses.loaded_run import Look
+from trainer.config import RunConfig
+
+CONFIG = FiltersConfig(num_shown=10, num_steps=3)
+
+
+def test_sparsity_of_known_maps() -> None:
+    """A single active value, all alike, a half of them alike, none; below 0 counts as silent."""
+    maps_BCHW = torch.full((4, 4, 2, 2), -1.0)
+    maps_BCHW[0, 1, 0, 1] = 3.0
+    maps_BCHW[1] = 0.7
+    maps_BCHW[2, :2] = 0.7
+    found = sparsity_of(maps_BCHW)
+    torch.testing.assert_close(found["active_share"], torch.tensor([1 / 16, 1, 1 / 2, 0]).double())
+    torch.testing.assert_close(found["treves_rolls"], torch.tensor([15 / 16, 0, 1 / 2, 0]).double(), atol=1e-7, rtol=0)
+    expected = torch.tensor([1, 0, (4 - 8**0.5) / 3, 0]).double()
+    torch.testing.assert_close(found["hoyer"], expected, atol=1e-6, rtol=0)
+    assert found["fires"].tolist() == [[False, True, False, False], [True] * 4, [True, True, False, False], [False] * 4]
+
+
+def test_explained_share_is_that_of_scikit_learn() -> None:
+    draw = np.random.default_rng(0)
+    x_NP, noise_NC = draw.normal(size=(80, 3)), draw.normal(size=(80, 5))
+    y_NC = x_NP @ draw.normal(size=(3, 5)) + 4 + noise_NC
+    expected = r2_score(y_NC, LinearRegression().fit(x_NP, y_NC).predict(x_NP), multioutput="variance_weighted")
+    assert explained_share(torch.from_numpy(x_NP), torch.from_numpy(y_NC)) == pytest.approx(expected)
+    twice = torch.from_numpy(np.hstack([x_NP, x_NP[:, :1]]))  # a column that depends on another
+    assert explained_share(twice, torch.from_numpy(y_NC)) == pytest.approx(expected)
+    assert explained_share(torch.from_numpy(x_NP), torch.from_numpy(y_NC - noise_NC)) == pytest.approx(1)
+    assert explained_share(torch.from_numpy(x_NP), torch.ones(80, 2).double()) == 0
+
+
+def test_colourfulness_of_grey_and_of_pure_colour() -> None:
+    pattern_HW = torch.linspace(-0.3, 0.3, 16).view(4, 4)
+    grey = (0.5 + pattern_HW).expand(3, 4, 4)
+    colour = 0.5 + torch.stack([pattern_HW, -pattern_HW / 2, -pattern_HW / 2])
+    found = colourfulness(torch.stack([grey, colour, torch.full((3, 4, 4), 0.2)]))
+    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 0.0]), atol=1e-5, rtol=0)
+
+
+def test_what_drives_a_known_feature_is_found() -> None:
+    """One feature is the mean redness, the other a vertical edge in the middle."""
+
+    def pooled(views_BCHW: Tensor) -> Tensor:
+        red_B = views_BCHW[:, 0].mean((1, 2)) - views_BCHW[:, 1:].mean((1, 2, 3))
+        edge_B = views_BCHW[..., 4:].mean((1, 2, 3)) - views_BCHW[..., :4].mean((1, 2, 3))
+        return torch.stack([edge_B, red_B], dim=1).clamp_min(0)
+
+    found_FCHW = activating_pictures(pooled, torch.tensor([1, 0]), shape=(3, 8, 8), config=FiltersConfig(), seed=0)
+    red, edge = found_FCHW
+    assert red[0].mean() > 0.9
+    assert red[1:].mean() < 0.1
+    assert edge[..., 5:7].mean() > 0.8  # shifts blur the edge itself
+    assert edge[..., 1:3].mean() < 0.2
+
+
+def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
+    png_path, json_path = analyze_filters(run_dir, config=CONFIG, look=Look(step=0))
+    result = FiltersResult.parse(json.loads(json_path.read_text()), where="")
+    assert (result.num_pictures, result.num_channels) == (40, 32)
+    assert len(set(result.shown)) == len(result.gain) == len(result.colourfulness) == 10
+    active, hoyer, dead, r2 = drawn(
+        [result.sparsity.active_share, result.sparsity.hoyer, result.sparsity.dead_share, result.colour_r2]
+    )
+    assert 0 < active < 1
+    assert 0 < hoyer < 1
+    assert 0 <= dead < 1
+    assert 0 < r2 < 1
+    assert Image.open(png_path).size[0] > 1000
+    before = json_path.read_bytes()
+    analyze_filters(run_dir, config=CONFIG, look=Look(step=0))
+    assert json_path.read_bytes() == before
+
+
+def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
+    sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
+    with pytest.raises(UserError, match=r"filters is of pictures, and those of .* are sounds"):
+        analyze_filters(write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CONFIG, look=Look(step=0))
+
+    def transformer() -> RunConfig:
+        options = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+        encoder: dict[str, Any] = {"kind": "timm", "name": "vit_tiny_patch16_224", "options": options}
+        encoder |= {"batch_norm": "local", "mean": (0.5,) * 3, "std": (0.25,) * 3}
+        return RunConfig.model_validate(debug.image().model_dump() | {"encoder": encoder})
+
+    data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
+    with pytest.raises(UserError, match=r"filters is of convolutional encoders, and .* last map is"):
+        analyze_filters(write_run(tmp_path / "b", data, recipe=transformer), config=CONFIG, look=Look(step=0))

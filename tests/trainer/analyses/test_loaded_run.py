@@ -1,0 +1,70 @@
+"""What every analysis reads: samples of draws of their own, and pictures that the views can be made of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from configs import debug
+from data_pipeline.building import build
+from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_pair
+from tests.trainer.analyses.planted import write_run
+from trainer.analyses.collision import CollisionConfig, analyze_collision
+from trainer.analyses.concentration import ConcentrationConfig, analyze_concentration
+from trainer.analyses.loaded_run import Look, open_subject
+from trainer.config import read_config
+from trainer.preflight import check_data
+from trainer.run_dir import RunDir
+
+
+def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=41, num_test=4, overlay="online")
+    run_dir = write_run(tmp_path / "run", data)
+    config = json.loads(run_dir.config.read_text())
+    config["data"]["test_dir"] = config["data"]["train_dir"]
+    run_dir.config.write_text(json.dumps(config))
+    subject = open_subject(run_dir, Look(step=0))
+    same_NHW = (subject.train.images_NCHW == subject.test.images_NCHW).all(1)
+    assert not same_NHW.flatten(1).all(1).any()
+
+
+@pytest.fixture(scope="module")
+def wide_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run with expert views on a folder's pictures of 16 x 24 pixels."""
+    directory = tmp_path_factory.mktemp("wide")
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            pictures = directory / "source" / split / name
+            pictures.mkdir(parents=True)
+            for number in range(4):
+                Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8)).save(pictures / f"{number}.png")
+        parser = argparse.ArgumentParser()
+        build.add_arguments(parser)
+        where = ["--root", str(directory / "source"), "--out", str(directory / "data" / split)]
+        build.run(parser.parse_args(["folder", "--split", split, "--workers", "1", *where]))
+    return write_run(directory / "run", directory / "data", recipe=debug.image)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda run_dir: check_data(read_config(run_dir.config)),
+        lambda run_dir: analyze_collision(run_dir, config=CollisionConfig(), look=Look()),
+        lambda run_dir: analyze_concentration(run_dir, config=ConcentrationConfig(), look=Look()),
+    ],
+    ids=["training", "collision", "concentration"],
+)
+def test_pictures_that_are_not_square_are_refused_in_one_sentence(
+    work: Callable[[RunDir], object], wide_run: RunDir
+) -> None:
+    message = r"data/t\w+: expert image views need square pictures, got 16 x 24 pixels; build them with --image-size"
+    with pytest.raises(UserError, match=message):
+        work(wide_run)

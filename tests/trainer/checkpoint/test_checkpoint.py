@@ -1,0 +1,662 @@
+"""Checkpoints: complete or absent, whole state, pruned, written behind training, and kind when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
+from tests.gloo import run_ranks
+from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, write_files, write_tensors
+from trainer.checkpoint.restore import load_players, restore
+from trainer.checkpoint.save import CheckpointWriter, HostMemory
+from trainer.config import RunConfig
+from trainer.distributed.collectives import all_gather_object, rank
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.models import load_encoder
+from trainer.modules import build_players, build_run_objective
+from trainer.objectives import NTXent, NTXentConfig, ObjectiveConfig
+from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
+from trainer.objectives.moco import MoCoConfig
+from trainer.objectives.simsiam import SimSiamConfig
+from trainer.optim.optimizers import AdamConfig
+from trainer.run_dir import RunDir, write_json
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return resolve_recipe("debug:viewmaker")
+
+
+def start(run_dir: RunDir, config: RunConfig) -> dict[str, DDPEngine]:
+    if not run_dir.config.is_file():
+        write_json(run_dir.config, config.model_dump(mode="json"))
+    return {
+        name: DDPEngine(module, optimizer=config.player_optimizers[name])
+        for name, module in build_players(config).trained_modules.items()
+    }
+
+
+def save(run_dir: RunDir, *steps: int, engines: Mapping[str, DDPEngine], keep: int = 2) -> None:
+    with CheckpointWriter(run_dir, keep=keep) as writer:
+        for step in steps:
+            writer.save(step, engines=engines, objective_state={})
+
+
+def restored_step(run_dir: RunDir, config: RunConfig) -> int:
+    return restore(run_dir, start(run_dir, config), NTXent(NTXentConfig())).step
+
+
+def fake_step(engines: dict[str, DDPEngine], seed: int) -> None:
+    """A step with random gradients, so that weights and optimizer state both move."""
+    draw = torch.Generator().manual_seed(seed)
+    for engine in engines.values():
+        for parameter in engine.module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        engine.step(learning_rate=0.01)
+
+
+def weights(engines: dict[str, DDPEngine]) -> list[torch.Tensor]:
+    return [tensor.clone() for engine in engines.values() for tensor in engine.module.state_dict().values()]
+
+
+def test_a_restored_run_goes_on_bit_for_bit(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    engines = start(run_dir, config)
+    fake_step(engines, 0)
+    save(run_dir, 1, engines=engines, keep=2)
+    again = start(run_dir, config)
+    assert restore(run_dir, again, NTXent(NTXentConfig())).step == 1
+    for each in (engines, again):
+        fake_step(each, 1)  # momentum and Adam's moments matter here
+    assert all(map(torch.equal, weights(engines), weights(again)))
+
+
+def test_only_the_newest_are_kept_and_latest_names_the_last(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    engines = start(run_dir, config)
+    save(run_dir, 5, 10, 15, engines=engines, keep=2)
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000010", "step_00000015"]
+    assert run_dir.latest_step() == 15
+
+
+def test_a_kill_between_rename_and_latest_leaves_the_earlier_one_valid(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    engines = start(run_dir, config)
+    save(run_dir, 5, engines=engines, keep=2)
+    run_dir.checkpoint(10).mkdir()  # what such a kill leaves, and worse: empty
+    (run_dir.checkpoints / ".step_00000015.partial").mkdir()
+    assert restored_step(run_dir, config) == 5
+    save(run_dir, 10, engines=engines, keep=2)
+    assert restored_step(run_dir, config) == 10
+
+
+def test_step_0_is_the_untrained_encoder_whatever_the_ambient_random_state(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    start(run_dir, config)
+    states = []
+    for ambient in (1, 2):
+        torch.manual_seed(ambient)
+        states.append(load_players(run_dir, step=0).encoder.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_load_encoder_gives_the_trained_encoder_in_eval_mode(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    engines = start(run_dir, config)
+    fake_step(engines, 0)
+    save(run_dir, 1, engines=engines, keep=1)
+    encoder = load_encoder(run_dir.path)
+    assert not encoder.training
+    pictures = torch.rand(2, 3, 32, 32)
+    engines["encoder"].module.eval()
+    torch.testing.assert_close(encoder(pictures), engines["encoder"].module(pictures), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_named(damage: str, config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    save(run_dir, 1, engines=start(run_dir, config), keep=1)
+    path = run_dir.checkpoint(1) / "encoder.safetensors"
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match=r"encoder\.safetensors"):
+        load_players(run_dir)
+
+
+def test_a_step_that_is_not_there_names_those_that_are(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    save(run_dir, 7, engines=start(run_dir, config), keep=1)
+    with pytest.raises(UserError, match="steps 0, 7"):
+        load_players(run_dir, step=3)
+
+
+def tiny(seed: int = 0, *, num_columns: int = 3) -> dict[str, DDPEngine]:
+    """A player whose every state takes a millisecond to write."""
+    torch.manual_seed(seed)
+    return {"encoder": DDPEngine(nn.Linear(num_columns, 2), optimizer=AdamConfig())}
+
+
+def restore_tiny(run_dir: RunDir, **extra: Tensor) -> int:
+    return restore(run_dir, tiny(1), NTXent(NTXentConfig()), extra=extra).step
+
+
+def test_files_are_what_the_library_reads_and_writes(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 5, generator=draw) * 100
+    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+    tensors = {str(kind): values.to(kind) for kind in [*kinds, torch.int8, torch.uint8, torch.bool]}
+    tensors |= {"scalar": torch.tensor(7.0), "empty": torch.empty(0, 4), 'a "name"/é': torch.ones(1, dtype=torch.bool)}
+    record = write_tensors(tmp_path / "ours.safetensors", tensors)
+    content = (tmp_path / "ours.safetensors").read_bytes()
+    assert (record.num_bytes, record.sha256) == (len(content), sha256(content).hexdigest())
+    safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors")
+    for found in (
+        safetensors.torch.load_file(tmp_path / "ours.safetensors"),
+        read_tensors(tmp_path / "theirs.safetensors"),
+    ):
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found[name], tensor), name
+
+
+def test_a_copy_is_of_the_moment_and_contiguous() -> None:
+    memory = HostMemory()
+    pictures = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    expected = pictures.clone()
+    copy = memory.copy({"a": {"pictures": pictures, "step": torch.tensor(3)}, "b": {"flags": torch.ones(3) > 0}})
+    pictures.zero_()
+    copy.wait()
+    assert torch.equal(copy.states["a"]["pictures"], expected)
+    assert copy.states["a"]["pictures"].is_contiguous()
+    assert copy.states["a"]["step"].item() == 3
+    assert copy.states["b"]["flags"].tolist() == [True] * 3
+    first = copy.states["a"]["pictures"].data_ptr()
+    assert memory.copy({"a": {"pictures": expected}}).states["a"]["pictures"].data_ptr() == first  # no new memory
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_copy_from_a_gpu_is_of_the_moment_too(tmp_path: Path) -> None:
+    """The state is overwritten by kernels that are queued behind the copy, before it can have ended."""
+    weight = torch.full((64, 1 << 20), 1.0, device="cuda")
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    began = time.perf_counter()
+    copy = HostMemory().copy({"a": {"weight": weight, "turned": weight[:8, :8].T, "host": torch.ones(2)}})
+    weight.fill_(2.0)
+    assert time.perf_counter() - began < 1.0
+    copy.wait()
+    assert copy.states["a"]["weight"].is_pinned()
+    assert all((tensor == 1).all() for tensor in copy.states["a"].values())
+    assert copy.device_seconds > 0
+
+
+class Gate:
+    """Lets the thread go on to write only once it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+
+        def gated(*args: Any, **kwargs: Any) -> int:
+            self.entered.set()
+            assert self.open.wait(10)
+            return write_files(*args, **kwargs)
+
+        monkeypatch.setattr("trainer.checkpoint.save.write_files", gated)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    run_dir, engines = RunDir(tmp_path), tiny()
+    before = {name: tensor.clone() for name, tensor in engines["encoder"].module_state().items()}
+    with CheckpointWriter(run_dir, keep=2) as writer:
+        writer.save(1, engines=engines, objective_state={})
+        assert gate.entered.wait(10)
+        fake_step(engines, 0)  # what is written is the state of the call
+        assert run_dir.latest_step() is None
+        gate.open.set()
+    assert run_dir.latest_step() == 1
+    found = read_tensors(run_dir.checkpoint(1) / "encoder.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert not torch.equal(before["weight"], engines["encoder"].module_state()["weight"])
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr("trainer.checkpoint.save._WAIT_SECONDS", 0.02)
+    run_dir, engines = RunDir(tmp_path), tiny()
+    with CheckpointWriter(run_dir, keep=2) as writer:
+        writer.save(1, engines=engines, objective_state={})
+        timer = threading.Timer(0.2, gate.open.set)
+        began = time.perf_counter()
+        timer.start()
+        writer.save(2, engines=engines, objective_state={})
+        assert time.perf_counter() - began > 0.15
+        assert run_dir.checkpoint(1).is_dir()
+    assert run_dir.latest_step() == 2
+
+
+def test_an_exception_in_the_loop_still_finishes_what_is_written(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+
+    def loop() -> None:
+        with CheckpointWriter(run_dir, keep=2) as writer:
+            writer.save(7, engines=tiny(), objective_state={})
+            raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        loop()
+    assert restore_tiny(run_dir) == 7
+
+
+def test_the_log_says_how_long_and_how_much(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="trainer.checkpoint.save"):
+        save(RunDir(tmp_path), 500, engines=tiny())
+    (message,) = caplog.messages
+    num_bytes = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(500).iterdir())
+    assert message.startswith(f"checkpoint of step 500: {num_bytes / 1e6:.3g} MB, training waited 0.")
+    assert " s, written in 0." in message
+
+
+def test_the_loops_own_state_travels(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with CheckpointWriter(run_dir, keep=2) as writer:
+        writer.save(
+            3, engines=tiny(), objective_state={}, extra={"scale": torch.tensor(512.0), "skipped": torch.tensor(4)}
+        )
+    scale, skipped = torch.zeros(()), torch.tensor(0)
+    assert restore_tiny(run_dir, scale=scale, skipped=skipped) == 3
+    assert (scale.item(), skipped.item()) == (512.0, 4)
+
+
+def test_a_failed_write_is_raised_by_the_next_call_and_leaves_the_writer_usable(tmp_path: Path) -> None:
+    run_dir, engines = RunDir(tmp_path), tiny()
+    writer = CheckpointWriter(run_dir, keep=2)
+    writer.save(1, engines=engines, objective_state={})
+    writer.save(2, engines=engines, objective_state={}, extra={"odd": torch.empty(2, device="meta")})
+    with pytest.raises(NotImplementedError, match="meta"):
+        writer.save(3, engines=engines, objective_state={})
+    run_dir.checkpoints.rename(tmp_path / "elsewhere")
+    run_dir.checkpoints.write_text("in the way")
+    writer.save(4, engines=engines, objective_state={})
+    with pytest.raises(UserError, match=r"cannot write the checkpoint of step 4 .* goes on from step 1"):
+        writer.save(5, engines=engines, objective_state={})
+    run_dir.checkpoints.unlink()
+    writer.save(6, engines=engines, objective_state={})
+    writer.close()
+    assert restore_tiny(run_dir) == 6
+
+
+def cut(directory: Path) -> None:
+    os.truncate(directory / "encoder.safetensors", 100)
+
+
+def lose(directory: Path) -> None:
+    (directory / "encoder_optimizer.safetensors").unlink()
+
+
+def flip(directory: Path) -> None:
+    path = directory / "encoder_optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 16
+    path.write_bytes(content)
+
+
+def spoil_index(directory: Path) -> None:
+    (directory / "checkpoint.json").write_text('{"format_version": 1, ')
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (cut, "encoder.safetensors has 100 bytes where"),
+    "lost": (lose, "encoder_optimizer.safetensors is not there"),
+    "flipped": (flip, "encoder_optimizer.safetensors holds other bytes than were written"),
+    "index_spoilt": (spoil_index, "checkpoint.json cannot be read"),
+    "index_lost": (lambda directory: (directory / "checkpoint.json").unlink(), "checkpoint.json is not there"),
+    "gone": (shutil.rmtree, "it is not there"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_why(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    act, reason = DAMAGE[damage]
+    run_dir, engines = RunDir(tmp_path), tiny()
+    save(run_dir, 10, 20, 30, engines=engines, keep=3)
+    act(run_dir.checkpoint(30))
+    assert restore_tiny(run_dir) == 20
+    assert "taking the checkpoint of step 20, because that of step 30 is damaged: " + reason in caplog.text
+    save(run_dir, 30, engines=engines, keep=3)  # the run comes there again
+    assert restore_tiny(run_dir) == 30
+    act(run_dir.checkpoint(10))
+    act(run_dir.checkpoint(20))
+    act(run_dir.checkpoint(30))
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole .*pass another --run-dir"):
+        restore_tiny(run_dir)
+
+
+def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
+    run_dir, engines = RunDir(tmp_path), tiny()
+    save(run_dir, 10, 20, engines=engines)
+    cut(run_dir.checkpoint(20))
+    save(run_dir, 25, engines=engines)
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000010", "step_00000025"]
+
+
+@pytest.mark.parametrize("latest", [None, "", "step_", "step_00000015\n"])
+def test_without_a_good_latest_the_newest_whole_one_is_taken(latest: str | None, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    save(run_dir, 10, 20, engines=tiny())
+    run_dir.latest.unlink()
+    if latest is not None:
+        run_dir.latest.write_text(latest)
+    assert restore_tiny(run_dir) == 20
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    save(run_dir, 10, 20, engines=tiny())
+    index = {"format_version": FORMAT_VERSION + 1, "layers": []}
+    (run_dir.checkpoint(20) / "checkpoint.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"step_00000020 was written by a newer version of this project .*format 3;"):
+        restore_tiny(run_dir)
+
+
+def test_another_architecture_is_named_by_its_first_tensor_and_both_shapes(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    save(run_dir, 10, engines=tiny(num_columns=5))
+    with pytest.raises(
+        UserError, match=r"encoder\.safetensors .*\(weight is of shape \(2, 5\) there and of shape \(2, 3\)"
+    ):
+        restore_tiny(run_dir)
+    bare = {"encoder": DDPEngine(nn.Linear(5, 2, bias=False), optimizer=AdamConfig())}
+    with pytest.raises(UserError, match=r"\(bias is of shape \(2,\) there and absent by this config\)"):
+        restore(run_dir, bare, NTXent(NTXentConfig()))
+    both = {"viewmaker": tiny()["encoder"]}
+    with pytest.raises(UserError, match=r"viewmaker\.safetensors is not there"):
+        restore(run_dir, both, NTXent(NTXentConfig()))
+
+
+def test_players_of_another_architecture_are_named_too(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    save(run_dir, 1, engines=start(run_dir, config))
+    other = resolve_recipe("debug:viewmaker", ["encoder.embedding_size=24"])
+    write_json(run_dir.config, other.model_dump(mode="json"))
+    with pytest.raises(UserError, match=r"encoder\.safetensors is of another architecture \(.* \(24, "):
+        load_players(run_dir)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_players_are_read_while_training_writes(keep: int, config: RunConfig, tmp_path: Path) -> None:
+    """Every tensor of a checkpoint is its step, so that a mixture of two would show."""
+    run_dir = RunDir(tmp_path / "run")
+    engines = start(run_dir, config)
+    stop = threading.Event()
+
+    def train() -> None:
+        step = 0
+        with CheckpointWriter(run_dir, keep=keep) as writer:
+            while not stop.is_set():
+                step += 1
+                for engine in engines.values():
+                    for tensor in engine.module.state_dict().values():
+                        tensor.fill_(step)
+                writer.save(step, engines=engines, objective_state={})
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        while run_dir.latest_step() is None:
+            time.sleep(0.01)
+        steps: list[int] = []
+        deadline = time.monotonic() + 8
+        while len(set(steps)) < 4:
+            assert time.monotonic() < deadline
+            players = load_players(run_dir)
+            steps.append(players.step)
+            for module in players.trained_modules.values():
+                assert all((tensor == players.step).all() for tensor in module.state_dict().values())
+    finally:
+        stop.set()
+        thread.join()
+    assert steps == sorted(steps)
+
+
+class Trap:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, canary: Path) -> None:
+        self._canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._canary,)
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_a_strangers_code_is_not_run(form: str, config: RunConfig, tmp_path: Path) -> None:
+    canary, run_dir = tmp_path / "canary", RunDir(tmp_path / "run")
+    engines = start(run_dir, config)
+    save(run_dir, 1, engines=engines)
+    index = json.loads((run_dir.checkpoint(1) / "checkpoint.json").read_text())
+    for path in run_dir.checkpoint(1).glob("*.safetensors"):
+        if form == "pickle":
+            path.write_bytes(pickle.dumps(Trap(canary)))
+        else:
+            torch.save({"weight": Trap(canary)}, path)
+        content = path.read_bytes()
+        index["files"][path.name] = {"num_bytes": len(content), "sha256": sha256(content).hexdigest()}
+    (run_dir.checkpoint(1) / "checkpoint.json").write_text(json.dumps(index))
+    for load in (
+        lambda: restored_step(run_dir, config),
+        lambda: load_players(run_dir),
+        lambda: load_players(run_dir, step=1),
+    ):
+        with pytest.raises(UserError, match=r"\.safetensors cannot be read"):
+            load()
+    index["files"]["../../secret"] = {"num_bytes": 0, "sha256": ""}
+    (run_dir.checkpoint(1) / "checkpoint.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"names '\.\./\.\./secret', which is no file beside it"):
+        restored_step(run_dir, config)
+    (run_dir.checkpoint(1) / "checkpoint.json").write_bytes(pickle.dumps(Trap(canary)))
+    with pytest.raises(UserError, match=r"checkpoint\.json cannot be read"):
+        restored_step(run_dir, config)
+    assert not canary.exists()
+    pickle.loads(pickle.dumps(Trap(canary)))
+    assert canary.exists()  # the trap works
+
+
+OBJECTIVES: dict[str, ObjectiveConfig] = {
+    "moco": MoCoConfig(queue_size=32),
+    "instance_discrimination": InstanceDiscriminationConfig(num_negatives=8),
+    "simsiam": SimSiamConfig(),
+}
+NUM_SAMPLES = 37  # no multiple of any number of ranks, so a bank's parts are uneven
+
+
+def whole_state(config: RunConfig, run_dir: RunDir, *, trains: bool) -> dict[str, str]:
+    """Of a run on this rank, after a step and a save or after a restore: the SHA-256 of all state by name."""
+    players = build_players(config)
+    engines = {
+        name: DDPEngine(module, optimizer=config.player_optimizers[name])
+        for name, module in players.trained_modules.items()
+    }
+    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    if any(parameter.requires_grad for parameter in objective.parameters()):
+        engines["objective"] = DDPEngine(objective, optimizer=config.optimizer)
+    if trains:
+        fake_step(engines, 0)
+        if config.objective.kind == "instance_discrimination":  # whose state is a part of the whole, on each rank
+            for buffer in objective.buffers():
+                buffer.add_(rank() + 1)
+        with CheckpointWriter(run_dir, keep=1) as writer:
+            writer.save(5, engines=engines, objective_state=objective.saved_state())
+    else:
+        assert restore(run_dir, engines, objective).step == 5
+    states = {f"{name}/module": engine.module_state() for name, engine in engines.items() if name != "objective"}
+    states |= {f"{name}/optimizer": engine.optimizer_state() for name, engine in engines.items()}
+    states |= {"objective": objective.saved_state()}
+    return {
+        f"{name}/{key}": sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+        for name, state in states.items()
+        for key, tensor in state.items()
+    }
+
+
+def save_on_four_and_load(directory: Path) -> list[tuple[int, str, dict[str, str]]]:
+    """On eight ranks, of which the first 4, 1, 2 and 8 form a group in turn: starting more processes takes longer."""
+    own_rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    found = []
+    for phase, world_size in enumerate((4, 1, 2, 8)):
+        if own_rank >= world_size:
+            continue
+        store = f"file://{directory / f'store{phase}'}"
+        dist.init_process_group("gloo", init_method=store, rank=own_rank, world_size=world_size)
+        for kind, objective in OBJECTIVES.items():
+            config = resolve_recipe("debug:viewmaker").model_copy(update={"objective": objective})
+            found.append((world_size, kind, whole_state(config, RunDir(directory / kind), trains=phase == 0)))
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_the_state_of_4_ranks_is_taken_up_by_1_2_and_8(tmp_path: Path) -> None:
+    per_rank = run_ranks(save_on_four_and_load, 8, tmp_path, neighbours=False)  # which are of one group
+    saved = {kind: state for world_size, kind, state in per_rank[0] if world_size == 4}
+    assert saved.keys() == OBJECTIVES.keys()
+    for kind, state in saved.items():
+        assert any(name.startswith("objective/") for name in state), kind
+        assert any(name.startswith("viewmaker/optimizer/exp_avg_sq/") for name in state), kind
+    loads = [load for loads in per_rank for load in loads]
+    assert sorted(world_size for world_size, _, _ in loads) == sorted([1, *[2] * 2, *[4] * 4, *[8] * 8] * 3)
+    assert all(state == saved[kind] for _, kind, state in loads)
+
+
+def test_a_checkpoint_that_is_a_link_is_read_and_pruned_as_a_link(tmp_path: Path) -> None:
+    run_dir, elsewhere = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
+    save(run_dir, 10, engines=tiny())
+    run_dir.checkpoint(10).rename(elsewhere)
+    run_dir.checkpoint(10).symlink_to(elsewhere)
+    (run_dir.checkpoints / ".step_00000005.gone").symlink_to(elsewhere)  # left by a kill
+    kept = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    assert restore_tiny(run_dir) == 10
+    save(run_dir, 10, 20, engines=tiny(), keep=1)
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000020"]
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
+
+
+def test_a_link_in_place_of_all_checkpoints_is_refused_and_nothing_behind_it_is_touched(tmp_path: Path) -> None:
+    run_dir, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "other")
+    save(other, 10, 20, engines=tiny())
+    run_dir.path.mkdir()
+    run_dir.checkpoints.symlink_to(other.checkpoints)
+    with pytest.raises(UserError, match=r"run/checkpoints is a symbolic link, .* pass a --run-dir on the other disk"):
+        save(run_dir, 30, engines=tiny(), keep=1)
+    assert sorted(path.name for path in other.checkpoints.iterdir()) == ["step_00000010", "step_00000020"]
+    assert restore_tiny(run_dir) == 20  # which only reads
+
+
+@pytest.mark.parametrize("where", ["exp_avg_sq/weight", "weight"])
+def test_a_state_that_is_not_finite_is_not_saved(where: str, tmp_path: Path) -> None:
+    """The loss may stay finite: where Adam's second moment is inf, the parameter only stands still."""
+    run_dir, engines = RunDir(tmp_path), tiny()
+    save(run_dir, 10, engines=engines)
+    engine = engines["encoder"]
+    (engine.module_state() | engine.optimizer_state())[where].view(-1)[1] = torch.inf
+    with pytest.raises(
+        UserError, match=rf"after step 20 is not saved, .*: 1 of 6 values of {where} \(encoder\S*\) .* from step 10$"
+    ):
+        save(run_dir, 20, engines=engines)
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000010"]
+    assert restore_tiny(run_dir) == 10
+
+
+def fail_together(run_dir: RunDir) -> list[str]:
+    """What each rank met where the first rank could not write, and where the newest checkpoint is of other shapes."""
+    met = []
+    engines = tiny()
+    writer = CheckpointWriter(run_dir, keep=2)
+    writer.save(1, engines=engines, objective_state={})
+    try:
+        writer.save(2, engines=engines, objective_state={})
+    except BaseException as error:
+        met.append(f"{type(error).__name__}: {error}")
+    if rank() == 0:
+        run_dir.checkpoints.unlink()
+    writer.save(3, engines=engines, objective_state={}, extra={"odd": torch.empty(2, device="meta")})
+    try:
+        writer.close()
+    except BaseException as error:
+        met.append(f"{type(error).__name__}: {error}")
+    with CheckpointWriter(run_dir, keep=2) as again:
+        again.save(4, engines=engines, objective_state={})
+    try:
+        restore(run_dir, tiny(num_columns=9), NTXent(NTXentConfig()))
+    except BaseException as error:
+        met.append(f"{type(error).__name__}: {error}")
+    met += all_gather_object(f"step {restore_tiny(run_dir)}")
+    return met
+
+
+def test_what_fails_on_the_first_rank_ends_all_of_them_at_the_same_call(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.checkpoints.write_text("in the way")
+    first, second = run_ranks(fail_together, 2, run_dir)
+    assert first[0].startswith("UserError: cannot write the checkpoint of step 1 in ")
+    assert first[1].startswith("NotImplementedError: ")
+    assert first[2].startswith("UserError: ")
+    assert "another architecture" in first[2]
+    assert second[0] == second[2] == "SystemExit: 2"
+    assert second[1].startswith("RuntimeError: the first rank could not write a checkpoint: ")
+    assert first[3:] == second[3:] == ["step 4", "step 4"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(mount)], capture_output=True)
+    if done.returncode:
+        pytest.skip("needs the right to mount a small tmpfs, to have a disk without room")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(config: RunConfig, small_disk: Path) -> None:
+    run_dir = RunDir(small_disk / "run")
+    engines = start(run_dir, config)
+    (small_disk / "ballast").write_bytes(b"0" * 150_000)
+    with pytest.raises(UserError, match="no room on the disk for the checkpoint of step 4"):
+        save(run_dir, 4, engines=engines)
+    assert list(run_dir.checkpoints.iterdir()) == []
+    assert run_dir.latest_step() is None
+    (small_disk / "ballast").unlink()
+    save(run_dir, 4, engines=tiny())
+    (small_disk / "ballast").write_bytes(b"0" * 150_000)
+    with pytest.raises(UserError, match=r"no room on the disk .* goes on from step 4"):
+        save(run_dir, 8, engines=engines)
+    assert restore_tiny(run_dir) == 4
+    (small_disk / "ballast").unlink()
+    save(run_dir, 8, engines=tiny())
+    assert restore_tiny(run_dir) == 8

@@ -1,0 +1,197 @@
+"""A process that is killed while it saves, at any moment, leaves a checkpoint that loads, and it is one of the newest.
+
+Processes are forked from one that has imported everything and never started a thread, so a kill takes a few
+milliseconds. Every number of a checkpoint is its step: a mixture of two would show.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.checkpoint.restore import restore
+from trainer.checkpoint.save import CheckpointWriter
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.objectives import NTXent, NTXentConfig
+from trainer.optim.optimizers import AdamConfig
+from trainer.run_dir import RunDir
+
+NUM_KILLS = 100
+KEEP = 2
+
+
+class Board:
+    """Two steps that a killed process leaves in memory that its parent sees: the last it began to save, the last whose
+    save it knows to be over."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 16)
+
+    def write(self, *, begun: int, over: int) -> None:
+        self._memory[:] = struct.pack("qq", begun, over)
+
+    def read(self) -> tuple[int, int]:
+        begun, over = struct.unpack("qq", self._memory)
+        return begun, over
+
+
+def build() -> dict[str, DDPEngine]:
+    return {
+        "encoder": DDPEngine(nn.Linear(64, 32), optimizer=AdamConfig()),
+        "viewmaker": DDPEngine(nn.Linear(8, 8), optimizer=AdamConfig()),
+    }
+
+
+def fill(engines: dict[str, DDPEngine], step: int) -> None:
+    for engine in engines.values():
+        for tensor in [*engine.module_state().values(), *engine.optimizer_state().values()]:
+            tensor.fill_(step)
+
+
+def restored(run_dir: RunDir) -> int:
+    """The step of what loads; every number must be that step."""
+    engines, extra = build(), torch.zeros(())
+    step = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": extra}).step
+    for engine in engines.values():
+        for tensor in [*engine.module_state().values(), *engine.optimizer_state().values(), extra]:
+            if step:
+                assert (tensor == step).all(), f"a mixture at step {step}"
+    return step
+
+
+def save_on(run_dir: RunDir, board: Board, *, until: float = float("inf")) -> None:
+    """Go on from what is there as a training run does, saving after every step."""
+    engines = build()
+    step = first = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": torch.zeros(())}).step
+    with CheckpointWriter(run_dir, keep=KEEP) as writer:
+        while step < until:
+            step += 1
+            fill(engines, step)
+            board.write(begun=step, over=max(first, step - 2))
+            writer.save(step, engines=engines, objective_state={}, extra={"step": torch.tensor(float(step))})
+            board.write(begun=step, over=max(first, step - 1))
+
+
+def fork(action: Callable[[], Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        action()
+        os._exit(0)
+    finally:  # whatever happens, the child must not go on as its parent
+        os._exit(1)
+
+
+def kill_at_random(path: Path, seed: int) -> dict[str, int]:
+    torch.set_num_threads(1)
+    run_dir, board, draw = RunDir(path), Board(), random.Random(seed)
+    seen: Counter[str] = Counter()
+    step = 5
+    began = time.perf_counter()
+    assert os.waitpid(fork(lambda: save_on(run_dir, board, until=step)), 0)[1] == 0
+    save_seconds = (time.perf_counter() - began) / step
+    for _ in range(NUM_KILLS):
+        board.write(begun=step, over=step)
+        pid = fork(lambda: save_on(run_dir, board))
+        while board.read()[0] == step:  # until it has begun to save
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the child ended before it saved"
+            time.sleep(1e-4)
+        time.sleep(draw.uniform(0, 3 * save_seconds))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status), "the child ended by itself"
+        begun, over = board.read()
+        seen["partial"] += any(run_dir.checkpoints.glob(".*.partial"))
+        step = restored(run_dir)
+        assert over <= step <= begun, f"seed {seed}: step {step} loads, where {over} was whole and {begun} begun"
+        assert begun - over <= KEEP
+    seen["step"] = step
+    return dict(seen)
+
+
+def kill_at_each_operation(path: Path) -> dict[str, int]:
+    """From two checkpoints, kill at the first operation on the run's files, then at the second, until a save comes to
+    its end."""
+    torch.set_num_threads(1)
+    board = Board()
+    seen: Counter[str] = Counter()
+    assert os.waitpid(fork(lambda: save_on(RunDir(path / "0"), board, until=KEEP)), 0)[1] == 0
+    for operation in range(1, 1000):
+        run_dir = RunDir(shutil.copytree(path / "0", path / str(operation)))
+
+        def save_and_die(run_dir: RunDir = run_dir, last: int = operation) -> None:
+            count = 0
+
+            def count_down(event: str, arguments: tuple[Any, ...]) -> None:
+                nonlocal count
+                if event.split(".")[0] in {"open", "os", "shutil"} and str(run_dir.path) in str(arguments):
+                    count += 1
+                    if count == last:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(count_down)
+            save_on(run_dir, board, until=KEEP + 1)
+
+        _, status = os.waitpid(fork(save_and_die), 0)
+        found = restored(run_dir)
+        shutil.rmtree(run_dir.path)
+        if not os.WIFSIGNALED(status):
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert found == KEEP + 1
+            return {"operations": operation - 1, **seen}
+        assert found in {KEEP, KEEP + 1}, f"operation {operation}: step {found} loads"
+        seen["before" if found == KEEP else "after"] += 1
+    raise AssertionError("a save has no end")
+
+
+def in_clean_process(function: Callable[..., dict[str, int]], *arguments: Any) -> dict[str, int]:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result(timeout=300)
+
+
+def test_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    seen = in_clean_process(kill_at_random, tmp_path, seed)
+    assert seen["partial"] > 10, seen  # the kills fell into the writing
+    assert seen["step"] > 20, seen  # and the run came on in spite of them
+
+
+def test_a_kill_at_each_operation_on_the_files(tmp_path: Path) -> None:
+    seen = in_clean_process(kill_at_each_operation, tmp_path)
+    assert seen["operations"] > 20, seen
+    assert seen["before"] > 5, seen
+    assert seen["after"] > 5, seen
+
+
+@pytest.mark.parametrize("leftover", ["step_00000001", ".step_00000001.partial", ".step_00000001.gone"])
+def test_what_a_kill_leaves_is_cleared_by_the_next_save(leftover: str, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    (run_dir.checkpoints / leftover).mkdir(parents=True)
+    (run_dir.checkpoints / leftover / "encoder.safetensors").write_bytes(b"half")
+    with suppress(ValueError):  # where nothing whole is there yet, the user is asked
+        restored(run_dir)
+    with CheckpointWriter(run_dir, keep=KEEP) as writer:
+        for step in (1, 2):
+            engines = build()
+            fill(engines, step)
+            writer.save(step, engines=engines, objective_state={}, extra={"step": torch.tensor(float(step))})
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000001", "step_00000002"]
+    assert restored(run_dir) == 2

@@ -1,0 +1,380 @@
+"""The environment reader: what torchrun and a real Slurm set (copied from both), and every way it can be half-set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from data_pipeline.core.errors import UserError
+from launch.ports import free_ports
+from trainer.distributed import environment as env_module
+from trainer.distributed.environment import (
+    choose_device,
+    expand_tasks_per_node,
+    first_host,
+    init_process_group,
+    process_group,
+    read_env,
+)
+from trainer.distributed.meeting import answering
+
+ROOT = Path(__file__).parents[3]
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "2",
+    "GROUP_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+SBATCH_SCRIPT = {  # what Slurm 22.05 sets in a batch script, before any srun
+    "SLURM_JOB_ID": "4711",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "7",
+    "SLURM_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_JOB_NODELIST": "n[0-3]",
+}
+SRUN_TASK = SBATCH_SCRIPT | {  # and in a task of srun
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "6",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "n[0-3]",
+}
+
+
+def test_torchrun() -> None:
+    world = read_env(TORCHRUN)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (5, 8, 1, 2, 2)
+    assert (world.master_addr, world.master_port, world.launcher) == ("n0", 29500, "torchrun")
+    assert world.sources["rank"] == "RANK"
+
+
+def test_slurm_step() -> None:
+    world = read_env(SRUN_TASK)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (6, 7, 0, 1, 3)
+    assert (world.master_addr, world.launcher) == ("n0", "slurm")
+    assert world.sources["rank"] == "SLURM_PROCID"
+    assert read_env(SRUN_TASK | {"SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}).local_world_size == 2
+
+
+def test_slurm_port_is_shared_by_the_ranks_and_not_by_other_jobs_or_steps() -> None:
+    port = read_env(SRUN_TASK).master_port
+    assert 1024 < port < 32768
+    assert read_env(SRUN_TASK | {"SLURM_PROCID": "2", "SLURM_NODEID": "1"}).master_port == port
+    others = [{"SLURM_JOB_ID": str(4711 + i)} for i in range(1, 50)] + [{"SLURM_STEP_ID": "1"}]
+    ports = [read_env(SRUN_TASK | other).master_port for other in others]
+    assert len({port, *ports}) == 51
+    assert read_env(SRUN_TASK | {"MASTER_PORT": "1234", "MASTER_ADDR": "head"}).master_port == 1234
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"MASTER_PORT": "29500"},
+        SBATCH_SCRIPT,
+        {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[0-1]"},  # salloc
+        SRUN_TASK | {"SLURM_STEP_ID": "4294967290"},  # salloc with LaunchParameters=use_interactive_step
+    ],
+)
+def test_without_srun_or_torchrun_it_is_a_single_process(environ: dict[str, str]) -> None:
+    world = read_env(environ)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (0, 1, 0, 1)
+    assert world.launcher == "none"
+    assert set(world.sources) == set(read_env(TORCHRUN).sources)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_partial_torchrun_environment_names_what_is_missing(name: str) -> None:
+    with pytest.raises(UserError, match=rf"but not {name};"):
+        read_env({key: value for key, value in TORCHRUN.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"]
+)
+def test_partial_slurm_step_names_what_is_missing(name: str) -> None:
+    with pytest.raises(UserError, match=rf"\b{name} is not set"):
+        read_env({key: value for key, value in SRUN_TASK.items() if key != name})
+
+
+def test_world_size_left_over_in_a_container_is_refused_under_slurm() -> None:
+    with pytest.raises(UserError, match="WORLD_SIZE but not RANK"):
+        read_env(SRUN_TASK | {"WORLD_SIZE": "1"})
+
+
+def exported(rank: int, world_size: int) -> dict[str, str]:
+    """What `export RANK=... WORLD_SIZE=...` in a job script sets, without torchrun."""
+    return {key: TORCHRUN[key] for key in ("MASTER_ADDR", "MASTER_PORT")} | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+
+
+def test_rank_against_slurm_procid() -> None:
+    assert read_env(SRUN_TASK | exported(6, 7)).rank == 6
+    with pytest.raises(UserError, match="RANK=0 and SLURM_PROCID=6 contradict"):
+        read_env(SRUN_TASK | exported(0, 7))
+    with pytest.raises(UserError, match="WORLD_SIZE=8 and SLURM_STEP_NUM_TASKS=7 contradict"):
+        read_env(SRUN_TASK | exported(6, 8))
+    with pytest.raises(UserError, match="RANK=1 and SLURM_PROCID=0 contradict"):
+        read_env(SBATCH_SCRIPT | exported(1, 2))
+
+
+def test_one_torchrun_per_slurm_task_is_no_contradiction() -> None:
+    four_agents = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "2"}
+    assert read_env(SRUN_TASK | four_agents | TORCHRUN).rank == 5
+    assert read_env(SBATCH_SCRIPT | TORCHRUN).rank == 5
+    stale = TORCHRUN | {"RANK": "0", "GROUP_WORLD_SIZE": "1"}  # sbatch was called inside a torchrun worker
+    with pytest.raises(UserError, match="contradict"):
+        read_env(SRUN_TASK | four_agents | stale)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "8"}, r"rank 8 \(from RANK\) must be below world_size 8"),
+        ({"LOCAL_RANK": "2"}, "local_rank 2"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "rank 0"),
+        ({"RANK": "-1"}, "RANK='-1'"),
+        ({"WORLD_SIZE": ""}, "MASTER_PORT but not WORLD_SIZE; start with torchrun"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({"MASTER_PORT": "70000"}, "master_port 70000"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "more than the 8 of the world"),
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_env(TORCHRUN | change)
+
+
+def test_node_lists() -> None:
+    assert first_host("n0") == "n0"
+    assert first_host("a1,b2") == "a1"
+    assert first_host("gpu-[003,007-9],x") == "gpu-003"
+    assert first_host("127.0.0.[2-5]") == "127.0.0.2"
+    assert first_host("r[1-2]n[04-09]") == "r1n04"
+    assert expand_tasks_per_node("4") == [4]
+    assert expand_tasks_per_node("3,1") == [3, 1]
+    for wrong in ("", "2(y3)", "2,,1"):
+        with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
+            expand_tasks_per_node(wrong)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun, slurm = read_env(TORCHRUN), read_env(SRUN_TASK | {"SLURM_LOCALID": "1", "SLURM_NODEID": "0"})
+    pretend_gpus(monkeypatch, 0)
+    assert choose_device(torchrun) == torch.device("cpu")
+    pretend_gpus(monkeypatch, 2)
+    assert choose_device(torchrun) == choose_device(slurm) == torch.device("cuda", 1)
+    pretend_gpus(monkeypatch, 1)
+    assert choose_device(slurm) == torch.device("cuda", 0)  # --gpus-per-task shows each task its own
+    with pytest.raises(UserError, match=r"2 ranks on .* but 1 GPU"):
+        choose_device(torchrun)
+
+
+def test_gpus_that_are_promised_but_not_there_are_no_silent_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 0)
+    alone = read_env({})
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "7")
+            with pytest.raises(UserError, match=rf"{name}=7 names GPUs, but torch .* sees none"):
+                choose_device(alone)
+    monkeypatch.setenv("SLURM_JOB_GPUS", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's own word for the CPU
+    assert choose_device(alone) == torch.device("cpu")
+
+
+RANK_PROGRAM = """
+import logging, os, sys
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+from data_pipeline.errors import run_command
+from trainer.distributed.collectives import any_rank
+from trainer.distributed.env import choose_device, destroy_process_group, init_process_group, read_env
+def main():
+    world = read_env(os.environ)
+    init_process_group(world, choose_device(world), timeout_seconds=float(os.environ.get("TIMEOUT", "60")))
+    assert any_rank(world.rank == world.world_size - 1)
+    destroy_process_group()
+run_command(main)
+"""
+
+
+def clean_environment() -> dict[str, str]:
+    prefixes = ("SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess.Popen[str]:
+    environ = clean_environment() | exported(rank, world_size) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)} | more
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK_PROGRAM], env=environ, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def free_job() -> dict[str, str]:
+    """A job whose first port is nobody's now: two runs of these tests at a time may not be one job."""
+    return SRUN_TASK | {"SLURM_JOB_ID": str(free_ports(1)[0] - 20_000)}
+
+
+def start_slurm_task(job: dict[str, str], rank: int, **more: str) -> subprocess.Popen[str]:
+    """A rank of two that finds its port as under srun, on this machine."""
+    environ = clean_environment() | job | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    environ |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
+    environ |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} | more
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK_PROGRAM], env=environ, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_two_ranks_meet_and_rank_0_prints_the_table() -> None:
+    port = free_ports(1)[0]
+    ranks = [start_rank(rank, 2, port) for rank in range(2)]
+    outputs = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    table = outputs[0][0].splitlines()
+    assert table[0].split() == ["rank", "node", "host", "local", "rank", "device", "cpus"]
+    host = re.escape(socket.gethostname())
+    assert re.fullmatch(rf"0 +0 +{host} +0 +cpu +\d+", table[1])
+    assert re.fullmatch(rf"1 +0 +{host} +1 +cpu +\d+", table[2])
+    assert table[3].startswith("all ranks (launcher: torchrun): rank from RANK, world_size from WORLD_SIZE")
+    assert len(table) == 4
+    assert outputs[1][0] == ""
+
+
+def test_taken_port_is_one_sentence_and_exit_status_2() -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        rank_0 = start_rank(0, 2, port)
+        _, stderr = rank_0.communicate(timeout=60)
+    assert rank_0.returncode == 2
+    last = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(last) == 1
+    assert f"port {port} on" in last[0]
+    assert "MASTER_PORT" in last[0]
+    assert "torchrun --standalone" in last[0]
+
+
+def test_ports_after_the_first_lie_apart_and_in_the_range() -> None:
+    ports = read_env(SRUN_TASK).ports
+    assert len(set(ports)) == len(ports) > 1
+    assert ports[0] == read_env(SRUN_TASK).master_port
+    assert all(20_000 <= port < 32_000 for port in ports)
+    assert not set(ports) & set(read_env(SRUN_TASK | {"SLURM_JOB_ID": "4712"}).ports)
+    assert read_env(SRUN_TASK | {"MASTER_PORT": "1234"}).ports == (1234,), "a port that was given is kept to"
+
+
+def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
+    """One port is held by who says nothing, one by another job's rank 0; and one core too few is said once."""
+    job = free_job()
+    first, second, third, *_ = read_env(job).ports
+    cores = len(os.sched_getaffinity(0))
+    with socket.create_server(("", first)), answering([second], token="another/job", answer=1):
+        ranks = [start_slurm_task(job, rank, SLURM_CPUS_PER_TASK=str(cores + rank)) for rank in range(2)]
+        outputs = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    said = outputs[0][0].splitlines()
+    assert said[0] == f"port {first} is in use on {socket.gethostname()}, so the ranks meet at {third}"
+    warnings = [line for line in said if "fewer cores" in line]
+    assert len(warnings) == 1
+    assert f"rank 1 ({cores} of {cores + 1} on {socket.gethostname()})" in warnings[0]
+
+
+def test_a_slurm_task_whose_rank_0_never_comes_says_so() -> None:
+    rank_1 = start_slurm_task(free_job(), 1, TIMEOUT="2")
+    _, stderr = rank_1.communicate(timeout=60)
+    assert rank_1.returncode == 2
+    assert "rank 1 of 2 on" in stderr
+    assert "did not meet the others at 127.0.0.1:" in stderr
+
+
+def test_a_slurm_rank_0_does_not_wait_for_ever() -> None:
+    rank_0 = start_slurm_task(free_job(), 0, TIMEOUT="2")
+    _, stderr = rank_0.communicate(timeout=60)
+    assert rank_0.returncode == 2
+    assert "rank 0 of 2 on" in stderr
+
+
+def test_no_free_port_is_one_sentence() -> None:
+    with (
+        socket.create_server(("", 0)) as holder,
+        pytest.raises(UserError, match="all in use"),
+        answering([holder.getsockname()[1]], token="t", answer=1),
+    ):
+        pass
+
+
+def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
+    port = free_ports(1)[0]
+    rank_1 = start_rank(1, 2, port, TIMEOUT="3")
+    _, stderr = rank_1.communicate(timeout=60)
+    assert rank_1.returncode == 2
+    assert f"rank 1 of 2 on {socket.gethostname()} did not meet the others at 127.0.0.1:{port} within 3 s" in stderr
+
+
+def test_single_process_needs_no_group(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger=env_module.__name__):
+        init_process_group(read_env({}), torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+    assert caplog.messages[-1] == "all ranks (launcher: none): everything from default"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("error", [None, RuntimeError("of one rank"), SystemExit(2)])
+def test_who_leaves_by_an_exception_does_not_wait_for_the_others(
+    device: str, error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking down NCCL's group waits for all ranks; gloo's must be gone before the interpreter is."""
+    done: list[str] = []
+    monkeypatch.setattr(env_module, "init_process_group", lambda *_: done.append("joined"))
+    monkeypatch.setattr(env_module, "leave_neighbours", lambda: done.append("hung up"))
+    monkeypatch.setattr(env_module, "destroy_process_group", lambda: done.append("taken down"))
+    with contextlib.suppress(RuntimeError, SystemExit), process_group(read_env({}), torch.device(device)):
+        if error is not None:
+            raise error
+    failed = ["joined", "hung up"] if device == "cuda" else ["joined", "hung up", "taken down"]
+    assert done == (["joined", "taken down"] if error is None else failed)
+
+
+def test_nccl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise dist.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp\nLast error:\nDuplicate GPU detected : ranks 1 and 0\n"
+        )
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    said = r"rank 5 of 8 on \S+ could not start NCCL on cuda:0 \(Duplicate GPU detected : ranks 1 and 0\); see that"
+    with pytest.raises(UserError, match=said):
+        init_process_group(read_env(TORCHRUN), torch.device("cuda", 0))

@@ -1,0 +1,191 @@
+"""Samples that do not decode: training goes on with others, counts and lists them, and gives up above the limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import BadSample
+from tests.gloo import run_ranks
+from tests.real_data import REPOSITORY
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.checkpoint.restore import newest_state
+from trainer.distributed.collectives import rank
+from trainer.fault_tolerance.bad_samples import BadSamples
+from trainer.fault_tolerance.preemption import StoppedError, StopRequests
+from trainer.preflight import read_manifests
+from trainer.run_dir import RunDir
+from trainer.train import train as run
+
+BAD_KEYS = ["00000007", "00000041"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """83 training pictures, two of which are no PNG any more."""
+    directory = tmp_path_factory.mktemp("data")
+    write_tiny_pair(directory, num_train=83, num_test=20)
+    for shard in sorted((directory / "train").glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            places = [member.offset_data for member in tar if member.name in {f"{key}.png" for key in BAD_KEYS}]
+        content = bytearray(shard.read_bytes())
+        for place in places:
+            content[place : place + 32] = bytes(32)
+        shard.chmod(0o644)
+        shard.write_bytes(content)
+    return directory
+
+
+def train(data: Path, run_dir: Path, *, num_ranks: int, max_bad_share: float) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    settings = {
+        "data.train_dir": data / "train",
+        "data.test_dir": data / "test",
+        "data.max_bad_share": max_bad_share,
+        "global_batch_size": 16,
+        "num_epochs": 2,
+        "precision": "float64",
+        "tracking.wandb": "disabled",
+    }
+    sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+    return subprocess.run(
+        [*launcher, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir), *sets],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("placement", ["stream", "host"])
+def test_training_goes_on_counts_and_lists(data: Path, tmp_path: Path, placement: str) -> None:
+    losses = []
+    for num_ranks in (1, 2):
+        run_dir = RunDir(tmp_path / f"{num_ranks}")
+        done = train(data, run_dir.path, num_ranks=num_ranks, max_bad_share=0.05)
+        assert done.returncode == 0, done.stderr
+        lines = run_dir.read_metrics()
+        assert lines[-1]["data/bad_samples"] == len(BAD_KEYS)
+        listed = [json.loads(line) for line in run_dir.bad_samples.read_text().splitlines()]
+        assert sorted(entry["key"] for entry in listed) == BAD_KEYS
+        assert {entry["shard"] for entry in listed} == {"shard-00000.tar", "shard-00002.tar"}
+        losses.append([line["train/loss"] for line in lines])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-8)  # in both epochs the same samples stood in
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_too_many_end_the_run_in_one_sentence(data: Path, tmp_path: Path, num_ranks: int) -> None:
+    done = train(data, tmp_path / "run", num_ranks=num_ranks, max_bad_share=0.001)
+    assert done.returncode == (2 if num_ranks == 1 else 1)  # torchrun has its own
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(set(errors)) == 1
+    assert str(data / "train") in errors[0]
+    assert "verify" in errors[0]
+    assert BAD_KEYS[0] in errors[0] or BAD_KEYS[1] in errors[0]
+
+
+def settle_on_two_ranks(directory: Path, max_share: float) -> list[int] | str:
+    """Rank 0 meets samples 1 and 2, rank 1 meets 2 and 3, then both meet 1 again."""
+    ledger = BadSamples(RunDir(directory), num_samples=100, max_share=max_share, where="the data")
+    counts = [ledger.settle()]
+    try:
+        for met in ([(1, 2), (2, 3)][rank()], (1,)):
+            ledger.add(BadSample(index, "shard-00000.tar", "torn") for index in met)
+            counts.append(ledger.settle())
+    except UserError as error:
+        return str(error)
+    return counts
+
+
+def test_what_any_rank_met_counts_once_on_every_rank(tmp_path: Path) -> None:
+    assert run_ranks(settle_on_two_ranks, 2, tmp_path, 0.03) == [[0, 3, 3]] * 2
+    lines = [json.loads(line) for line in RunDir(tmp_path).bad_samples.read_text().splitlines()]
+    assert [line["key"] for line in lines] == ["00000001", "00000002", "00000003"]
+    run_ranks(settle_on_two_ranks, 2, tmp_path, 0.03)  # a restart meets them again and lists none twice
+    assert len(RunDir(tmp_path).bad_samples.read_text().splitlines()) == 3
+
+
+def test_no_rank_stops_alone(tmp_path: Path) -> None:
+    first, second = run_ranks(settle_on_two_ranks, 2, tmp_path, 0.02)
+    assert isinstance(first, str)
+    assert first == second
+
+
+def test_a_list_that_a_power_cut_has_torn_is_gone_on_with(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).bad_samples
+    whole = '{"key": "00000001", "shard": "shard-00000.tar", "reason": "torn"}\n'
+    path.write_bytes(whole.encode() + b'{"key": "0000\0\0\xff')
+    ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.1, where="the data")
+    ledger.add(BadSample(index, "shard-00000.tar", "torn") for index in (1, 2))
+    assert ledger.settle() == 2
+    first, _, last = path.read_bytes().splitlines(keepends=True)
+    assert [first.decode(), last.decode()] == [whole, whole.replace("1", "2")]
+
+
+def test_bad_samples_of_earlier_starts_count_towards_the_limit(tmp_path: Path) -> None:
+    """Each start meets one, of which the limit allows two."""
+    found: tuple[BadSample, ...] = ()
+    for index in (1, 2):
+        ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.02, where="the data", before=found)
+        ledger.add([BadSample(index, "shard-00000.tar", "torn"), *found])
+        assert ledger.settle() == index
+        found = ledger.found
+    ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.02, where="the data", before=found)
+    assert ledger.settle() == 2
+    ledger.add([BadSample(3, "shard-00000.tar", "torn")])
+    with pytest.raises(UserError, match="the data: 3 of 100 samples"):
+        ledger.settle()
+
+
+def test_a_checkpoint_holds_them_and_accepted_data_forget_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, copy = RunDir(tmp_path / "run"), tmp_path / "data"
+    shutil.copytree(data, copy)
+    config = resolve_recipe(
+        "debug:image",
+        [
+            f"data.train_dir={copy / 'train'}",
+            f"data.test_dir={copy / 'test'}",
+            "data.num_workers=0",
+            "data.max_bad_share=0.05",
+            "global_batch_size=16",
+            "num_epochs=4",
+            "watchdog.enabled=false",
+            "tracking.wandb=disabled",
+        ],
+    )
+
+    def start(*accepted: str, last_step: int) -> tuple[list[str], list[float]]:
+        asked = iter([False] * 4 + [True] + [False] * 99)
+        monkeypatch.setattr(StopRequests, "agreed", lambda self: next(asked))
+        with contextlib.suppress(StoppedError):
+            run(config, run_dir, device=torch.device("cpu"), command="train", accepted_data=accepted)
+        found = newest_state(run_dir)
+        assert found.run is not None
+        assert found.step == last_step
+        counts = [line["data/bad_samples"] for line in run_dir.read_metrics()]
+        return [sample.key for sample in found.run.bad_samples], counts
+
+    keys, counts = start(last_step=5)
+    assert keys == BAD_KEYS
+    keys, counts = start(last_step=10)
+    assert keys == BAD_KEYS
+    assert counts[5:] == [2] * 5
+    shutil.rmtree(copy / "train")
+    write_tiny_dataset(copy / "train", num_samples=83, seed=3)
+    keys, counts = start(read_manifests(config.data).identity.name, last_step=15)
+    assert keys == []
+    assert counts[10:] == [0] * 5

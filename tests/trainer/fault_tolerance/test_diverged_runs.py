@@ -1,0 +1,172 @@
+"""A run that has diverged fails however often it is started; a run with a few skipped steps does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer.step
+from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_pair
+from trainer.checkpoint.restore import newest_state
+from trainer.checkpoint.run_state import SkipCounts
+from trainer.config import RunConfig
+from trainer.fault_tolerance.nonfinite import SkippedSteps
+from trainer.fault_tolerance.preemption import StoppedError, StopRequests
+from trainer.run_dir import RunDir
+from trainer.train import train
+
+STEPS_PER_EPOCH = 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=STEPS_PER_EPOCH * 8, num_test=16)
+
+
+def configure(data: Path, *overrides: str, num_steps: int) -> RunConfig:
+    return resolve_recipe(
+        "debug:image",
+        [
+            f"data.train_dir={data / 'train'}",
+            f"data.test_dir={data / 'test'}",
+            "data.num_workers=0",
+            "global_batch_size=8",
+            f"num_epochs={num_steps // STEPS_PER_EPOCH}",
+            "keep_checkpoints=99",
+            "watchdog.enabled=false",
+            "tracking.wandb=disabled",
+            *overrides,
+        ],
+    )
+
+
+def start(run_dir: RunDir, config: RunConfig) -> None:
+    train(config, run_dir, device=torch.device("cpu"), command="train")
+
+
+def saved_steps(run_dir: RunDir) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in run_dir.checkpoints.glob("step_*"))
+
+
+def saved_counts(run_dir: RunDir) -> SkipCounts:
+    state = newest_state(run_dir).run
+    assert state is not None
+    return state.skipped
+
+
+Skip = Callable[[Collection[int]], None]
+
+
+@pytest.fixture
+def skip(monkeypatch: pytest.MonkeyPatch) -> Skip:
+    """Has the steps of these numbers skipped, counted from the next call of the training step."""
+
+    def of(steps: Collection[int]) -> None:
+        calls = 0
+
+        def any_not_finite(norms: Iterable[Tensor]) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return torch.tensor(calls - 1 in steps)
+
+        monkeypatch.setattr(trainer.step, "any_not_finite", any_not_finite)
+
+    return of
+
+
+@pytest.mark.parametrize(("num_steps", "message"), [(32, "in 10 steps in a row, up to step 10;"), (8, "7 of 8 steps")])
+def test_a_diverged_run_fails_however_often_it_is_started(
+    num_steps: int, message: str, data: Path, tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path)
+    config = configure(data, "optimizer.learning_rate=1e30", "checkpoint_every_steps=4", num_steps=num_steps)
+    for _ in range(5):
+        with pytest.raises(UserError, match=message):
+            start(run_dir, config)
+        assert saved_steps(run_dir) == [4]
+        assert saved_counts(run_dir) == SkipCounts(total=3, in_a_row=3)
+    assert "finished_step" not in json.loads(run_dir.provenance.read_text())
+
+
+def test_no_checkpoint_is_written_of_skipped_steps_alone(
+    data: Path, tmp_path: Path, skip: Skip, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    skip({2, 3, 4, 7})
+    with caplog.at_level(logging.WARNING):
+        start(run_dir, configure(data, "checkpoint_every_steps=1", num_steps=8))
+    assert saved_steps(run_dir) == [1, 2, 6, 7, 8]  # the last one all the same, for the run is finished
+    assert saved_counts(run_dir) == SkipCounts(total=4, in_a_row=1)
+    assert "no checkpoint of step 5: every step since that of step 2 was skipped" in caplog.text
+    assert "the run ends in a row of 1 skipped steps" in caplog.text
+    assert json.loads(run_dir.provenance.read_text())["finished_step"] == 8
+
+
+def test_counts_go_on_over_starts_and_a_stop_in_skipped_steps_goes_on_before_them(
+    data: Path, tmp_path: Path, skip: Skip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, config = RunDir(tmp_path), configure(data, "checkpoint_every_steps=100", num_steps=12)
+    asked = iter([False] * 4 + [True])
+    monkeypatch.setattr(StopRequests, "agreed", lambda self: next(asked))
+    skip({1})
+    with pytest.raises(StoppedError, match="stopped after step 5,"):
+        start(run_dir, config)
+    assert saved_counts(run_dir) == SkipCounts(total=1, in_a_row=0)
+
+    asked = iter([False] * 2 + [True])
+    skip({0, 1, 2})
+    with pytest.raises(StoppedError, match="stopped after step 5,"):
+        start(run_dir, config)
+    assert saved_steps(run_dir) == [5]
+
+    asked = iter([False] * 7)
+    skip({0, 1})
+    start(run_dir, config)
+    assert [line["train/skipped_steps"] for line in run_dir.read_metrics()] == [0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert saved_counts(run_dir) == SkipCounts(total=3, in_a_row=0)
+
+
+def test_a_row_of_skipped_steps_goes_on_over_a_start(data: Path, tmp_path: Path, skip: Skip) -> None:
+    """Learned from step 0, 3 skipped and saved: the restart needs 2 more to reach 5."""
+    run_dir = RunDir(tmp_path)
+    config = configure(data, "checkpoint_every_steps=4", "max_skipped_in_a_row=5", num_steps=16)
+    for steps in ({1, 2, 3, 4, 5}, {0, 1}):
+        skip(steps)
+        with pytest.raises(UserError, match="in 5 steps in a row, up to step 5;"):
+            start(run_dir, config)
+    skip({0})
+    start(run_dir, config)
+    assert saved_counts(run_dir) == SkipCounts(total=4, in_a_row=0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_the_search_for_a_loss_scale_may_skip_most_steps_of_a_short_run(
+    precision: str, data: Path, tmp_path: Path, skip: Skip
+) -> None:
+    run_dir, config = RunDir(tmp_path), configure(data, f"precision={precision}", num_steps=8)
+    skip({0, 1, 2, 3, 4})
+    if precision == "float16":
+        start(run_dir, config)
+        assert saved_counts(run_dir) == SkipCounts(total=5, in_a_row=0)
+    else:
+        with pytest.raises(UserError, match="5 of 8 steps were skipped"):
+            start(run_dir, config)
+
+
+def test_what_is_counted_before_and_what_was_saved_decide_the_next_save(tmp_path: Path) -> None:
+    skipped = SkippedSteps(RunDir(tmp_path), max_in_a_row=4, before=SkipCounts(total=9, in_a_row=2), saved_step=20)
+    skipped.add(20, skipped=True)
+    assert not skipped.may_save(21)
+    assert skipped.saved_step == 20
+    skipped.add(21, skipped=False)
+    assert skipped.may_save(22)
+    assert not skipped.may_save(22)
+    assert (skipped.saved_step, skipped.counts) == (22, SkipCounts(total=10, in_a_row=0))

@@ -1,0 +1,115 @@
+"""Signs of life: a block gives them forward and backward, and changes no number by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from configs import resolve_recipe
+from data_pipeline.core.counter_rng import DrawKeys
+from trainer.fault_tolerance import liveness
+from trainer.models.encoder import build_encoder
+from trainer.modules import build_players
+from trainer.profiling import stage
+
+
+class Heard:
+    """A listener that keeps what it hears: the stage at each sign, and whether the rank waited."""
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self.waits = False
+        self.signs: list[tuple[str, bool]] = []
+
+    def sign(self) -> None:
+        self.signs.append((self.stage, self.waits))
+
+    def enter(self, stage: str, *, waits: bool) -> bool:
+        before, self.stage, self.waits = self.waits, stage, waits
+        self.sign()
+        return before
+
+
+@contextmanager
+def listening() -> Iterator[Heard]:
+    heard = Heard()
+    liveness.listen(heard)
+    try:
+        yield heard
+    finally:
+        liveness.stop_listening(heard)
+
+
+def gradients(network: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
+    network.zero_grad()
+    torch.autograd.backward(forward().square().sum())
+    return [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
+
+
+def signs_of(network: nn.Module, forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """How many signs `network` gives forward and backward; fails if following it changes a gradient by a bit."""
+    state = copy.deepcopy(network.state_dict())
+    expected = gradients(network, forward)
+    network.load_state_dict(state)
+    liveness.follow(network)
+    with listening() as heard:
+        found = gradients(network, forward)
+        in_all = len(heard.signs)
+        network.load_state_dict(state)
+        with torch.no_grad():
+            forward()
+    assert len(expected) == len(found) > 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    num_forward = len(heard.signs) - in_all
+    return num_forward, in_all - num_forward
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "whole", 1])
+def test_every_block_of_an_encoder_gives_a_sign_forward_and_backward(checkpointing: str | int) -> None:
+    """A stem, four blocks and the head, for each of two views. A block that is computed again gives one more."""
+    config = resolve_recipe("debug:image", [f"memory.encoder_checkpointing={checkpointing}"])
+    encoder = build_players(config).encoder
+    views_BCHW = torch.rand(4, 3, 32, 32)
+    num_forward, num_backward = signs_of(encoder, lambda: encoder(views_BCHW, 2))
+    assert num_forward >= 2 * 6
+    assert num_backward >= num_forward + (2 * 4 if checkpointing == "whole" else 0)
+
+
+def test_every_block_of_a_viewmaker_gives_a_sign_forward_and_backward() -> None:
+    config = resolve_recipe("debug:viewmaker", [])
+    viewmaker = build_players(config).viewmaker
+    assert viewmaker is not None
+    images_BCHW = torch.rand(2, 3, 32, 32)
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(2), view=0)
+    num_blocks = 3 + 2 * len(viewmaker.blocks) + 2
+    num_forward, num_backward = signs_of(viewmaker, lambda: viewmaker(images_BCHW, keys))
+    assert (num_forward, num_backward) == (num_blocks, num_blocks)
+
+
+def test_a_transformer_of_timm_gives_signs_too() -> None:
+    pytest.importorskip("timm")
+    options = 'encoder.options={"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}'
+    numbers = ["encoder.mean=[0.5, 0.5, 0.5]", "encoder.std=[0.25, 0.25, 0.25]"]
+    vit = ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", options]
+    config = resolve_recipe("debug:image", vit + numbers)
+    encoder = build_encoder(config.encoder)
+    views_BCHW = torch.rand(2, 3, 32, 32)
+    num_forward, num_backward = signs_of(encoder, lambda: encoder(views_BCHW))
+    assert min(num_forward, num_backward) >= 4  # attention and perceptron of both blocks
+
+
+def test_a_stage_gives_a_sign_when_it_begins_and_when_it_ends() -> None:
+    with listening() as heard, stage("forward"), stage("communication"):
+        pass
+    assert heard.signs == [("forward", False), ("communication", True), ("forward", False), ("", False)]
+
+
+def test_without_a_listener_a_sign_is_nothing() -> None:
+    liveness.sign()
+    with liveness.inside("forward"):
+        pass

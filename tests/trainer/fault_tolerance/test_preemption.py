@@ -1,0 +1,39 @@
+"""What counts as a request to stop: a signal, or the end of the launcher that started this rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from trainer.fault_tolerance.preemption import StopRequests
+
+
+@pytest.mark.parametrize(
+    ("variable", "launcher"),
+    [("TORCHELASTIC_RUN_ID", "torchrun"), ("SUBMITIT_LOCAL_JOB_ID", "submitit's local executor")],
+)
+def test_the_end_of_the_launcher_is_a_request_to_stop(
+    variable: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StopRequests({variable: "7"}) as requests:
+        assert not requests.agreed()
+        parent = os.getppid()
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert requests.agreed()
+        assert requests.reason == f"because {launcher} (process {parent}) has ended"
+
+
+def test_a_shell_may_end_before_the_run_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopRequests({"SLURM_JOB_ID": "7", "RANK": "0"}) as requests:
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert not requests.agreed()
+
+
+def test_a_signal_is_the_reason_even_if_the_launcher_ends_by_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopRequests({"TORCHELASTIC_RUN_ID": "7"}) as requests:
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert requests.agreed()
+        assert requests.reason == "as SIGTERM asked"

@@ -1,0 +1,183 @@
+"""Alarms: forced collapses are told within 200 steps, healthy players set nothing off, and each is said once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data_pipeline.core.counter_rng import DrawKeys
+from trainer.objectives import nt_xent_loss
+from trainer.objectives.health import embedding_health
+from trainer.observability.alarms import AlarmConfig, Alarms
+from trainer.views.health import view_health
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+
+LOG_EVERY = 10
+
+
+def alarms_of(measure: Callable[[int], dict[str, float]], *, num_steps: int = 200) -> dict[int, list[str]]:
+    """What goes off, by step, when metrics are logged every few steps."""
+    alarms = Alarms()
+    by_step = {step: alarms.check(measure(step), step) for step in range(LOG_EVERY, num_steps + 1, LOG_EVERY)}
+    return {step: sentences for step, sentences in by_step.items() if sentences}
+
+
+def contrast(z_a: Tensor, z_b: Tensor) -> Tensor:
+    return nt_xent_loss(z_a, z_b, temperature=0.5)
+
+
+def attraction(z_a: Tensor, z_b: Tensor) -> Tensor:
+    return -F.cosine_similarity(z_a, z_b).mean()
+
+
+def training(loss_function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int], dict[str, float]]:
+    """An encoder of points in ten clouds; the metrics after each `LOG_EVERY` steps."""
+    torch.manual_seed(0)
+    centre = 2 * torch.randn(10, 20)
+    encoder = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=3e-3)
+
+    def measure(step: int) -> dict[str, float]:
+        for _ in range(LOG_EVERY):
+            x = centre[torch.randint(10, (64,))] + 0.5 * torch.randn(64, 20)
+            z_a, z_b = (encoder(x + 0.3 * torch.randn_like(x)) for _ in range(2))
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_function(z_a, z_b))
+            optimizer.step()
+        return {f"embeddings/{name}": float(value) for name, value in embedding_health(z_a, z_b).items()}
+
+    return measure
+
+
+def test_an_encoder_that_is_only_attracted_collapses_and_is_told_within_200_steps() -> None:
+    alarms = alarms_of(training(attraction))
+    assert any("collapsed to a point" in sentence for sentences in alarms.values() for sentence in sentences)
+
+
+def test_a_contrastive_encoder_sets_nothing_off() -> None:
+    assert alarms_of(training(contrast)) == {}
+
+
+def test_an_encoder_on_two_directions_is_told() -> None:
+    torch.manual_seed(0)
+    plane = torch.randn(2, 64)
+
+    def measure(step: int) -> dict[str, float]:
+        z = torch.randn(64, 2) @ plane
+        return {f"embeddings/{name}": float(value) for name, value in embedding_health(z, z).items()}
+
+    ((_, (sentence,)),) = alarms_of(measure).items()
+    assert sentence.startswith("the encoder has collapsed to few directions")
+
+
+def identity(viewmaker: Viewmaker) -> None:
+    nn.init.zeros_(viewmaker.out.weight)
+    assert viewmaker.out.bias is not None
+    nn.init.zeros_(viewmaker.out.bias)
+
+
+def nearly_identity(viewmaker: Viewmaker) -> None:
+    identity(viewmaker)
+    viewmaker.out.weight.add_(1e-8)
+
+
+def saturated(viewmaker: Viewmaker) -> None:
+    viewmaker.out.weight.mul_(1e4)
+
+
+def deaf(viewmaker: Viewmaker) -> None:
+    """Does not hear its noise: the weights on the channels that are appended to a map, and on what comes of them."""
+    num_blocks = viewmaker.config.num_res_blocks
+    weights = dict(viewmaker.named_parameters())
+    weights["stem.0.conv.weight"][:, -1] = 0
+    for block in range(num_blocks):
+        weights[f"blocks.{block}.first.conv.weight"][:, -1 - block :] = 0
+    weights["upsample.0.conv.weight"][:, -num_blocks:] = 0
+
+
+def untouched(viewmaker: Viewmaker) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("force", "budget", "dropout_rate", "meanings"),
+    [
+        (identity, 0.05, None, ["become the identity", "lost their randomness"]),
+        (deaf, 0.05, None, ["lost their randomness"]),
+        (saturated, 0.05, None, ["viewmaker is saturated"]),
+        (untouched, 3.0, None, ["clamp cuts short"]),
+        (untouched, 0.05, None, []),
+        (identity, 0.05, 0.2, ["become the identity", "lost their randomness"]),
+        (nearly_identity, 0.05, 0.2, ["become the identity"]),
+        (saturated, 0.05, 0.2, ["viewmaker is saturated"]),
+        (untouched, 3.0, 0.2, ["clamp cuts short"]),
+        (untouched, 0.006, 0.2, []),  # a fifth of this budget is below the limit
+    ],
+)
+def test_a_viewmaker_that_has_collapsed_is_told(
+    force: Callable[[Viewmaker], None], budget: float, dropout_rate: float | None, meanings: list[str]
+) -> None:
+    torch.manual_seed(0)
+    config = ViewmakerConfig(base_width=8, num_res_blocks=1, budget=budget, dropout_rate=dropout_rate)
+    viewmaker = Viewmaker(config, image_channels=3)
+    num = 8 if dropout_rate is None else 32
+    images = torch.rand(num, 3, 32, 32)
+
+    @torch.no_grad()
+    def measure(step: int) -> dict[str, float]:
+        keys = [DrawKeys(seed=0, epoch=step, index_B=torch.arange(num), view=view) for view in (0, 1)]
+        views_a, views_b = (viewmaker(images, key) for key in keys)
+        return {f"views/{name}": float(value) for name, value in view_health(views_a, views_b, images, None).items()}
+
+    with torch.no_grad():
+        force(viewmaker)
+    sentences = [sentence for at_step in alarms_of(measure).values() for sentence in at_step]
+    assert len(sentences) == len(meanings)
+    assert all(meaning in sentence for meaning, sentence in zip(meanings, sentences, strict=True))
+
+
+def test_an_alarm_is_one_sentence_with_numbers_and_comes_once() -> None:
+    alarms, collapsed = Alarms(AlarmConfig(after_steps=30)), {"views/budget_spent": 1e-4}
+    assert [alarms.check(collapsed, step) for step in (10, 20, 30)] == [[], [], []]
+    assert alarms.check(collapsed, 40) == [
+        "the views have become the identity: they are the pictures themselves "
+        "(views/budget_spent is 0.0001 at step 40, below 0.00196 since step 10)"
+    ]
+    assert alarms.check(collapsed, 50) == []
+
+
+def test_an_alarm_that_was_over_comes_again_and_a_passing_one_never() -> None:
+    alarms = Alarms(AlarmConfig(after_steps=20))
+    low, high = {"embeddings/effective_rank": 1.2}, {"embeddings/effective_rank": 30.0}
+    checks = [low, low, high, low, low, low, high, low, low, low]
+    assert [bool(alarms.check(metrics, 10 * number)) for number, metrics in enumerate(checks)] == [
+        *(False, False, False),
+        *(False, False, True),
+        *(False, False, False, True),
+    ]
+
+
+def test_rarely_logged_metrics_are_told_at_the_second_time() -> None:
+    alarms = Alarms()
+    assert [len(alarms.check({"embeddings/uniformity": -0.01}, step)) for step in (1, 100)] == [0, 1]
+
+
+def test_metrics_that_are_absent_or_nan_set_nothing_off() -> None:
+    alarms = Alarms(AlarmConfig(after_steps=1))
+    for step in range(0, 100, 10):
+        assert alarms.check({"train/loss": 0.0, "views/diversity": math.nan}, step) == []
+
+
+def test_a_limit_can_be_set_and_must_make_sense() -> None:
+    alarms = Alarms(AlarmConfig(after_steps=1, min_effective_rank=100))
+    alarms.check({"embeddings/effective_rank": 30.0}, 0)
+    assert len(alarms.check({"embeddings/effective_rank": 30.0}, 1)) == 1
+    for wrong in ({"max_evenness": 2}, {"after_steps": 0}, {"max_uniformity": 1}):
+        with pytest.raises(ValidationError):
+            AlarmConfig.model_validate(wrong)

@@ -1,0 +1,164 @@
+"""Metrics reach metrics.jsonl always, and W&B's own client offline as one run; W&B failing harms nothing."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wandb
+
+from configs import resolve_recipe
+from trainer.observability.tracking import Tracker
+from trainer.observability.wandb_run import offline_steps
+from trainer.run_dir import RunDir
+
+ROOT = Path(__file__).parents[3]
+ENDED_WITH_ITS_JOB = """
+import os, signal, sys, time
+from pathlib import Path
+from configs import resolve_recipe
+from trainer.rundir import RunDir
+from trainer.tracking import Tracker
+tracker = Tracker(RunDir(Path(sys.argv[1])), config=resolve_recipe("debug:image"), start_step=0)
+for step in range(1, 5):
+    tracker.log(step, {"train/loss": 1.0 / step})
+(core,) = (
+    int(path.parent.name)
+    for path in Path("/proc").glob("[0-9]*/stat")
+    if "(wandb-core)" in path.read_text() and int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid()
+)
+os.kill(core, signal.SIGTERM)
+while Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+    time.sleep(0.05)
+tracker.log(5, {"train/loss": 0.2})
+os._exit(0)
+"""
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from configs import resolve_recipe
+from trainer.rundir import RunDir
+from trainer.tracking import Tracker
+tracker = Tracker(RunDir(Path(sys.argv[1])), config=resolve_recipe("debug:image"), start_step=0)
+tracker.log(1, {"train/loss": 1.0})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+NOTEBOOK = """
+import os, signal, subprocess, sys, time
+import wandb
+wandb.init(dir=sys.argv[1])
+assert "WANDB_SERVICE" in os.environ
+for _ in range(2):
+    killed = subprocess.run([sys.executable, "-c", *sys.argv[2:]])
+    assert killed.returncode == -signal.SIGKILL
+    time.sleep(1.1)  # W&B names directories by the second
+wandb.finish()
+"""
+
+
+def wandb_steps(run_dir: RunDir) -> list[int]:
+    """Of all starts, one after another."""
+    paths = sorted(run_dir.path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert len({path.name for path in paths}) == 1
+    return [step for path in paths for step in offline_steps(path)]
+
+
+def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    config = resolve_recipe("debug:image", ["tracking.wandb=disabled"])
+    first = Tracker(run_dir, config=config, start_step=0)
+    for step in range(1, 8):
+        first.log(step, {"train/loss": float(step)})
+    with run_dir.metrics.open("a") as file:
+        file.write('{"step": 8, "train/lo')  # a kill in the middle of a line
+    second = Tracker(run_dir, config=config, start_step=5)
+    second.log(6, {"train/loss": -6.0})
+    second.close()
+    assert [(entry["step"], entry["train/loss"]) for entry in run_dir.read_metrics()] == [
+        *((step, float(step)) for step in range(1, 6)),
+        (6, -6.0),
+    ]
+
+
+def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start and at the end, so that one of them is seen."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    caplog.set_level(logging.INFO, logger="trainer.observability.wandb_run")
+    run_dir = RunDir(tmp_path / "a run")
+    run_dir.path.mkdir()
+    config = resolve_recipe("debug:image")
+    for start_step in (0, 2):
+        tracker = Tracker(run_dir, config=config, start_step=start_step)
+        for step in (start_step + 1, start_step + 2):
+            tracker.log(step, {"train/loss": 1.0 / step})
+        tracker.close()
+    run_id = run_dir.wandb_run_id.read_text().strip()
+    folders = sorted((run_dir.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    assert len(folders) == 2
+    told = [record.message for record in caplog.records if "wandb sync" in record.message]
+    assert [message.partition(" ")[0] for message in told] == ["Weights"] * 4
+    commands = [message.partition("wandb sync ")[2] for message in told]
+    one, both = f"'{folders[0].parent}'", f"'{run_dir.path}/wandb'/offline-run-*"
+    assert commands == [one, one, both, both]
+    assert wandb_steps(run_dir) == [1, 2, 3, 4]
+    assert [entry["step"] for entry in run_dir.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM comes to all processes of a job, and W&B's own leaves at once, with what it holds in memory."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = RunDir(tmp_path)
+    subprocess.run([sys.executable, "-c", ENDED_WITH_ITS_JOB, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
+    assert wandb_steps(run_dir) != [1, 2, 3, 4, 5], "nothing was lost, so this test shows nothing"
+    tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=5)
+    tracker.log(6, {"train/loss": 0.1})
+    tracker.close()
+    assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_killed_run_gets_its_id_back_though_who_started_it_has_a_wandb_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job that was submitted from a notebook, and started again."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    command = [sys.executable, "-c", NOTEBOOK, str(tmp_path), KILLED, str(run_dir.path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    run_id = run_dir.wandb_run_id.read_text().strip()
+    assert len(list(run_dir.path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))) == 2
+
+
+def test_wandb_gets_no_step_twice_where_a_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = RunDir(tmp_path)
+    for start_step, last in ((0, 4), (2, 6)):
+        tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=start_step)
+        for step in range(start_step + 1, last + 1):
+            tracker.log(step, {"train/loss": 1.0})
+        tracker.close()
+    assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_failing_wandb_is_reported_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**_: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    run_dir = RunDir(tmp_path)
+    tracker = Tracker(run_dir, config=resolve_recipe("debug:image", ["tracking.wandb=offline"]), start_step=0)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.log(2, {"train/loss": 0.5})
+    tracker.close()
+    assert [entry["step"] for entry in run_dir.read_metrics()] == [1, 2]
+    assert len([record for record in caplog.records if "no route to host" in record.message]) == 1

@@ -1,0 +1,181 @@
+"""W&B as a server sees it, on a stand-in for one; and TensorBoard, read by its own reader."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs import resolve_recipe
+from configs.resolve import resolve_study
+from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
+from trainer.config import RunConfig
+from trainer.observability import wandb_run
+from trainer.observability.tracking import StepPictures, Tracker, memory_in_use
+from trainer.observability.wandb_run import offline_steps, summarize
+from trainer.run_dir import RunDir
+
+ROOT = Path(__file__).parents[3]
+TWO_STEPS = """
+import sys
+from pathlib import Path
+from configs import resolve_recipe
+from trainer import tracking, wandb_run
+from trainer.rundir import RunDir
+wandb_run.INIT_SECONDS = 3
+config = resolve_recipe("debug:image", [f"tracking.wandb={sys.argv[2]}"])
+tracker = tracking.Tracker(RunDir(Path(sys.argv[1])), config=config, start_step=0)
+for step in (1, 2):
+    tracker.log(step, {"train/loss": 1.0})
+tracker.close()
+"""
+
+CHANGES = {
+    "views/change": np.array([1, 1, 1, np.nan, np.inf], np.float32),
+    "views/nothing": np.full(3, np.nan, np.float32),
+}
+PICTURES = StepPictures({"views/grid": np.zeros((4, 6, 3), np.uint8)}, CHANGES)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    with stand_in_server(monkeypatch) as stand_in:
+        yield stand_in
+
+
+def train(run_dir: RunDir, config: RunConfig, *, start_step: int, last: int) -> list[float]:
+    """Seconds that each step's log took."""
+    tracker, seconds = Tracker(run_dir, config=config, start_step=start_step), []
+    for step in range(start_step + 1, last + 1):
+        started = time.perf_counter()
+        tracker.log(step, {"train/loss": 1.0 / step})
+        seconds.append(time.perf_counter() - started)
+    tracker.log_pictures(last, PICTURES)
+    tracker.close()
+    return seconds
+
+
+def test_two_starts_online_are_one_run_with_its_study_pictures_and_summary(server: StandIn, tmp_path: Path) -> None:
+    run_dir, config = RunDir(tmp_path), resolve_study("studies:table1_small")[0]
+    train(run_dir, config, start_step=0, last=4)
+    train(run_dir, config, start_step=4, last=6)
+    summarize(run_dir, config, {"probe/base/linear": 0.5, "probe/overlay/linear": 0.25})
+    ((run_id, run),) = server.runs.items()
+    assert run_id == run_dir.wandb_run_id.read_text().strip()
+    assert run.steps == [1, 2, 3, 4, 5, 6]
+    assert (run.tags, run.group, run.job_type) == (["table1_small"], config.name, "train")
+    assert run.config["encoder"]["value"]["kind"] == "resnet10"
+    assert [name for name in run.files if name.startswith("media/images/views/grid_6")]
+    assert json.loads(run.history[-1])["views/change"]["_type"] == "histogram"
+    assert (run.summary["probe/base/linear"], run.summary["probe/overlay/linear"]) == (0.5, 0.25)
+    assert run.summary["train/loss"] == 1 / 6
+
+
+def test_what_was_written_offline_is_synchronised_as_wandb_documents(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, config = RunDir(tmp_path), resolve_recipe("debug:image")
+    with monkeypatch.context() as offline:
+        offline.setenv("WANDB_MODE", "offline")
+        train(run_dir, config, start_step=0, last=3)
+        train(run_dir, config, start_step=3, last=5)
+    assert not server.runs
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    subprocess.run([sys.executable, "-m", "wandb", "sync", *map(str, folders)], cwd=tmp_path, check=True, timeout=120)
+    ((run_id, run),) = server.runs.items()
+    assert run_id == run_dir.wandb_run_id.read_text().strip()
+    assert run.steps == [1, 2, 3, 4, 5]
+
+
+def test_a_slow_server_costs_a_step_nothing(server: StandIn, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=0)
+    server.delay = 5.0
+    started = time.perf_counter()
+    for step in range(1, 101):
+        tracker.log(step, {"train/loss": 1.0 / step})
+    assert time.perf_counter() - started < 4.0
+    server.delay = 0.0
+    tracker.close()
+    ((_, run),) = server.runs.items()
+    assert run.steps == list(range(1, 101))
+
+
+def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wandb_run, "FINISH_SECONDS", 1.0)
+    tracker = Tracker(RunDir(tmp_path), config=resolve_recipe("debug:image"), start_step=0)
+    server.delay = 60.0
+    tracker.log(1, {"train/loss": 1.0})
+    started = time.perf_counter()
+    tracker.close()
+    assert time.perf_counter() - started < 20
+    assert "what it lacks lies in RUN_DIR/wandb, for `wandb sync`" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """In a process of its own, because W&B's library remembers a login."""
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    for name in ("WANDB_SERVICE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_STEPS, str(tmp_path), mode],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "going on offline" in done.stderr
+    ((folder, steps),) = [
+        (path.parent.name, offline_steps(path)) for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    ]
+    assert folder.startswith("offline-run-")
+    assert steps == [1, 2]
+    assert [entry["step"] for entry in RunDir(tmp_path).read_metrics()] == [1, 2]
+
+
+def test_tensorboard_has_every_step_once_and_the_pictures(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = resolve_recipe("debug:image", ["tracking.tensorboard=true", "tracking.wandb=disabled"])
+    run_dir = RunDir(tmp_path)
+    train(run_dir, config, start_step=0, last=4)
+    train(run_dir, config, start_step=2, last=6)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1 / step for step in range(1, 7)])
+    assert events.Images("views/grid")[-1].step == 6
+    assert events.Histograms("views/change")[-1].histogram_value.num == 3
+
+
+def test_without_tensorboard_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    config = resolve_recipe("debug:image", ["tracking.tensorboard=true", "tracking.wandb=disabled"])
+    with caplog.at_level(logging.WARNING):
+        train(RunDir(tmp_path), config, start_step=0, last=2)
+    assert "pip install -e '.[tensorboard]'" in caplog.text
+    assert [entry["step"] for entry in RunDir(tmp_path).read_metrics()] == [1, 2]
+
+
+def test_memory_in_use_is_what_the_system_says() -> None:
+    block = np.ones(200_000_000, np.uint8)
+    used = memory_in_use(torch.device("cpu"))
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    assert list(used) == ["memory/resident_gigabytes"]
+    assert used["memory/resident_gigabytes"] >= 0.99 * resident > block.nbytes / 1e9

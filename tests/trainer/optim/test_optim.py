@@ -1,0 +1,408 @@
+"""Optimizers against plain loops written from the papers' equations, and against the libraries started the usual way;
+rates as functions of the step, against torch's own scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.core.errors import UserError
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.optim import optimizers as optim
+from trainer.optim.learning_rates import learning_rate_at, scaled_learning_rate
+from trainer.optim.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    SGDConfig,
+    build_optimizer,
+)
+from trainer.optim.schedules import ConstantConfig, CosineConfig
+
+timm_optim = pytest.importorskip("timm.optim")
+lightly_lars = pytest.importorskip("lightly.utils.lars")
+
+RATES = (0.1, 0.2, 0.05, 0.05, 0.3)
+# Decays and thresholds large enough that leaving one out, or putting it elsewhere, shows.
+CONFIGS: dict[str, OptimizerConfig] = {
+    "sgd": SGDConfig(weight_decay=0.1),
+    "sgd, matrices": SGDConfig(weight_decay=0.1, decay="matrices"),
+    "sgd without momentum": SGDConfig(momentum=0.0),
+    "adam": AdamConfig(weight_decay=0.1, betas=(0.8, 0.9)),
+    "adam, matrices": AdamConfig(weight_decay=0.1, decay="matrices"),
+    "adamw": AdamWConfig(weight_decay=0.1, epsilon=1e-3),
+    "adamw, all": AdamWConfig(weight_decay=0.1, decay="all"),
+    "lars": LARSConfig(weight_decay=0.1, trust=0.5),
+    "lars, all": LARSConfig(weight_decay=0.1, trust=0.5, decay="all"),
+    "lars without decay": LARSConfig(weight_decay=0.0, trust=0.5),
+    "lamb": LAMBConfig(weight_decay=0.1, betas=(0.8, 0.9)),
+    "lamb, all": LAMBConfig(weight_decay=0.1, decay="all"),
+    "lamb without decay": LAMBConfig(weight_decay=0.0),
+    "lamb, cut": LAMBConfig(max_gradient_norm=0.5),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+one_of_each_kind = pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "lars", "lamb"])
+
+
+def small_net(*, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A convolution, a norm and a matrix with its bias; the bias begins at zero, where a length is no divisor."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 2, bias=False), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3)).to(dtype)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+        for linear in (module for module in net if isinstance(module, nn.Linear)):
+            linear.bias.zero_()
+    return net
+
+
+def gradients(net: nn.Module, step: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(parameter.shape, generator=draw).to(parameter.dtype) for parameter in net.parameters()]
+
+
+def take_steps(optimizer: torch.optim.Optimizer, net: nn.Module, rates: tuple[float, ...], *, first: int = 0) -> None:
+    for step, rate in enumerate(rates, first):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for parameter, gradient in zip(net.parameters(), gradients(net, step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+@dataclass
+class SlowParameter:
+    """One parameter as a list of floats with what any of the optimizers keeps of it."""
+
+    w: list[float]
+    m: list[float]
+    v: list[float]
+    is_matrix: bool
+
+
+def length(x: list[float]) -> float:
+    return math.sqrt(sum(value * value for value in x))
+
+
+def slow_step(
+    config: OptimizerConfig, parameters: list[SlowParameter], grads: list[list[float]], *, t: int, rate: float
+) -> None:
+    if isinstance(config, LAMBConfig) and config.max_gradient_norm is not None:
+        whole = length([value for grad in grads for value in grad])
+        grads = [[value * min(1.0, config.max_gradient_norm / whole) for value in grad] for grad in grads]
+    for p, grad in zip(parameters, grads, strict=True):
+        included = config.decay == "all" or p.is_matrix
+        decay = config.weight_decay if included else 0.0
+        match config:
+            case SGDConfig() | LARSConfig():
+                ratio = 1.0
+                if isinstance(config, LARSConfig) and included and length(p.w) > 0:
+                    ratio = config.trust * length(p.w) / (length(grad) + decay * length(p.w))
+                p.m = [config.momentum * m + ratio * (g + decay * w) for m, g, w in zip(p.m, grad, p.w, strict=True)]
+                p.w = [w - rate * m for w, m in zip(p.w, p.m, strict=True)]
+            case AdamConfig() | AdamWConfig() | LAMBConfig():
+                beta1, beta2 = config.betas
+                if isinstance(config, AdamConfig):
+                    grad = [g + decay * w for g, w in zip(grad, p.w, strict=True)]
+                p.m = [beta1 * m + (1 - beta1) * g for m, g in zip(p.m, grad, strict=True)]
+                p.v = [beta2 * v + (1 - beta2) * g * g for v, g in zip(p.v, grad, strict=True)]
+                u = [
+                    (m / (1 - beta1**t)) / (math.sqrt(v / (1 - beta2**t)) + config.epsilon)
+                    for m, v in zip(p.m, p.v, strict=True)
+                ]
+                if not isinstance(config, AdamConfig):
+                    u = [value + decay * w for value, w in zip(u, p.w, strict=True)]
+                if isinstance(config, LAMBConfig) and included and length(p.w) > 0:
+                    u = [value * length(p.w) / length(u) for value in u]
+                p.w = [w - rate * value for w, value in zip(p.w, u, strict=True)]
+
+
+@every_config
+def test_each_equals_the_papers_equations(config: OptimizerConfig) -> None:
+    net = small_net(seed=0, dtype=torch.float64)
+    slow = [
+        SlowParameter(p.flatten().tolist(), [0.0] * p.numel(), [0.0] * p.numel(), is_matrix=p.ndim > 1)
+        for p in net.parameters()
+    ]
+    optimizer = build_optimizer(config, net)
+    for t, rate in enumerate(RATES, 1):
+        take_steps(optimizer, net, (rate,), first=t)
+        slow_step(config, slow, [grad.flatten().tolist() for grad in gradients(net, t)], t=t, rate=rate)
+        for parameter, expected in zip(net.parameters(), slow, strict=True):
+            # Not nearer, because timm adds 1e-8 under the fraction of LARS, where the paper has nothing.
+            torch.testing.assert_close(parameter.flatten().tolist(), expected.w, rtol=1e-7, atol=1e-8)
+
+
+def test_at_a_constant_rate_lars_is_that_of_the_paper_with_the_rate_inside_the_momentum() -> None:
+    config = LARSConfig(weight_decay=0.1, trust=0.5, decay="all", momentum=0.7)
+    net = small_net(seed=0, dtype=torch.float64)
+    matrix = next(net.parameters())
+    w, v = matrix.flatten().tolist(), [0.0] * matrix.numel()
+    take_steps(build_optimizer(config, net), net, (0.2,) * 4)
+    for step in range(4):
+        g = gradients(net, step)[0].flatten().tolist()
+        local_rate = 0.5 * length(w) / (length(g) + 0.1 * length(w))
+        v = [0.7 * vi + 0.2 * local_rate * (gi + 0.1 * wi) for vi, gi, wi in zip(v, g, w, strict=True)]
+        w = [wi - vi for wi, vi in zip(w, v, strict=True)]
+    assert matrix.flatten().tolist() == pytest.approx(w, rel=1e-7)
+
+
+def groups_by_hand(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def the_usual_way(kind: str, net: nn.Module) -> tuple[OptimizerConfig, torch.optim.Optimizer]:
+    match kind:
+        case "sgd":
+            usual: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=1, momentum=0.9, weight_decay=0.1)
+            return SGDConfig(weight_decay=0.1), usual
+        case "adam":
+            return AdamConfig(weight_decay=0.1), torch.optim.Adam(net.parameters(), lr=1, weight_decay=0.1)
+        case "adamw":
+            return AdamWConfig(weight_decay=0.1), torch.optim.AdamW(groups_by_hand(net, 0.1), lr=1)
+        case "lars":
+            return LARSConfig(weight_decay=0.1), timm_optim.Lars(groups_by_hand(net, 0.1), lr=1, momentum=0.9)
+        case _:
+            usual = timm_optim.Lamb(groups_by_hand(net, 0.1), lr=1, max_grad_norm=None)
+            return LAMBConfig(weight_decay=0.1), usual
+
+
+@one_of_each_kind
+def test_bits_are_those_of_the_library_started_the_usual_way(kind: str) -> None:
+    ours, theirs = small_net(seed=0), small_net(seed=0)
+    config, usual = the_usual_way(kind, theirs)
+    optimizer = build_optimizer(config, ours)
+    for step, rate in enumerate(RATES):
+        take_steps(optimizer, ours, (rate,), first=step)
+        take_steps(usual, theirs, (rate,), first=step)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine, other)
+            for name, value in usual.state[other].items():
+                assert torch.equal(optimizer.state[mine][name], value)
+                assert optimizer.state[mine][name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("decay", ["all", "matrices"])
+def test_lars_equals_lightlys(decay: Any) -> None:
+    ours, theirs = small_net(seed=0, dtype=torch.float64), small_net(seed=0, dtype=torch.float64)
+    parameters = theirs.parameters() if decay == "all" else groups_by_hand(theirs, 0.1)
+    peer = lightly_lars.LARS(parameters, lr=1.0, momentum=0.9, weight_decay=0.1, trust_coefficient=0.02)
+    take_steps(peer, theirs, RATES)
+    take_steps(build_optimizer(LARSConfig(weight_decay=0.1, trust=0.02, decay=decay), ours), ours, RATES)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@every_config
+def test_the_state_is_there_before_the_first_step_and_keeps_its_names(config: OptimizerConfig) -> None:
+    engine = DDPEngine(small_net(seed=0), optimizer=config)
+    before = {name: value.clone() for name, value in engine.optimizer_state().items()}
+    assert not any(value.any() for value in before.values())
+    for parameter, gradient in zip(engine.module.parameters(), gradients(engine.module, 0), strict=True):
+        parameter.grad = gradient
+    engine.step(learning_rate=0.1)
+    after = engine.optimizer_state()
+    assert before.keys() == after.keys()
+    assert all((before[name].shape, before[name].dtype) == (after[name].shape, after[name].dtype) for name in before)
+    has_momentum = not (isinstance(config, SGDConfig) and config.momentum == 0)
+    assert bool(after) == has_momentum
+    assert all(value.any() for value in after.values())
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+    ids=["cpu", "gpu"],
+)
+@every_config
+def test_a_skipped_step_leaves_no_trace(config: OptimizerConfig, device: str) -> None:
+    engine = DDPEngine(small_net(seed=0).to(device), optimizer=config)
+    parameters = list(engine.module.parameters())
+
+    def step(number: int, skip: bool, spoil: float = 1.0) -> dict[str, Tensor]:
+        for parameter, gradient in zip(parameters, gradients(engine.module, number), strict=True):
+            parameter.grad = gradient.to(device) * spoil
+        engine.step(learning_rate=0.1, skip=torch.tensor(skip, device=device))
+        assert all(parameter.grad is None for parameter in parameters)
+        return {name: value.clone() for name, value in (engine.module_state() | engine.optimizer_state()).items()}
+
+    before = step(0, skip=False)
+    after = step(1, skip=True, spoil=math.nan)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    goes_on = step(1, skip=False)
+    assert not any(
+        torch.equal(goes_on[name], before[name]) for name in before if "running" not in name and "num" not in name
+    )
+
+
+@pytest.mark.parametrize("config", [CONFIGS["lars"], CONFIGS["lars, all"]], ids=["lars", "lars, all"])
+def test_a_step_that_is_taken_back_was_never_taken(config: OptimizerConfig) -> None:
+    """As on a GPU, where whether it stays is not known to the host."""
+
+    def states(skips: list[bool]) -> list[Tensor]:
+        net = small_net(seed=0)
+        optimizer = build_optimizer(config, net)
+        tensors = [t for p in net.parameters() for t in (p, *optimizer.state[p].values())]
+        number = 0
+        for skip in skips:
+            for parameter, gradient in zip(net.parameters(), gradients(net, number), strict=True):
+                parameter.grad = gradient * (math.nan if skip else 1.0)
+            optim._step_and_take_back(torch.tensor(skip), optimizer, tensors)
+            number += not skip
+        return [tensor.detach() for tensor in tensors]
+
+    for found, expected in zip(states([True, False, True, False]), states([False, False]), strict=True):
+        assert torch.equal(found, expected)
+
+
+@every_config
+def test_a_run_taken_up_by_the_names_of_its_parameters_ends_in_the_same_bits(
+    config: OptimizerConfig, tmp_path: Path
+) -> None:
+    def train(engine: DDPEngine, steps: range) -> None:
+        for step in steps:
+            for parameter, gradient in zip(engine.module.parameters(), gradients(engine.module, step), strict=True):
+                parameter.grad = gradient
+            engine.step(learning_rate=RATES[step])
+
+    engine = DDPEngine(small_net(seed=0), optimizer=config)
+    train(engine, range(3))
+    safetensors.torch.save_file(engine.module_state(), tmp_path / "module.safetensors")
+    safetensors.torch.save_file(engine.optimizer_state(), tmp_path / "optimizer.safetensors")
+    again = DDPEngine(small_net(seed=1), optimizer=config)
+    train(again, range(1))  # so that nothing of a later life remains either
+    again.load(
+        safetensors.torch.load_file(tmp_path / "module.safetensors"),
+        safetensors.torch.load_file(tmp_path / "optimizer.safetensors"),
+    )
+    for each in (engine, again):
+        train(each, range(3, 5))
+    for state, expected in (
+        (again.module_state(), engine.module_state()),
+        (again.optimizer_state(), engine.optimizer_state()),
+    ):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("config", "left_out"),
+    [
+        (SGDConfig(), []),
+        (AdamConfig(weight_decay=0.1), []),
+        (SGDConfig(decay="matrices"), ["1.weight", "1.bias", "3.bias"]),
+        (AdamWConfig(), ["1.weight", "1.bias", "3.bias"]),
+        (LARSConfig(), ["1.weight", "1.bias", "3.bias"]),
+        (LAMBConfig(), ["1.weight", "1.bias", "3.bias"]),
+    ],
+)
+def test_biases_and_norms_are_without_decay_where_that_is_customary(
+    config: OptimizerConfig, left_out: list[str]
+) -> None:
+    net = small_net(seed=0)
+    without = {
+        id(parameter)
+        for group in build_optimizer(config, net).param_groups
+        if group["weight_decay"] == 0
+        for parameter in group["params"]
+    }
+    assert [name for name, parameter in net.named_parameters() if id(parameter) in without] == left_out
+
+
+def test_parameters_that_are_not_trained_are_left_alone() -> None:
+    net = small_net(seed=0)
+    first = next(net.parameters()).requires_grad_(False)
+    optimizer = build_optimizer(LAMBConfig(), net)
+    assert first not in optimizer.state
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+
+
+def test_the_published_settings_reach_the_optimizer() -> None:
+    module = nn.Linear(1, 1)
+    (sgd,) = build_optimizer(SGDConfig(), module).param_groups
+    assert (sgd["lr"], sgd["momentum"], sgd["weight_decay"]) == (0.03, 0.9, 1e-4)
+    (adam,) = build_optimizer(AdamConfig(), module).param_groups
+    assert (adam["lr"], adam["betas"], adam["weight_decay"]) == (1e-3, (0.9, 0.999), 0.0)
+
+
+@pytest.mark.parametrize("config_class", [LARSConfig, LAMBConfig])
+def test_without_timm_the_config_says_what_to_install(
+    config_class: type[LARSConfig | LAMBConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"recipe: kind: .* needs the package timm; .* pip install -e '.\[timm\]'"):
+        config_class.parse({}, where="recipe")
+    SGDConfig.parse({}, where="recipe")
+
+
+def rates(config: OptimizerConfig, num_steps: int, *, global_batch_size: int = 256) -> list[float]:
+    return [
+        learning_rate_at(config, step=step, num_steps=num_steps, global_batch_size=global_batch_size)
+        for step in range(num_steps)
+    ]
+
+
+def test_a_constant_rate_stays() -> None:
+    assert set(rates(SGDConfig(learning_rate=0.03), 10)) == {0.03}
+
+
+def test_a_constant_rate_may_be_warmed_up_to() -> None:
+    config = LARSConfig(learning_rate=1.0, schedule=ConstantConfig(warmup_fraction=0.3))
+    assert rates(config, 10) == pytest.approx([1 / 3, 2 / 3] + [1.0] * 8)
+
+
+def test_cosine_equals_torchs() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.06)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=97)
+    for rate in rates(SGDConfig(learning_rate=0.06, schedule=CosineConfig()), 97):
+        assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_warm_up_rises_to_the_rate_and_the_cosine_ends_near_zero() -> None:
+    config = AdamConfig(learning_rate=1.0, schedule=CosineConfig(warmup_fraction=0.1))
+    of_step = rates(config, 100)
+    assert of_step[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert of_step[10] == 1.0
+    assert all(later < earlier for earlier, later in itertools.pairwise(of_step[10:]))
+    assert of_step[-1] < 1e-3
+
+
+def test_warm_up_may_fill_all_of_a_short_run() -> None:
+    config = SGDConfig(learning_rate=1.0, schedule=CosineConfig(warmup_fraction=0.9))
+    assert rates(config, 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_the_rate_grows_with_the_batch_as_published() -> None:
+    # Chen et al. 2020: 0.3 x batch / 256, and 0.075 x the square root of the batch.
+    linear = LARSConfig(learning_rate=0.3, scaling="linear")
+    root = LARSConfig(learning_rate=0.075, scaling="square_root", reference_batch_size=1)
+    for global_batch_size in (256, 1024, 4096, 8192):
+        of_batch = [scaled_learning_rate(config, global_batch_size=global_batch_size) for config in (linear, root)]
+        assert of_batch == pytest.approx([0.3 * global_batch_size / 256, 0.075 * global_batch_size**0.5])
+    assert scaled_learning_rate(SGDConfig(learning_rate=0.3), global_batch_size=4096) == 0.3
+
+
+@pytest.mark.parametrize("schedule", [ConstantConfig(warmup_fraction=0.2), CosineConfig(warmup_fraction=0.2)])
+def test_every_step_of_a_schedule_is_scaled_alike(schedule: Any) -> None:
+    config = SGDConfig(schedule=schedule, scaling="linear", reference_batch_size=64)
+    assert rates(config, 20, global_batch_size=256) == pytest.approx(
+        [4 * rate for rate in rates(config, 20, global_batch_size=64)]
+    )

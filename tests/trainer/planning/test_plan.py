@@ -1,0 +1,257 @@
+"""The plan against what real steps take: bytes of tensors in one process, bytes of collectives on two gloo ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL, Batch
+from data_pipeline.core.schema import Schema
+from tests.gloo import run_ranks
+from trainer.config import RunConfig
+from trainer.distributed.collectives import is_distributed, rank, world_size
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine
+from trainer.distributed.engines.engine import Engine
+from trainer.modules import build_players, build_run_objective
+from trainer.optim.optimizers import OptimizerConfig
+from trainer.planning.accounting import Accounts
+from trainer.planning.plan import MARGIN, Plan, describe, plan, room_on
+from trainer.step import TrainingStep
+
+BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
+RUNS = {
+    "viewmaker": ("debug:viewmaker", []),
+    "viewmaker in turns": ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"]),
+    "chunked": ("debug:image", ["objective.chunk_size=5"]),
+    "micro batches": ("debug:viewmaker", ["memory.micro_batches=2", "objective.chunk_size=5"]),
+    "checkpointing": ("debug:viewmaker", ["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=whole"]),
+    "moco": ("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"]),
+    "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", "precision=float64"]),
+    "bank": ("debug:viewmaker", ["objective.kind=instance_discrimination", "objective.num_negatives=5"]),
+    "autocast": ("debug:image", ["precision=bfloat16", "objective.kind=barlow_twins", "channels_last=true"]),
+}
+
+
+def configure(run: str, *more: str) -> RunConfig:
+    recipe, overrides = RUNS[run]
+    return resolve_recipe(recipe, [f"global_batch_size={BATCH_SIZE}", *overrides, *more])
+
+
+def planned(config: RunConfig, *, ranks: int = 1, device_gigabytes: float | None = None) -> Plan:
+    return plan(
+        config,
+        world_size=ranks,
+        num_samples=NUM_SAMPLES,
+        device_gigabytes=device_gigabytes,
+        input_shape=SHAPE,
+        backend="gloo",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Real:
+    """What a real run of a config takes: `resident_bytes` before its first step, the others in it."""
+
+    resident_bytes: int
+    step_bytes: int
+    output_bytes: int
+    sent_bytes: dict[str, int]
+
+
+def build_engine(config: RunConfig, module: nn.Module, *, optimizer: OptimizerConfig) -> Engine:
+    engine: Schema = config.engine
+    if isinstance(engine, DeepSpeedConfig):
+        size = config.global_batch_size
+        return DeepSpeedEngine(module, optimizer=optimizer, config=engine, global_batch_size=size)
+    return DDPEngine(module, optimizer=optimizer)
+
+
+def measured(config: RunConfig, num_before: int = 0) -> Real:
+    """A step as `trainer.train` takes it, after so many others."""
+    size = config.global_batch_size // world_size()
+    draw = torch.Generator().manual_seed(rank())
+    pictures = torch.randint(0, 256, (size, *SHAPE), dtype=torch.uint8, generator=draw)
+    labels, masks = torch.full((size,), NO_LABEL), torch.zeros(size, *SHAPE[1:], dtype=torch.uint8)
+    index_B = torch.arange(size) + rank() * size
+    batch = Batch(0, 0, index_B, pictures, pictures, masks, masks, labels, labels.clone())
+
+    players = build_players(config).to(torch.device("cpu"), config.parameter_dtype)
+    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    modules = players.trained_modules | {"objective": objective}
+    optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
+    engines = {
+        name: build_engine(config, module, optimizer=optimizers[name])
+        for name, module in modules.items()
+        if any(parameter.requires_grad for parameter in module.parameters())
+    }
+    state = [
+        *(tensor for module in modules.values() for tensor in [*module.parameters(), *module.buffers()]),
+        *(tensor for engine in engines.values() for tensor in engine.optimizer_state().values()),
+        *(pictures, masks, labels, labels.clone(), index_B),
+    ]
+    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    for _ in range(num_before):
+        step(batch, learning_rates=defaultdict(float))
+    with Accounts() as accounts:
+        output = step(batch, learning_rates=defaultdict(float))
+        assert not output.skipped
+        at_the_end = accounts.live_bytes
+        del output
+        output_bytes = at_the_end - accounts.live_bytes
+    resident = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state}
+    sent_bytes = {name: num for name, num in accounts.sent_bytes.items() if num}
+    return Real(sum(resident.values()), accounts.peak_bytes, output_bytes, sent_bytes)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_memory_is_that_of_a_real_step(run: str) -> None:
+    found, real = planned(configure(run)), measured(configure(run))
+    assert found.step_bytes == real.step_bytes
+    assert found.module_bytes + found.optimizer_bytes + found.batch_bytes == real.resident_bytes
+    assert found.output_bytes == real.output_bytes
+    assert found.engine_bytes == found.host_bytes == 0
+    assert found.sent_bytes == {}
+
+
+@pytest.mark.parametrize("run", ["viewmaker in turns", "micro batches", "moco", "simsiam", "bank"])
+def test_what_is_sent_is_what_two_ranks_send(run: str) -> None:
+    config = configure(run)
+    found = planned(config, ranks=2)
+    # DDP plans its buckets anew, once, when a module is called again after its first backward.
+    num_before = 2 if run == "viewmaker in turns" else 0
+    assert [real.sent_bytes for real in run_ranks(measured, 2, config, num_before)] == [found.sent_bytes] * 2
+
+
+def zero(stage: int, *, offload: bool = False) -> RunConfig:
+    engine = DeepSpeedConfig(zero_stage=stage, offload_optimizer=offload)
+    return configure("chunked").model_copy(update={"engine": engine})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_sent_is_what_two_ranks_of_zero_send(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    config = zero(stage)
+    found = planned(config, ranks=2)
+    assert [real.sent_bytes for real in run_ranks(measured, 2, config, 1)] == [found.sent_bytes] * 2
+
+
+def test_zero_cuts_what_its_stage_says() -> None:
+    of_ddp, *by_stage = (planned(config, ranks=4) for config in (configure("chunked"), *map(zero, range(4))))
+    gradient, optimizer = of_ddp.gradient_bytes, of_ddp.optimizer_bytes
+    assert [of_stage.gradient_bytes for of_stage in by_stage] == [gradient, gradient, gradient // 4, gradient // 4]
+    assert [of_stage.optimizer_bytes for of_stage in by_stage] == [optimizer, *[optimizer // 4] * 3]
+    assert by_stage[2].step_bytes <= by_stage[1].step_bytes == of_ddp.step_bytes
+    offloaded = planned(zero(2, offload=True), ranks=4)
+    assert (offloaded.optimizer_bytes, offloaded.host_bytes) == (0, optimizer // 4 + gradient // 4)
+    assert "a least" in describe(by_stage[3])
+
+
+def test_the_parts_of_a_step_are_within_it() -> None:
+    found = planned(configure("viewmaker"))
+    assert 0 < found.loss_bytes < found.step_bytes
+    assert found.gradient_bytes < found.activation_bytes < found.step_bytes
+
+
+def test_a_whole_matrix_of_similarities_is_in_the_loss() -> None:
+    """In float32, of 2 B by 2 B; a chunked loss has a tile of it alone."""
+    whole, chunked = (
+        plan(
+            resolve_recipe("debug:image", ["global_batch_size=128", *more]),
+            world_size=1,
+            num_samples=None,
+            device_gigabytes=None,
+        )
+        for more in ([], ["objective.chunk_size=64"])
+    )
+    matrix = (2 * 128) ** 2 * 4
+    assert matrix < whole.loss_bytes < 4 * matrix
+    assert chunked.loss_bytes < matrix / 2
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_the_optimizer_keeps_its_states(optimizer: str) -> None:
+    found = planned(configure("chunked", f"optimizer={{kind: {optimizer}}}"))
+    (num,) = found.num_parameters.values()
+    num_tensors = sum(1 for _ in build_players(configure("chunked")).encoder.parameters())
+    assert found.optimizer_bytes == (2 * num * 4 + num_tensors * 4 if optimizer == "adam" else num * 4)
+
+
+def test_the_cut_that_fits_is_the_least_that_does() -> None:
+    whole, halves, quarters = (configure("chunked", f"memory.micro_batches={number}") for number in (1, 2, 4))
+    too_much, enough = planned(whole).peak_bytes, planned(halves).peak_bytes
+    gigabytes = (too_much + enough) / 2 / (1 - MARGIN) / 1e9
+    assert enough <= room_on(int(gigabytes * 1e9)) < too_much
+    for config in (whole, quarters):  # wherever the search starts
+        fit = planned(config, device_gigabytes=gigabytes).fit
+        assert fit is not None
+        assert (fit.micro_batches, fit.peak_bytes) == (2, enough)
+
+
+def test_what_does_not_fit_is_said_to() -> None:
+    found = planned(configure("viewmaker"), device_gigabytes=1e-5)
+    assert found.fit is not None
+    assert found.fit.micro_batches is None
+    assert "does not fit" in describe(found)
+
+
+def test_ranks_share_the_batch() -> None:
+    one, four = planned(configure("viewmaker")), planned(configure("viewmaker"), ranks=4)
+    assert (one.rank_batch_size, four.rank_batch_size) == (BATCH_SIZE, BATCH_SIZE // 4)
+    assert four.activation_bytes < one.activation_bytes / 2
+    assert four.engine_bytes == four.gradient_bytes == one.gradient_bytes
+    assert not is_distributed()
+
+
+def test_nccl_reduces_what_gloo_gathers() -> None:
+    config = configure("viewmaker")
+    gloo = planned(config, ranks=2)
+    nccl = plan(config, world_size=2, num_samples=NUM_SAMPLES, device_gigabytes=None, input_shape=SHAPE)
+    assert sum(gloo.sent_bytes.values()) == sum(nccl.sent_bytes.values())
+    assert nccl.sent_bytes["allreduce"] > nccl.gradient_bytes
+    assert "allreduce" not in gloo.sent_bytes
+
+
+def test_steps_are_known_with_the_samples() -> None:
+    config = configure("viewmaker", "num_epochs=3")
+    found = planned(config)
+    assert (found.num_samples, found.steps_per_epoch, found.num_steps) == (NUM_SAMPLES, 2, 6)
+    unknown = plan(config, world_size=1, num_samples=None, device_gigabytes=None)
+    assert unknown.num_steps is None
+    assert unknown.input_shape == (3, 32, 32)
+    assert "not known" in describe(unknown)
+    assert "assumed" in describe(unknown)
+    assert "assumed" not in describe(found)
+
+
+@pytest.mark.parametrize("recipe", ["debug:audio", "debug:audio_viewmaker"])
+def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
+    config = resolve_recipe(recipe, ["global_batch_size=4"])
+    found = plan(config, world_size=2, num_samples=None, device_gigabytes=None)
+    mel = config.data.mel
+    assert mel is not None
+    assert found.batch_bytes == 2 * (2 * mel.num_points * 4) + 3 * 2 * 8
+    assert found.activation_bytes > 2 * 2 * mel.num_mels * mel.num_frames * 4
+    assert found.input_shape_is_known
+
+
+@pytest.mark.parametrize(
+    ("run", "more", "ranks", "samples", "reason"),
+    [
+        ("viewmaker", [], 3, NUM_SAMPLES, "cannot be divided by 3 ranks"),
+        ("bank", [], 1, None, "build"),
+        ("micro batches", [], 16, NUM_SAMPLES, "micro_batches 2 does not divide the 1 samples"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    run: str, more: list[str], ranks: int, samples: int | None, reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        plan(configure(run, *more), world_size=ranks, num_samples=samples, device_gigabytes=None)
+    assert not is_distributed()

@@ -1,0 +1,434 @@
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from configs import debug
+from data_pipeline.core.errors import UserError
+from trainer.analyses.views import ViewsResult
+from trainer.probes.features import LABEL_SPACES
+from trainer.probes.knn import KNNResult
+from trainer.probes.linear import LinearResult, ProbeConfig
+from trainer.probes.result import ProbeResult
+from trainer.report import main
+from trainer.reports.curves import MAX_POINTS, thin
+from trainer.reports.findings import Score, limits, resolution, verdict
+from trainer.reports.runs import arms_of, config_differences, read_runs
+from trainer.run_dir import RunDir, write_json
+
+Accuracies = Mapping[str, Sequence[float]]  # label -> linear accuracy by epoch; kNN is 0.01 below the last
+
+PROVENANCE = {
+    "command": "python launch/train.py --config debug:image",
+    "git_commit": "0123456789abcdef0123456789abcdef01234567",
+    "git_dirty": False,
+    "started_at": "2026-01-02T03:04:05+00:00",
+    "cpu": "A Processor",
+    "num_cpus": 2,
+    "gpu": None,
+    "world_size": 2,
+    "versions": {"python": "3.11.9", "torch": "2.11.0"},
+    "train_manifest_sha256": "a" * 64,
+    "test_manifest_sha256": "b" * 64,
+    "seed": 0,
+    "wall_seconds": 3725.0,
+}
+
+
+def make_run(
+    directory: Path,
+    *,
+    recipe: Any = debug.image,
+    trained: Accuracies | None = None,
+    untrained: Accuracies | None = None,
+    num_test: int = 1000,
+    provenance: Mapping[str, Any] | None = None,
+    probe: ProbeConfig | None = None,
+    titles: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Path:
+    """A run directory as training, probe and analysis leave it, with chosen numbers."""
+    probe = recipe().probe if probe is None else probe
+    config = recipe().model_dump() | settings
+    config["data"] |= {"train_dir": "no/such/train", "test_dir": "no/such/test"}
+    run_dir = RunDir(directory)
+    directory.mkdir()
+    write_json(run_dir.config, config)
+    write_json(run_dir.provenance, PROVENANCE if provenance is None else provenance)
+    lines = [
+        {"step": step, "train/loss": 4 / step, "perf/samples_per_second": 100.0 + step, "perf/data_wait_fraction": 0.01}
+        for step in range(1, 12)
+    ]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "train/lo')
+    for step, accuracies in ((0, untrained), (11, trained)):
+        for space in LABEL_SPACES:
+            if accuracies and space in accuracies:
+                title = None if titles is None else titles[space]
+                result = probe_result(space, step, accuracies[space], num_test, config=probe, title=title)
+                write_json(run_dir.probes(step) / f"{space}.json", result)
+    run_dir.analysis.mkdir()
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (1, 2, 3)).save(buffer, "PNG")
+    (run_dir.analysis / "views.png").write_bytes(buffer.getvalue())
+    views = ViewsResult(
+        checkpoint_step=11,
+        views=config["views"]["kind"],
+        num_pictures=64,
+        change=0.0481,
+        change_in_box=0.05,
+        change_in_object=0.06,
+        selectivity_box=1.0395,
+        selectivity_object=1.2474,
+        difference_gain=5,
+        shown=(1, 2),
+        test_manifest_sha256="b" * 64,
+    )
+    write_json(run_dir.analysis / "views.json", views.model_dump(mode="json"))
+    return directory
+
+
+def probe_result(
+    space: Any,
+    step: int,
+    curve: Sequence[float],
+    num_test: int,
+    *,
+    config: ProbeConfig | None = None,
+    title: str | None = None,
+) -> dict[str, Any]:
+    best = max(curve)
+    return ProbeResult(
+        label=space,
+        checkpoint_step=step,
+        linear=LinearResult(
+            accuracy=curve[-1],
+            best_accuracy=best,
+            best_epoch=list(curve).index(best) + 1,
+            accuracy_by_epoch=tuple(curve),
+            train_accuracy_by_epoch=tuple(curve),
+        ),
+        knn=KNNResult(accuracy=curve[-1] - 0.01, num_neighbors=200, temperature=0.1),
+        chance=0.1,
+        majority_share=0.113,
+        class_names=tuple("0123456789"),
+        num_train=5000,
+        num_test=num_test,
+        probe_config=debug.image().probe if config is None else config,
+        train_manifest_sha256="a" * 64,
+        test_manifest_sha256="b" * 64,
+        seconds=1.0,
+        title=title,
+    ).model_dump(mode="json")
+
+
+class Page(HTMLParser):
+    """The text of every table row, every reference that a browser would follow, and every tag."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self._in_cell = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href", "srcset"}]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in {"td", "th"} and self.rows:
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in {"td", "th"}:
+            self._in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell:
+            self.rows[-1][-1] += f"{data} "
+
+    def row(self, start: str, *, number: int = 0) -> list[str]:
+        """The first row, or the one of that number, whose title begins so."""
+        rows = [[" ".join(cell.split()) for cell in row] for row in self.rows]
+        return [row for row in rows if row and row[0].startswith(start)][number]
+
+
+def report(monkeypatch: pytest.MonkeyPatch, out: Path, *run_dirs: Path) -> str:
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, run_dirs), "--out", str(out)])
+    main()
+    return out.read_text()
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> tuple[Path, Path]:
+    expert = make_run(
+        tmp_path / "expert",
+        trained={"base": [0.30, 0.47, 0.452], "overlay": [0.5, 0.55, 0.569]},
+        untrained={"base": [0.2, 0.215], "overlay": [0.3, 0.37]},
+    )
+    viewmaker = make_run(
+        tmp_path / "viewmaker",
+        recipe=debug.viewmaker,
+        trained={"base": [0.3, 0.4, 0.402], "overlay": [0.6, 0.7, 0.711]},
+        untrained={"base": [0.2, 0.215], "overlay": [0.3, 0.37]},
+    )
+    return expert, viewmaker
+
+
+def test_table_holds_the_measured_numbers(
+    two_runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Page(report(monkeypatch, tmp_path / "out.html", *two_runs))
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out.html")
+    assert page.row("debug-image")[1:] == [
+        "45.2 +23.7 best 47.0, epoch 2",
+        "44.2",
+        "56.9 +19.9 best 56.9, epoch 3",
+        "55.9",
+    ]
+    assert page.row("debug-viewmaker")[1:] == [
+        "40.2 +18.7 best 40.2, epoch 3",
+        "39.2",
+        "71.1 +34.1 best 71.1, epoch 3",
+        "70.1",
+    ]
+    assert page.row("chance")[1:] == ["10.0", "", "10.0", ""]
+    assert page.row("commonest class")[1:] == ["11.3", "", "11.3", ""]
+    untrained = [[" ".join(cell.split()) for cell in row] for row in page.rows if row[0].strip() == "untrained encoder"]
+    assert untrained == [["untrained encoder", "21.5", "20.5", "37.0", "36.0"]] * 2
+
+
+def test_one_file_that_needs_nothing_else(
+    two_runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    html = report(monkeypatch, tmp_path / "out.html", *two_runs)
+    page = Page(html)
+    assert page.references
+    assert all(reference.startswith(("data:image/png;base64,", "#")) for reference in page.references)
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert "@import" not in html
+    assert set(re.findall(r"url\(([^)]?)", html)) <= {"#"}
+    assert page.tags.count("img") == 2
+    assert page.tags.count("svg") == 3  # loss, and the probe of each label
+    inlined = [reference for reference in page.references if reference.startswith("data:")]
+    png = base64.b64decode(inlined[0].partition(",")[2])
+    assert png == (two_runs[0] / "analysis" / "views.png").read_bytes()
+
+
+def test_doing_it_again_changes_no_byte(
+    two_runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = report(monkeypatch, tmp_path / "first.html", *two_runs)
+    before = {path: path.read_bytes() for run in two_runs for path in run.rglob("*") if path.is_file()}
+    assert report(monkeypatch, tmp_path / "second.html", *two_runs) == first
+    assert {path: path.read_bytes() for run in two_runs for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_verdict_says_what_the_numbers_say(two_runs: tuple[Path, Path]) -> None:
+    assert verdict(arms_of(read_runs(two_runs))) == [
+        "Both trained encoders beat the untrained one on the base label: "
+        "debug-image 45.2 % against 21.5 % and debug-viewmaker 40.2 % against 21.5 %.",
+        "Both trained encoders beat the untrained one on the overlay label: "
+        "debug-image 56.9 % against 37.0 % and debug-viewmaker 71.1 % against 37.0 %.",
+        "On the base label, debug-image is ahead of debug-viewmaker by 5.0 points: 45.2 % against 40.2 %.",
+        "On the overlay label, debug-viewmaker is ahead of debug-image by 14.2 points: 71.1 % against 56.9 %.",
+    ]
+
+
+def test_verdict_does_not_claim_what_the_test_set_cannot_resolve(tmp_path: Path) -> None:
+    """100 test pictures: two standard errors of a difference near 45 % are 14 points."""
+    runs = [
+        make_run(tmp_path / "a", trained={"base": [0.45]}, untrained={"base": [0.40]}, num_test=100),
+        make_run(
+            tmp_path / "b", trained={"base": [0.20]}, untrained={"base": [0.40]}, num_test=100, name="b", num_epochs=9
+        ),
+        make_run(tmp_path / "c", trained={"base": [0.50]}, num_test=100, name="c", global_batch_size=16),
+    ]
+    sentences = verdict(arms_of(read_runs(runs)))
+    assert sentences == [
+        "On the base label, debug-image cannot be told apart from the untrained encoder (45.0 % against 40.0 %), "
+        "b is below the untrained encoder (20.0 % against 40.0 %) and "
+        "c cannot be told apart from the untrained encoder (50.0 % against 40.0 %).",
+        "On the base label, c and debug-image cannot be told apart: 50.0 % against 45.0 %, and differences below "
+        "14.1 points are not resolved.",
+    ]
+
+
+def test_runs_that_differ_by_seed_alone_are_one_row_with_mean_and_deviation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracies = [0.40, 0.44, 0.51]
+    paths = [
+        make_run(
+            tmp_path / f"seed{seed}", seed=seed, trained={"base": [accuracy]}, untrained={"base": [0.2 + seed / 100]}
+        )
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    other = make_run(tmp_path / "other", name="other", num_epochs=7, trained={"base": [0.3]})
+    page = Page(report(monkeypatch, tmp_path / "out.html", *paths, other))
+    mean, deviation = 100 * np.mean(accuracies), 100 * np.std(accuracies, ddof=1)
+    assert (
+        page.row("debug-image (step 11; 3 runs, seeds 0, 1, 2)")[1] == f"{mean:.1f} ± {deviation:.1f} +{mean - 21:.1f}"
+    )
+    assert page.row("other (step 11)")[1] == "30.0 +9.0 best 30.0, epoch 1"  # against the same encoder's baseline
+
+
+def test_arms_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"epochs{num}", num_epochs=num) for num in (3, 4)]
+    assert [arm.name for arm in arms_of(read_runs(paths))] == ["epochs3", "epochs4"]
+
+
+def test_standard_error_is_the_larger_of_test_pictures_and_seeds() -> None:
+    one, spread = Score((0.5,), num_test=100), Score((0.3, 0.7), num_test=100)
+    assert one.standard_error == pytest.approx(0.05)
+    assert spread.standard_error == pytest.approx(np.std([0.3, 0.7], ddof=1) / np.sqrt(2))
+    assert resolution(one, one) == pytest.approx(2 * np.sqrt(2) * 0.05)
+
+
+def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Path) -> None:
+    notes = " ".join(limits(arms_of(read_runs(two_runs))))
+    assert "One seed of every configuration" in notes
+    assert "1,000 test pictures: an accuracy near 50 % is known to ± 3.2 points" in notes
+    assert "5,000 train pictures for 2 epochs are 0.1 % of what the published runs on pictures saw" in notes
+    assert "not committed" not in notes
+    dirty = make_run(tmp_path / "dirty", seed=1, trained={"base": [0.4]}, provenance=PROVENANCE | {"git_dirty": True})
+    notes = " ".join(limits(arms_of(read_runs([*two_runs, dirty]))))
+    assert "One seed of debug-viewmaker:" in notes
+    assert "2 seeds:" in notes
+    assert "not committed" in notes
+
+
+def test_config_differences_name_the_settings_that_differ_and_no_other(
+    two_runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    longer = make_run(tmp_path / "longer", num_epochs=9, seed=5)
+    [epochs, seed] = config_differences(arms_of(read_runs([two_runs[0], longer])))[::-1]
+    assert (seed.key, seed.values) == ("seed", ({"": [0]}, {"": [5]}))
+    assert (epochs.key, epochs.values) == ("num_epochs", ({"": [2]}, {"": [9]}))
+
+    differences = {row.key: row.values for row in config_differences(arms_of(read_runs(two_runs)))}
+    assert list(differences) == ["name", "views", "adversary"]
+    expert, viewmaker = differences["views"]
+    assert (expert["kind"], viewmaker["kind"]) == (["expert_image"], ["viewmaker"])
+    assert viewmaker["budget"] == [0.05]
+    assert "budget" not in expert
+
+
+def test_what_was_not_measured_is_said_and_how_to_measure_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = make_run(tmp_path / "bare", provenance={})
+    (bare / "metrics.jsonl").unlink()
+    (bare / "provenance.json").unlink()
+    (bare / "analysis" / "views.json").unlink()
+    html = report(monkeypatch, tmp_path / "out.html", bare)
+    assert "No trained encoder has been probed yet" in html
+    assert f"python -m trainer.probe {bare}\npython -m trainer.probe {bare} --step 0" in html
+    assert "has no checkpoint yet" in html  # why there is no grid
+    page = Page(html)
+    for title in ("command", "commit", "processor", "GPU", "wall time", "samples a second", "versions"):
+        assert page.row(title)[1] == "not measured", title
+
+
+def test_provenance_is_shown_as_it_was_recorded(
+    two_runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Page(report(monkeypatch, tmp_path / "out.html", *two_runs))
+    expected = {
+        "directory": str(two_runs[0]),
+        "command": PROVENANCE["command"],
+        "commit": "0123456789ab",
+        "seed": "0",
+        "processor": "A Processor, 2 CPUs",
+        "GPU": "none",
+        "ranks": "2",
+        "wall time": "1 h 2 min",
+        "samples a second": "106",
+        "waiting for data": "1.0% of the time",
+        "test manifest": "b" * 12,
+        "versions": "python 3.11.9, torch 2.11.0",
+    }
+    assert {title: page.row(title)[1] for title in expected} == expected
+
+
+def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    provenance = PROVENANCE | {"cpu": "<script>alert(1)</script>&"}
+    run = make_run(tmp_path / "run", provenance=provenance, trained={"base": [0.4]})
+    html = report(monkeypatch, tmp_path / "out.html", run)
+    assert "<script>" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
+
+
+def test_a_loss_that_is_negative_by_design_is_explained_beside_its_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_run(tmp_path / "plain", trained={"base": [0.4]})
+    published = make_run(tmp_path / "published", objective={"kind": "nt_xent_published"}, trained={"base": [0.4]})
+    told = "The loss: the published NT-Xent is negative by design"
+    assert told not in report(monkeypatch, tmp_path / "plain.html", plain)
+    assert told in report(monkeypatch, tmp_path / "published.html", published)
+
+
+def test_one_run_is_reported_in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.4]})
+    monkeypatch.setattr(sys, "argv", ["report", str(run)])
+    main()
+    assert (run / "report.html").is_file()
+
+
+def test_wrong_input_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.4]})
+    out = tmp_path / "out.html"
+    with pytest.raises(UserError, match="is not a run directory"):
+        report(monkeypatch, out, run, tmp_path / "nothing")
+    with pytest.raises(UserError, match="is named 2 times; name each run directory once"):
+        report(monkeypatch, out, run, run)
+    whole = (run / "config.json").read_text()
+    (run / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
+        report(monkeypatch, out, run)
+    (run / "config.json").write_text(whole)
+    (run / "probes" / "step_00000011" / "base.json").write_text("[]")
+    with pytest.raises(UserError, match=r"base\.json does not hold a JSON object; remove it, or run `python"):
+        report(monkeypatch, out, run)
+    assert not out.exists()
+
+
+def test_wandb_needs_a_login_and_keeps_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "out" / "report.html"
+    monkeypatch.setattr("wandb.login", lambda prompt: False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(out), "--wandb"])
+    with pytest.raises(UserError, match="--wandb needs a login"):
+        main()
+    assert out.is_file()
+
+
+def test_wandb_offline_keeps_the_very_page_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "out" / "report.html"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(out), "--wandb"])
+    main()
+    [logged] = (out.parent / "wandb").glob("offline-run-*/files/media/html/*.html")
+    assert logged.read_bytes() == out.read_bytes()
+
+
+def test_thinned_curves_keep_level_and_order() -> None:
+    x = list(range(10_000))
+    thin_x, thin_y = thin(x, [2.0 * value for value in x])
+    assert len(thin_x) == len(thin_y) == MAX_POINTS
+    np.testing.assert_allclose(thin_y, 2 * np.array(thin_x))
+    assert thin_x == sorted(thin_x)
+    assert np.mean(thin_x) == pytest.approx(np.mean(x), rel=1e-2)
+    assert thin([1, 2], [3, 4]) == ([1, 2], [3, 4])

@@ -1,0 +1,236 @@
+"""Do views of a sample stay together, and classes apart? Quantities of Wang and Isola (2020) and Huang et al. (2023).
+
+All of them are of vectors of unit length: the embeddings that the objective compares, and the pooled features below the
+head. Class centres are means over views of train samples; everything else is measured on test samples.
+
+Shapes: N samples, V views of each, D dimensions, K classes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
+from trainer.analyses.figures import to_png
+from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, view_batches, write_result
+from trainer.objectives.health import effective_rank, uniformity
+from trainer.probes.features import LabelSpace, Pictures, extract, frozen
+from trainer.run_dir import RunDir
+
+Space = Literal["embedding", "pooled"]
+SPACES: tuple[Space, ...] = ("embedding", "pooled")
+_EPSILONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+
+
+class AlignmentConfig(Schema):
+    """How many train and test samples, the views of each, and the distances epsilon at which R is counted."""
+
+    num_samples: Annotated[int, Field(ge=2, le=10**6)] = 1000
+    num_views: Annotated[int, Field(ge=2, le=10**6)] = 4
+    epsilons: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = _EPSILONS
+
+
+class ClassCentres(Schema):
+    """What the centres of a label's classes say.
+
+    `divergence` is the largest inner product of two centres, None for a single class; `centre_norm` the least length of
+    one. `nearest_centre_accuracy` is that of test samples without views, each given the class of the nearest centre.
+    """
+
+    divergence: Measured
+    centre_norm: Measured
+    nearest_centre_accuracy: float
+    class_names: tuple[str, ...]
+    centre_products: tuple[tuple[Measured, ...], ...]
+
+
+class SpaceResult(Schema):
+    """One space. `alignment` is the mean squared distance of two views of a sample (0 where they coincide, 2 for
+    independent directions), `uniformity` and `effective_rank` those of the training log, over one view of each sample.
+    `r_epsilon` is the share of samples with two views more than each of the config's epsilons apart. All are None if
+    features are not finite.
+    """
+
+    alignment: Measured
+    uniformity: Measured
+    effective_rank: Measured
+    num_dimensions: int
+    r_epsilon: tuple[Measured, ...]
+    labels: dict[LabelSpace, ClassCentres]
+
+
+class AlignmentResult(Schema):
+    """analysis/alignment.json."""
+
+    config: AlignmentConfig
+    seed: int
+    checkpoint_step: int
+    num_train: int
+    num_test: int
+    spaces: dict[Space, SpaceResult]
+    train_manifest_sha256: str
+    test_manifest_sha256: str
+
+
+def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, look: Look) -> list[Path]:
+    """Write analysis/alignment.json and .png of a run; returns their paths. Raises `UserError` if data is missing."""
+    subject = open_subject(run_dir, look)
+    rows = [choose_rows(len(part), config.num_samples, seed=subject.seed) for part in (subject.train, subject.test)]
+    total = config.num_views * sum(map(len, rows))
+    with Progress("views encoded", total=total) as progress:
+        train_views, test_views = (
+            _encode_views(subject, part, rows_N, num_views=config.num_views, progress=progress)
+            for part, rows_N in zip((subject.train, subject.test), rows, strict=True)
+        )
+    encoder = subject.players.encoder
+    with frozen(encoder):
+        pooled_NC = extract(encoder.pooled, subject.test.images_NCHW[rows[1]], device=look.device)
+        plain = _unit_vectors(subject, pooled_NC)
+    spaces = {}
+    for space in SPACES:
+        u_NVD = test_views[space].double()
+        spaces[space] = SpaceResult(
+            alignment=alignment(u_NVD).item(),
+            uniformity=uniformity(u_NVD[:, 0]).item(),
+            effective_rank=effective_rank(u_NVD[:, 0]).item(),
+            num_dimensions=u_NVD.shape[2],
+            r_epsilon=tuple(share_apart(u_NVD, epsilon).item() for epsilon in config.epsilons),
+            labels={
+                label: _class_centres(
+                    train_views[space].double(),
+                    subject.train.labels(label)[rows[0]].to(look.device),
+                    plain[space].double(),
+                    subject.test.labels(label)[rows[1]].to(look.device),
+                    class_names=subject.train.class_names(label),
+                )
+                for label in subject.label_spaces()
+            },
+        )
+    result = AlignmentResult(
+        config=config,
+        seed=subject.seed,
+        checkpoint_step=subject.players.step,
+        num_train=len(rows[0]),
+        num_test=len(rows[1]),
+        spaces=spaces,
+        train_manifest_sha256=subject.train.manifest.sha256,
+        test_manifest_sha256=subject.test.manifest.sha256,
+    )
+    return write_result(run_dir, "alignment", result, _figure(result, test_views["embedding"].cpu()))
+
+
+def alignment(u_NVD: Tensor) -> Tensor:
+    """Mean of |f1 - f2|^2 over samples and pairs of their views (Wang and Isola 2020), a scalar."""
+    V = u_NVD.shape[1]
+    # Over all pairs of V unit vectors, the squared distances add up to V * (sum of squares) - |sum|^2.
+    total_N = V * u_NVD.square().sum((1, 2)) - u_NVD.sum(1).square().sum(1)
+    return (total_N / (V * (V - 1) / 2)).mean()
+
+
+def share_apart(u_NVD: Tensor, epsilon: float) -> Tensor:
+    """Return R_epsilon of Huang et al. (2023): share of samples with two views more than `epsilon` apart, a scalar.
+
+    nan if a vector is not finite.
+    """
+    farthest_N = torch.cdist(u_NVD, u_NVD).amax((1, 2))
+    return torch.where(farthest_N.isfinite().all(), (farthest_N > epsilon).double().mean(), torch.nan)
+
+
+def class_centres(u_NVD: Tensor, label_N: Tensor, *, num_classes: int) -> Tensor:
+    """The mean over samples and views of each class, (K, D); zeros for a class without samples."""
+    one_hot_NK = F.one_hot(label_N, num_classes).to(u_NVD.dtype)
+    return one_hot_NK.T @ u_NVD.mean(1) / one_hot_NK.sum(0).clamp_min(1)[:, None]
+
+
+def nearest_centre(centres_KD: Tensor, u_ND: Tensor) -> Tensor:
+    """The classifier of Huang et al. (2023), (N,) int64: argmin |u - centre|, which is linear in u."""
+    return (u_ND @ centres_KD.T - centres_KD.square().sum(1) / 2).argmax(1)
+
+
+def _class_centres(
+    train_NVD: Tensor, train_label_N: Tensor, test_ND: Tensor, test_label_N: Tensor, *, class_names: tuple[str, ...]
+) -> ClassCentres:
+    """Of the classes that have train samples; test samples of others count as wrong."""
+    centres_KD = class_centres(train_NVD, train_label_N, num_classes=len(class_names))
+    present_P = torch.bincount(train_label_N, minlength=len(class_names)).nonzero()[:, 0]
+    centres_PD = centres_KD[present_P]
+    predicted_N = present_P[nearest_centre(centres_PD, test_ND)]
+    products_PP = centres_PD @ centres_PD.T
+    others_PP = products_PP.masked_fill(torch.eye(len(present_P), dtype=torch.bool, device=products_PP.device), -2)
+    return ClassCentres(
+        divergence=others_PP.max().item() if len(present_P) > 1 else None,
+        centre_norm=centres_PD.norm(dim=1).min().item(),
+        nearest_centre_accuracy=(predicted_N == test_label_N).double().mean().item(),
+        class_names=tuple(class_names[number] for number in present_P.tolist()),
+        centre_products=tuple(map(tuple, products_PP.tolist())),
+    )
+
+
+def _encode_views(
+    subject: Subject, pictures: Pictures, rows_N: Tensor, *, num_views: int, progress: Progress
+) -> dict[Space, Tensor]:
+    """Unit vectors (N, V, D) of `num_views` views of each sample in every space."""
+    encoder, policy = subject.players.encoder, subject.players.view_policy
+    by_view: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
+    with frozen(encoder):
+        for view in range(num_views):
+            parts: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
+            for batch in view_batches(policy, pictures, rows_N, seed=subject.seed, view=view, device=subject.device):
+                for space, u_BD in _unit_vectors(subject, encoder.pooled(batch.views_BCHW)).items():
+                    parts[space].append(u_BD)
+                progress.advance(len(batch.views_BCHW))
+            for space in SPACES:
+                by_view[space].append(torch.cat(parts[space]))
+    return {space: torch.stack(views, dim=1) for space, views in by_view.items()}
+
+
+def _unit_vectors(subject: Subject, pooled_BC: Tensor) -> dict[Space, Tensor]:
+    embedding_BD: Tensor = subject.players.encoder.head(pooled_BC)
+    return {"embedding": F.normalize(embedding_BD, dim=1), "pooled": F.normalize(pooled_BC, dim=1)}
+
+
+def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:
+    """Distances within and between samples; R over epsilon; inner products of the class centres."""
+    embedding = result.spaces["embedding"]
+    label = list(embedding.labels)[-1]
+    figure = Figure(figsize=(13, 3.9), layout="constrained")
+    within, curve, heat = figure.subplots(1, 3, width_ratios=(1.2, 1, 1.1))
+    bins = np.linspace(0, 2, 41)
+    same = (u_NVD[:, 0] - u_NVD[:, 1]).norm(dim=1).numpy()
+    different = torch.pdist(u_NVD[:, 0]).numpy()
+    for distances, color, title in ((same, "C0", "two views of a sample"), (different, "C1", "two samples")):
+        shares, _ = np.histogram(distances, bins=bins)
+        within.stairs(shares / max(1, shares.sum()), bins, fill=True, alpha=0.6, color=color, label=title)
+    within.set(xlabel="distance of unit embeddings", ylabel="share of pairs")
+    within.set_title(
+        f"alignment {shown(embedding.alignment, '.3f')}, uniformity {shown(embedding.uniformity, '.2f')}", fontsize=10
+    )
+    within.legend(frameon=False, fontsize=9)
+    for space, color in zip(SPACES, ("C0", "C2"), strict=True):
+        values = drawn(result.spaces[space].r_epsilon)
+        curve.plot(result.config.epsilons, values, marker="o", markersize=4, color=color, label=space)
+    curve.set(xlabel="epsilon", ylabel="share of samples", ylim=(-0.03, 1.03))
+    curve.set_title("R: two views further apart than epsilon", fontsize=10)
+    curve.legend(frameon=False, fontsize=9)
+    for axes in (within, curve):
+        axes.spines[["top", "right"]].set_visible(False)
+    centres = embedding.labels[label]
+    image = heat.imshow(
+        np.asarray([drawn(products) for products in centres.centre_products]), vmin=-1, vmax=1, cmap="RdBu_r"
+    )
+    ticks = range(len(centres.class_names))
+    heat.set_xticks(ticks, centres.class_names, rotation=90, fontsize=8)
+    heat.set_yticks(ticks, centres.class_names, fontsize=8)
+    accuracy = 100 * centres.nearest_centre_accuracy
+    heat.set_title(f"centres of label_{label}: inner products\nnearest centre right: {accuracy:.1f} %", fontsize=10)
+    figure.colorbar(image, ax=heat, shrink=0.85)
+    return to_png(figure)

@@ -1,0 +1,85 @@
+"""The linear classifier of a run, for analyses that ask what an encoder's features say of single samples.
+
+Its heads are those that the probe left with the checkpoint. Where it left none, quick ones are fitted by its own rule,
+on cached features of part of the train set, and kept in their place. Analyses use the encoder in eval mode, so heads
+that the probe fitted in train mode (batch_norm "train") are not for them, and count as none.
+
+Shapes: N samples, B batch, F features of a sample.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from trainer.analyses.loaded_run import Subject, choose_rows, view_batches
+from trainer.probes.features import extract, frozen
+from trainer.probes.heads import Heads, read_heads, write_heads
+from trainer.probes.linear import PROBE_VIEW, FeatureBatch, Target, epoch_rows, fit_linear_probe
+from trainer.probes.targets import readable_labels
+
+NUM_QUICK = 10_000  # train samples, one view of each
+NUM_QUICK_EPOCHS = 20
+QUICK_FIT = f"quick fit on one view of each of up to {NUM_QUICK} train samples, {NUM_QUICK_EPOCHS} epochs"
+
+
+def heads_of(subject: Subject) -> Heads:
+    """The heads of the subject's checkpoint, on its device; fitted now and kept if there are none.
+
+    Raises `UserError` where the file is damaged, or its heads are not of this train set and encoder.
+    """
+    run, in_train_mode = subject.run_dir.path, subject.players.config.probe.batch_norm == "train"
+    # Of such a run heads.safetensors are fitted in train mode; these names are what `trainer.probe` calls the others.
+    name, command = ("heads-batch_norm_eval", f"{run} --batch-norm eval") if in_train_mode else ("heads", f"{run}")
+    path = subject.run_dir.probes(subject.players.step) / f"{name}.safetensors"
+    if not path.is_file():
+        if in_train_mode:
+            print(
+                f"the probe of {run} has batch_norm train, but views are judged in eval mode, so a quick classifier is "
+                f"fitted in that mode; `python -m trainer.probe {command}` fits a full one",
+                file=sys.stderr,
+            )
+        write_heads(path, fit_quickly(subject))
+    heads = read_heads(path, device=subject.device)
+    num_features = subject.players.encoder.feature_size(*subject.test.images_NCHW.shape[2:])
+    expected = {
+        space: (len(names), num_features)
+        for space, names in readable_labels(subject.train.manifest, subject.test.manifest).items()
+    }
+    found = {space: tuple(head.weight_KF.shape) for space, head in heads.by_label.items()}
+    if heads.train_manifest_sha256 != subject.train.manifest.sha256 or not found.items() <= expected.items():
+        raise UserError(f"{path} was fitted on another train set or encoder; run `python -m trainer.probe {command}`")
+    return heads
+
+
+def fit_quickly(subject: Subject) -> Heads:
+    """Heads for every label, fitted in eval mode, and on views of the run's own policy if its probe is."""
+    encoder, policy = subject.players.encoder, subject.players.view_policy
+    train, test, device = subject.train, subject.test, subject.device
+    config = subject.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS})
+    rows_N, test_rows_N = (choose_rows(len(samples), NUM_QUICK, seed=config.seed) for samples in (train, test))
+    parts = []
+    with Progress("features for a quick classifier", total=len(rows_N)) as progress, frozen(encoder):
+        for batch in view_batches(policy, train, rows_N, seed=config.seed, view=PROBE_VIEW, device=device):
+            shown_BCHW = batch.views_BCHW if config.views == "policy" else batch.seen_BCHW
+            parts.append(encoder.features(shown_BCHW))
+            progress.advance(len(shown_BCHW))
+        test_NF = extract(encoder.features, test.images_NCHW[test_rows_N], device=device)
+    features_NF = torch.cat(parts)
+    targets = {
+        space: Target(train.labels(space)[rows_N], test.labels(space)[test_rows_N], num_classes=len(names))
+        for space, names in readable_labels(train.manifest, test.manifest).items()
+    }
+
+    def batches(epoch: int) -> Iterator[FeatureBatch]:
+        for row_B in epoch_rows(len(rows_N), epoch=epoch, config=config):
+            labels = {space: target.train_N[row_B] for space, target in targets.items()}
+            yield FeatureBatch(features_NF[row_B.to(device)], labels)
+
+    probes = fit_linear_probe(batches, test_features=lambda: test_NF, targets=targets, config=config)
+    heads = {space: probe.head for space, probe in probes.items()}
+    return Heads(heads, QUICK_FIT, train.manifest.sha256)

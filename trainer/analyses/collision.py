@@ -1,0 +1,162 @@
+"""How fast does a transform, used again and again, make different pictures alike? (Tamkin et al. 2022, appendix B)
+
+A transform that keeps what a picture shows could be used without end. Each expert transform alone, and the whole
+policy, is applied k times to test pictures, each time with draws of its own, and their distances are compared with
+those of the pictures themselves.
+
+Shapes: N pictures, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from matplotlib.figure import Figure
+from pydantic import Field
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.schema import Schema
+from trainer.analyses.figures import to_png
+from trainer.analyses.loaded_run import Look, choose_rows, read_test_pictures, seed_of, write_result
+from trainer.probes.features import ViewFunction, to_float
+from trainer.run_dir import RunDir
+from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+
+# What switches each transform on, beside its strength.
+SWITCHES = {
+    "crop": "area",
+    "flip": "flip_probability",
+    "jitter": "jitter_probability",
+    "grayscale": "grayscale_probability",
+    "blur": "blur_probability",
+}
+_OFF = {switch: None if switch == "area" else 0.0 for switch in SWITCHES.values()}
+
+
+class CollisionConfig(Schema):
+    """How many pictures, up to how many uses (a power of two), and when two pictures collide: at a distance of at most
+    `near` times the mean distance of the pictures themselves.
+    """
+
+    num_pictures: Annotated[int, Field(ge=2, le=10**6)] = 256
+    max_uses: Annotated[int, Field(ge=1, le=10**6)] = 64
+    near: Annotated[float, Field(gt=0, lt=1)] = 0.25
+
+
+class Collision(Schema):
+    """One transform: after each of the result's `uses`, the mean distance of two pictures over that before, and the
+    share of pairs that are near. `uses_to_half` is the first of `uses` by which the distance has halved; None: never.
+    """
+
+    relative_distance: tuple[float, ...]
+    near_share: tuple[float, ...]
+    uses_to_half: int | None
+
+
+class CollisionResult(Schema):
+    """analysis/collision.json. `policy` are the transforms: the run's own expert views, or the default ones."""
+
+    config: CollisionConfig
+    seed: int
+    num_pictures: int
+    policy: ExpertImageConfig
+    uses: tuple[int, ...]
+    transforms: dict[str, Collision]
+    test_manifest_sha256: str
+
+
+def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, look: Look) -> list[Path]:
+    """Write analysis/collision.json and .png, of a run's views and test pictures; no checkpoint is needed.
+
+    Raises `UserError` for sounds, and where there are less than two pictures.
+    """
+    run_config, test = read_test_pictures(run_dir, look, what_for="collision")
+    seed = seed_of(run_config, look)
+    policy = run_config.views if isinstance(run_config.views, ExpertImageConfig) else ExpertImageConfig()
+    rows_N = choose_rows(len(test), config.num_pictures, seed=seed)
+    if len(rows_N) < 2:
+        raise UserError(f"collision compares pictures, and the test set of {run_dir.path} has less than two")
+    images_NCHW = to_float(test.images_NCHW[rows_N], look.device)
+    index_N = test.index_N[rows_N].to(look.device)
+    uses = powers_of_two(config.max_uses)
+    transforms = {}
+    configs = {name: alone(policy, name) for name in SWITCHES if _is_on(policy, name)} | {"all": policy}
+    with Progress("transforms used again", total=len(configs)) as progress:
+        for name, transform in configs.items():
+            transforms[name] = collide(
+                ExpertImage(transform), images_NCHW, index_N, uses=uses, near=config.near, seed=seed
+            )
+            progress.advance(note=name)
+    result = CollisionResult(
+        config=config,
+        seed=seed,
+        num_pictures=len(rows_N),
+        policy=policy,
+        uses=uses,
+        transforms=transforms,
+        test_manifest_sha256=test.manifest.sha256,
+    )
+    return write_result(run_dir, "collision", result, _figure(result))
+
+
+def collide(
+    policy: ViewFunction, images_NCHW: Tensor, index_N: Tensor, *, uses: tuple[int, ...], near: float, seed: int
+) -> Collision:
+    """Apply a policy to pictures (N, C, H, W) as often as the last of `uses`, ascending from 0, and compare at each.
+
+    Distances are Euclidean, of all pairs of different pictures. Use k is drawn as in epoch k.
+    """
+    start = torch.pdist(images_NCHW.flatten(1)).mean()
+    relative, shares = [], []
+    x_NCHW = images_NCHW
+    for number in range(uses[-1] + 1):
+        if number:
+            x_NCHW = policy(x_NCHW, DrawKeys(seed, number, index_N, 0), None)
+        if number in uses:
+            distances = torch.pdist(x_NCHW.flatten(1)) / start.clamp_min(torch.finfo(start.dtype).tiny)
+            relative.append(distances.mean().item())
+            shares.append((distances <= near).float().mean().item())
+    halved = (use for use, value in zip(uses, relative, strict=True) if value <= 0.5)
+    return Collision(relative_distance=tuple(relative), near_share=tuple(shares), uses_to_half=next(halved, None))
+
+
+def alone(policy: ExpertImageConfig, name: str) -> ExpertImageConfig:
+    """One transform of a policy, with its strength and probability, and all others off."""
+    switch = SWITCHES[name]
+    return policy.model_copy(update=_OFF | {switch: getattr(policy, switch)})
+
+
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """0, 1, 2, 4, ... up to `largest`, which is the last in any case."""
+    powers = [2**exponent for exponent in range(largest.bit_length()) if 2**exponent < largest]
+    return (0, *powers, largest)
+
+
+def _is_on(policy: ExpertImageConfig, name: str) -> bool:
+    return bool(getattr(policy, SWITCHES[name])) and (name != "jitter" or policy.jitters)
+
+
+def _figure(result: CollisionResult) -> bytes:
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    places = range(len(result.uses))
+    for number, (name, collision) in enumerate(result.transforms.items()):
+        style = {"color": "black" if name == "all" else f"C{number}", "marker": "o", "markersize": 3.5}
+        left.plot(places, collision.relative_distance, **style)
+        right.plot(places, collision.near_share, label=name, **style)
+    left.set(ylabel="mean distance of two pictures, relative", ylim=(-0.03, None))
+    right.set(
+        ylabel=f"share of pairs nearer than\n{result.config.near:g} of the mean distance at 0", ylim=(-0.03, 1.03)
+    )
+    for axes in (left, right):
+        axes.set_xticks(places, map(str, result.uses))
+        axes.set_xlabel("times used")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, fontsize=9)
+    return to_png(figure)

@@ -1,0 +1,233 @@
+"""How much do augmentations bring the pictures of a class together? The (sigma, delta) of Huang et al. (2023).
+
+The distance of two pictures under augmentations is that of their nearest views. Augmentations are (sigma, delta) if
+every class has a share sigma of its pictures within delta of one another: a clique of the graph whose edges are the
+distances up to delta. The richer the augmentations, the larger sigma; the paper bounds the error by 1 - sigma and more.
+All ten pairs of its five transforms are measured: a crop, b blur, c grayscale, d colour jitter, e flip.
+
+The largest clique is hard to find. A greedy one bounds 1 - sigma from above, and so does what a vertex cover of the
+complement leaves, at most twice the least cover, found by a maximal matching (Papadimitriou and Steiglitz 1982). The
+matching itself bounds it from below. Finitely many views over-state distances, so the bounds are for these views.
+
+Shapes: K classes, N pictures of a class, V views of each, P values of a picture, S starts of the greedy search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from matplotlib.figure import Figure
+from pydantic import Field
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.schema import PositiveFactor, Schema
+from trainer.analyses.figures import to_png
+from trainer.analyses.loaded_run import Look, choose_rows, read_test_pictures, seed_of, write_result
+from trainer.probes.features import Pictures, to_float
+from trainer.run_dir import RunDir
+from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, huang_views
+
+PAIRS = tuple("".join(pair) for pair in combinations(HUANG_LETTERS, 2))
+_BLOCK = 10  # pictures whose views are compared at once
+
+
+class ConcentrationConfig(Schema):
+    """Pictures of each class, views of each with the picture itself, distances delta in pixel values of [0, 1], and
+    the strength of the colour jitter.
+    """
+
+    num_per_class: Annotated[int, Field(ge=2, le=10**6)] = 50
+    num_views: Annotated[int, Field(ge=1, le=10**6)] = 30
+    deltas: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = (8.0, 9.0, 10.0, 12.0)
+    strength: Annotated[float, Field(gt=0, le=1.25)] = 0.5
+
+
+class Concentration(Schema):
+    """One pair at one delta: bounds of 1 - sigma, as means over the classes and of the worst class."""
+
+    delta: float
+    clique: float
+    clique_worst: float
+    cover: float
+    cover_worst: float
+    at_least: float
+
+
+class ConcentrationResult(Schema):
+    """analysis/concentration.json. `pairs` are by their letters; `order` has for each delta the pairs from the smallest
+    1 - sigma (greedy clique, mean of the classes) to the largest. `ad_is_lowest` is the paper's claim, at each delta;
+    None where every pair has the same.
+    """
+
+    config: ConcentrationConfig
+    seed: int
+    num_classes: int
+    num_pictures: int
+    pairs: dict[str, tuple[Concentration, ...]]
+    order: tuple[tuple[str, ...], ...]
+    ad_is_lowest: tuple[bool | None, ...]
+    test_manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class SigmaBounds:
+    """Sizes (K,) int64: of a clique, of a vertex cover of the complement, and of the matching that the cover is of."""
+
+    clique_K: Tensor
+    cover_K: Tensor
+    matching_K: Tensor
+
+
+def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, look: Look) -> list[Path]:
+    """Write analysis/concentration.json and .png, of a run's test pictures alone; no checkpoint is needed.
+
+    Raises `UserError` for sounds, and where a class has less than two pictures.
+    """
+    run_config, test = read_test_pictures(run_dir, look, what_for="concentration")
+    seed = seed_of(run_config, look)
+    rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
+    num_classes, num = rows_KN.shape
+    images_KNCHW = to_float(test.images_NCHW[rows_KN], look.device)
+    index_KN = test.index_N[rows_KN].to(look.device)
+    pairs: dict[str, tuple[Concentration, ...]] = {}
+    with Progress("pairs of transforms", total=len(PAIRS) * num_classes) as progress:
+        for pair in PAIRS:
+            policy = ExpertImage(huang_views(pair, strength=config.strength))
+            distances = []
+            for images_NCHW, index_N in zip(images_KNCHW, index_KN, strict=True):
+                views_NVP = draw_views(policy, images_NCHW, index_N, num_views=config.num_views, seed=seed)
+                distances.append(least_distances(views_NVP))
+                progress.advance()
+            distance_KNN = torch.stack(distances)
+            pairs[pair] = tuple(_concentration(distance_KNN, delta) for delta in config.deltas)
+    by_delta = [{pair: pairs[pair][number].clique for pair in PAIRS} for number in range(len(config.deltas))]
+    result = ConcentrationResult(
+        config=config,
+        seed=seed,
+        num_classes=num_classes,
+        num_pictures=num_classes * num,
+        pairs=pairs,
+        order=tuple(tuple(sorted(values, key=lambda pair: values[pair])) for values in by_delta),
+        ad_is_lowest=tuple(
+            None if len(set(values.values())) == 1 else values["ad"] <= min(values.values()) for values in by_delta
+        ),
+        test_manifest_sha256=test.manifest.sha256,
+    )
+    return write_result(run_dir, "concentration", result, _figure(result))
+
+
+def draw_views(policy: ExpertImage, images_NCHW: Tensor, index_N: Tensor, *, num_views: int, seed: int) -> Tensor:
+    """The pictures and `num_views - 1` views of each, as vectors (N, V, P) of values from -1/2 to 1/2."""
+    views = [images_NCHW]
+    views += [policy(images_NCHW, DrawKeys(seed, 0, index_N, view)) for view in range(num_views - 1)]
+    return torch.stack([view_NCHW.flatten(1) for view_NCHW in views], dim=1) - 0.5  # centred: it costs fewer digits
+
+
+def least_distances(views_NVP: Tensor) -> Tensor:
+    """Euclidean distances (N, N) of the nearest views of each two pictures, 0 on the diagonal."""
+    N, V, _ = views_NVP.shape
+    square_NV = views_NVP.square().sum(2)
+    least_NN = views_NVP.new_zeros(N, N)
+    for first in range(0, N, _BLOCK):
+        block = slice(first, first + _BLOCK)
+        product = views_NVP[block].flatten(0, 1) @ views_NVP[first:].flatten(0, 1).T
+        square = square_NV[block].flatten()[:, None] + square_NV[first:].flatten() - 2 * product
+        least = square.view(-1, V, N - first, V).amin((1, 3)).clamp_min(0).sqrt()
+        least_NN[block, first:] = least
+        least_NN[first:, block] = least.T
+    return least_NN.fill_diagonal_(0)
+
+
+def sigma_bounds(near_KNN: Tensor) -> SigmaBounds:
+    """Bounds of the largest clique of each graph (K, N, N) bool; what is on the diagonals does not matter."""
+    loops_NN = torch.eye(near_KNN.shape[1], dtype=torch.bool, device=near_KNN.device)
+    matching_K = _matching_sizes(~near_KNN & ~loops_NN)
+    return SigmaBounds(_greedy_clique_sizes(near_KNN & ~loops_NN), 2 * matching_K, matching_K)
+
+
+def _greedy_clique_sizes(edges_KNN: Tensor) -> Tensor:
+    """Of each graph the best of N greedy cliques, one from every vertex: always the candidate with most candidates as
+    its neighbours is taken.
+    """
+    K, N, _ = edges_KNN.shape
+    weight_KNN, graph_K1 = edges_KNN.float(), torch.arange(K, device=edges_KNN.device)[:, None]
+    candidates_KSN = edges_KNN.clone()
+    size_KS = edges_KNN.new_ones(K, N, dtype=torch.int64)
+    for _ in range(N - 1):
+        num_neighbours_KSN = (candidates_KSN.float() @ weight_KNN).masked_fill(~candidates_KSN, -1)
+        size_KS += candidates_KSN.any(2)
+        candidates_KSN &= edges_KNN[graph_K1, num_neighbours_KSN.argmax(2)]
+    return size_KS.amax(1)
+
+
+def _matching_sizes(edges_KNN: Tensor) -> Tensor:
+    """Of each graph the size of a matching that no edge can be added to: each vertex in turn takes its first free
+    neighbour.
+    """
+    K, N, _ = edges_KNN.shape
+    free_KN = edges_KNN.new_ones(K, N)
+    size_K = edges_KNN.new_zeros(K, dtype=torch.int64)
+    for vertex in range(N):
+        partners_KN = edges_KNN[:, vertex] & free_KN & free_KN[:, vertex, None]
+        found_K1 = partners_KN.any(1, keepdim=True)
+        partner_K1 = partners_KN.to(torch.uint8).argmax(1, keepdim=True)
+        free_KN &= ~torch.zeros_like(free_KN).scatter_(1, partner_K1, found_K1)
+        free_KN[:, vertex] &= ~found_K1[:, 0]
+        size_K += found_K1[:, 0]
+    return size_K
+
+
+def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
+    num = distance_KNN.shape[1]
+    bounds = sigma_bounds(distance_KNN <= delta)
+    clique_K, cover_K = 1 - bounds.clique_K.double() / num, bounds.cover_K.double() / num
+    return Concentration(
+        delta=delta,
+        clique=clique_K.mean().item(),
+        clique_worst=clique_K.max().item(),
+        cover=cover_K.mean().item(),
+        cover_worst=cover_K.max().item(),
+        at_least=(bounds.matching_K.double() / num).mean().item(),
+    )
+
+
+def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
+    """Rows (K, N) of `num` pictures of each base class, or as many as the smallest has."""
+    label_N, names = pictures.label_base_N, pictures.class_names("base")
+    by_class = [(label_N == number).nonzero()[:, 0] for number in range(len(names))]
+    num = min(num, *(len(rows_N) for rows_N in by_class))
+    if num < 2:
+        raise UserError("concentration compares the pictures of a class, and a class of the test set has less than two")
+    return torch.stack([rows_N[choose_rows(len(rows_N), num, seed=seed)] for rows_N in by_class])
+
+
+def _figure(result: ConcentrationResult) -> bytes:
+    """1 - sigma of every pair, in the order of the last delta; one colour a delta."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    order: Sequence[str] = result.order[len(result.order) // 2]
+    for number, delta in enumerate(result.config.deltas):
+        shown = [result.pairs[pair][number] for pair in order]
+        at_least, cover, clique = ([getattr(one, name) for one in shown] for name in ("at_least", "cover", "clique"))
+        places = [place + 0.14 * (number - (len(result.config.deltas) - 1) / 2) for place in range(len(order))]
+        axes.vlines(places, at_least, cover, color=f"C{number}", alpha=0.4, linewidth=4)
+        axes.plot(places, clique, "o", color=f"C{number}", markersize=6, label=f"{delta:g}")
+    axes.set_xticks(range(len(order)), [f"({pair[0]}, {pair[1]})" for pair in order])
+    axes.set(ylabel="1 - sigma, mean of classes", ylim=(-0.02, 1.02))
+    axes.set_xlabel("a crop, b blur, c grayscale, d colour jitter, e flip")
+    axes.set_title(
+        "Share of a class that is not within delta of its clique; dots: greedy clique, bars: from matching to cover",
+        fontsize=10,
+    )
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(title="delta", frameon=False, loc="lower right", ncols=len(result.config.deltas))
+    return to_png(figure)

@@ -1,0 +1,148 @@
+"""A map of the features, coloured by each label: do they form clusters, and of what?
+
+The picture is t-SNE (van der Maaten and Hinton 2008) or UMAP (McInnes et al. 2018). What can be compared is the number:
+the silhouette of each label (Rousseeuw 1987) in the space of the features, from -1 to 1, where 0 is no clusters.
+
+Shapes: N samples, C channels of the pooled features.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from pydantic import Field
+from sklearn.manifold import TSNE
+from sklearn.metrics import silhouette_score
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Measured, Schema
+from trainer.analyses.figures import to_png
+from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, write_result
+from trainer.probes.features import LabelSpace, extract, frozen
+from trainer.run_dir import RunDir
+
+
+class EmbeddingConfig(Schema):
+    """How many test samples, and what draws the map; `perplexity` is t-SNE's, and UMAP's number of neighbours."""
+
+    num_samples: Annotated[int, Field(ge=4, le=10**6)] = 2000
+    method: Literal["tsne", "umap"] = "tsne"
+    perplexity: Annotated[float, Field(ge=2, le=1e6)] = 30.0
+
+
+class EmbeddingResult(Schema):
+    """analysis/embedding.json. `silhouette` is of unit features, `silhouette_of_map` of the points of the picture; None
+    where a label has one class only among the samples.
+    """
+
+    config: EmbeddingConfig
+    seed: int
+    checkpoint_step: int
+    num_samples: int
+    silhouette: dict[LabelSpace, Measured]
+    silhouette_of_map: dict[LabelSpace, Measured]
+    test_manifest_sha256: str
+
+
+def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, look: Look) -> list[Path]:
+    """Write analysis/embedding.json and .png of a run; returns their paths.
+
+    Raises `UserError` if data is missing, if there are less than four samples, if features are not finite, or if UMAP
+    is asked for and not installed.
+    """
+    if config.method == "umap":
+        _umap()
+    subject = open_subject(run_dir, look)
+    rows_N = choose_rows(len(subject.test), config.num_samples, seed=subject.seed)
+    if len(rows_N) < 4:
+        raise UserError(f"embedding maps four samples at least, and the test set of {run_dir.path} has {len(rows_N)}")
+    unit_NC = unit_features(subject, rows_N)
+    if not np.isfinite(unit_NC).all():
+        raise UserError(
+            f"the features of {run_dir.path} at step {subject.players.step} are not all finite; take an earlier --step"
+        )
+    points_N2 = map_of(unit_NC, config, seed=subject.seed)
+    labels = {space: subject.test.labels(space)[rows_N].numpy() for space in subject.label_spaces()}
+    result = EmbeddingResult(
+        config=config,
+        seed=subject.seed,
+        checkpoint_step=subject.players.step,
+        num_samples=len(rows_N),
+        silhouette={space: silhouette(unit_NC, label_N) for space, label_N in labels.items()},
+        silhouette_of_map={space: silhouette(points_N2, label_N) for space, label_N in labels.items()},
+        test_manifest_sha256=subject.test.manifest.sha256,
+    )
+    figure = Figure(figsize=(6.4 * len(labels), 5), layout="constrained")
+    panels = figure.subplots(1, len(labels), squeeze=False)[0]
+    for axes, (space, label_N) in zip(panels, labels.items(), strict=True):
+        _draw(axes, points_N2, label_N, names=subject.test.class_names(space))
+        score = result.silhouette[space]
+        axes.set_title(
+            f"label_{space}" + ("" if score is None else f", silhouette of features {score:.3f}"), fontsize=11
+        )
+    return write_result(run_dir, "embedding", result, to_png(figure))
+
+
+def unit_features(subject: Subject, rows_N: Tensor) -> NDArray[np.float64]:
+    """Pooled features of test samples without views, at unit length, (N, C)."""
+    encoder = subject.players.encoder
+    with frozen(encoder):
+        pooled_NC = extract(encoder.pooled, subject.test.images_NCHW[rows_N], device=subject.device)
+    unit_NC: NDArray[np.float64] = F.normalize(pooled_NC.double(), dim=1).cpu().numpy()
+    return unit_NC
+
+
+def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float | None:
+    """Return the mean silhouette of Euclidean distances.
+
+    None if there are not at least two classes, and fewer than samples, or if not all of `x_NC` is finite.
+    """
+    num_classes = len(np.unique(label_N))
+    if not 1 < num_classes < len(label_N) or not np.isfinite(x_NC).all():
+        return None
+    return float(silhouette_score(x_NC, label_N))
+
+
+def map_of(x_NC: NDArray[np.float64], config: EmbeddingConfig, *, seed: int) -> NDArray[np.float64]:
+    """Points (N, 2) of a map in which near rows stay near; the same for equal input and seed, on one machine."""
+    perplexity = min(config.perplexity, (len(x_NC) - 1) / 3)  # more is not defined
+    random_state = seed % 2**32  # what NumPy's legacy generator takes
+    if config.method == "umap":
+        neighbours = max(2, round(perplexity))
+        made = _umap().UMAP(n_neighbors=neighbours, random_state=random_state, n_jobs=1).fit_transform(x_NC)
+    else:
+        made = TSNE(perplexity=perplexity, init="pca", random_state=random_state).fit_transform(x_NC)
+    points_N2: NDArray[np.float64] = np.asarray(made, dtype=np.float64)
+    return points_N2
+
+
+def _umap() -> ModuleType:
+    try:
+        return importlib.import_module("umap")
+    except ModuleNotFoundError as error:
+        if error.name != "umap":
+            raise
+        raise UserError("UMAP is not installed; `pip install -e '.[umap]'`, or leave method out for t-SNE") from None
+
+
+def _draw(axes: Axes, points_N2: NDArray[np.float64], label_N: NDArray[np.int64], *, names: tuple[str, ...]) -> None:
+    for number, name in enumerate(names):
+        of_class = label_N == number
+        color = f"C{number}" if len(names) <= 10 else None
+        axes.scatter(
+            points_N2[of_class, 0], points_N2[of_class, 1], s=9, alpha=0.75, linewidths=0, color=color, label=name
+        )
+    axes.set(xticks=[], yticks=[])
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.spines[:].set_alpha(0.3)
+    columns = 1 + (len(names) - 1) // 16
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9, markerscale=2, ncols=columns)

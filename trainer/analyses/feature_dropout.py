@@ -1,0 +1,315 @@
+"""How often the views of one run destroy a feature that the encoder of another can read (Tamkin et al. 2022).
+
+Each run's policy makes one view of each of some test samples, and every run's encoder and linear classifier say how
+probable the right class is. A policy that drops a feature whole leaves two groups, views that show it and views that do
+not: a probability near 1 or near 0, and little between. A policy that only weakens features leaves one group.
+
+Shapes: N samples, F features, K classes of a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from pydantic import Field
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, shown
+from trainer.analyses.classifier import heads_of
+from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
+from trainer.analyses.figures import to_png
+from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, view_batches, write_result
+from trainer.analyses.views import Change, mean_change, ratio
+from trainer.probes.features import LABEL_SPACES, LabelSpace, frozen
+from trainer.probes.heads import Heads
+from trainer.probes.linear import LinearHead
+from trainer.run_dir import RunDir
+
+LOW, HIGH = 0.1, 0.9
+
+
+class FeatureDropoutConfig(Schema):
+    """How many test samples and bins, and how many uniform samples the dip test compares with.
+
+    of_sample: a test sample; as many views are then all of this one, and show what its own feature goes through.
+    """
+
+    num_examples: Annotated[int, Field(ge=10, le=10**6)] = 1200
+    of_sample: CountOrZero | None = None
+    num_bins: Annotated[int, Field(ge=10, le=10**6)] = 20
+    num_uniform_samples: Annotated[int, Field(ge=1, le=10**6)] = 999
+
+
+class Probabilities(Schema):
+    """How probabilities of the right class are spread over [0, 1].
+
+    `histogram` has the share of each of equally wide bins. `dip_p` is the probability of so large a dip where there is
+    one mode. `tails_exceed_middle`: the shares below 0.1 and above 0.9 both exceed that of any tenth between. All are
+    None if a probability is not finite, as those of views that a diverged viewmaker makes.
+    """
+
+    histogram: tuple[Measured, ...]
+    mean: Measured
+    share_below_0_1: Measured
+    share_above_0_9: Measured
+    dip: Measured
+    dip_p: Measured
+    tails_exceed_middle: bool | None
+
+
+class JudgedRun(Schema):
+    """A run, its policy and its classifier. `accuracy` and `without_views` are of the examples as they are, by label:
+    what its classifier makes of them before any view, so a histogram of views is read beside it.
+
+    `selectivity_box` and `selectivity_object` are the policy's mean absolute change inside the box of the drawn object,
+    or its pixels, over that of the whole picture; None where nothing was drawn, and for sounds.
+    """
+
+    name: str
+    checkpoint_step: int
+    views: str
+    classifier: str
+    accuracy: dict[LabelSpace, float]
+    without_views: dict[LabelSpace, Probabilities]
+    selectivity_box: Measured
+    selectivity_object: Measured
+
+
+class Judgement(Schema):
+    """Views of one run under encoder and classifier of another, or of its own."""
+
+    views_of: str
+    judged_by: str
+    label: LabelSpace
+    accuracy: float
+    probabilities: Probabilities
+
+
+class FeatureDropoutResult(Schema):
+    """analysis/feature_dropout.json, the same in every run that took part."""
+
+    config: FeatureDropoutConfig
+    seed: int
+    num_examples: int
+    runs: tuple[JudgedRun, ...]
+    judgements: tuple[Judgement, ...]
+    test_manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class _Judge:
+    name: str
+    subject: Subject
+    heads: Heads
+
+
+def analyze_feature_dropout(run_dirs: Sequence[RunDir], *, config: FeatureDropoutConfig, look: Look) -> list[Path]:
+    """Write analysis/feature_dropout.json and .png of every run, with `of_sample` under names of their own; returns
+    their paths.
+
+    Raises `UserError` where there are not two different runs of one test set, or a checkpoint is missing.
+    """
+    if len({run_dir.path.resolve() for run_dir in run_dirs}) < max(2, len(run_dirs)):
+        raise UserError(
+            "feature_dropout lets runs judge one another's views; name two different run directories or more"
+        )
+    subjects = [open_subject(run_dir, look) for run_dir in run_dirs]
+    first = subjects[0]
+    for subject in subjects[1:]:
+        if subject.test.manifest.sha256 != first.test.manifest.sha256:
+            raise UserError(
+                f"{first.run_dir.path} and {subject.run_dir.path} have different test sets; "
+                "feature_dropout compares runs of one dataset"
+            )
+    judges = [
+        _Judge(name, subject, heads_of(subject)) for name, subject in zip(_names(subjects), subjects, strict=True)
+    ]
+    if not set.intersection(*(set(judge.heads.by_label) for judge in judges)):
+        raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
+    rows_N, index_N, name = _examples(first, config)
+    uniform = uniform_dips(len(rows_N), num_draws=config.num_uniform_samples, seed=first.seed)
+    runs, judgements = [], []
+    with Progress("views judged", total=len(judges) * len(rows_N)) as progress:
+        for policy in judges:
+            run, judged = _judge(policy, judges, rows_N, index_N, config, uniform, seed=first.seed, progress=progress)
+            runs.append(run)
+            judgements += judged
+    result = FeatureDropoutResult(
+        config=config,
+        seed=first.seed,
+        num_examples=len(rows_N),
+        runs=tuple(runs),
+        judgements=tuple(judgements),
+        test_manifest_sha256=first.test.manifest.sha256,
+    )
+    png = _figure(result)
+    return [path for run_dir in run_dirs for path in write_result(run_dir, name, result, png)]
+
+
+def _examples(subject: Subject, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:
+    """The rows (N,) of the test set, the indices (N,) by which their views are drawn, and the result's name."""
+    if config.of_sample is None:
+        rows_N = choose_rows(len(subject.test), config.num_examples, seed=subject.seed)
+        return rows_N, subject.test.index_N[rows_N], "feature_dropout"
+    if config.of_sample >= len(subject.test):
+        raise UserError(f"of_sample={config.of_sample}, but the test set has the samples 0 to {len(subject.test) - 1}")
+    index_N = torch.arange(config.num_examples)
+    return torch.full_like(index_N, config.of_sample), index_N, f"feature_dropout-of_sample_{config.of_sample}"
+
+
+def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Tensor:
+    """The softmax probability (N,) float64 that a head gives to the classes (N,) int64."""
+    return head.logits(features_NF).double().softmax(1).gather(1, label_N[:, None])[:, 0]
+
+
+def describe(probability_N: Floats, *, num_bins: int, uniform_dips_D: Floats) -> Probabilities:
+    """Describe probabilities (N,); `uniform_dips_D` are the dips of uniform samples of the same size."""
+    if not np.isfinite(probability_N).all():
+        return Probabilities(
+            histogram=(None,) * num_bins,
+            mean=None,
+            share_below_0_1=None,
+            share_above_0_9=None,
+            dip=None,
+            dip_p=None,
+            tails_exceed_middle=None,
+        )
+    counts, _ = np.histogram(probability_N, bins=num_bins, range=(0.0, 1.0))
+    tenths, _ = np.histogram(probability_N, bins=10, range=(0.0, 1.0))
+    value = dip(probability_N)
+    return Probabilities(
+        histogram=tuple((counts / counts.sum()).tolist()),
+        mean=float(probability_N.mean()),
+        share_below_0_1=float((probability_N < LOW).mean()),
+        share_above_0_9=float((probability_N > HIGH).mean()),
+        dip=value,
+        dip_p=dip_p_value(value, uniform_dips_D),
+        tails_exceed_middle=bool(min(tenths[0], tenths[-1]) > tenths[1:-1].max()),
+    )
+
+
+def _judge(
+    policy: _Judge,
+    judges: Sequence[_Judge],
+    rows_N: Tensor,
+    index_N: Tensor,
+    config: FeatureDropoutConfig,
+    uniform: Floats,
+    *,
+    seed: int,
+    progress: Progress,
+) -> tuple[JudgedRun, list[Judgement]]:
+    """One policy's views under every judge, and what can be said of the policy's run alone."""
+    subject = policy.subject
+    labels = {
+        space: subject.test.labels(space)[rows_N].to(subject.device)
+        for space in LABEL_SPACES
+        if all(space in judge.heads.by_label for judge in judges)
+    }
+    features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
+    plain, differences, masks = [], [], []
+    with frozen(*(judge.subject.players.encoder for judge in judges)):
+        for batch in view_batches(
+            subject.players.view_policy,
+            subject.test,
+            rows_N,
+            seed=seed,
+            view=0,
+            device=subject.device,
+            index_N=index_N,
+        ):
+            for judge in judges:
+                features[judge.name].append(judge.subject.players.encoder.features(batch.views_BCHW))
+            plain.append(subject.players.encoder.features(batch.seen_BCHW))
+            if batch.masks_BHW is not None:
+                differences.append((batch.views_BCHW - batch.seen_BCHW).cpu())
+                masks.append(batch.masks_BHW)
+            progress.advance(len(batch.views_BCHW))
+
+    def probabilities(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Probabilities:
+        probability_N = right_class_probability(head, features_NF, label_N).cpu().numpy()
+        return describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform)
+
+    change = mean_change(torch.cat(differences), torch.cat(masks)) if masks else Change(0.0, None, None)
+    plain_NF, heads = torch.cat(plain), policy.heads.by_label
+    run = JudgedRun(
+        name=policy.name,
+        checkpoint_step=subject.players.step,
+        views=subject.players.config.views.kind,
+        classifier=policy.heads.made_by,
+        accuracy={space: heads[space].accuracy(plain_NF, label_N) for space, label_N in labels.items()},
+        without_views={space: probabilities(heads[space], plain_NF, label_N) for space, label_N in labels.items()},
+        selectivity_box=ratio(change.in_box, change.overall),
+        selectivity_object=ratio(change.in_object, change.overall),
+    )
+    judgements = []
+    for judge in judges:
+        features_NF = torch.cat(features[judge.name])
+        for space, label_N in labels.items():
+            head = judge.heads.by_label[space]
+            judgements.append(
+                Judgement(
+                    views_of=policy.name,
+                    judged_by=judge.name,
+                    label=space,
+                    accuracy=head.accuracy(features_NF, label_N),
+                    probabilities=probabilities(head, features_NF, label_N),
+                )
+            )
+    return run, judgements
+
+
+def _names(subjects: Sequence[Subject]) -> list[str]:
+    """The names in the configs, or the directories where two runs are called the same."""
+    names = [subject.players.config.name for subject in subjects]
+    return names if len(set(names)) == len(names) else [str(subject.run_dir.path) for subject in subjects]
+
+
+def _figure(result: FeatureDropoutResult) -> bytes:
+    """One histogram for each policy (row) and judge (column), both labels in each, and the judge's without views."""
+    names = [run.name for run in result.runs]
+    by_place = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
+    spaces = [space for space in LABEL_SPACES if (names[0], names[0], space) in by_place]
+    figure = Figure(figsize=(3.6 * len(names) + 0.4, 2.7 * len(names) + 0.5), layout="constrained")
+    grid = figure.subplots(len(names), len(names), sharex=True, sharey=True)
+    edges = np.linspace(0, 1, result.config.num_bins + 1)
+    for row, views_of in enumerate(names):
+        for column, judged_by in enumerate(names):
+            axes = grid[row, column]
+            for space in spaces:
+                spread = by_place[views_of, judged_by, space].probabilities
+                strong = space == spaces[-1]
+                axes.stairs(
+                    drawn(spread.histogram),
+                    edges,
+                    fill=strong,
+                    color="C0" if strong else "C1",
+                    linewidth=1.5,
+                    alpha=0.75 if strong else 1.0,
+                    label=f"label_{space}: dip {shown(spread.dip, '.3f')}, p {shown(spread.dip_p, '.3f')}",
+                )
+            as_they_are = result.runs[column].without_views[spaces[-1]].histogram
+            axes.stairs(
+                drawn(as_they_are), edges, color="0.35", linestyle="--", label=f"label_{spaces[-1]}, without views"
+            )
+            axes.legend(fontsize=7, loc="upper center", frameon=False)
+            axes.spines[["top", "right"]].set_visible(False)
+            if row == 0:
+                axes.set_title(f"judged by\n{judged_by}", fontsize=9)
+            if row == len(names) - 1:
+                axes.set_xlabel("probability of the right class")
+            if column == 0:
+                axes.set_ylabel(f"views of\n{views_of}\nshare of {result.num_examples}", fontsize=9)
+    every = [judgement.probabilities for judgement in result.judgements]
+    every += [run.without_views[spaces[-1]] for run in result.runs]
+    top = max((share for one in every for share in one.histogram if share is not None), default=1.0)
+    grid[0, 0].set(xlim=(0, 1), ylim=(0, 1.25 * top))  # room for the legends
+    return to_png(figure)

@@ -1,0 +1,227 @@
+"""What do the features of an encoder respond to, and how sparsely? Figures 1 to 4 of Wen and Li (2021), in numbers.
+
+With augmentations that hide colour, they find, few features fire on a picture, features see shapes, and pictures of a
+class lie together; without, features fire densely and follow the colour of the whole picture. The picture shows what
+drives some features most, found by gradient ascent on the pixels (Erhan et al. 2009).
+
+Shapes: N pictures, B batch, C channels of the trunk's last map, H by W its pixels, F features chosen to be shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.schema import Count, LearningRate, Measured, Schema
+from trainer.analyses.embedding import silhouette
+from trainer.analyses.figures import GridRow, picture_grid
+from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, refuse_sounds, write_result
+from trainer.probes.features import LabelSpace, frozen, to_float
+from trainer.run_dir import RunDir
+
+NUM_COLUMNS = 8
+NUM_STARTS = 64
+_CONTRAST = 1e-6
+
+
+class FiltersConfig(Schema):
+    """How many test pictures are measured; how many features are shown, and the steps of their gradient ascent."""
+
+    num_pictures: Count = 2000
+    num_shown: Count = 24
+    num_steps: Count = 64
+    learning_rate: LearningRate = 0.1
+
+
+class Sparsity(Schema):
+    """How sparsely the map before pooling fires; of activations below 0, none counts as firing.
+
+    `active_share` is the share of its values above 0. `treves_rolls` is 1 - (mean)^2 / mean of squares (Rolls and
+    Tovee 1995), `hoyer` Hoyer's (2004), both over the values of a picture, from 0 (all equal) to nearly 1 (a single
+    one), as means over the pictures. `dead_share` is the share of channels that never fire on any picture. All are None
+    if the map is not finite.
+    """
+
+    active_share: Measured
+    treves_rolls: Measured
+    hoyer: Measured
+    dead_share: Measured
+
+
+class FiltersResult(Schema):
+    """analysis/filters.json.
+
+    `colour_r2` is the share of the pooled features' variance that a linear function of the picture's mean colour
+    explains. `shown` are the channels of the picture, those that vary most first; `gain` is how far above its highest
+    value on a real picture each was driven, as their ratio; `colourfulness` is the share of the found picture's
+    contrast that is between colours and not between light and dark.
+    """
+
+    config: FiltersConfig
+    seed: int
+    checkpoint_step: int
+    num_pictures: int
+    num_channels: int
+    sparsity: Sparsity
+    colour_r2: Measured
+    silhouette: dict[LabelSpace, Measured]
+    shown: tuple[int, ...]
+    gain: tuple[Measured, ...]
+    colourfulness: tuple[Measured, ...]
+    test_manifest_sha256: str
+
+
+def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, look: Look) -> list[Path]:
+    """Write analysis/filters.json and .png of a run; returns their paths.
+
+    Raises `UserError` for sounds, and for an encoder whose last map is none of (B, C, H, W).
+    """
+    subject = open_subject(run_dir, look)
+    test = subject.test
+    refuse_sounds(test, run_dir, what_for="filters")
+    rows_N = choose_rows(len(test), config.num_pictures, seed=subject.seed)
+    sparsity, pooled = _measure(subject, rows_N)
+    colour_NC = (test.images_NCHW[rows_N].double() / 255).mean((2, 3)).to(look.device)
+    unit = F.normalize(pooled, dim=1).cpu().numpy()
+    shown_F = pooled.var(0).argsort(descending=True)[: config.num_shown]
+    found_FCHW = activating_pictures(
+        subject.players.encoder.pooled,
+        shown_F,
+        shape=tuple(test.images_NCHW.shape[1:]),
+        config=config,
+        seed=subject.seed,
+    )
+    with frozen(subject.players.encoder):
+        driven_F = subject.players.encoder.pooled(found_FCHW).double().gather(1, shown_F[:, None])[:, 0]
+    highest_F = pooled.amax(0)[shown_F]
+    result = FiltersResult(
+        config=config,
+        seed=subject.seed,
+        checkpoint_step=subject.players.step,
+        num_pictures=len(rows_N),
+        num_channels=pooled.shape[1],
+        sparsity=sparsity,
+        colour_r2=explained_share(colour_NC, pooled),
+        silhouette={space: silhouette(unit, test.labels(space)[rows_N].numpy()) for space in subject.label_spaces()},
+        shown=tuple(shown_F.tolist()),
+        gain=tuple((driven_F / highest_F.clamp_min(1e-12)).tolist()),
+        colourfulness=tuple(colourfulness(found_FCHW).tolist()),
+        test_manifest_sha256=test.manifest.sha256,
+    )
+    return write_result(run_dir, "filters", result, _picture(found_FCHW, result))
+
+
+def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:
+    """Of each picture (B,) float64: active_share, treves_rolls and hoyer as in `Sparsity`, and `fires` (B, C) bool."""
+    r_BP = map_BCHW.flatten(1).double().clamp_min(0)
+    is_finite_B = map_BCHW.flatten(1).isfinite().all(1)
+    num = r_BP.shape[1]
+    squares_B = r_BP.square().sum(1)
+    silent_B = squares_B == 0
+    share_B = r_BP.sum(1).square() / squares_B.clamp_min(torch.finfo(torch.float64).tiny)  # from 1 to num
+    return {
+        "active_share": (r_BP > 0).double().mean(1).masked_fill(~is_finite_B, torch.nan),
+        "treves_rolls": (1 - share_B / num).masked_fill(silent_B, 0.0),
+        "hoyer": ((num**0.5 - share_B.sqrt()) / (num**0.5 - 1)).masked_fill(silent_B, 0.0),
+        "fires": map_BCHW.amax((2, 3)) > 0,
+    }
+
+
+def explained_share(x_NP: Tensor, y_NC: Tensor) -> float:
+    """Return R^2 of the least-squares fit of y by x and a constant, over all columns of y together.
+
+    0 if y is constant, nan if it is not finite.
+    """
+    x, y = x_NP - x_NP.mean(0), y_NC - y_NC.mean(0)
+    total = y.square().sum()
+    if total == 0 or not total.isfinite():
+        return 0.0 if total == 0 else math.nan
+    # By the singular vectors, so that columns of x that depend on one another do no harm.
+    left, singular, _ = torch.linalg.svd(x, full_matrices=False)
+    basis = left[:, singular > singular.max() * 1e-10]
+    return float((basis.T @ y).square().sum() / total)
+
+
+def colourfulness(pictures_NCHW: Tensor) -> Tensor:
+    """Share of a picture's variance over its pixels that is not common to its channels, (N,); 0 for a flat one."""
+    centred = pictures_NCHW - pictures_NCHW.mean((2, 3), keepdim=True)
+    total_N = centred.square().mean((1, 2, 3))
+    common_N = centred.mean(1).square().mean((1, 2))
+    return torch.where(total_N > _CONTRAST, 1 - common_N / total_N.clamp_min(_CONTRAST), 0.0)
+
+
+def activating_pictures(
+    pooled: Callable[[Tensor], Tensor], channels_F: Tensor, *, shape: Sequence[int], config: FiltersConfig, seed: int
+) -> Tensor:
+    """Pictures (F, C, H, W) in [0, 1] on the device of `channels_F`, each found to drive one channel of `pooled`.
+
+    Adam on the pixels' logits, from that of `NUM_STARTS` cloudy pictures which drives the channel most: where none
+    does, there is no gradient to follow. Each step looks at the pictures shifted by some pixels, the same for all, or
+    the pictures would be patterns of single pixels.
+    """
+    draw = generator(seed, "activating pictures")
+    clouds = torch.from_numpy(draw.standard_normal((NUM_STARTS, shape[0], 4, 4))).float()
+    starts_SCHW = F.interpolate(clouds, size=tuple(shape[1:]), mode="bicubic").to(channels_F.device)
+    with torch.no_grad():
+        best_F = pooled(torch.sigmoid(starts_SCHW))[:, channels_F].argmax(0)
+    logits_FCHW = starts_SCHW[best_F].requires_grad_()
+    optimizer = torch.optim.Adam([logits_FCHW], lr=config.learning_rate)
+    shifts = draw.integers(-2, 3, size=(config.num_steps, 2)).tolist()
+    with Progress("features driven", total=config.num_steps) as progress, torch.enable_grad():
+        for down, right in shifts:
+            seen_FCHW = torch.sigmoid(logits_FCHW).roll((down, right), (2, 3))
+            activation_F = pooled(seen_FCHW).gather(1, channels_F[:, None])[:, 0]
+            (logits_FCHW.grad,) = torch.autograd.grad(-activation_F.sum(), logits_FCHW)
+            optimizer.step()
+            progress.advance()
+    return torch.sigmoid(logits_FCHW).detach()
+
+
+def _measure(subject: Subject, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
+    """Sparsity of the map, and the pooled features (N, C) float64, of test pictures without views."""
+    encoder, sums, pooled = subject.players.encoder, dict.fromkeys(("active_share", "treves_rolls", "hoyer"), 0.0), []
+    maps: list[Tensor] = []
+    hook = encoder.trunk.register_forward_hook(lambda module, args, output: maps.append(output))
+    fires_C: Tensor | None = None
+    try:
+        with frozen(encoder):
+            for images_BCHW in torch.split(subject.test.images_NCHW[rows_N], 256):
+                pooled.append(encoder.pooled(to_float(images_BCHW, subject.device)).double())
+                map_BCHW = maps.pop()
+                if map_BCHW.dim() != 4:
+                    raise UserError(
+                        f"filters is of convolutional encoders, and {subject.run_dir.path} has one whose last map is "
+                        f"{tuple(map_BCHW.shape[1:])} and not channels, height and width"
+                    )
+                measured = sparsity_of(map_BCHW)
+                for name in sums:
+                    sums[name] += measured[name].sum().item()
+                fired_C = measured["fires"].any(0)
+                fires_C = fired_C if fires_C is None else fires_C | fired_C
+    finally:
+        hook.remove()
+    assert fires_C is not None
+    means = {name: total / len(rows_N) for name, total in sums.items()}
+    dead_share = 1 - fires_C.double().mean().item()
+    return Sparsity(**means, dead_share=dead_share if math.isfinite(means["hoyer"]) else None), torch.cat(pooled)
+
+
+def _picture(found_FCHW: Tensor, result: FiltersResult) -> bytes:
+    """The found pictures in rows of `NUM_COLUMNS`; the last row is filled up with white."""
+    shown = found_FCHW.cpu().permute(0, 2, 3, 1)
+    num_rows = -(-len(shown) // NUM_COLUMNS)
+    filled = torch.ones(num_rows * NUM_COLUMNS, *shown.shape[1:])
+    filled[: len(shown)] = shown
+    rows = [
+        GridRow(f"features\n{NUM_COLUMNS * row + 1} to {min(NUM_COLUMNS * (row + 1), len(shown))}", pictures.numpy())
+        for row, pictures in enumerate(torch.split(filled, NUM_COLUMNS))
+    ]
+    return picture_grid(rows, column_titles=[""] * NUM_COLUMNS)

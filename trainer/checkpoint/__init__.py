@@ -1,0 +1,1 @@
+"""Save and restore the whole state of a run."""

@@ -1,0 +1,219 @@
+"""What a checkpoint is on the disk: files of tensors, and a list of them by which one can tell that it is whole.
+
+Comes in: states, tensors by name. Goes out: a directory of safetensors files and `checkpoint.json`, which is written
+last and holds each file's size and SHA-256. What may never happen: that reading a file runs what somebody wrote in it,
+or that a file which was cut or changed is taken for a state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
+from trainer.checkpoint.run_state import RunState
+from trainer.run_dir import RunDir, steps_in
+
+FORMAT_VERSION = 2  # 1 had no `run` in its index
+INDEX_NAME = "checkpoint.json"
+SUFFIX = ".safetensors"
+OBJECTIVE, RUN = "objective", "run"  # names of files, beside those of the trained modules
+
+_WRITE_BUFFER = 1 << 20
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class FileRecord(Schema):
+    """What a file must be."""
+
+    num_bytes: NonNegativeInt
+    sha256: str
+
+
+class CheckpointIndex(Schema):
+    """The content of `checkpoint.json`; `files` is by name in the same directory.
+
+    `run` is None in format 1, which had no such field, and for a caller that keeps no such state.
+    """
+
+    format_version: PositiveInt
+    step: NonNegativeInt
+    files: dict[str, FileRecord]
+    run: RunState | None = None
+
+
+class DamagedError(Exception):
+    """A checkpoint is not whole; the message says which file and why, as a part of a sentence."""
+
+
+def write_files(
+    directory: Path, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None = None
+) -> int:
+    """Write each state as `NAME.safetensors`, then the index, all flushed to the disk; returns the bytes written.
+
+    The tensors are contiguous and on the CPU.
+    """
+    files = {f"{name}{SUFFIX}": write_tensors(directory / f"{name}{SUFFIX}", state) for name, state in states.items()}
+    index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run)
+    text = index.model_dump_json(indent=2) + "\n"
+    with (directory / INDEX_NAME).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    flush(directory)
+    return sum(record.num_bytes for record in files.values()) + len(text)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write contiguous CPU tensors as a safetensors file, flushed to the disk.
+
+    Unlike the library's own writer, it makes no second copy of them, sums while it writes, keeps the interpreter free
+    for the training thread, and reports a full disk as the `OSError` that it is.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that every one is aligned
+    header: dict[str, object] = {}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=_WRITE_BUFFER) as file:
+        parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+        for part in parts + [_bytes_of(tensors[name]) for name in names]:
+            file.write(part)
+            digest.update(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(num_bytes=8 + len(text) + end, sha256=digest.hexdigest())
+
+
+def read_index(directory: Path) -> CheckpointIndex:
+    """Raises `DamagedError` if there is no index or it cannot be read, `UserError` if a newer version wrote it."""
+    path = directory / INDEX_NAME
+    try:
+        value = json.loads(path.read_bytes())
+        version = value["format_version"]
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise UserError(
+                f"{directory} was written by a newer version of this project (checkpoint format {version}; this one "
+                f"reads up to {FORMAT_VERSION}); update the project, or pass another --run-dir"
+            )
+        index = CheckpointIndex.model_validate(value)
+    except FileNotFoundError:
+        raise DamagedError(f"{INDEX_NAME} is not there" if directory.is_dir() else "it is not there") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DamagedError(f"{INDEX_NAME} cannot be read") from None
+    if odd := [name for name in index.files if Path(name).name != name]:
+        raise DamagedError(f"{INDEX_NAME} names {odd[0]!r}, which is no file beside it")
+    return index
+
+
+def check_sizes(directory: Path) -> CheckpointIndex:
+    """The index, once every file is there in its size; raises as `read_index` does."""
+    index = read_index(directory)
+    for name, record in index.files.items():
+        try:
+            num_bytes = (directory / name).stat().st_size
+        except OSError:
+            raise DamagedError(f"{name} is not there") from None
+        if num_bytes != record.num_bytes:
+            raise DamagedError(f"{name} has {num_bytes:,} bytes where {record.num_bytes:,} were written")
+    return index
+
+
+def check_whole(directory: Path, *, only: Collection[str] | None = None) -> CheckpointIndex:
+    """The index, once every file is there and every byte, in the files `only` if given, is the one that was written.
+
+    Raises as `read_index` does.
+    """
+    index = check_sizes(directory)
+    for name in index.files if only is None else only:
+        if (record := index.files.get(name)) is None:
+            raise DamagedError(f"{name} is not there")
+        try:
+            with (directory / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedError(f"{name} cannot be read: {error.strerror}") from None
+        if found != record.sha256:
+            raise DamagedError(f"{name} holds other bytes than were written")
+        check_readable(directory / name)
+    return index
+
+
+def check_readable(path: Path) -> None:
+    """Raises `DamagedError` unless there is a safetensors file at `path`; reads its header only."""
+    with _explained(path), safetensors.safe_open(path, framework="pt"):
+        pass
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; raises `DamagedError` if it is none. Nothing in it is run."""
+    with _explained(path):
+        state: dict[str, Tensor] = safetensors.torch.load_file(path)
+        return state
+
+
+def flush(path: Path) -> None:
+    """Have a file or directory on the disk before the next line runs."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is not there") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DamagedError(f"{path.name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def all_steps(run_dir: RunDir) -> list[int]:
+    """Return the steps of all checkpoints, whole or not, ascending."""
+    return steps_in(run_dir.checkpoints)
+
+
+def latest_step(run_dir: RunDir) -> int | None:
+    """Return the step that LATEST names; None if there is no such file, or if a failing disk damaged it."""
+    try:
+        return run_dir.latest_step()
+    except ValueError:
+        return None

@@ -1,0 +1,251 @@
+"""Load checkpoints: whole runs for training to go on, or modules alone for probes and analyses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from data_pipeline.core.errors import UserError
+from trainer.checkpoint.files import (
+    INDEX_NAME,
+    OBJECTIVE,
+    RUN,
+    SUFFIX,
+    DamagedError,
+    all_steps,
+    check_readable,
+    check_whole,
+    latest_step,
+    read_index,
+    read_tensors,
+)
+from trainer.checkpoint.run_state import DataIdentity, RunState, identity_in_provenance
+from trainer.config import read_config
+from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
+from trainer.distributed.engines.engine import Engine
+from trainer.modules import Players, build_players
+from trainer.normalization import recorded_normalization
+from trainer.objectives import Objective
+from trainer.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that a run goes on from: its step, and the run's state besides tensors.
+
+    At the start of a run the step is 0 and there is no state. A checkpoint of format 1 has no state either.
+    """
+
+    step: int
+    run: RunState | None
+
+    def trained_on(self, run_dir: RunDir) -> DataIdentity | None:
+        """Return the datasets behind the checkpoint; None if there is no checkpoint, or nothing is known of them."""
+        if self.step == 0:
+            return None
+        return identity_in_provenance(run_dir) if self.run is None else self.run.data
+
+
+def newest_state(run_dir: RunDir) -> Restored:
+    """Return what the newest checkpoint that has an index says, without a look at its tensors."""
+    latest = latest_step(run_dir)
+    steps = [step for step in reversed(all_steps(run_dir)) if step != latest]
+    for step in [latest, *steps] if latest is not None else steps:
+        with contextlib.suppress(DamagedError):
+            return Restored(step, read_index(run_dir.checkpoint(step)).run)
+    return Restored(0, None)
+
+
+def restore(
+    run_dir: RunDir, engines: Mapping[str, Engine], objective: Objective, *, extra: Mapping[str, Tensor] | None = None
+) -> Restored:
+    """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
+
+    Returns its step and state; the step is 0 if there is none yet. A damaged checkpoint is passed over, and the log
+    says so. Raises `UserError` if none is whole, or the newest is of a newer version of this project or of another
+    architecture; on the ranks that have nothing to say, SystemExit(2).
+    """
+
+    def find() -> Restored | None:
+        step = _newest_whole(run_dir) if rank() == 0 else None
+        return None if step is None else Restored(step, read_index(run_dir.checkpoint(step)).run)
+
+    found = broadcast_object(_together(find))
+    if found is None:
+        return Restored(0, None)
+    step = found.step
+    directory = run_dir.checkpoint(step)
+    wanted = {name: engine.module_state() for name, engine in engines.items() if name != OBJECTIVE}
+    others = {OBJECTIVE: objective.saved_state(), RUN: dict(extra or {})}
+    wanted |= {name: state for name, state in others.items() if state}
+    files = [*wanted, *(f"{name}_optimizer" for name in engines)]
+    states = _together(lambda: {name: _read_explained(directory, name) for name in files})
+
+    def take_up() -> None:
+        for name, state in wanted.items():
+            _check_fits(directory / f"{name}{SUFFIX}", states[name], state)
+        if OBJECTIVE in wanted:
+            objective.load_saved(states[OBJECTIVE])
+        for name, engine in engines.items():
+            module_state = engine.module_state() if name == OBJECTIVE else states[name]
+            try:
+                engine.load(module_state, states[f"{name}_optimizer"])
+            except RuntimeError as error:
+                path = directory / f"{name}_optimizer{SUFFIX}"
+                raise UserError(_cannot_load(path, str(error).splitlines()[0])) from None
+        for name, tensor in wanted.get(RUN, {}).items():
+            tensor.copy_(states[RUN][name])
+
+    _together(take_up)
+    return found
+
+
+def load_players(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool = False) -> Players:
+    """The players of a run in eval mode on the CPU, at `step` or the newest whole checkpoint; training may go on.
+
+    Step 0 is the untrained players, rebuilt from the config and its seed. `allow_pipe` is that of `read_config`. Raises
+    `UserError` if there is no such step, or it cannot be loaded.
+    """
+    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    players = build_players(config, normalization=recorded_normalization(run_dir, config))
+    modules = players.trained_modules
+    if step is None:
+        step = _load_newest(run_dir, modules)
+    elif step > 0:
+        if not run_dir.checkpoint(step).is_dir():
+            steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
+            raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has those of steps {steps}")
+        try:
+            _check_players(run_dir.checkpoint(step), modules)
+            _load_modules(run_dir.checkpoint(step), modules)
+        except DamagedError as error:
+            raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
+    for module in modules.values():
+        module.eval()
+    return replace(players, step=step, trained_on=_trained_on(run_dir, step))
+
+
+def _trained_on(run_dir: RunDir, step: int) -> DataIdentity | None:
+    """Return the datasets behind a checkpoint that is read; None if they are not known, or training has pruned it."""
+    try:
+        return Restored(step, read_index(run_dir.checkpoint(step)).run if step > 0 else None).trained_on(run_dir)
+    except DamagedError:  # a checkpoint from before there was an index is read all the same
+        return identity_in_provenance(run_dir)
+
+
+def _load_newest(run_dir: RunDir, modules: Mapping[str, nn.Module]) -> int:
+    """Load the newest checkpoint that is whole, and return its step; one that training prunes meanwhile is no error."""
+    latest = latest_step(run_dir)
+    step = _newest_whole(run_dir, only=modules)
+    if step is None:
+        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
+    try:
+        _load_modules(run_dir.checkpoint(step), modules)
+    except DamagedError as error:
+        if latest_step(run_dir) == latest:
+            raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
+        return _load_newest(run_dir, modules)
+    return step
+
+
+def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
+    """Raises `DamagedError`, or `UserError` if the checkpoint is of other modules."""
+    for name, module in modules.items():
+        state = read_tensors(directory / f"{name}{SUFFIX}")
+        _check_fits(directory / f"{name}{SUFFIX}", state, module.state_dict())
+        module.load_state_dict(state)
+
+
+def _check_players(directory: Path, players: Collection[str]) -> None:
+    """Raises `DamagedError` unless these players can be read. A checkpoint from before there was an index has none to
+    be checked by; its files are taken as they are."""
+    files = [f"{name}{SUFFIX}" for name in players]
+    if (directory / INDEX_NAME).is_file():
+        check_whole(directory, only=files)
+    for name in files:
+        check_readable(directory / name)
+
+
+def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
+    """Step of the checkpoint to go on from: the one that `LATEST` names, or else the newest that is whole; None where
+    there is none at all. `only`: look no further than at these players.
+
+    Logs what was passed over and why. Raises `UserError` if none is whole, or a newer version wrote the first choice.
+    """
+    latest = latest_step(run_dir)
+    steps = [step for step in reversed(all_steps(run_dir)) if step != latest]
+    skipped: list[str] = []
+    for step in [latest, *steps] if latest is not None else steps:
+        directory = run_dir.checkpoint(step)
+        try:
+            if only is None:
+                check_whole(directory)
+            else:
+                _check_players(directory, only)
+        except DamagedError as error:
+            skipped.append(f"that of step {step} is damaged: {error}")
+            continue
+        break
+    else:
+        step = 0
+    if skipped and latest_step(run_dir) != latest:  # training replaced it meanwhile
+        return _newest_whole(run_dir, only=only)
+    if skipped and not step:
+        raise UserError(
+            f"no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(skipped)}); copy one there, or pass another "
+            "--run-dir to start anew"
+        )
+    if skipped:
+        logger.warning("taking the checkpoint of step %d, because %s", step, "; ".join(skipped))
+    return step or None
+
+
+def _read_explained(directory: Path, name: str) -> dict[str, Tensor]:
+    try:
+        return read_tensors(directory / f"{name}{SUFFIX}")
+    except DamagedError as error:
+        raise UserError(_cannot_load(directory, str(error))) from None
+
+
+def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raises `UserError` with the first tensor that is in one of them only, or in another shape."""
+
+    def shape(state: Mapping[str, Tensor], name: str) -> str:
+        return f"of shape {tuple(state[name].shape)}" if name in state else "absent"
+
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        in_file, in_config = shape(found, name), shape(wanted, name)
+        if in_file != in_config:
+            raise UserError(
+                f"{path} is of another architecture ({name} is {in_file} there and {in_config} by this config); train "
+                "on with the config that it was made with, or pass another --run-dir"
+            )
+
+
+def _cannot_load(path: Path, reason: str) -> str:
+    return f"cannot load {path} ({reason}); remove that checkpoint or pass another --run-dir"
+
+
+def _together(action: Callable[[], T]) -> T:
+    """What `action` returns on this rank. Where it raises a `UserError` on any rank, all of them end: the first of
+    these raises it, the others leave quietly."""
+    result: list[T] = []
+    error: UserError | None = None
+    try:
+        result.append(action())
+    except UserError as raised:
+        error = raised
+    has_error = all_gather_object(error is not None)
+    if any(has_error):
+        raise error if error is not None and has_error.index(True) == rank() else SystemExit(2)
+    return result[0]

@@ -1,0 +1,104 @@
+"""The state of a run besides its tensors: which datasets it is trained on, and its counters. Checkpoints hold it.
+
+Invariant: a run goes on with the datasets that it was trained on, or the user has named the new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from typing import Literal
+
+from pydantic import NonNegativeInt
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import BadSample
+from data_pipeline.core.schema import Schema
+from trainer.run_dir import RunDir
+
+_NAME_DIGITS = 12
+
+
+class DataIdentity(Schema):
+    """The train set and the test set of a run, by the SHA-256 of their manifests."""
+
+    train_manifest_sha256: str
+    test_manifest_sha256: str
+
+    @property
+    def name(self) -> str:
+        """A short name of both together, which `--accept-data` takes."""
+        both = f"{self.train_manifest_sha256} {self.test_manifest_sha256}"
+        return hashlib.sha256(both.encode()).hexdigest()[:_NAME_DIGITS]
+
+
+class SkipCounts(Schema):
+    """The skipped steps of a run: all of them, and those in a row up to now."""
+
+    total: NonNegativeInt = 0
+    in_a_row: NonNegativeInt = 0
+
+
+class RunState(Schema):
+    """The part of a checkpoint that is not tensors. `bad_samples` are those met up to its step, sorted by index."""
+
+    data: DataIdentity
+    skipped: SkipCounts = SkipCounts()
+    bad_samples: tuple[BadSample, ...] = ()
+
+
+def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:
+    """Return the datasets that provenance.json names; None if it names none.
+
+    Checkpoints of format 1 hold no identity of their own, so theirs is taken from here.
+    """
+    facts = run_dir.read_provenance()
+    named = {name: facts[name] for name in DataIdentity.model_fields if facts.get(name)}
+    return DataIdentity(**named) if named.keys() == DataIdentity.model_fields.keys() else None
+
+
+def check_same_data(
+    run_dir: RunDir,
+    *,
+    step: int,
+    trained_on: DataIdentity | None,
+    now: DataIdentity,
+    train_dir: str,
+    test_dir: str,
+    accepted: Collection[str] = (),
+) -> bool:
+    """Return whether the data of the checkpoint of `step` were replaced, and the user has accepted the new ones.
+
+    `trained_on` is None if nothing is known of them; then everything is taken. Raises `UserError` for data that are
+    neither those of the checkpoint nor named in `accepted`.
+    """
+    if trained_on is None or trained_on == now:
+        return False
+    if now.name in accepted:
+        return True
+    where, manifest, before = (
+        (train_dir, now.train_manifest_sha256, trained_on.train_manifest_sha256)
+        if now.train_manifest_sha256 != trained_on.train_manifest_sha256
+        else (test_dir, now.test_manifest_sha256, trained_on.test_manifest_sha256)
+    )
+    raise UserError(
+        f"{where} holds another dataset (manifest {manifest[:_NAME_DIGITS]}) than the one with which {run_dir.path} "
+        f"came to step {step} (manifest {before[:_NAME_DIGITS]}); put that back, pass another --run-dir, or go on with "
+        f"the new data by --accept-data {now.name}"
+    )
+
+
+def other_data(
+    trained_on: DataIdentity | None, *, which: Literal["train", "test"], sha256: str, location: str
+) -> str | None:
+    """Return a warning if the dataset that is read is not that of the training; None if it is, or that is not known.
+
+    `sha256` is that of the manifest at `location`.
+    """
+    before = None if trained_on is None else getattr(trained_on, f"{which}_manifest_sha256")
+    if before in {None, sha256}:
+        return None
+    return (
+        f"{location} holds another dataset (manifest {sha256[:_NAME_DIGITS]}) than the one with which the run was "
+        f"trained (manifest {before[:_NAME_DIGITS]}); the numbers are of what it holds now"
+    )

@@ -1,0 +1,345 @@
+"""Checkpoints: the whole state of a run at a step, complete or not there at all.
+
+    checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.safetensors
+                                viewmaker.safetensors  viewmaker_optimizer.safetensors  (where the views are learned)
+                                objective.safetensors  objective_optimizer.safetensors  (where it has state, learns)
+                                run.safetensors        (where the loop has tensors of its own: a loss scale)
+                                checkpoint.json        (each file's size and SHA-256; the datasets and the counters)
+    LATEST                      step_00000500
+
+Training stops for a copy to the memory of the host; a thread of the first rank writes that copy beside its place,
+flushes it to the disk and moves it there by one rename; `LATEST` is replaced after that, and only then are older ones
+pruned. So a kill at any moment leaves the previous checkpoint or the new one. State is filed by name and whole, so any
+number of ranks and any kind of engine takes it up. The stream needs no state of its own: its position is the step.
+Nothing in a checkpoint is code, and loading one runs none.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+from trainer.checkpoint.files import (
+    OBJECTIVE,
+    RUN,
+    DamagedError,
+    all_steps,
+    check_sizes,
+    flush,
+    latest_step,
+    write_files,
+)
+from trainer.checkpoint.run_state import RunState
+from trainer.distributed.collectives import broadcast_object, rank
+from trainer.distributed.engines.engine import Engine
+from trainer.run_dir import RunDir, write_atomically
+
+logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+_ALIGNMENT = 64  # bytes, of a tensor in the host's copy
+
+
+# The ranks that do not write wait in a collective; one a minute keeps it from timing out behind a slow disk.
+_WAIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """States in the memory of the host, once `wait` has returned; `device_seconds` is how long a GPU was busy with
+    them, then.
+    """
+
+    states: Mapping[str, Mapping[str, Tensor]]
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+    def wait(self) -> None:
+        if self.events is not None:
+            self.events[1].synchronize()
+
+    @property
+    def device_seconds(self) -> float:
+        return 0.0 if self.events is None else self.events[0].elapsed_time(self.events[1]) / 1e3
+
+
+class HostMemory:
+    """One block of the host's memory that every copy goes to: allocated once, pinned where tensors come from a GPU."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, states: Mapping[str, Mapping[str, Tensor]]) -> HostCopy:
+        """Contiguous copies; those of before are overwritten. From a GPU they only begin here, in its current stream,
+        where later kernels come after them.
+        """
+        tensors = [tensor for state in states.values() for tensor in state.values()]
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if self._block.numel() < num_bytes or (device is not None and not self._block.is_pinned()):
+            self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device is not None)
+        stream = torch.cuda.current_stream(device) if device is not None else None
+        begun = stream.record_event(_timing_event()) if stream is not None else None
+        copies: dict[str, dict[str, Tensor]] = {}
+        end = 0
+        for name, state in states.items():
+            copies[name] = {}
+            for key, tensor in state.items():
+                place = self._block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies[name][key] = place.copy_(tensor.detach(), non_blocking=True)
+                end += _aligned(tensor.nbytes)
+        done = stream.record_event(_timing_event()) if stream is not None else None
+        return HostCopy(copies, (begun, done) if begun is not None and done is not None else None)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a write ended, as the ranks tell each other; `error` None: well."""
+
+    error: str | None
+    is_user_error: bool
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints behind the back of training, one at a time, and keeps the newest `keep`.
+
+    Every rank has one, and calls `save` and `close` at the same steps. What went wrong in the thread of the first rank
+    is raised by the next of these calls, on every rank. As a context manager it closes itself; an exception in the loop
+    still finishes what is being written.
+    """
+
+    def __init__(self, run_dir: RunDir, *, keep: int) -> None:
+        self._run_dir = run_dir
+        self._keep = keep
+        self._memory = HostMemory()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._in_flight: Future[None] | None = None
+        self._step = 0  # of what is in flight
+
+    def save(
+        self,
+        step: int,
+        *,
+        engines: Mapping[str, Engine],
+        objective_state: Mapping[str, Tensor],
+        extra: Mapping[str, Tensor] | None = None,
+        run: RunState | None = None,
+    ) -> None:
+        """Begin to write the state after `step` steps, once the save before is done. Returns after a copy to the host.
+
+        `objective_state` is `Objective.saved_state()`; `extra` are the loop's own tensors, equal on all ranks, of fixed
+        shapes; `run` is its other state. Raises `UserError` if the disk had no room for the save before or refused it,
+        or if that state was not finite; on the ranks that do not write, SystemExit(2), so that one speaks for all.
+        Older checkpoints stay as they are then.
+        """
+        began = time.perf_counter()
+        self._settle()
+        states = _states_of(engines, objective_state, extra or {})
+        if rank() > 0:
+            return
+        self._step = step
+        try:
+            copy = self._memory.copy(states)
+        except Exception as error:  # the others go on training: they hear of it where all ranks meet next
+            self._in_flight = Future()
+            self._in_flight.set_exception(error)
+            return
+        waited_seconds = time.perf_counter() - began
+        self._in_flight = self._thread.submit(self._write, step, copy, run, waited_seconds)
+
+    def close(self) -> None:
+        """Wait for what is being written; raises as `save` does. A second call does nothing more."""
+        try:
+            self._settle()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The other ranks may be anywhere, so nothing is agreed on any more; and the exception at hand is the first.
+        self._thread.shutdown()
+        failure = self._in_flight.exception() if self._in_flight is not None else None
+        if failure is not None:
+            logger.warning("%s", failure)
+
+    def _settle(self) -> None:
+        """Wait until what is in flight is written, and raise on every rank what went wrong with it."""
+        while (outcome := broadcast_object(self._outcome())) is None:
+            pass
+        in_flight, self._in_flight = self._in_flight, None
+        if outcome.error is None:
+            return
+        error = in_flight.exception() if in_flight is not None else None
+        if error is not None:
+            raise error
+        if outcome.is_user_error:
+            raise SystemExit(2)
+        raise RuntimeError(f"the first rank could not write a checkpoint: {outcome.error}")
+
+    def _outcome(self) -> _Outcome | None:
+        """Of what is in flight; None if it still is after a while."""
+        if self._in_flight is None:
+            return _Outcome(None, is_user_error=False)
+        try:
+            error = self._in_flight.exception(timeout=_WAIT_SECONDS)
+        except TimeoutError:
+            logger.info("waiting for the checkpoint of step %d to be written", self._step)
+            return None
+        return _Outcome(None if error is None else str(error), isinstance(error, UserError))
+
+    def _write(self, step: int, copy: HostCopy, run: RunState | None, waited_seconds: float) -> None:
+        copy.wait()
+        began = time.perf_counter()
+        num_bytes = _write(self._run_dir, step=step, states=copy.states, run=run, keep=self._keep)
+        logger.info(
+            "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
+            step,
+            f"{num_bytes / 1e6:,.3g}",
+            max(waited_seconds, copy.device_seconds),
+            time.perf_counter() - began,
+        )
+
+
+def _states_of(
+    engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor], extra: Mapping[str, Tensor]
+) -> dict[str, Mapping[str, Tensor]]:
+    """State by the name of its file; every rank calls this at the same time."""
+    states: dict[str, Mapping[str, Tensor]] = {}
+    for name, engine in engines.items():
+        if name != OBJECTIVE:  # whose state is filed as a whole, below
+            states[name] = engine.module_state()
+        states[f"{name}_optimizer"] = engine.optimizer_state()
+    rest = {OBJECTIVE: objective_state, RUN: extra}
+    return states | {name: state for name, state in rest.items() if state}
+
+
+def refuse_link(run_dir: RunDir) -> None:
+    """Raise `UserError` if the directory in which checkpoints are written and pruned is a symbolic link.
+
+    The files behind it may be those of another run. A single checkpoint may be a link: it is read, and pruning removes
+    the link alone. The whole run directory may be a link, too.
+    """
+    path = run_dir.checkpoints
+    if path.is_symlink():
+        raise UserError(
+            f"{path} is a symbolic link, and pruning would remove files behind it; replace it by a directory, or pass "
+            "a --run-dir on the other disk"
+        )
+
+
+def _write(
+    run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None, keep: int
+) -> int:
+    """Write a checkpoint to its place, name it in `LATEST`, and prune; returns its bytes.
+
+    Raises `UserError` if the state is not finite, or the disk has no room or fails; then the checkpoints before are as
+    they were.
+    """
+    final = run_dir.checkpoint(step)
+    partial = final.with_name(f".{final.name}.partial")
+    refuse_link(run_dir)
+    _check_finite(run_dir, step, states)
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        for left in partial.parent.glob(".step_*"):  # by a kill
+            _delete(left)
+        partial.mkdir()
+        num_bytes = write_files(partial, step=step, states=states, run=run)
+        _remove(final)  # left by a kill between the rename and LATEST, or damaged
+        partial.replace(final)
+        flush(final.parent)
+        write_atomically(run_dir.latest, final.name + "\n")
+        flush(run_dir.path)
+        _prune(run_dir, newest=step, keep=keep)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
+        going_on = f"start again: the run goes on from {_newest_in_words(run_dir)}"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
+        raise UserError(f"cannot write {where} ({error}); mend that and {going_on}") from error
+    return num_bytes
+
+
+def _check_finite(run_dir: RunDir, step: int, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise `UserError` that names the first tensor with a value that is inf or nan.
+
+    The gradients of every step are looked at, but a step can overflow what it changes: a parameter by its rate, the
+    moments of Adam by their squares. Such a moment would hold its parameter still without any sign.
+    """
+    for file, state in states.items():
+        for name, tensor in state.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                num_bad = int((~tensor.isfinite()).sum())
+                raise UserError(
+                    f"the state after step {step} is not saved, for it is not finite: {num_bad} of {tensor.numel()} "
+                    f"values of {name} ({file}) are inf or nan; lower the learning rate with another --run-dir, or "
+                    f"start again from {_newest_in_words(run_dir)}"
+                )
+
+
+def _newest_in_words(run_dir: RunDir) -> str:
+    step = latest_step(run_dir)
+    return f"step {step}" if step else "the start"
+
+
+def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
+    """Remove all but `keep` checkpoints up to step `newest`; a damaged one is not worth keeping, and does not count."""
+    whole = []
+    for step in all_steps(run_dir):
+        if step <= newest:
+            try:
+                check_sizes(run_dir.checkpoint(step))
+                whole.append(step)
+            except DamagedError:
+                _remove(run_dir.checkpoint(step))
+    for step in whole[:-keep]:
+        _remove(run_dir.checkpoint(step))
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint so that a kill leaves it whole or not there.
+
+    Of a symbolic link, which somebody made to keep a checkpoint on another disk, only the link is removed.
+    """
+    if directory.is_dir() or directory.is_symlink():
+        gone = directory.with_name(f".{directory.name}.gone")
+        directory.replace(gone)
+        _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, or a file or symbolic link in its place; what a link leads to stays."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

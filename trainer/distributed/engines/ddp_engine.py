@@ -1,0 +1,115 @@
+"""A player under torch's DistributedDataParallel, on gloo (CPU) or NCCL (GPU); in one process, the bare module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.distributed.collectives import sum_in_rank_order, world_size
+from trainer.optim.optimizers import OptimizerConfig, build_optimizer, step_unless
+
+
+class DDPEngine:
+    """Implements `trainer.distributed.engines.engine.Engine`; gradients are averaged over ranks while backward runs."""
+
+    def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
+        self.module = module
+        self._optimizer = build_optimizer(optimizer, module)
+        self._parallel: DistributedDataParallel | None = None
+        if world_size() > 1:
+            # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank, and a
+            # broadcast between the two forwards of a step would change a tensor that backward still needs.
+            device = next(module.parameters()).device
+            self._parallel = parallel = DistributedDataParallel(
+                module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
+            )
+            if device.type == "cpu":
+                # Of a filter of one pixel either order in memory is true, and which one a gradient comes in depends on
+                # the kernels that torch has for this processor.
+                warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+                parallel.register_comm_hook(None, lambda _, bucket: _average_in_rank_order(bucket))
+        self._frozen = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        return (self.module if self._frozen or self._parallel is None else self._parallel)(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with nullcontext() if self._parallel is None else self._parallel.no_sync():
+            yield
+
+    def gradient_norm(self) -> Tensor:
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).float()
+
+    def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._optimizer.defaults.get("fused"):
+            # The kernel itself reads both: on a GPU nothing waits for them.
+            self._optimizer.grad_scale = gradient_scale  # type: ignore[attr-defined]
+            self._optimizer.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
+            self._optimizer.step()
+        else:
+            if gradient_scale is not None:
+                for parameter in self.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(gradient_scale)
+            if skip is None:
+                self._optimizer.step()
+            else:
+                step_unless(skip, self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        self._frozen = True
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            self._frozen = False
+
+    def module_state(self) -> dict[str, Tensor]:
+        return self.module.state_dict()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return {
+            f"{key}/{name}": value
+            for name, parameter in self.module.named_parameters()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def load(self, module_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
+        self.module.load_state_dict(module_state)
+        state = self.optimizer_state()
+        if state.keys() != optimizer_state.keys():
+            odd = sorted(state.keys() ^ optimizer_state.keys())
+            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is on one side only")
+        for name, value in state.items():
+            value.copy_(optimizer_state[name])
+
+
+def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket over the ranks, each number added up in the order of the ranks.
+
+    DDP packs the gradients into other buckets after its first step, and gloo's own sum adds a number up in an order
+    that depends on its place in the bucket. So a restarted run would end in other bits than an undisturbed one.
+    """
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(sum_in_rank_order(bucket.buffer()) / world_size())
+    return future

@@ -1,0 +1,366 @@
+"""A player under DeepSpeed's ZeRO (Rajbhandari et al. 2020), on gloo (CPU) or NCCL (GPU), in one process as well.
+
+Stage 0 keeps everything on every rank, as DDP does; 1 cuts the optimizer's state into one piece a rank, 2 the gradients
+as well, 3 the parameters as well. DeepSpeed runs as a library here: the precision, the accumulation of parts, the
+scaling of the loss and the choice of steps to skip are the caller's, so that a step means the same under every engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
+from trainer.distributed.collectives import all_reduce_sum, rank, world_size
+from trainer.optim.optimizers import OptimizerConfig, build_optimizer
+
+_STEP_COUNT = "step"  # of all that torch's optimizers keep, what is one number a parameter
+
+
+class DeepSpeedConfig(Schema):
+    """`offload_optimizer` keeps the optimizer's state in host memory, where its steps are then computed."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    offload_optimizer: bool = False
+
+    @model_validator(mode="after")
+    def _offload_needs_pieces(self) -> Self:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; set one of them")
+        return self
+
+
+def check(
+    config: DeepSpeedConfig,
+    *,
+    num_players: int,
+    precision: str,
+    optimizer_kinds: Iterable[str],
+    copies_encoder: bool,
+) -> None:
+    """Raises `UserError` for a run that DeepSpeed cannot train: the caller need not have it installed to ask.
+
+    Args:
+        num_players: 2 where the views are learned, else 1.
+        optimizer_kinds: the `kind` of each player's optimizer.
+        copies_encoder: whether the objective keeps a momentum copy of the encoder.
+    """
+    stage = config.zero_stage
+    if num_players > 1 and stage in {0, 3}:
+        raise UserError(
+            f"engine.zero_stage {stage} trains one player, and a viewmaker is a second one; set engine.zero_stage=1 or "
+            "2, or engine.kind=ddp"
+        )
+    if copies_encoder and stage == 3:
+        raise UserError(
+            "engine.zero_stage 3 leaves no rank a whole encoder, and the objective keeps a momentum copy of it; set "
+            "engine.zero_stage=2"
+        )
+    if precision in {"float16", "float64"}:
+        raise UserError(
+            f"precision {precision} is for engine.kind=ddp alone; set that, or precision=float32 or bfloat16, which "
+            "DeepSpeed serves"
+        )
+    if stage > 0 and (by_layer := sorted({"lars", "lamb"} & set(optimizer_kinds))):
+        raise UserError(
+            f"optimizer {by_layer[0]} needs the length of whole layers, and engine.zero_stage {stage} cuts them into "
+            "pieces; set engine.zero_stage=0, engine.kind=ddp or another optimizer"
+        )
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("engine.kind=deepspeed needs DeepSpeed, which is not installed: pip install -e '.[deepspeed]'")
+
+
+def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
+    """What DeepSpeed is told of a run, as it stands in a DeepSpeed JSON file.
+
+    Every default of DeepSpeed that would change the numbers, or make the host wait for the GPU, is set here.
+    """
+    stage = config.zero_stage
+    zero: dict[str, Any] = {"stage": stage}
+    if stage > 0:
+        zero |= {
+            "contiguous_gradients": True,
+            "overlap_comm": stage == 3,
+            # In numbers: the default of half a milliard takes 2 GB on every rank.
+            "reduce_bucket_size": 1 << 24,
+            "allgather_bucket_size": 1 << 24,
+        }
+    if stage in {1, 2}:
+        # Its norm serves its own clipping and skipping alone, but offloading insists on it. Each piece of a gradient is
+        # summed at the rank that keeps it; the default sums all of them on all ranks, and sends twice as much.
+        zero |= {"compute_grad_norm": config.offload_optimizer, "use_multi_rank_bucket_allreduce": False}
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": 1 << 24, "stage3_param_persistence_threshold": 10_000}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_batch_size": global_batch_size,
+        "train_micro_batch_size_per_gpu": global_batch_size // num_ranks,
+        "gradient_accumulation_steps": 1,  # or it divides the loss
+        "gradient_clipping": 0.0,  # or it clips at 1
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "timers": {"throughput": {"enabled": False}},
+    }
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where this rank keeps a part of a parameter: `length` numbers, from `start` of the whole flattened parameter, at
+    `flat_start` in the flat tensor that the optimizer steps instead of a group of parameters.
+    """
+
+    flat: Tensor
+    flat_start: int
+    start: int
+    length: int
+
+    def of_flat(self, flat: Tensor) -> Tensor:
+        return flat.detach().narrow(0, self.flat_start, self.length)
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        return whole.detach().flatten().narrow(0, self.start, self.length)
+
+
+class DeepSpeedEngine:
+    """Implements `trainer.distributed.engines.engine.Engine`.
+
+    Stages 2 and 3 send gradients while backward runs, the others after it.
+
+    The module runs by itself, not through DeepSpeed's own engine: that one counts one forward a backward, and a step
+    has two views and two players. Its hooks on the parameters fire all the same, and what it does at the end of a
+    backward is asked for when gradients are first needed. Stage 3, and offloading, skip a step whose gradients are not
+    finite by themselves too. The parameters are made contiguous: DeepSpeed takes no channels_last ones.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, optimizer: OptimizerConfig, config: DeepSpeedConfig, global_batch_size: int
+    ) -> None:
+        self.module = module
+        device = next(module.parameters()).device
+        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        self._trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        self._shapes = {name: value.shape for name, value in self._trained.items()}
+        self._optimizer = build_optimizer(optimizer, module)
+        self._take_optimizer_step = self._optimizer.step
+        self._optimizer.step = self._step_unless_skipped  # type: ignore[assignment]
+        self._skip: Tensor | None = None
+        self._gradient_scale: Tensor | None = None
+        self._deepspeed = _join(device)
+        self._engine, *_ = self._deepspeed.initialize(
+            model=module,
+            optimizer=self._optimizer,
+            config=deepspeed_dictionary(config, global_batch_size=global_batch_size, num_ranks=world_size()),
+        )
+        self._stage = config.zero_stage
+        self._offloads = config.offload_optimizer
+        self._zero = self._engine.optimizer
+        self._is_averaged = False
+        self._pieces = self._cut_optimizer_state() if self._stage > 0 else {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss)
+        if self._stage == 3:
+            self._zero.backward_epilogue()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        if self._stage == 0:
+            yield  # which sends nothing before the gradients are needed
+            return
+        # DeepSpeed's own context of this kind sends all at its end; here the last part of the batch comes after it.
+        self._zero._coalesce_grad_reduction = True
+        try:
+            yield
+        finally:
+            self._zero._coalesce_grad_reduction = False
+
+    def gradient_norm(self) -> Tensor:
+        self._average_gradients()
+        gradients = self._gradients()
+        if self._stage == 0:
+            return torch.nn.utils.get_total_norm(gradients).float()
+        device = next(self.module.parameters()).device
+        return all_reduce_sum(torch.nn.utils.get_total_norm(gradients).to(device).square()).sqrt()
+
+    def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
+        self._average_gradients()
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._skip, self._gradient_scale = skip, gradient_scale
+        self._engine.step()  # which clears the gradients
+        self._skip = self._gradient_scale = None
+        self._is_averaged = False
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        for parameter in self._trained.values():
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in self._trained.values():
+                parameter.requires_grad_(True)
+
+    def module_state(self) -> dict[str, Tensor]:
+        with self._gathered():
+            state = self.module.state_dict()
+            return {name: value.clone() for name, value in state.items()} if self._stage == 3 else state
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        if self._stage == 0:
+            return {
+                f"{key}/{name}": value
+                for name, parameter in self._trained.items()
+                for key, value in self._optimizer.state[parameter].items()
+            }
+        return {
+            f"{key}/{name}": value if key == _STEP_COUNT else self._whole(name, value)
+            for name, piece in self._pieces.items()
+            for key, value in self._optimizer.state[piece.flat].items()
+        }
+
+    def load(self, module_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
+        with self._gathered(modifier_rank=0):
+            self.module.load_state_dict(module_state)
+        if self._stage > 0:
+            self._zero.refresh_fp32_params()
+        self._load_optimizer(optimizer_state)
+
+    def _average_gradients(self) -> None:
+        """What is left to do after the last backward of a step; once, however often the gradients are asked for."""
+        if not self._is_averaged:
+            self._engine.allreduce_gradients()
+            self._is_averaged = True
+
+    def _gradients(self) -> list[Tensor]:
+        """The averaged gradients that this rank keeps: all of them in stage 0, else those of its pieces."""
+        if self._stage == 0:
+            return [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
+        if self._offloads:
+            return [flat.grad for flat in self._optimizer.state if flat.grad is not None]
+        return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
+
+    def _step_unless_skipped(self, closure: None = None) -> None:
+        """What DeepSpeed calls as the optimizer's step, once for each flat tensor."""
+        skip, scale = self._skip, self._gradient_scale
+        if self._optimizer.defaults.get("fused"):
+            # The kernel itself reads both: on a GPU nothing waits for them, unless the step is the host's.
+            where = "cpu" if self._offloads else None
+            self._optimizer.grad_scale = None if scale is None else scale.to(where)  # type: ignore[attr-defined]
+            self._optimizer.found_inf = None if skip is None else skip.to(where, torch.float32)  # type: ignore[attr-defined]
+            self._take_optimizer_step()
+        elif skip is None or not skip:
+            if scale is not None:
+                for group in self._optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.div_(scale)
+            self._take_optimizer_step()
+
+    def _cut_optimizer_state(self) -> dict[str, _Piece]:
+        """Give the optimizer the state of its flat tensors instead of that of the parameters; returns where they lie.
+
+        DeepSpeed would leave the state to the first step that is taken.
+        """
+        names = {id(parameter): name for name, parameter in self._trained.items()}
+        state = self._optimizer.state
+        first_states = {id(parameter): dict(values) for parameter, values in state.items()}
+        state.clear()
+        if self._stage == 3:
+            flats, groups = self._zero.fp32_partitioned_groups_flat, self._zero.fp16_groups
+        else:
+            flats, groups = self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
+        pieces = {}
+        for flat, group in zip(flats, groups, strict=True):
+            state[flat] = {
+                key: value.to(flat.device, copy=True)
+                if key == _STEP_COUNT
+                else torch.zeros_like(flat, requires_grad=False)
+                for key, value in first_states[id(group[0])].items()
+            }
+            for parameter in group:
+                pieces[names[id(parameter)]] = self._piece(parameter, flat)
+        return pieces
+
+    def _piece(self, parameter: nn.Parameter, flat: Tensor) -> _Piece:
+        if self._stage == 3:
+            _, flat_start, room = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            start = rank() * room
+            return _Piece(flat, flat_start, start, max(0, min(room, parameter.ds_numel - start)))  # type: ignore[attr-defined]
+        fragment = parameter._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:
+            return _Piece(flat, 0, 0, 0)
+        address = fragment.lp_fragment_address
+        return _Piece(flat, fragment.hp_fragment_address.start, address.start, address.numel)
+
+    def _whole(self, name: str, flat: Tensor) -> Tensor:
+        piece, shape = self._pieces[name], self._shapes[name]
+        whole = flat.new_zeros(shape.numel(), device=self._trained[name].device)
+        piece.of_whole(whole).copy_(piece.of_flat(flat))
+        return all_reduce_sum(whole).view(shape)
+
+    def _load_optimizer(self, given: Mapping[str, Tensor]) -> None:
+        own = {
+            f"{key}/{name}": (name, value)
+            for name, parameter in self._trained.items()
+            for key, value in self._optimizer.state[self._pieces[name].flat if self._pieces else parameter].items()
+        }
+        if own.keys() != given.keys():
+            odd = sorted(own.keys() ^ given.keys())
+            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is on one side only")
+        for path, (name, value) in own.items():
+            is_count = path.startswith(f"{_STEP_COUNT}/")
+            if given[path].shape != (value.shape if is_count else self._shapes[name]):
+                raise RuntimeError(f"the optimizer's state does not fit: {path} is {tuple(given[path].shape)}")
+            if is_count or not self._pieces:
+                value.copy_(given[path])
+            else:
+                piece = self._pieces[name]
+                piece.of_flat(value).copy_(piece.of_whole(given[path]))
+        for path, (_, value) in own.items():
+            if path.startswith(f"{_STEP_COUNT}/") and value.item() != given[path].item():
+                raise RuntimeError(f"the optimizer's state does not fit: {path} is not what others of its group have")
+
+    def _gathered(self, *, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+        """While open, every rank has the parameters whole; at the end, `modifier_rank`'s are everybody's."""
+        if self._stage < 3:
+            return nullcontext()
+        gathered: AbstractContextManager[None] = self._deepspeed.zero.GatheredParameters(
+            list(self.module.parameters()), modifier_rank=modifier_rank
+        )
+        return gathered
+
+
+def _join(device: torch.device) -> Any:
+    """DeepSpeed, on the process group that is there; one process gets a group of its own."""
+    if not dist.is_initialized():
+        backend, store = "nccl" if device.type == "cuda" else "gloo", dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    # It finds its device in the environment: when it is imported, when an engine is made, and in stage 3 at each step.
+    os.environ |= {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
+    deepspeed = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It would compile an operator for inference on the CPU: half a minute, and a compiler on every machine.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+    return deepspeed

@@ -1,0 +1,464 @@
+"""Where this process stands in the world: one reader of torchrun, Slurm or nothing into one frozen value.
+
+In come environment variables, out goes a `WorldEnv`, and from it the process group. What may never happen: two ranks
+that take themselves for the same one, or a rank that waits for others which nobody started. So a half-set environment
+is refused, and Slurm's variables count only in a task that srun started: a batch script and an interactive allocation
+carry SLURM_NTASKS too, but are a single process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from data_pipeline.core.environment import set_variables
+from data_pipeline.core.errors import UserError
+from trainer.distributed import meeting
+from trainer.distributed.collectives import leave_neighbours, meet_neighbours
+
+logger = logging.getLogger(__name__)
+
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+# Below Linux's ephemeral range (from 32768), so that no outgoing connection holds the port by chance.
+_FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
+_NUM_PORTS_TRIED, _NEXT_PORT = 16, 769  # far from the ports of the next job ids
+# Set by a launcher that has proposed MASTER_PORT itself: the same for all ranks of this start, and for nobody else.
+_MEETING_NAME = "FEATURE_DROPOUT_MEETING"
+
+
+@dataclass(frozen=True)
+class WorldEnv:
+    """This process among all: `rank` of `world_size`, `local_rank` of the `local_world_size` on node `node_rank`.
+
+    `master_addr` and `master_port` are where rank 0 listens ("" and 0 for a single process). `sources` names, for each
+    of these fields, the variable it was read from. Where the port was not given but derived from a Slurm job, or is no
+    more than a launcher's proposal, `start` tells this start of this job from all others, and rank 0 may as well listen
+    at one of the `ports` after the first.
+    `cpus_asked_for` is the number of cores that Slurm was asked for each task; None where nobody says.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    launcher: Literal["none", "torchrun", "slurm"]
+    sources: Mapping[str, str]
+    start: str = ""
+    cpus_asked_for: int | None = None
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Where rank 0 may listen, in the order in which it tries."""
+        if not self.start:
+            return (self.master_port,)
+        offset = self.master_port - _FIRST_SLURM_PORT
+        tried = (offset + _NEXT_PORT * i for i in range(_NUM_PORTS_TRIED))
+        return tuple(_FIRST_SLURM_PORT + one % _NUM_SLURM_PORTS for one in tried)
+
+
+_WITHOUT_SOURCE = {"launcher", "sources", "start", "cpus_asked_for"}
+
+
+def read_env(environ: Mapping[str, str]) -> WorldEnv:
+    """Read torchrun's variables, else those of a Slurm step, else a single process.
+
+    Raises `UserError` if a variable is missing or not a number, if the numbers contradict each other, or if RANK and
+    SLURM_PROCID disagree. One torchrun per Slurm task is no contradiction: there each task is a node of torchrun's.
+    """
+    environ = set_variables(environ)
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & environ.keys():
+        world = _read_torchrun(environ)
+        _check_agrees_with_slurm(world, environ)
+    elif _in_slurm_step(environ):
+        world = _read_slurm(environ)
+    else:
+        default = "default (in a Slurm job, but not under srun)" if "SLURM_JOB_ID" in environ else "default"
+        sources = {name: default for name in (field.name for field in fields(WorldEnv)) if name not in _WITHOUT_SOURCE}
+        return WorldEnv(0, 1, 0, 1, 0, "", 0, "none", sources)
+    _check_ranges(world)
+    return world
+
+
+def choose_device(world: WorldEnv) -> torch.device:
+    """cuda:local_rank where there are GPUs, else the CPU; raises `UserError` if ranks would have to share a GPU, and if
+    the environment promises GPUs where torch sees none: training on the CPU would be a slow surprise.
+
+    Slurm may show each task its own GPU alone (--gpus-per-task); that one is cuda:0 for every local rank.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):
+            if os.environ.get(name, "") not in {"", "-1", "NoDevFiles"}:
+                raise UserError(
+                    f"{name}={os.environ[name]} names GPUs, but torch {torch.__version__} sees none on "
+                    f"{socket.gethostname()}; see what nvidia-smi says, or set CUDA_VISIBLE_DEVICES= for the CPU"
+                )
+            if name == "CUDA_VISIBLE_DEVICES" and name in os.environ:  # set to nothing: the CPU is what is wanted
+                break
+        return torch.device("cpu")
+    if world.launcher == "slurm" and num_gpus == 1:
+        return torch.device("cuda", 0)
+    if world.local_world_size > num_gpus:
+        raise UserError(
+            f"{world.local_world_size} ranks on {socket.gethostname()} but {num_gpus} GPU(s) to be seen there; "
+            f"start at most {num_gpus} rank(s) a node, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds: float = 300.0) -> None:
+    """Join all ranks (gloo on the CPU, NCCL on GPUs), then log the rank table on rank 0.
+
+    A single process joins nothing, so it needs no port and no network. `timeout_seconds` bounds the wait for the other
+    ranks here, and each collective later. A derived port that is taken is passed over for the next one. Each rank
+    compares the cores it may run on with those it asked for, and rank 0 warns in one line. Raises `UserError` if a
+    given port is taken, the ranks do not meet, or NCCL does not start.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.world_size > 1:
+        try:
+            store = _meet(world, timeout_seconds=timeout_seconds) if world.start else None
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=None if store else f"tcp://{world.master_addr}:{world.master_port}",
+                store=store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+            raise UserError(_explain(error, world, timeout_seconds)) from error
+        except dist.DistBackendError as error:
+            raise UserError(
+                f"rank {world.rank} of {world.world_size} on {socket.gethostname()} could not start NCCL on {device} "
+                f"({_last_line(error)}); see that every rank has a GPU of its own, and what NCCL_DEBUG=INFO says"
+            ) from error
+    row = _RankRow(
+        rank=world.rank,
+        node=world.node_rank,
+        host=socket.gethostname(),
+        local_rank=world.local_rank,
+        device=str(device),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus_asked_for=world.cpus_asked_for,
+        sources=_describe(world.sources),
+    )
+    rows = [row]
+    if world.world_size > 1:
+        gathered: list[_RankRow | None] | None = [None] * world.world_size if world.rank == 0 else None
+        dist.gather_object(row, gathered)
+        rows = [row for row in gathered or () if row is not None]
+    if device.type == "cpu" and world.world_size == world.local_world_size:
+        meet_neighbours(timeout_seconds=timeout_seconds)
+    if world.rank == 0:
+        for line in _rank_table(rows, world.launcher):
+            logger.info(line)
+        if short := [row for row in rows if row.cpus_asked_for is not None and row.cpus < row.cpus_asked_for]:
+            logger.warning(_too_few_cores(short))
+        if device.type == "cpu" and world.launcher == "torchrun":
+            hint = threads_hint(torch.get_num_threads(), cpus=row.cpus, num_ranks=world.local_world_size)
+            if hint:
+                logger.info(hint)
+
+
+def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
+    """The TCPStore of all ranks, once all are there: on rank 0 at a port of the system's choice, which the others learn
+    at one of `world.ports`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # absent from torch's annotations
+    if world.rank > 0:
+        port = meeting.ask(world.master_addr, world.ports, token=world.start, timeout_seconds=timeout_seconds)
+        store = tcp_store(world.master_addr, port, world.world_size, is_master=False, timeout=timeout)
+        store.set(f"met/{world.rank}", "")
+        return store
+    # Rank 0 may not wait for the others before they can learn its port.
+    store = tcp_store(world.master_addr, 0, world.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    with meeting.answering(world.ports, token=world.start, answer=store.port) as port:
+        if port != world.master_port:
+            host = socket.gethostname()
+            logger.info("port %d is in use on %s, so the ranks meet at %d", world.master_port, host, port)
+        store.wait([f"met/{rank}" for rank in range(1, world.world_size)], timeout)
+    return store
+
+
+@contextlib.contextmanager
+def process_group(world: WorldEnv, device: torch.device) -> Iterator[None]:
+    """`init_process_group`, and at the end its opposite.
+
+    A rank that leaves by an exception hangs up on its neighbours, but leaves NCCL's group to the end of the process: to
+    take that down it would wait for the others, who may wait for it, and nobody would hear what went wrong.
+    """
+    init_process_group(world, device)
+    try:
+        yield
+    except BaseException:
+        leave_neighbours()
+        if device.type == "cpu":
+            destroy_process_group()
+        raise
+    destroy_process_group()
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if there is one."""
+    leave_neighbours()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _RankRow:
+    """One line of the rank table; `cpus` is the number of cores that this process may run on, if known with the number
+    that was asked for."""
+
+    rank: int
+    node: int
+    host: str
+    local_rank: int
+    device: str
+    cpus: int
+    cpus_asked_for: int | None
+    sources: str
+
+
+def _too_few_cores(rows: list[_RankRow]) -> str:
+    ranks = ", ".join(f"{row.rank} ({row.cpus} of {row.cpus_asked_for} on {row.host})" for row in rows)
+    return (
+        f"fewer cores than the job asked for (SLURM_CPUS_PER_TASK): rank {ranks}; the data will come more slowly: srun "
+        "needs --cpus-per-task too, and the node that many cores"
+    )
+
+
+def threads_hint(num_threads: int, *, cpus: int, num_ranks: int) -> str:
+    """Return what to set so that the ranks of a machine use all its cores; empty if they do.
+
+    torchrun gives each of several ranks one thread unless it is told otherwise. Results on the CPU depend on the number
+    of threads in their last bits, so it is left as it is.
+
+    Examples:
+        >>> threads_hint(1, cpus=16, num_ranks=2)
+        '2 ranks compute with 1 thread each on 16 cores; OMP_NUM_THREADS=8 in front of torchrun uses them all'
+        >>> threads_hint(1, cpus=2, num_ranks=2)
+        ''
+    """
+    if num_threads * num_ranks * 2 > cpus:
+        return ""
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    return (
+        f"{num_ranks} ranks compute with {threads} each on {cpus} cores; OMP_NUM_THREADS={cpus // num_ranks} in front "
+        "of torchrun uses them all"
+    )
+
+
+def _describe(sources: Mapping[str, str]) -> str:
+    if len(set(sources.values())) == 1:
+        return f"everything from {next(iter(sources.values()))}"
+    return ", ".join(f"{name} from {source}" for name, source in sources.items())
+
+
+def _rank_table(rows: list[_RankRow], launcher: str) -> list[str]:
+    """The table in lines; the sources follow it, once where all ranks read the same variables."""
+    header = ("rank", "node", "host", "local rank", "device", "cpus")
+    cells = [header, *(tuple(str(getattr(row, name.replace(" ", "_"))) for name in header) for row in rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    by_source: dict[str, list[int]] = {}
+    for row in rows:
+        by_source.setdefault(row.sources, []).append(row.rank)
+    for sources, ranks in by_source.items():
+        who = "all ranks" if len(ranks) == len(rows) else f"rank {', '.join(map(str, ranks))}"
+        lines.append(f"{who} (launcher: {launcher}): {sources}")
+    return lines
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> WorldEnv:
+    missing = [name for name in _TORCH_NAMES if name not in environ]
+    if missing:
+        present = [name for name in _TORCH_NAMES if name in environ]
+        raise UserError(
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}; start with torchrun, which sets "
+            f"all of them, or unset {', '.join(present)} to run as one process"
+        )
+    local_world_size = _whole(environ, "LOCAL_WORLD_SIZE")
+    rank = _whole(environ, "RANK")
+    sources = {name.lower(): name for name in _TORCH_NAMES}
+    if "GROUP_RANK" in environ:
+        node_rank = _whole(environ, "GROUP_RANK")
+        sources["node_rank"] = "GROUP_RANK"
+    else:
+        node_rank = rank // max(local_world_size, 1)
+        sources["node_rank"] = "RANK / LOCAL_WORLD_SIZE"
+    return WorldEnv(
+        rank=rank,
+        world_size=_whole(environ, "WORLD_SIZE"),
+        local_rank=_whole(environ, "LOCAL_RANK"),
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_whole(environ, "MASTER_PORT"),
+        launcher="torchrun",
+        sources=sources,
+        start=environ.get(_MEETING_NAME, ""),
+    )
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    return "SLURM_STEP_ID" in environ and _whole(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP
+
+
+def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
+    """The step's own counts are read, not the job's: `srun --ntasks 2` may run in an allocation of four tasks."""
+    names = {
+        "rank": "SLURM_PROCID",
+        "world_size": "SLURM_STEP_NUM_TASKS",
+        "local_rank": "SLURM_LOCALID",
+        "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
+        "node_rank": "SLURM_NODEID",
+        "master_addr": "MASTER_ADDR" if "MASTER_ADDR" in environ else "SLURM_STEP_NODELIST",
+        "master_port": "MASTER_PORT" if "MASTER_PORT" in environ else "SLURM_JOB_ID",
+    }
+    missing = [name for name in names.values() if name not in environ]
+    if missing:
+        raise UserError(
+            f"this is a Slurm step (SLURM_STEP_ID is set) but {', '.join(missing)} is not set; start every rank with "
+            "srun, or unset SLURM_STEP_ID to run as one process"
+        )
+    node_rank = _whole(environ, "SLURM_NODEID")
+    tasks_per_node = expand_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    if node_rank >= len(tasks_per_node):
+        raise UserError(
+            f"SLURM_NODEID={node_rank} lies outside SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']}; "
+            "start every rank with srun"
+        )
+    if "MASTER_PORT" in environ:
+        master_port = _whole(environ, "MASTER_PORT")
+    else:  # Every rank derives the same port, and jobs that share a node derive different ones.
+        offset = _whole(environ, "SLURM_JOB_ID") + 1_000 * _whole(environ, "SLURM_STEP_ID")
+        master_port = _FIRST_SLURM_PORT + offset % _NUM_SLURM_PORTS
+    return WorldEnv(
+        rank=_whole(environ, "SLURM_PROCID"),
+        world_size=_whole(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_whole(environ, "SLURM_LOCALID"),
+        local_world_size=tasks_per_node[node_rank],
+        node_rank=node_rank,
+        master_addr=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        master_port=master_port,
+        launcher="slurm",
+        sources=names,
+        start="" if "MASTER_PORT" in environ else _start(environ),
+        cpus_asked_for=_whole(environ, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environ else None,
+    )
+
+
+def _start(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return "/".join(["feature-dropout", *(environ.get(name, "0") for name in names)])
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    Examples:
+        >>> first_host("gpu-[007,009-012],login1")
+        'gpu-007'
+    """
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodelist)
+    if first is None:
+        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; start every rank with srun")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """Slurm's tasks per node, one number a node.
+
+    Examples:
+        >>> expand_tasks_per_node("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} is not of Slurm's form, such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _check_agrees_with_slurm(world: WorldEnv, environ: Mapping[str, str]) -> None:
+    """RANK may differ from SLURM_PROCID only where this task's own torchrun set it: its nodes are Slurm's tasks."""
+    under_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    if "SLURM_PROCID" not in environ or (under_torchrun and not _in_slurm_step(environ)):
+        return
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    if under_torchrun and environ.get("GROUP_WORLD_SIZE") == num_tasks:
+        return
+    pairs = [("RANK", world.rank, "SLURM_PROCID", environ["SLURM_PROCID"])]
+    if _in_slurm_step(environ):
+        pairs.append(("WORLD_SIZE", world.world_size, "SLURM_STEP_NUM_TASKS", num_tasks or ""))
+    for name, value, slurm_name, slurm_value in pairs:
+        if str(value) != slurm_value:
+            raise UserError(
+                f"{name}={value} and {slurm_name}={slurm_value} contradict each other; unset RANK, WORLD_SIZE and "
+                "LOCAL_RANK to follow Slurm, or start one torchrun per Slurm task"
+            )
+
+
+def _check_ranges(world: WorldEnv) -> None:
+    for name, value, limit_name, limit in (
+        ("rank", world.rank, "world_size", world.world_size),
+        ("local_rank", world.local_rank, "local_world_size", world.local_world_size),
+        ("master_port", world.master_port, "65536", 65536),
+    ):
+        if not value < limit:
+            where = world.sources[name]
+            raise UserError(f"{name} {value} (from {where}) must be below {limit_name} {limit}; correct {where}")
+    if world.local_world_size > world.world_size:
+        raise UserError(
+            f"{world.local_world_size} ranks on this node (from {world.sources['local_world_size']}) are more than "
+            f"the {world.world_size} of the world (from {world.sources['world_size']}); correct one of them"
+        )
+
+
+def _whole(environ: Mapping[str, str], name: str) -> int:
+    value = environ[name]
+    if not re.fullmatch(r"[0-9]+", value):
+        raise UserError(f"{name}={value!r} in the environment is not a whole number from 0; correct or unset it")
+    return int(value)
+
+
+def _last_line(error: Exception) -> str:
+    """NCCL's own words come last."""
+    return str(error).strip().splitlines()[-1].rstrip(".")
+
+
+def _explain(error: Exception, world: WorldEnv, timeout_seconds: float) -> str:
+    where = f"{world.master_addr}:{world.master_port}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"port {world.master_port} on {socket.gethostname()} is in use, so the ranks cannot meet there; set "
+            "MASTER_PORT to a free port for all ranks, or on one machine start with `torchrun --standalone`"
+        )
+    reason = str(error).splitlines()[0].rstrip(".")
+    return (
+        f"rank {world.rank} of {world.world_size} on {socket.gethostname()} did not meet the others at {where} within "
+        f"{timeout_seconds:.0f} s ({reason}); check that every rank was started and that {where} can be reached from "
+        "every node, or set MASTER_ADDR and MASTER_PORT"
+    )

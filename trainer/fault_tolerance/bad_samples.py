@@ -1,0 +1,78 @@
+"""Samples that could not be read: counted over all ranks, listed in the run directory, and too many end the run.
+
+Comes in: `Batch.bad` of every batch of every rank. Goes out: a metric, RUN_DIR/bad_samples.jsonl with one line a
+sample, and a `UserError` on every rank at the same step once their share of the dataset is above `data.max_bad_share`.
+What may never happen: a rank that stops alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable
+
+from data_pipeline.core.sample import BadSample
+from data_pipeline.loading.stream import check_bad_share
+from trainer.distributed.collectives import all_gather_object, any_rank, rank
+from trainer.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+class BadSamples:
+    """The bad samples that the ranks of a run have met, each once; `before`: up to the checkpoint it goes on from."""
+
+    def __init__(
+        self, run_dir: RunDir, *, num_samples: int, max_share: float, where: str, before: Iterable[BadSample] = ()
+    ) -> None:
+        self._path = run_dir.bad_samples
+        self._num_samples, self._max_share, self._where = num_samples, max_share, where
+        self._found = {sample.index: sample for sample in before}
+        self._new: list[BadSample] = []
+
+    @property
+    def found(self) -> tuple[BadSample, ...]:
+        """Return the bad samples of all ranks up to the last `settle`, sorted by index."""
+        return tuple(self._found[index] for index in sorted(self._found))
+
+    def add(self, bad: Iterable[BadSample]) -> None:
+        """Take note of what this rank has met; costs nothing where there is nothing."""
+        self._new += [sample for sample in bad if sample.index not in self._found]
+
+    def settle(self) -> int:
+        """The number of bad samples over all ranks; every rank calls this at the same step.
+
+        Raises `UserError` on every rank where their share is above the limit.
+        """
+        if any_rank(bool(self._new)):
+            together = {sample.index: sample for part in all_gather_object(self._new) for sample in part}
+            fresh = [sample for index, sample in sorted(together.items()) if index not in self._found]
+            self._found |= {sample.index: sample for sample in fresh}
+            self._new = []
+            if rank() == 0 and fresh:
+                self._write(fresh)
+            check_bad_share(
+                self._found.values(), num_samples=self._num_samples, max_share=self._max_share, where=self._where
+            )
+        return len(self._found)
+
+    def _write(self, fresh: list[BadSample]) -> None:
+        text = self._path.read_text(errors="replace") if self._path.exists() else ""
+        listed = _keys(text)
+        with self._path.open("a") as file:
+            if text and not text.endswith("\n"):
+                file.write("\n")
+            for sample in fresh:
+                logger.warning("%s: sample %s is bad (%s); another stands in", sample.shard, sample.key, sample.reason)
+                if sample.key not in listed:
+                    file.write(json.dumps({"key": sample.key, "shard": sample.shard, "reason": sample.reason}) + "\n")
+
+
+def _keys(text: str) -> set[str]:
+    """Those of the samples that are listed already. A line that a power cut has torn lists none."""
+    keys = set()
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            keys.add(json.loads(line)["key"])
+    return keys

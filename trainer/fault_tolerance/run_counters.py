@@ -1,0 +1,92 @@
+"""Count what a run has skipped and could not read. The counts are state of the run: its checkpoints hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from data_pipeline.core.sample import BadSample, Batch
+from trainer.checkpoint.restore import Restored
+from trainer.checkpoint.run_state import DataIdentity, RunState, SkipCounts
+from trainer.config import RunConfig
+from trainer.distributed.engines.engine import Engine
+from trainer.fault_tolerance.bad_samples import BadSamples
+from trainer.fault_tolerance.skipped_steps import SkipLog
+from trainer.objectives import Objective
+from trainer.preflight import Manifests
+from trainer.run_dir import RunDir
+from trainer.step import StepOutput
+
+
+class RunCounters:
+    """Counts skipped steps and bad samples over all starts of a run. Every rank makes the same calls at the same steps.
+
+    `restored` is the checkpoint that the run goes on from. Bad samples that it has met in another train set, before the
+    user accepted a new one, count no more.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: RunConfig,
+        manifests: Manifests,
+        restored: Restored,
+        *,
+        device: torch.device,
+        engines: Mapping[str, Engine],
+        objective: Objective,
+        command: str,
+    ) -> None:
+        self._data = now = manifests.identity
+        before = restored.run
+        self._skipped = SkipLog(
+            run_dir,
+            config,
+            device=device,
+            engines=engines,
+            objective=objective,
+            command=command,
+            train_manifest_sha256=manifests.train.sha256,
+            before=SkipCounts() if before is None else before.skipped,
+            saved_step=restored.step,
+        )
+        self._bad = BadSamples(
+            run_dir,
+            num_samples=manifests.train.num_samples,
+            max_share=config.data.max_bad_share,
+            where=config.data.train_dir,
+            before=_bad_samples_of(before, now),
+        )
+
+    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
+        """Count a step. Raises `UserError` if too many in a row were skipped."""
+        self._skipped.add(batch, output, learning_rates)
+        self._bad.add(batch.bad)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts for the log. Raises `UserError` if the share of bad samples is above its limit."""
+        return {"train/skipped_steps": self._skipped.counts.total, "data/bad_samples": self._bad.settle()}
+
+    def state_to_save(self, num_done: int, *, num_steps: int) -> RunState | None:
+        """Return the state for the checkpoint after `num_done` of `num_steps` steps; None if there is to be none.
+
+        There is none if every step since the last checkpoint was skipped. The last step of a run has one all the same.
+        Raises `UserError` if the run has failed: too many steps were skipped, or too many samples are bad.
+        """
+        if not self._skipped.may_save(num_done, num_steps=num_steps):
+            return None
+        self._bad.settle()
+        return RunState(data=self._data, skipped=self._skipped.counts, bad_samples=self._bad.found)
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the checkpoint from which the run would go on; 0 if there is none."""
+        return self._skipped.saved_step
+
+
+def _bad_samples_of(before: RunState | None, now: DataIdentity) -> tuple[BadSample, ...]:
+    """Return those of the checkpoint, unless they are of another train set."""
+    if before is None or before.data.train_manifest_sha256 != now.train_manifest_sha256:
+        return ()
+    return before.bad_samples

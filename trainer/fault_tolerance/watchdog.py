@@ -1,0 +1,226 @@
+"""Report a rank that freezes or dies: which, where, in which step, at which shard, with all stacks; then end all ranks.
+
+The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step every
+stage and every block of a network gives a sign of life (`trainer.fault_tolerance.liveness`). A small process beside
+each rank reads them (`trainer.fault_tolerance.sidecar`). If they stop and the rank does not work either, or if the
+rank is killed, all ranks report and are ended, so that the launcher ends the job.
+
+Invariant: no run is ended because it is slow, and none waits for ever. `trainer.fault_tolerance.sidecar.Silence` states
+the rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from data_pipeline.core.schema import Schema, Seconds
+from trainer.distributed.collectives import broadcast_object, rank, world_size
+from trainer.fault_tolerance import liveness, sidecar
+from trainer.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+_NUM_SHARDS_NAMED = 8
+_CLOSE_SECONDS = 2.0
+
+
+class WatchdogConfig(Schema):
+    """How long a rank may give no sign of life before all ranks are reported and ended.
+
+    Attributes:
+        enabled: set it to false while you stop in a debugger.
+        limit_seconds: if it neither works nor waits for another rank: it is frozen.
+        waiting_seconds: if it waits for other ranks or for its GPU. Keep it below the 300 s after which a collective
+            fails by itself.
+        working_seconds: if it uses the processor all the time: one large operation, or an endless loop.
+        startup_seconds: until the first step is done, at least this long whatever it does.
+
+    Each of the first three limits grows to five times the longest silence of its kind that the run has shown.
+    """
+
+    enabled: bool = True
+    limit_seconds: Seconds = 40
+    waiting_seconds: Seconds = 200
+    working_seconds: Seconds = 600
+    startup_seconds: Seconds = 600
+
+
+def start_watchdog(run_dir: RunDir, config: WatchdogConfig) -> Watchdog:
+    """The watchdog of this rank; every rank calls this at the same time, once the process group is there."""
+    start = broadcast_object(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(2)}")
+    return Watchdog(run_dir, config, rank=rank(), world_size=world_size(), start=start)
+
+
+class Watchdog:
+    """Watches this process from now until it is closed; a context manager. Linux only: elsewhere it does nothing.
+
+    `start` names this start of the run, the same on all ranks and never used before: reports of an earlier one lie in
+    RUN_DIR/stalled/ under its own name, and RUN_DIR/stalled.txt is that of the last.
+    """
+
+    def __init__(self, run_dir: RunDir, config: WatchdogConfig, *, rank: int, world_size: int, start: str) -> None:
+        self._memory: mmap.mmap | None = None
+        self._beats = self._step = 0
+        self._first_step: int | None = None
+        self._patience = self._allowed = 0.0
+        self._startup_patience = config.startup_seconds  # 0 once the first step is done
+        self._signs = 0
+        self._waits, self._stage_bytes, self.stage = False, b"", ""
+        self._usual = False  # from the first batch on
+        self._step_began, self._doing = time.monotonic(), ""
+        liveness.listen(self)
+        if not config.enabled:
+            return
+        if sys.platform != "linux":
+            logger.info("no watchdog on %s: a rank that freezes will not be reported", sys.platform)
+            return
+        # Memory without a name: gone with the last process that holds it, and never on a file system that may hang.
+        memory, self._stacks = os.memfd_create("watchdog"), os.memfd_create("stacks")
+        os.ftruncate(memory, sidecar.MEMORY_BYTES)
+        self._memory = mmap.mmap(memory, sidecar.MEMORY_BYTES)
+        self._write("start-up")
+        faulthandler.register(sidecar.DUMP_SIGNAL, file=self._stacks, all_threads=True)
+        # Dump stacks on SIGTERM and SIGHUP, so that a requested stop can be told from a crash.
+        self._asked = [number for number in sidecar.ENDING if signal.getsignal(number) == signal.SIG_DFL]
+        for number in self._asked:
+            faulthandler.register(number, file=self._stacks, all_threads=True, chain=True)
+        control, self._control = os.pipe()
+        path = run_dir.path.absolute()
+        task = {
+            "pid": os.getpid(),
+            "rank": rank,
+            "world_size": world_size,
+            "directory": str(path / "stalled" / start),
+            "merged": str(path / "stalled.txt"),
+            "memory": memory,
+            "stacks": self._stacks,
+            "control": control,
+            "limit_seconds": config.limit_seconds,
+            "waiting_seconds": config.waiting_seconds,
+            "working_seconds": config.working_seconds,
+        }
+        self._sidecar = subprocess.Popen(
+            # -I and -S: no environment, no site-packages, so that it starts in no time and holds nothing.
+            [sys.executable, "-I", "-S", str(Path(sidecar.__file__)), json.dumps(task)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(memory, self._stacks, control),
+        )
+        os.close(memory)
+        os.close(control)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that watches; None if there is none."""
+        return None if self._memory is None else self._sidecar.pid
+
+    def beat(
+        self, step: int, *, doing: str, shards: Sequence[str] | None = None, may_take_seconds: float = 0.0
+    ) -> None:
+        """A sign of life: this rank begins to do something in a step, for which it reads `shards` (None: as before).
+
+        `may_take_seconds`: until the next beat a silence of this length is announced, as inside `patience`.
+        All ranks beat alike, so that their numbers tell which one is behind. Costs a few microseconds.
+        """
+        if self._startup_patience:
+            if self._first_step is None:
+                self._first_step = step
+            else:
+                self._usual = True
+                if step != self._first_step:
+                    self._startup_patience = 0.0
+        if step != self._step:
+            self._step_began = time.monotonic()
+        self._step, self._allowed = step, may_take_seconds
+        self._write(doing, shards)
+
+    def sign(self) -> None:
+        """A sign of life from inside a step; see `trainer.fault_tolerance.liveness`. Costs less than a microsecond."""
+        self._signs += 1
+        if self._memory is not None:
+            sidecar.write_sign(self._memory, self._signs, self._waits, self._stage_bytes)
+
+    def enter(self, stage: str, *, waits: bool) -> bool:
+        """A sign of life as a stage begins; see `trainer.fault_tolerance.liveness`."""
+        before, self._waits = self._waits, waits
+        self.stage, self._stage_bytes = stage, stage.encode()
+        self.sign()
+        return before
+
+    def step_at_hand(self) -> str:
+        """Return which step is under way, its stage and for how long: "first step: forward, 120 s"."""
+        which = "first step" if self._startup_patience else f"step {self._step + 1}"
+        return f"{which}: {self.stage or self._doing}, {time.monotonic() - self._step_began:.0f} s"
+
+    @contextlib.contextmanager
+    def patience(self, seconds: float, doing: str) -> Iterator[None]:
+        """Allow what is done inside to take so long without a sign of life: a checkpoint, a probe, a compilation."""
+        before, self._patience = self._patience, max(self._patience, seconds)
+        self._write(doing)
+        try:
+            yield
+        finally:
+            self._patience = before
+            self._write(f"after {doing}")
+
+    def close(self, *, ending: str = "") -> None:
+        """End the watch. `ending` is the exception with which this rank leaves; it is told only if others report."""
+        liveness.stop_listening(self)
+        if self._memory is None:
+            return
+        sidecar.write_text(self._memory, ending=ending)
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, usual=False, closed=True)
+        with contextlib.suppress(BrokenPipeError):  # the sidecar was killed
+            os.write(self._control, b"closed")
+        os.close(self._control)
+        self._memory.close()
+        self._memory = None
+        if ending:
+            return  # the sidecar may still ask for the stacks, until this process has left
+        try:
+            self._sidecar.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._sidecar.kill()
+            self._sidecar.wait()
+        faulthandler.unregister(sidecar.DUMP_SIGNAL)
+        for number in self._asked:
+            if signal.getsignal(number) == signal.SIG_DFL:  # else somebody has set a handler meanwhile, and it stays
+                faulthandler.unregister(number)
+        os.close(self._stacks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(ending="" if error is None else "".join(traceback.format_exception(error))[-1000:])
+
+    def _write(self, doing: str, shards: Sequence[str] | None = None) -> None:
+        self._doing = doing
+        if self._memory is None:
+            return
+        self._beats += 1
+        sidecar.write_text(self._memory, doing=doing)
+        if shards is not None:
+            more = len(shards) - _NUM_SHARDS_NAMED
+            named = ", ".join(shards[:_NUM_SHARDS_NAMED]) + (f" and {more} more" if more > 0 else "")
+            sidecar.write_text(self._memory, shards=named)
+        patience = max(self._patience, self._allowed, self._startup_patience)
+        usual = self._usual and not (self._patience or self._allowed)
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience, usual=usual)

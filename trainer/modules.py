@@ -1,0 +1,78 @@
+"""The trained modules of a run: the encoder, and the viewmaker where the views are learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.run_state import DataIdentity
+from trainer.config import RunConfig
+from trainer.models.encoder import Encoder, Normalization, build_encoder
+from trainer.objectives import Objective, build_objective
+from trainer.views import ViewPolicy, build_view_policy
+from trainer.views.viewmaker import Viewmaker
+
+
+@dataclass(frozen=True)
+class Players:
+    """The modules of a run at `step` (0: untrained), with the config they were built from.
+
+    `trained_on` are the datasets behind the checkpoint; None for untrained modules, or if they are not known.
+    """
+
+    config: RunConfig
+    step: int
+    encoder: Encoder
+    view_policy: ViewPolicy
+    trained_on: DataIdentity | None = None
+
+    @property
+    def viewmaker(self) -> Viewmaker | None:
+        return self.view_policy if isinstance(self.view_policy, Viewmaker) else None
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Players:
+        """Move the modules, in place, with the order in memory that the config asks for; returns these players."""
+        memory_format = torch.channels_last if self.config.channels_last else torch.contiguous_format
+        for module in (self.encoder, self.view_policy):
+            module.to(device, dtype).to(memory_format=memory_format)  # type: ignore[call-overload]
+        return self
+
+    @property
+    def trained_modules(self) -> dict[str, nn.Module]:
+        """Modules by the name of their player, in a fixed order."""
+        encoder: dict[str, nn.Module] = {"encoder": self.encoder}
+        return encoder | ({"viewmaker": self.viewmaker} if self.viewmaker is not None else {})
+
+
+def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int, device: torch.device) -> Objective:
+    """The run's objective on `device`, beside an encoder that is there already; weights are drawn from its seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        objective = build_objective(
+            config.objective,
+            encoder=encoder,
+            embedding_size=config.encoder.embedding_size,
+            num_samples=num_samples,
+            seed=config.seed,
+        )
+    return objective.to(device, config.parameter_dtype)
+
+
+def build_players(config: RunConfig, *, normalization: Normalization | None = None) -> Players:
+    """Return untrained players: a function of the arguments alone, because the config's seed draws the initial weights.
+
+    `normalization` is that of the train set's pictures. It is needed to compute with an encoder whose config names
+    none, and not to know its shapes. Spectrograms come normalised.
+    """
+    if config.data.mel is not None:
+        normalization = Normalization(mean=(0.0,), std=(1.0,))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        encoder = build_encoder(config.encoder, normalization=normalization)
+        view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=config.data.mel)
+    encoder.trunk.checkpointing = config.memory.encoder_checkpointing
+    if isinstance(view_policy, Viewmaker):
+        view_policy.checkpointing = config.memory.viewmaker_checkpointing
+    return Players(config=config, step=0, encoder=encoder, view_policy=view_policy)

@@ -1,0 +1,1 @@
+"""Metrics, alarms and pictures of a run, and where they go besides metrics.jsonl."""

@@ -1,0 +1,138 @@
+"""Alarms: one sentence when the logged metrics say that training goes on but learns nothing any more.
+
+Comes in: the metrics of logged steps, of views (`trainer.views.health`, under "views/") and of embeddings
+(`trainer.objectives.health`, under "embeddings/"). Goes out: a sentence for each alarm, once. What may never happen: an
+alarm that changes the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from data_pipeline.core.schema import Count, Schema, Share
+
+
+class AlarmConfig(Schema):
+    """Limits of the metrics of the same name, and for how many steps a metric must be beyond its limit.
+
+    min_view_change: for "budget_spent" and "diversity", in units of pictures in [0, 1]; half a grey level of 255.
+    Healthy runs stay far inside: SimCLR on small pictures had a uniformity of at most -0.4 from the first step on, an
+    effective rank of 18 and more, and views of an evenness of at most 0.33. A random encoder may start outside.
+    Metrics of views are means over all views, and are judged per view that is changed at all: divided by
+    "changed_share". With a `dropout_rate` below 1 the two views of a picture differ whatever the viewmaker has lost.
+    """
+
+    after_steps: Count = 50
+    max_uniformity: Annotated[float, Field(ge=-8, le=0)] = -0.1
+    min_effective_rank: Annotated[float, Field(ge=0, le=2**15)] = 3.0
+    min_view_change: Annotated[float, Field(ge=0, le=1e3)] = 0.5 / 255
+    max_evenness: Share = 0.8
+    max_clamped_share: Share = 0.5
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """`metric` must not lie on the `wrong_side` of `limit`; if it does, `meaning` is what has happened."""
+
+    metric: str
+    wrong_side: Literal["below", "above"]
+    limit: float
+    meaning: str
+
+    def is_broken_by(self, value: float) -> bool:
+        return value < self.limit if self.wrong_side == "below" else value > self.limit
+
+
+def _rules(config: AlarmConfig) -> tuple[_Rule, ...]:
+    return (
+        _Rule(
+            "embeddings/uniformity",
+            "above",
+            config.max_uniformity,
+            "the encoder has collapsed to a point: all pictures have nearly the same embedding",
+        ),
+        _Rule(
+            "embeddings/effective_rank",
+            "below",
+            config.min_effective_rank,
+            "the encoder has collapsed to few directions: all embeddings lie along them",
+        ),
+        _Rule(
+            "views/budget_spent",
+            "below",
+            config.min_view_change,
+            "the views have become the identity: they are the pictures themselves",
+        ),
+        _Rule(
+            "views/diversity",
+            "below",
+            config.min_view_change,
+            "the views have lost their randomness: both views of a picture are the same",
+        ),
+        _Rule(
+            "views/evenness",
+            "above",
+            config.max_evenness,
+            "the viewmaker is saturated: it changes every entry of a picture by as much, and has next to no gradient",
+        ),
+        _Rule(
+            "views/clamped_share",
+            "above",
+            config.max_clamped_share,
+            "the views are saturated: the clamp cuts short what most entries change by; lower views.budget",
+        ),
+    )
+
+
+def _per_changed_view(metric: str, metrics: Mapping[str, float]) -> float:
+    """The metric; one of views, which is a mean over them all, as the mean over those that are not their picture."""
+    changed_share = metrics.get("views/changed_share", 1.0) if metric.startswith("views/") else 1.0
+    return metrics[metric] / changed_share if changed_share > 0 else metrics[metric]
+
+
+@dataclass
+class _Watch:
+    """A rule, since which step it is broken (None: it is not), and whether that was reported."""
+
+    rule: _Rule
+    since: int | None = None
+    reported: bool = False
+
+
+@dataclass
+class Alarms:
+    """Fed with the metrics of every logged step, in order; remembers only what is beyond its limit, and since when."""
+
+    config: AlarmConfig = field(default_factory=AlarmConfig)
+
+    def __post_init__(self) -> None:
+        self._watches = [_Watch(rule) for rule in _rules(self.config)]
+
+    def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
+        """The alarms that `step` sets off, a sentence each.
+
+        An alarm goes off when its metric has been beyond the limit at every check for `after_steps`, and again only
+        after the metric has been back. A metric that is absent says nothing; NaN counts as inside.
+        """
+        alarms = []
+        for watch in self._watches:
+            rule = watch.rule
+            if rule.metric not in metrics:
+                continue
+            value = _per_changed_view(rule.metric, metrics)
+            if not rule.is_broken_by(value):
+                watch.since, watch.reported = None, False
+                continue
+            if watch.since is None:
+                watch.since = step
+            if step - watch.since >= self.config.after_steps and not watch.reported:
+                watch.reported = True
+                alarms.append(
+                    f"{rule.meaning} ({rule.metric} is {value:.3g} at step {step}, {rule.wrong_side} {rule.limit:.3g} "
+                    f"since step {watch.since})"
+                )
+        return alarms

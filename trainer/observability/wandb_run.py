@@ -1,0 +1,193 @@
+"""The Weights & Biases run of a run directory, which may fail without harm to training.
+
+One W&B run for all ranks (only the first rank has one) and all restarts (its id is kept in RUN_DIR/wandb_run_id).
+W&B's own process writes in blocks, and dies of the signals that end a job: what it then had not written is handed to it
+by the next start, from metrics.jsonl. What may never happen: a step that W&B has twice, or never gets.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import wandb
+from wandb.util import get_core_path
+
+from data_pipeline.core.environment import forget_empty_variables, variable
+from trainer.config import RunConfig
+from trainer.fault_tolerance.preemption import WARNINGS
+from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
+from trainer.run_dir import RunDir, write_atomically
+
+logger = logging.getLogger(__name__)
+
+INIT_SECONDS = 30.0  # that W&B's server may take to answer the first question
+FINISH_SECONDS = 20.0  # that W&B's server may take to be told all that is left; W&B itself would wait for ever
+_READ_SECONDS = 60
+_HEAD_CHARACTERS = 80  # of a line that W&B's reader prints, in which it says what it is
+
+
+class WandbRun:
+    """What W&B is told of one run. No method raises: the first failure is reported and ends W&B for this process."""
+
+    def __init__(self, run_dir: RunDir, config: RunConfig) -> None:
+        """Starts the run, or goes on with it; what W&B lacks of metrics.jsonl is sent."""
+        forget_empty_variables("WANDB_")
+        self._run: wandb.Run | None = None
+        self._folder = run_dir.path.absolute() / "wandb"
+        self._last_step = 0  # that W&B has
+        if not run_dir.wandb_run_id.is_file():
+            write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
+        if not (_mode(config.tracking) == "online" and self._goes_online(run_dir, config)):
+            self._guard(lambda: self._start(run_dir, config, "offline"))
+        for entry in run_dir.read_metrics():
+            self.log(entry["step"], {name: value for name, value in entry.items() if name != "step"})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Unless W&B has this step already: from before a node died, and the run went back to a checkpoint."""
+        if self._run is not None and step > self._last_step:
+            run, self._last_step = self._run, step
+            self._guard(lambda: run.log(dict(metrics), step=step))
+
+    def log_pictures(self, step: int, pictures: StepPictures) -> None:
+        """After the metrics of this step, if there are any."""
+        if self._run is not None and step >= self._last_step:
+            run = self._run
+            self._guard(lambda: run.log(_media(pictures), step=step))
+
+    def close(self) -> None:
+        """What the server has not taken after `FINISH_SECONDS` stays in RUN_DIR/wandb."""
+        if self._run is not None:
+            run = self._run
+            self._guard(lambda: run.finish(), going_on="what it lacks lies in RUN_DIR/wandb, for `wandb sync`")
+            if run.offline:
+                self._tell_how_to_sync("Weights & Biases: the run is in")
+
+    def _start(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
+        if mode == "offline":
+            self._last_step = _last_offline_step(run_dir)
+        # W&B's own process takes over what is blocked here: a warning to all processes of a job must not end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+        _leave_inherited_process()
+        try:
+            self._run = wandb.init(
+                dir=run_dir.path,
+                project=config.tracking.wandb_project,
+                id=run_dir.wandb_run_id.read_text().strip(),
+                name=run_dir.path.name,
+                group=config.name,
+                job_type="train",
+                tags=config.tracking.tags,
+                config=config.model_dump(mode="json"),
+                mode=mode,
+                resume="allow",
+                settings=_settings(),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if mode == "online":  # after a resume the server says where to go on
+            self._last_step = self._run.starting_step - 1
+        else:
+            self._tell_how_to_sync("Weights & Biases is offline and writes to")
+
+    def _tell_how_to_sync(self, what: str) -> None:
+        """Log where the files of this run are, and the command that sends them to the server."""
+        folders = sorted(self._folder.glob("offline-run-*"))
+        where = shlex.quote(str(folders[0])) if len(folders) == 1 else f"{shlex.quote(str(self._folder))}/offline-run-*"
+        logger.info("%s %s; from a machine that reaches the server: wandb sync %s", what, self._folder, where)
+
+    def _goes_online(self, run_dir: RunDir, config: RunConfig) -> bool:
+        try:
+            self._start(run_dir, config, "online")
+        except Exception as error:
+            logger.warning("Weights & Biases does not answer (%s); going on offline", " ".join(str(error).split()))
+            wandb.teardown()  # its process holds the run's id, and would refuse it to another start
+            return False
+        return True
+
+    def _guard(self, call: Callable[[], None], *, going_on: str = "going on with metrics.jsonl alone") -> None:
+        """Tracking may be lost, training may not: the first failure is reported and ends W&B for this process."""
+        try:
+            call()
+        except Exception as error:
+            logger.warning("Weights & Biases failed (%s); %s", error, going_on)
+            self._run = None
+
+
+def _settings(**more: bool) -> wandb.Settings:
+    return wandb.Settings(
+        silent=True, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True, **more
+    )
+
+
+def _media(pictures: StepPictures) -> dict[str, object]:
+    images = {name: wandb.Image(array_HWC) for name, array_HWC in pictures.images.items()}
+    return images | {name: wandb.Histogram(values.tolist()) for name, values in pictures.histograms.items()}
+
+
+def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
+    if variable("WANDB_MODE") == "offline" or config.wandb == "offline":
+        return "offline"
+    if config.wandb == "online":
+        return "online"
+    try:
+        return "online" if wandb.login(prompt=False) else "offline"
+    except Exception as error:  # whatever it raises when no server answers
+        logger.warning("Weights & Biases does not take the login (%s); going on offline", error)
+        return "offline"
+
+
+def _last_offline_step(run_dir: RunDir) -> int:
+    """By W&B's own reader; 0 where there is none. A start may have died before its first step was written."""
+    run_id = run_dir.wandb_run_id.read_text().strip()
+    files = run_dir.path.glob(f"wandb/*run-*/run-{run_id}.wandb")  # of online starts too
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        if steps := offline_steps(path):
+            return steps[-1]
+    return 0
+
+
+def _leave_inherited_process() -> None:
+    """Let W&B start a process for this one. That of who started this one, a notebook or a test, outlives a run that is
+    killed, and then refuses its id to the next start.
+    """
+    os.environ.pop("WANDB_SERVICE", None)
+
+
+def summarize(run_dir: RunDir, config: RunConfig, numbers: Mapping[str, float]) -> None:
+    """Put numbers that were measured after training, such as those of the probes, into the summary of the W&B run.
+
+    Nothing where the run has no W&B run. A failure is told and forgotten.
+    """
+    if not (uses_wandb(config.tracking) and run_dir.wandb_run_id.is_file()):
+        return
+    forget_empty_variables("WANDB_")
+    _leave_inherited_process()
+    try:
+        with wandb.init(
+            dir=run_dir.path,
+            project=config.tracking.wandb_project,
+            id=run_dir.wandb_run_id.read_text().strip(),
+            mode=_mode(config.tracking),
+            resume="allow",
+            settings=_settings(x_disable_stats=True),
+        ) as run:
+            run.summary.update(dict(numbers))
+    except Exception as error:
+        logger.warning("Weights & Biases did not take the summary (%s)", error)
+
+
+def offline_steps(path: Path) -> list[int]:
+    """The steps in a file that W&B has left in RUN_DIR/wandb, as far as it was written."""
+    command = [get_core_path(), "leet", "inspect", "-no-observability", "-json", "-run-file", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_READ_SECONDS)
+    lines = (line for line in done.stdout.splitlines() if '"type":"history"' in line[:_HEAD_CHARACTERS])
+    return [int(json.loads(line)["history"]["item"]["_step"]) for line in lines]

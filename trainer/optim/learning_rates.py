@@ -1,0 +1,58 @@
+"""Learning rates: a pure function of config, batch size and step, so a checkpoint holds none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from trainer.optim.optimizers import OptimizerConfig
+from trainer.optim.schedules import ConstantConfig, CosineConfig
+
+
+def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:
+    """The rate at its height, for this batch.
+
+    Examples:
+        >>> from trainer.optim.optimizers import SGDConfig
+        >>> scaled_learning_rate(SGDConfig(learning_rate=0.5, scaling="square_root"), global_batch_size=1024)
+        1.0
+    """
+    share = global_batch_size / config.reference_batch_size
+    match config.scaling:
+        case "none":
+            return config.learning_rate
+        case "linear":
+            return config.learning_rate * share
+        case "square_root":
+            return config.learning_rate * math.sqrt(share)
+
+
+def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, global_batch_size: int) -> float:
+    """The rate of step `step` (from 0) of `num_steps`.
+
+    Examples:
+        >>> from trainer.optim.optimizers import SGDConfig
+        >>> config = SGDConfig(learning_rate=0.5, schedule=CosineConfig())
+        >>> learning_rate_at(config, step=50, num_steps=100, global_batch_size=256)
+        0.25
+    """
+    highest = scaled_learning_rate(config, global_batch_size=global_batch_size)
+    num_warmup_steps = round(config.schedule.warmup_fraction * num_steps)
+    if step < num_warmup_steps:
+        return highest * (step + 1) / num_warmup_steps
+    match config.schedule:
+        case ConstantConfig():
+            return highest
+        case CosineConfig():
+            progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
+            return highest * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def learning_rates_at(
+    configs: Mapping[str, OptimizerConfig], step: int, *, num_steps: int, global_batch_size: int
+) -> dict[str, float]:
+    """Return `learning_rate_at` for each of several optimizers, by its name."""
+    return {
+        name: learning_rate_at(config, step=step, num_steps=num_steps, global_batch_size=global_batch_size)
+        for name, config in configs.items()
+    }

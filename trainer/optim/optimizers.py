@@ -1,0 +1,224 @@
+"""Optimizers: their configs, their construction, and a step that a flag can cancel."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import BatchSize, Decay, Epsilon, LearningRate, PositiveFactor, Schema, ShareBelowOne
+from trainer.optim.loss_scale import roll_back
+from trainer.optim.schedules import ConstantConfig, ScheduleConfig
+
+Decayed = Literal["all", "matrices"]
+
+
+class _Fields(Schema):
+    """What every optimizer takes.
+
+    `scaling`: the rate that is used is `learning_rate` as it stands, or times the share r = global batch size /
+    `reference_batch_size` (Goyal et al. 2017), or times the square root of r (Krizhevsky 2014).
+    """
+
+    schedule: ScheduleConfig = ConstantConfig()
+    scaling: Literal["none", "linear", "square_root"] = "none"
+    reference_batch_size: BatchSize = 256
+
+
+class SGDConfig(_Fields):
+    """SGD with heavy-ball momentum; weight decay acts on every parameter, as published, unless `decay` says "matrices":
+    then on those alone that have two dimensions or more, which leaves out biases and norms.
+    """
+
+    kind: Literal["sgd"] = "sgd"
+    learning_rate: LearningRate = 0.03
+    momentum: ShareBelowOne = 0.9
+    weight_decay: Decay = 1e-4
+    decay: Decayed = "all"
+
+
+class AdamConfig(_Fields):
+    """Adam (Kingma & Ba 2015) with L2 weight decay; `decay` as for SGD."""
+
+    kind: Literal["adam"] = "adam"
+    learning_rate: LearningRate = 1e-3
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    epsilon: Epsilon = 1e-8
+    weight_decay: Decay = 0.0
+    decay: Decayed = "all"
+
+
+class AdamWConfig(_Fields):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019): the weights shrink by rate times decay a step."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: LearningRate = 1e-3
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    epsilon: Epsilon = 1e-8
+    weight_decay: Decay = 0.01
+    decay: Decayed = "matrices"
+
+
+class _FromTimm(_Fields):
+    """An optimizer of the package timm (Wightman 2019), which is an optional dependency."""
+
+    @field_validator("kind", check_fields=False)
+    @classmethod
+    def _timm_is_installed(cls, kind: str) -> str:
+        if importlib.util.find_spec("timm") is None:
+            raise UserError("this optimizer needs the package timm; install it with pip install -e '.[timm]'")
+        return kind
+
+
+class LARSConfig(_FromTimm):
+    """SGD whose rate is adapted to each parameter: times `trust` |w| / (|g| + weight_decay |w|) (You et al. 2017).
+
+    The rate multiplies the momentum, as in torch's SGD, not the gradient that enters it; at a constant rate it is the
+    same. What `decay` leaves out is not adapted either, as SimCLR has it (Chen et al. 2020, who scale linearly: 0.3 at
+    a batch of 256).
+    """
+
+    kind: Literal["lars"] = "lars"
+    learning_rate: LearningRate = 0.3
+    momentum: ShareBelowOne = 0.9
+    weight_decay: Decay = 1e-6
+    trust: PositiveFactor = 1e-3
+    decay: Decayed = "matrices"
+
+
+class LAMBConfig(_FromTimm):
+    """Adam whose step u, weight decay included, is brought to the length of each parameter: times |w| / |u| (You et
+    al. 2020, who scale by the square root).
+
+    What `decay` leaves out is not adapted either. A whole gradient longer than `max_gradient_norm` is cut to it first.
+    """
+
+    kind: Literal["lamb"] = "lamb"
+    learning_rate: LearningRate = 1e-3
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    epsilon: Epsilon = 1e-6
+    weight_decay: Decay = 0.01
+    max_gradient_norm: PositiveFactor | None = None
+    decay: Decayed = "matrices"
+
+
+OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | LAMBConfig, Field(discriminator="kind")]
+
+
+def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a module's trained parameters, its state there from the start: a first step that is skipped, or
+    a checkpoint before it, need no case of their own. All of its state is tensors of parameters: "momentum_buffer",
+    "step", "exp_avg", "exp_avg_sq".
+
+    On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. For
+    those of LARS and LAMB, which are not, there is `step_unless`.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    fused = parameters[0].device.type == "cuda"
+    groups = _groups(config, parameters)
+    match config:
+        case SGDConfig():
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                groups, lr=config.learning_rate, momentum=config.momentum, fused=fused
+            )
+        case AdamConfig():
+            optimizer = torch.optim.Adam(
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused
+            )
+        case AdamWConfig():
+            optimizer = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused
+            )
+        case LARSConfig():
+            optimizer = importlib.import_module("timm.optim").Lars(
+                groups, lr=config.learning_rate, momentum=config.momentum, trust_coeff=config.trust
+            )
+        case LAMBConfig():
+            optimizer = importlib.import_module("timm.optim").Lamb(
+                groups,
+                lr=config.learning_rate,
+                betas=config.betas,
+                eps=config.epsilon,
+                max_grad_norm=config.max_gradient_norm,
+            )
+            _count_steps_by_parameter(optimizer)
+    for parameter in parameters:
+        optimizer.state[parameter] = _first_state(config, parameter, fused=fused)
+    return optimizer
+
+
+def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Parameters with weight decay and those without, where there are such."""
+    decayed = [parameter for parameter in parameters if config.decay == "all" or parameter.ndim > 1]
+    left_out = [parameter for parameter in parameters if not (config.decay == "all" or parameter.ndim > 1)]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": left_out, "weight_decay": 0.0},
+    ]
+    if isinstance(config, LARSConfig | LAMBConfig):
+        for group, adapted in zip(groups, (True, False), strict=True):
+            group["always_adapt"] = adapted  # said, because timm adapts nothing where the decay is zero
+    return [group for group in groups if group["params"]]
+
+
+def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
+    """What a step that changes nothing would leave."""
+
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
+
+    match config:
+        case SGDConfig() | LARSConfig():
+            return {"momentum_buffer": zeros()} if config.momentum else {}
+        case AdamConfig() | AdamWConfig():
+            step = torch.zeros((), device=parameter.device if fused else None)
+            return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+        case LAMBConfig():
+            return {"step": torch.zeros(()), "exp_avg": zeros(), "exp_avg_sq": zeros()}
+
+
+def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that counts its steps in its groups count them in the state of the parameters, as torch's do.
+
+    Otherwise a run that is taken up again by the state of its parameters would correct the bias of young moments once
+    more.
+    """
+
+    def tell_groups(*_: object) -> None:
+        for group in optimizer.param_groups:
+            group["step"] = optimizer.state[group["params"][0]]["step"].clone()
+
+    def ask_groups(*_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["step"].fill_(group["step"])
+
+    optimizer.register_step_pre_hook(tell_groups)
+    optimizer.register_step_post_hook(ask_groups)
+
+
+def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step, where `skip`, a bool scalar, is false; where it is true, parameters and state stay as they are.
+
+    On a GPU the host does not wait for the flag: the step is taken, and taken back, which needs memory for a copy of
+    both. LAMB counts its steps on the host, which therefore waits.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = [*parameters, *(value for each in parameters for value in optimizer.state[each].values())]
+    if skip.device.type == "cpu" or any(tensor.device != skip.device for tensor in tensors):
+        if not skip:
+            optimizer.step()
+    else:
+        _step_and_take_back(skip, optimizer, tensors)
+
+
+def _step_and_take_back(skip: Tensor, optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> None:
+    """One step, after which each of `tensors`, all that it changes, is as before where `skip` is true."""
+    held = [tensor.detach().clone() for tensor in tensors]
+    optimizer.step()
+    roll_back(tensors, held, skip)

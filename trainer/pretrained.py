@@ -1,0 +1,113 @@
+"""Encoders ready for use, for probes, analyses and other people's code: from a run directory, or from an export.
+
+An export is one safetensors file that `python -m trainer.export` wrote: the trunk's weights, by the names that its
+library gives them, and a header that says how to build the trunk around them. It is data alone; whoever wrote it,
+loading it runs no code of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import safetensors
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
+from trainer.models.encoder import Encoder, EncoderConfig, build_encoder
+from trainer.models.timm_trunk import TimmTrunk
+from trainer.run_dir import open_run
+
+EXPORT_SUFFIX = ".safetensors"
+HEADER_KEY = "encoder_export"
+
+
+class ExportHeader(Schema):
+    """What an export says besides its weights, as JSON under `HEADER_KEY` of the file's metadata.
+
+    `encoder.mean` and `encoder.std` are what to normalise each input channel by. `git_commit` is that of the code that
+    trained up to this step, where it was known.
+    """
+
+    version: Literal[1] = 1
+    run: str
+    step: int
+    git_commit: str | None
+    encoder: EncoderConfig
+
+
+def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
+    """The encoder of a run directory, or of an export, on the CPU in eval mode.
+
+    `step` is a checkpoint of the run; None means the newest. An export holds the trunk without the head: its encoder
+    gives features and pooled features, no embeddings.
+
+    Raises `UserError` if `path` is neither, holds no such checkpoint, or holds other weights than it says.
+    """
+    from trainer.checkpoint.restore import load_players
+
+    path = Path(path)
+    if path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir()):
+        if step is not None:
+            raise UserError(
+                f"{path} is an export, which holds one step; leave out step={step}, or pass a run directory"
+            )
+        return _load_export(path)
+    return load_players(open_run(path), step=step).encoder
+
+
+def named_as_published(encoder: Encoder) -> nn.Module:
+    """The part of an encoder whose weights bear the names of torchvision, or of timm."""
+    return encoder.trunk.model if isinstance(encoder.trunk, TimmTrunk) else encoder.trunk
+
+
+class NoHead(nn.Module):
+    """In the place of a head that was not exported."""
+
+    def forward(self, pooled_BC: Tensor) -> Tensor:
+        """Raises `UserError`."""
+        raise UserError(
+            "this encoder comes from an export, which holds no head and so no embeddings; call its features() or "
+            "pooled(), or load the run directory"
+        )
+
+
+def _load_export(path: Path) -> Encoder:
+    header, weights = _read_export(path)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            encoder = build_encoder(header.encoder)
+        named_as_published(encoder).load_state_dict(weights)
+    except Exception as error:  # what a stranger's options lead timm into may raise anything
+        reason = " ".join(str(error).split())
+        raise UserError(f'{path} does not hold the "{header.encoder.kind}" that it says ({reason})') from None
+    encoder.head = NoHead()
+    return encoder.eval()
+
+
+def _read_export(path: Path) -> tuple[ExportHeader, dict[str, Tensor]]:
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; pass an export, or a run directory")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}); export the encoder again") from None
+    if HEADER_KEY not in metadata:
+        raise UserError(f"{path} is not an encoder that python -m trainer.export wrote: its header does not say which")
+    try:
+        header = json.loads(metadata[HEADER_KEY])
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise UserError(f"the header of {path} is damaged; export the encoder again")
+    if isinstance(version := header.get("version"), int) and version > 1:
+        raise UserError(f"{path} was written by a newer version (format {version}, this one reads 1); update this code")
+    parsed = ExportHeader.parse(header, where=f"the header of {path}")
+    if parsed.encoder.normalization is None:
+        raise UserError(f"the header of {path} does not say by which mean and std to normalise; export it again")
+    return parsed, weights

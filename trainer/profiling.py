@@ -1,0 +1,158 @@
+"""Where the wall time of the training loop goes: each moment belongs to one stage.
+
+    read -> decode -> overlay -> transfer -> views -> forward -> backward -> optimizer;  communication, other
+
+`stage` is entered where a stage happens, also inside another one, which then does not count that time. Entering and
+leaving one is also a sign of life (see `trainer.fault_tolerance.liveness`). On the CPU a
+stage is timed by the clock; on a GPU by events in its stream, so that nothing waits, and only in steps that are logged:
+there "read" is all that the GPU waits for until it has a batch, and what communicates beside its computation (DDP's
+sums) counts where the computation waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from data_pipeline.core.sample import Batch
+from trainer.fault_tolerance import liveness
+
+Stage = Literal[
+    "read",
+    "decode",
+    "overlay",
+    "transfer",
+    "views",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "other",
+]
+_DATA: tuple[Stage, ...] = ("read", "decode", "overlay", "transfer")
+
+_clocks: list[Clock] = []  # the one that runs, if one does
+
+
+@contextmanager
+def stage(name: Stage) -> Iterator[None]:
+    """What happens inside is timed as `name` by the clock that runs; without one, nothing is."""
+    with liveness.inside(name, waits=name == "communication"):
+        if not _clocks:
+            yield
+            return
+        clock = _clocks[-1]
+        clock.enter(name)
+        try:
+            yield
+        finally:
+            clock.leave()
+
+
+class Clock:
+    """Times a loop over batches; `is_read` says whether there is a reading when so many steps are done."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | None = None,
+        start_step: int = 0,
+        is_read: Callable[[int], bool] = lambda num_done: True,
+    ) -> None:
+        self._is_cuda = device is not None and device.type == "cuda"
+        self._is_read = is_read
+        self._num_done = start_step
+        self._started = self._last_reading = self._last = time.perf_counter()
+        self._num_steps = 0
+        self._stages: list[Stage] = ["other"]
+        self._seconds: defaultdict[Stage, float] = defaultdict(float)
+        self._marks: list[tuple[Stage, torch.cuda.Event]] = []
+        self._is_split = not self._is_cuda
+
+    @property
+    def total_seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def timed(self, stream: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches; the time until each is there goes to the stages that made it, by their shares in its making."""
+        batches = iter(stream)
+        _clocks.append(self)
+        try:
+            while True:
+                self._is_split = not self._is_cuda or self._is_read(self._num_done + 1)
+                with stage("read"):
+                    before = self._seconds["read"]
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                self._share_out(batch, self._seconds["read"] - before)
+                self._num_steps += 1
+                self._num_done += 1
+                yield batch
+        finally:
+            _clocks.remove(self)
+
+    def enter(self, name: Stage) -> None:
+        self._mark()
+        self._stages.append(name)
+
+    def leave(self) -> None:
+        self._mark()
+        self._stages.pop()
+
+    def read(self, *, num_samples: int) -> dict[str, float]:
+        """Metrics since the last reading; `num_samples` is the size of a global batch. The fractions add up to 1."""
+        self._mark()
+        self._read_marks()
+        now = time.perf_counter()
+        seconds = now - self._last_reading
+        whole = sum(self._seconds.values()) or 1.0
+        fractions = {name: self._seconds[name] / whole for name in _NAMES}
+        metrics = {
+            "time_seconds": now - self._started,
+            "perf/samples_per_second": self._num_steps * num_samples / seconds,
+            "perf/data_wait_fraction": sum(fractions[name] for name in _DATA),
+        }
+        self._last_reading, self._num_steps = now, 0
+        self._seconds.clear()
+        return metrics | {f"perf/{name}_fraction": fraction for name, fraction in fractions.items()}
+
+    def _mark(self) -> None:
+        """The time since the last mark belongs to the stage at hand."""
+        if not self._is_cuda:
+            now = time.perf_counter()
+            self._seconds[self._stages[-1]] += now - self._last
+            self._last = now
+        elif self._is_split:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append((self._stages[-1], event))
+
+    def _read_marks(self) -> None:
+        if self._marks:
+            self._marks[-1][1].synchronize()
+            for (_, begun), (name, ended) in zip(self._marks, self._marks[1:], strict=False):
+                self._seconds[name] += begun.elapsed_time(ended) / 1e3
+            self._marks.clear()
+
+    def _share_out(self, batch: Batch, waited: float) -> None:
+        making = sum(batch.seconds.values())
+        if not self._is_cuda and making > 0:
+            self._seconds["read"] -= waited
+            for name in _DATA:
+                self._seconds[name] += waited * batch.seconds.get(name, 0.0) / making
+
+
+_NAMES: tuple[Stage, ...] = (*_DATA, "views", "forward", "backward", "communication", "optimizer", "other")
+
+
+def slowest(metrics: dict[str, float]) -> str:
+    """The stage that takes most of the time, of what `Clock.read` gives: "backward 52 %"."""
+    name = max(_NAMES, key=lambda stage: metrics[f"perf/{stage}_fraction"])
+    return f"{name} {100 * metrics[f'perf/{name}_fraction']:.0f} %"

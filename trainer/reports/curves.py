@@ -1,0 +1,179 @@
+"""Line charts as inline SVG that follow the page's light or dark colours. Equal input gives equal text."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.result import ProbeResult
+from trainer.reports.protocols import Reading, label_titles, readings
+from trainer.reports.runs import Arm, Run
+
+# Readable on white and on near-black alike; arms beyond these repeat the colours.
+COLORS = ("#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d", "#6b7f94", "#5ba3a8")
+_INK = "#010203"  # stands for the page's text colour until the SVG is written
+
+# Titles of the metrics that are drawn if a run has them; `metric_title` puts the titles of the labels in.
+METRICS = {
+    "train/loss": "Encoder loss",
+    "train/viewmaker_loss": "Viewmaker loss",
+    "train/alignment": "Alignment of the two views (cosine)",
+    "probe/base/knn": "kNN of the {base} while training, on some samples",
+    "probe/overlay/knn": "kNN of the {overlay} while training, on some samples",
+}
+MAX_POINTS = 300
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve; `style` tells the untrained encoder's (dashed) from the trained one's. `deviation` is drawn as a band
+    around a mean over seeds.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
+    style: Literal["-", "--"] = "-"
+    deviation: Sequence[float] | None = None
+
+
+Points = Mapping[float, float]  # the curve of one run: y by x
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A titled chart as an `<svg>` element, to be set into a page as it is."""
+
+    title: str
+    svg: str
+
+
+def metric_title(key: str, titles: Mapping[LabelSpace, str]) -> str:
+    """Return the title of a metric, given those of the labels."""
+    return METRICS[key].format(base=titles["base"], overlay=titles["overlay"])
+
+
+def charts(arms: Sequence[Arm]) -> list[Chart]:
+    """Draw training metrics by step, probe accuracy by the probe's epoch, and by step if several were probed.
+
+    Probes of different protocols are in charts of their own. If the seeds of an arm have points at the same places,
+    their mean is drawn with its deviation, else each alone.
+    """
+    titles = label_titles(arms)
+    colored = [(arm, COLORS[number % len(COLORS)]) for number, arm in enumerate(arms)]
+    drawn = [
+        line_chart(metric_title(key, titles), lines, x_label="training step")
+        for key in METRICS
+        if (
+            lines := [line for arm, color in colored for line in _lines([_metric(run, key) for run in arm.runs], color)]
+        )
+    ]
+    for reading in readings(arms):
+        drawn += _probe_charts(reading, titles)
+    return drawn
+
+
+def _probe_charts(reading: Reading, titles: Mapping[LabelSpace, str]) -> list[Chart]:
+    """Draw the probes of one protocol; colours are those of the whole report."""
+    drawn = []
+    colored = [(arm, COLORS[number % len(COLORS)]) for number, arm in enumerate(reading.arms)]
+    note = f"; {reading.title}" if reading.title else ""
+    for space in LABEL_SPACES:
+        fits: list[Line] = []
+        for arm, color in colored:
+            fits += _lines([_fit(probe) for probe in arm.untrained(space)], color, style="--")
+            fits += _lines([_fit(probe) for probe in arm.trained(space)], color)
+        if fits:
+            title = f"Linear probe of the {titles[space]}, test accuracy in %{note}"
+            drawn.append(line_chart(title, fits, x_label="probe epoch"))
+        growth = [line for arm, color in colored for line in _lines([_growth(run, space) for run in arm.runs], color)]
+        if growth:
+            title = f"Linear probe of the {titles[space]} by checkpoint, %{note}"
+            drawn.append(line_chart(title, growth, x_label="training step"))
+    return drawn
+
+
+def _lines(curves: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
+    """The mean of the curves where they have most of their places in common, else every curve."""
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    common = sorted(set.intersection(*(set(curve) for curve in curves)))
+    if len(curves) == 1 or 2 * len(common) < max(map(len, curves)):
+        return [Line(sorted(curve), [curve[x] for x in sorted(curve)], color, style) for curve in curves]
+    y_CN = np.array([[curve[x] for x in common] for curve in curves])
+    return [Line(common, y_CN.mean(0).tolist(), color, style, y_CN.std(0, ddof=1).tolist())]
+
+
+def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
+    """Draw the lines; those of more than `MAX_POINTS` points are thinned to means of equal stretches."""
+    with mpl.rc_context(
+        {"svg.hashsalt": "report", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+    ):
+        figure = Figure(figsize=(4.6, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        for line in lines:
+            x, y = thin(line.x, line.y)
+            marker = "o" if len(x) < 3 else ""
+            axes.plot(x, y, color=line.color, linestyle=line.style, linewidth=1.6, marker=marker, alpha=0.9)
+            if line.deviation is not None:
+                deviation = np.array(thin(line.x, line.deviation)[1])
+                axes.fill_between(x, y - deviation, y + deviation, color=line.color, alpha=0.18, linewidth=0)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        axes.set_xlabel(x_label, color=_INK)
+        axes.tick_params(colors=_INK, length=3)
+        axes.grid(color=_INK, alpha=0.12, linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set(color=_INK, alpha=0.4)
+        axes.margins(x=0.02)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return Chart(title, _inline(file.getvalue(), title))
+
+
+def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most `MAX_POINTS` points: means of stretches of (nearly) equal numbers of points."""
+    if len(x) <= MAX_POINTS:
+        return list(x), list(y)
+    return tuple(  # type: ignore[return-value]  # mypy does not count the two
+        [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=np.float64), MAX_POINTS)]
+        for values in (x, y)
+    )
+
+
+def _metric(run: Run, key: str) -> Points:
+    values = {entry["step"]: entry[key] for entry in run.metrics if isinstance(entry.get(key), int | float)}
+    return {step: value for step, value in values.items() if np.isfinite(value)}
+
+
+def _fit(probe: ProbeResult) -> Points:
+    return {epoch: 100 * accuracy for epoch, accuracy in enumerate(probe.linear.accuracy_by_epoch, 1)}
+
+
+def _growth(run: Run, space: LabelSpace) -> Points:
+    """Of the last epoch of each probe, where there are more than two checkpoints."""
+    points: Points = {
+        step: 100 * probes[space].linear.accuracy for step, probes in run.probes.items() if space in probes
+    }
+    return points if len(points) > 2 else {}
+
+
+def _inline(svg: str, title: str) -> str:
+    """The `<svg>` element alone, without metadata; sized by its width on the page, coloured by the page's text."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<g id=\"[^\"]*\">", "<g>", svg)  # nothing refers to them, and two charts would share them
+    svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", svg, count=1)
+    label = f' role="img" aria-label="{escape(title)}"'
+    svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", lambda match: match[1] + label, svg, count=1)
+    return svg.replace(_INK, "currentColor").strip()

@@ -1,0 +1,107 @@
+"""Probe results by the protocol that they were measured under: two protocols never share a column or a sentence.
+
+A protocol is all settings of a probe but its seed. Most reports have one, that of the runs' own configs; the options
+`--views`, `--batch-norm` and `--epochs` of `python -m trainer.probe` make others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.linear import ProbeConfig
+from trainer.reports.runs import Arm, Run
+
+_PLAIN = {"num_epochs", "views", "batch_norm"}  # settings that every name of a protocol gives
+_OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--epochs"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The arms of a report with their results of one protocol.
+
+    `title` names the protocol. It is empty if every result of the report is of the runs' own protocol.
+    """
+
+    protocol: ProbeConfig
+    title: str
+    arms: tuple[Arm, ...]
+
+
+def readings(arms: Sequence[Arm]) -> list[Reading]:
+    """Return one reading for each protocol that has results, the one of most runs first; at least one."""
+    protocols = protocols_of([run for arm in arms for run in arm.runs])
+    own = all(run.own_protocol == protocols[0] for arm in arms for run in arm.runs)
+    is_plain = len(protocols) == 1 and own
+    return [
+        Reading(
+            protocol,
+            "" if is_plain else f"probe of {describe_protocol(protocol)}",
+            tuple(arm.under(protocol) for arm in arms),
+        )
+        for protocol in protocols
+    ]
+
+
+def protocols_of(runs: Sequence[Run]) -> list[ProbeConfig]:
+    """Return the protocols with results: that of most trained runs first, a run's own before others; at least one."""
+
+    def rank(protocol: ProbeConfig) -> tuple[int, int, str]:
+        trained = sum(run.under(protocol).final_probe(space) is not None for run in runs for space in LABEL_SPACES)
+        own = sum(run.own_protocol == protocol for run in runs)
+        return -trained, -own, protocol.model_dump_json()
+
+    found = {protocol for run in runs for protocol in run.readouts}
+    return sorted(found, key=rank) or [runs[0].own_protocol]
+
+
+def describe_protocol(protocol: ProbeConfig) -> str:
+    """Return words that tell the protocol from every other one.
+
+    Examples:
+        >>> describe_protocol(ProbeConfig(views="none", momentum=0.5))
+        '100 epochs on samples without views, batch norm in eval mode, momentum 0.5'
+    """
+    epochs = f"{protocol.num_epochs} epoch{'s' if protocol.num_epochs > 1 else ''}"
+    parts = [f"{epochs} on {FITTED_ON[protocol.views]}, batch norm in {protocol.batch_norm} mode"]
+    usual = dict(ProbeConfig().protocol)
+    for name, value in protocol.protocol:
+        if name not in _PLAIN | {"seed"} and "online" not in name and value != usual[name]:
+            shown = " and ".join(map(str, value)) if isinstance(value, tuple) else value
+            parts.append(f"{name.replace('_', ' ')} {shown}")
+    return ", ".join(parts)
+
+
+FITTED_ON = {"policy": "views of the run's own policy", "none": "samples without views"}
+
+
+def probe_command(run: Run, protocol: ProbeConfig, *more: str) -> str:
+    """Return the command that measures a run under a protocol, as far as options can ask for it."""
+    own = protocol_values(run.own_protocol)
+    wanted = protocol_values(protocol)
+    options = [f"{_OPTIONS[name]} {value}" for name, value in wanted.items() if own[name] != value]
+    return " ".join(["python -m trainer.probe", str(run.path), *more, *options])
+
+
+def protocol_values(protocol: ProbeConfig) -> dict[str, str | int]:
+    """Return the settings that `python -m trainer.probe` has options for."""
+    return {name: getattr(protocol, name) for name in _OPTIONS}
+
+
+def label_titles(arms: Sequence[Arm]) -> dict[LabelSpace, str]:
+    """Return what readers call each label, such as "picture" and "digit", as the manifest did when it was probed.
+
+    "base label" and "overlay label" if the results give no title, several, or one title for both labels.
+    """
+    found: dict[LabelSpace, set[str]] = {space: set() for space in LABEL_SPACES}
+    for run in (run for arm in arms for run in arm.runs):
+        for result in (one for probes in run.readouts.values() for step in probes.values() for one in step.values()):
+            if result.title not in {None, "", "base", "overlay"}:
+                found[result.label].add(str(result.title))
+    titles: dict[LabelSpace, str] = {
+        space: next(iter(of_space)) if len(of_space) == 1 else f"{space} label" for space, of_space in found.items()
+    }
+    if titles["base"] == titles["overlay"]:
+        return {space: f"{space} label" for space in LABEL_SPACES}
+    return titles

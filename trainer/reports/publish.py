@@ -1,0 +1,233 @@
+"""The report at Weights & Biases, for those who are logged in; the local file never depends on it.
+
+Two things there: a run of job type "report" that holds the page and its pictures, and a report of W&B's own with the
+same sentences and tables, the curves of the runs themselves, and those pictures. Made again of the same runs, both are
+brought up to date in place. What may never happen: a second report where there was one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+from PIL import Image
+
+from data_pipeline.core.environment import forget_empty_variables, variable
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
+from trainer.reports.as_markdown import sections
+from trainer.reports.curves import METRICS, metric_title
+from trainer.reports.page import title_of
+from trainer.reports.protocols import label_titles
+from trainer.reports.runs import Arm, Run
+from trainer.reports.study_sheet import Sheet
+from trainer.run_dir import RunDir, read_object, write_json
+
+PLOTTED = (*METRICS, "perf/samples_per_second")
+MAX_TITLE = 128  # characters, of W&B
+
+
+class Made(Schema):
+    """PAGE.wandb.json: where the report of a page is, so that it is found again."""
+
+    entity: str
+    project: str
+    report_id: str
+    url: str
+
+
+def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
+    """Make or renew the report; returns where it is.
+
+    With WANDB_MODE=offline only the run is made, in the `wandb` folder beside the page, for `wandb sync`. Raises
+    `UserError` where nobody is logged in, wandb-workspaces is missing, or the server does not take it.
+    """
+    forget_empty_variables("WANDB_")
+    runs = [run for arm in arms for run in arm.runs]
+    offline = variable("WANDB_MODE") == "offline"
+    written = f"the report itself is written: {page}"
+    title = title_of(arms, sheet)[:MAX_TITLE]
+    if not offline:
+        _workspaces(written)
+    try:
+        if not offline and not wandb.login(prompt=False):
+            raise UserError(
+                f"--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command ({written})"
+            )
+        entity, project, run_id = _log_run(page, runs, title=title, tags=_tags(sheet), offline=offline)
+        if offline:
+            return (
+                f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`, without a report of W&B's own"
+            )
+        return _save_report(page, arms, sheet, entity=entity, project=project, run_id=run_id, title=title)
+    except UserError:
+        raise
+    except (wandb.errors.Error, ValueError, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"Weights & Biases did not take the report ({reason}); {written}") from None
+
+
+def _workspaces(written: str) -> Any:
+    """The library that makes reports; raises `UserError` where it is not installed."""
+    try:
+        return importlib.import_module("wandb_workspaces.reports.v2")
+    except ModuleNotFoundError:
+        raise UserError(
+            "--wandb makes a report with wandb-workspaces, which is not installed; `pip install -e '.[reports]'` "
+            f"({written})"
+        ) from None
+
+
+def _tags(sheet: Sheet | None) -> tuple[str, ...]:
+    return () if sheet is None else (sheet.study.name,)
+
+
+def report_run_id(runs: Sequence[Run]) -> str:
+    """The same for the same runs, by their ids at W&B, or by their directories where they have none."""
+    names = sorted(_run_id(run) or str(run.path.resolve()) for run in runs)
+    return f"report-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]}"
+
+
+def _run_id(run: Run) -> str | None:
+    path = RunDir(run.path).wandb_run_id
+    return path.read_text(errors="replace").strip() if path.is_file() else None
+
+
+def _log_run(
+    page: Path, runs: Sequence[Run], *, title: str, tags: Sequence[str], offline: bool
+) -> tuple[str, str, str]:
+    """Entity, project and id of the run that holds the page and its pictures."""
+    with wandb.init(
+        project=runs[0].config.tracking.wandb_project,
+        id=report_run_id(runs),
+        name=title,
+        tags=tags,
+        job_type="report",
+        dir=page.parent,
+        resume="allow",
+        mode="offline" if offline else None,  # W&B itself reads the environment once in a process
+        settings=wandb.Settings(
+            silent=True, init_timeout=30, disable_git=True, x_disable_stats=True, x_save_requirements=False
+        ),
+    ) as run:
+        media: dict[str, Any] = {name: wandb.Image(image) for name, image in pictures(runs).items()}
+        run.log({"report": wandb.Html(page.read_text(), inject=False)} | media)
+        return run.entity, run.project, run.id
+
+
+def pictures(runs: Sequence[Run]) -> dict[str, Image.Image]:
+    """The view grids and the figures of all analyses by the names of their media; what runs share, once."""
+    found: dict[str, Image.Image] = {}
+    seen: set[bytes] = set()
+    for run in runs:
+        pngs = [("views", run.views.png)] + [(picture.name, picture.png) for picture in run.pictures]
+        for name, png in pngs:
+            if png is not None and png not in seen:
+                seen.add(png)
+                found[f"{name}/{_media_name(run.name)}"] = Image.open(io.BytesIO(png))
+    return found
+
+
+def _media_name(name: str) -> str:
+    """A file's name for any run's name."""
+    return "".join(character if character.isalnum() or character in "-_" else "_" for character in name)
+
+
+def _save_report(
+    page: Path,
+    arms: Sequence[Arm],
+    sheet: Sheet | None,
+    *,
+    entity: str,
+    project: str,
+    run_id: str,
+    title: str,
+) -> str:
+    """Its address. The id that W&B gave it is kept beside the page."""
+    wr = _workspaces("nothing was sent")
+
+    kept = page.with_name(f"{page.name}.wandb.json")
+    runs = [run for arm in arms for run in arm.runs]
+    report = wr.Report(
+        entity=entity,
+        project=project,
+        title=title,
+        description=f"Runs: {', '.join(run.name for run in runs)}",
+        blocks=blocks(arms, sheet, entity=entity, project=project, run_id=run_id),
+        width="fluid",
+    )
+    if kept.is_file():
+        made = Made.parse(read_object(kept, mend="remove it, and a new report is made at W&B"), where=str(kept))
+        if (made.entity, made.project) == (entity, project):
+            report.id = made.report_id
+    report.save()
+    made = Made(entity=entity, project=project, report_id=report.id, url=report.url)
+    write_json(kept, made.model_dump(mode="json"))
+    return made.url
+
+
+def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: str, run_id: str) -> list[Any]:
+    """What W&B's report consists of. Asks the server for the projects of the runs."""
+    wr = _workspaces("nothing was sent")
+
+    runs = [run for arm in arms for run in arm.runs]
+    found: list[Any] = []
+    for title, body in sections(arms, sheet):
+        found += [wr.H2(text=title), wr.MarkdownBlock(text="\n\n".join(body))]
+        if title == "Results":
+            found += _curve_blocks(arms, entity=entity)
+            found += _picture_blocks(runs, entity=entity, project=project, run_id=run_id)
+    return found
+
+
+def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
+    """Return live curves, means over seeds, of the runs that W&B has."""
+    wr = _workspaces("nothing was sent")
+
+    runs, titles = [run for arm in arms for run in arm.runs], label_titles(arms)
+    by_project: dict[str, list[str]] = {}
+    for run in runs:
+        if (run_id := _run_id(run)) is not None:
+            by_project.setdefault(run.config.tracking.wandb_project, []).append(run_id)
+    logged = [name for name in PLOTTED if any(name in entry for run in runs for entry in run.metrics)]
+    if not by_project or not logged:
+        return []
+    runsets = [
+        wr.Runset(
+            entity=entity,
+            project=name,
+            name=name,
+            filters=f"ID in {json.dumps(ids)}",
+            groupby=["config.name"],
+        )
+        for name, ids in by_project.items()
+    ]
+    plots = [
+        wr.LinePlot(
+            title=metric_title(name, titles) if name in METRICS else name,
+            x="Step",
+            y=[name],
+            groupby_aggfunc="mean",
+            groupby_rangefunc="stddev",
+        )
+        for name in logged
+    ]
+    note = "Curves of offline runs appear when they are synchronised: `wandb sync RUN_DIR/wandb/offline-run-*`."
+    return [wr.H2(text="Curves"), wr.PanelGrid(runsets=runsets, panels=plots), wr.MarkdownBlock(text=note)]
+
+
+def _picture_blocks(runs: Sequence[Run], *, entity: str, project: str, run_id: str) -> list[Any]:
+    wr = _workspaces("nothing was sent")
+
+    names = list(pictures(runs))
+    if not names:
+        return []
+    runset = wr.Runset(entity=entity, project=project, name="this report", filters=f"ID in {json.dumps([run_id])}")
+    panels = [wr.MediaBrowser(title=name, media_keys=[name], num_columns=1) for name in names]
+    return [wr.H2(text="Views and analyses"), wr.PanelGrid(runsets=[runset], panels=panels)]

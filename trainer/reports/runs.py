@@ -1,0 +1,381 @@
+"""Reading run directories, and sorting them into arms: the runs that differ by their seed alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.core.errors import UserError, storage_problem
+from trainer.analyses.loaded_run import Look, write_result
+from trainer.analyses.views import ViewsResult, measure_views
+from trainer.config import RunConfig, flatten, read_config
+from trainer.observability.records import read_metrics, read_provenance
+from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.linear import ProbeConfig
+from trainer.probes.result import ProbeResult, read_result
+from trainer.reports.config_identity import science_of
+from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
+
+logger = logging.getLogger(__name__)
+
+NO_NUMBER = "— no finite number"
+
+
+@dataclass(frozen=True)
+class Views:
+    """The grid and the numbers of `python -m trainer.analyze views`; `png` is None where `problem` says why."""
+
+    png: bytes | None
+    result: ViewsResult | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What `python -m trainer.analyze NAME` left behind: its picture, and the numbers beside it by their path."""
+
+    name: str
+    png: bytes
+    numbers: Mapping[str, str]
+
+
+Probes = Mapping[int, Mapping[LabelSpace, ProbeResult]]  # by step and label; step 0 is the untrained encoder
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a report shows of one run.
+
+    Results of different probe protocols are never mixed: `readouts` holds those of each protocol, and `probes` are
+    those of `protocol`. `read_runs` sets it to the protocol of the run's own config, `under` to another one.
+    """
+
+    name: str
+    path: Path
+    config: RunConfig
+    provenance: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    readouts: Mapping[ProbeConfig, Probes]
+    protocol: ProbeConfig
+    views: Views
+    pictures: tuple[Picture, ...] = ()
+    problems: tuple[str, ...] = ()  # sentences that name what is damaged and was left out
+
+    @property
+    def probes(self) -> Probes:
+        return self.readouts.get(self.protocol, {})
+
+    @property
+    def own_protocol(self) -> ProbeConfig:
+        return protocol_of(self.config.probe)
+
+    def under(self, protocol: ProbeConfig) -> Run:
+        """Return this run with the probe results of another protocol, which may be none."""
+        return replace(self, protocol=protocol)
+
+    def final_probe(self, space: LabelSpace) -> ProbeResult | None:
+        """The probe of the latest probed checkpoint; None where only the untrained encoder was probed, or nothing."""
+        step = max(self.probes, default=0)
+        return self.probes[step].get(space) if step > 0 else None
+
+    def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
+        return self.probes.get(0, {}).get(space)
+
+    @property
+    def data_key(self) -> tuple[str, str]:
+        """What tells datasets apart: the hashes of both manifests, or their places where no hash is known."""
+        results = [vars(one) for probes in self.readouts.values() for step in probes.values() for one in step.values()]
+        for source in [*results, self.provenance]:
+            hashes = source.get("train_manifest_sha256"), source.get("test_manifest_sha256")
+            if all(hashes):
+                return str(hashes[0]), str(hashes[1])
+        return self.config.data.train_dir, self.config.data.test_dir
+
+    @property
+    def data_name(self) -> str:
+        """The folder that holds train and test set, or the place of the train set where its name says more."""
+        parts = self.config.data.train_dir.rstrip("/").split("/")
+        return parts[-2] if len(parts) > 1 and parts[-1] == "train" else self.config.data.train_dir
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration: runs that differ by their seed alone."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    def under(self, protocol: ProbeConfig) -> Arm:
+        return replace(self, runs=tuple(run.under(protocol) for run in self.runs))
+
+    def trained(self, space: LabelSpace) -> list[ProbeResult]:
+        return [probe for run in self.runs if (probe := run.final_probe(space)) is not None]
+
+    def untrained(self, space: LabelSpace) -> list[ProbeResult]:
+        return [probe for run in self.runs if (probe := run.untrained_probe(space)) is not None]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The arms that were trained and tested on the same data, and so may be compared; with their numbers in the report,
+    by which they are coloured.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    numbers: tuple[int, ...]
+
+
+def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pipe: bool = False) -> list[Run]:
+    """Read every run once. Missing view grids are made now, if checkpoint and data are at hand.
+
+    `probes_at` holds more probe results, by the name of each run directory; they come before the run's own.
+    `allow_pipe` is that of `read_config`. Raises `UserError` if a path is not a run directory, is named twice, or holds
+    a damaged config or result.
+    """
+    for path, count in Counter(path.resolve() for path in paths).items():
+        if count > 1:
+            raise UserError(f"{path} is named {count} times; name each run directory once")
+    directories = [open_run(path) for path in paths]
+    configs = [read_config(run_dir.config) for run_dir in directories]
+    names = _unique_names(directories, configs)
+    places: list[list[RunDir]] = [[run_dir] for run_dir in directories]
+    if probes_at is not None:
+        if not probes_at.is_dir():
+            raise UserError(f"{probes_at} is no directory; pass the --out of `python -m trainer.probe` to --probes")
+        elsewhere = places_of_probes(directories, probes_at)
+        places = [[other, *own] for other, own in zip(elsewhere, places, strict=True)]
+    return [
+        _read_run(run_dir, config, name, probe_places=of_run, look=Look(allow_pipe=allow_pipe))
+        for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)
+    ]
+
+
+def arms_of(runs: Sequence[Run]) -> list[Arm]:
+    """Runs by configuration, in the order of their first run."""
+    grouped: dict[tuple[str, tuple[str, str]], list[Run]] = {}
+    for run in runs:
+        grouped.setdefault((science_of(run.config), run.data_key), []).append(run)
+    groups = list(grouped.values())
+    return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
+
+
+def datasets_of(arms: Sequence[Arm]) -> list[Dataset]:
+    """The arms by their data, in the order of the first arm of each."""
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for number, arm in enumerate(arms):
+        grouped.setdefault(arm.runs[0].data_key, []).append(number)
+    names = [arms[numbers[0]].runs[0].data_name for numbers in grouped.values()]
+    return [
+        Dataset(
+            name if names.count(name) == 1 else f"{name} ({key[0][:12]})",
+            tuple(arms[number] for number in numbers),
+            tuple(numbers),
+        )
+        for name, (key, numbers) in zip(names, grouped.items(), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting, or a whole section where the arms do not have the same settings in it.
+
+    `values` has for each arm the settings by their name below `key` ("" for `key` itself), each with the values that
+    its runs have, one unless it is a seed or the like; empty where the arm has no such setting.
+    """
+
+    key: str
+    values: tuple[Mapping[str, Sequence[Any]], ...]
+
+
+def config_differences(arms: Sequence[Arm]) -> list[Difference]:
+    """The settings that are not the same in all runs, in the order of the config."""
+    arm_flats = [[flatten(run.config) for run in arm.runs] for arm in arms]
+    flats = [flat for arm in arm_flats for flat in arm]
+    keys = list(dict.fromkeys(key for flat in flats for key in flat))
+    differing = [key for key in keys if any(key not in flat or flat[key] != flats[0].get(key) for flat in flats)]
+    sections = {key.partition(".")[0] for key in differing if any(key not in flat for flat in flats)}
+    grouped: dict[str, list[str]] = {}
+    for key in differing:
+        section = key.partition(".")[0]
+        grouped.setdefault(section if section in sections else key, []).append(key)
+    return [
+        Difference(
+            row,
+            tuple(
+                {
+                    key.removeprefix(row).removeprefix("."): _distinct(flat[key] for flat in arm)
+                    for key in row_keys
+                    if key in arm[0]
+                }
+                for arm in arm_flats
+            ),
+        )
+        for row, row_keys in grouped.items()
+    ]
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    distinct: list[Any] = []
+    for value in values:
+        if value not in distinct:
+            distinct.append(value)
+    return distinct
+
+
+def _read_run(run_dir: RunDir, config: RunConfig, name: str, *, probe_places: Sequence[RunDir], look: Look) -> Run:
+    metrics, provenance = read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
+    pictures, damaged = _read_pictures(run_dir)
+    problems = (*metrics.problems, *provenance.problems, *damaged)
+    for problem in problems:
+        logger.warning("%s", problem)
+    return Run(
+        name=name,
+        path=run_dir.path,
+        config=config,
+        provenance=provenance.facts,
+        metrics=metrics.entries,
+        readouts=_read_readouts(probe_places),
+        protocol=protocol_of(config.probe),
+        views=_read_views(run_dir, look),
+        pictures=pictures,
+        problems=problems,
+    )
+
+
+def protocol_of(config: ProbeConfig) -> ProbeConfig:
+    """Return the settings that make accuracies comparable: all of the probe but its seed and the online probe."""
+    return config.protocol.model_copy(update={"seed": 0})
+
+
+def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
+    """Read the results of every protocol; of two results of one place in the report, the first.
+
+    What a file holds decides its protocol, not the name of the file.
+    """
+    readouts: dict[ProbeConfig, dict[int, dict[LabelSpace, ProbeResult]]] = {}
+    for run_dir in places:
+        for step in run_dir.probe_steps():
+            for space in LABEL_SPACES:
+                for result in _results_in(run_dir.probes(step), space, step):
+                    of_step = readouts.setdefault(protocol_of(result.probe_config), {}).setdefault(step, {})
+                    of_step.setdefault(space, result)
+    return {**readouts}
+
+
+def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[ProbeResult]:
+    """Yield the results of one label at one step, the run's own protocol first."""
+    for path in sorted(directory.glob(f"{space}*.json"), key=lambda path: (len(path.name), path)):
+        result = read_result(path)
+        if (result.label, result.checkpoint_step) != (space, step):
+            raise UserError(
+                f"{path} is a result of label_{result.label} at step {result.checkpoint_step}, and lies where those of "
+                f"label_{space} at step {step} do; put it back, or remove it"
+            )
+        yield result
+
+
+def _read_views(run_dir: RunDir, look: Look) -> Views:
+    json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
+    try:
+        if json_path.is_file() and png_path.is_file():
+            result = ViewsResult.parse(read_object(json_path, mend=_MEND_ANALYSIS), where=str(json_path))
+            return Views(_read_png(png_path), result)
+        result, png = measure_views(run_dir, look=look)
+    except UserError as error:
+        return Views(None, None, str(error))
+    try:
+        write_result(run_dir, "views", result, png)
+    except OSError as error:  # it is kept for the next report alone, which makes it again
+        problem = storage_problem(error)
+        if problem is None:
+            raise
+        logger.info("the views of %s are not kept: %s", run_dir.path, problem)
+    return Views(png, result)
+
+
+_MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"
+
+
+def _read_pictures(run_dir: RunDir) -> tuple[tuple[Picture, ...], tuple[str, ...]]:
+    """Return those of all analyses but the view grids, which a report shows for themselves; and what is damaged."""
+    pictures, problems = [], []
+    for path in sorted(run_dir.analysis.glob("*.png")):
+        json_path = path.with_suffix(".json")
+        if path.stem == "views":
+            continue
+        try:
+            numbers = _numbers(read_object(json_path, mend=_MEND_ANALYSIS)) if json_path.exists() else {}
+            pictures.append(Picture(path.stem, _read_png(path), numbers))
+        except UserError as error:
+            problems.append(f"Left out: {error}.")
+    return tuple(pictures), tuple(problems)
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _read_png(path: Path) -> bytes:
+    content = path.read_bytes() if path.is_file() else b""
+    if not content.startswith(_PNG):
+        raise UserError(f"{path} is no PNG picture; remove it")
+    return content
+
+
+_DEEPEST = 8  # levels of a result that are shown
+_LONGEST = 60  # characters of a value that are shown
+
+
+def _numbers(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
+    """Return all that a reader may want of a result, by its dotted path: no long lists, no hashes, no settings."""
+    if depth > _DEEPEST:
+        return {}
+    if isinstance(value, dict):
+        items = [(key, inner) for key, inner in value.items() if key != "config" and not key.endswith("sha256")]
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        items = [(str(number), inner) for number, inner in enumerate(value, 1)]
+    elif isinstance(value, list):
+        return {path: ", ".join(map(_short, value))} if 0 < len(value) <= 12 else {}
+    else:
+        return {path: _short(value)}
+    return {
+        name: text
+        for key, inner in items
+        for name, text in _numbers(inner, f"{path}.{key}".removeprefix("."), depth=depth + 1).items()
+    }
+
+
+def _short(value: Any) -> str:
+    """Return a value as text; results hold null in place of what was not finite or could not be measured."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return NO_NUMBER
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -> list[str]:
+    """For each run the first that no other run has: its name; name and seed; directory name; path."""
+    candidates = [
+        [config.name for config in configs],
+        [f"{config.name}, seed {config.seed}" for config in configs],
+        [run_dir.path.resolve().name for run_dir in directories],
+        [str(run_dir.path) for run_dir in directories],
+    ]
+    return [
+        next(names[number] for names in candidates if names.count(names[number]) == 1)
+        for number in range(len(directories))
+    ]
+
+
+def _arm_names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """The name in the configs of an arm's runs, or the names of its runs where another arm has the same."""
+    names = [" / ".join(dict.fromkeys(run.config.name for run in runs)) for runs in groups]
+    return [
+        name if names.count(name) == 1 else ", ".join(run.name for run in runs)
+        for name, runs in zip(names, groups, strict=True)
+    ]

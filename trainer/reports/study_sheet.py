@@ -1,0 +1,346 @@
+"""Runs laid into the cells of a published table, and what that tells.
+
+Accuracies are in per cent here, as in the tables. What may never happen: a difference of levels between a run and a
+paper that did not train on as much, and a cell filled by two different configurations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from scipy.stats import spearmanr
+
+from data_pipeline.core.errors import UserError
+from trainer.analyses.concentration import ConcentrationResult
+from trainer.config import difference
+from trainer.probes.features import LabelSpace
+from trainer.probes.linear import ProbeConfig
+from trainer.reports.findings import Score, resolution
+from trainer.reports.protocols import FITTED_ON, describe_protocol, protocols_of
+from trainer.reports.published import PAIRS, Cell, Contrast, Study
+from trainer.reports.runs import Run
+from trainer.run_dir import RunDir, read_object
+
+Direction = Literal["same", "opposite", "not told from chance", "not measured"]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A cell and what was measured for it: `score` over `runs`, one a seed, or why there is none.
+
+    `unlike` says in what the runs are not like the paper's; it is empty if levels may be compared.
+    `num_checkpoints` is over how many the best was taken. `in_train_mode` is the score with batch norm in train mode
+    during the probe, as in the published runs; None if that was not probed.
+    """
+
+    cell: Cell
+    runs: tuple[Run, ...]
+    score: Score | None
+    unlike: tuple[str, ...]
+    num_checkpoints: int = 1
+    in_train_mode: Score | None = None
+
+    @property
+    def missing(self) -> str:
+        if not self.runs:
+            return "not measured: no run"
+        return "" if self.score else "not measured: no probe"
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the published one, in points; None if one is missing, or if only directions compare."""
+        return self._less_published(self.score)
+
+    @property
+    def difference_in_train_mode(self) -> float | None:
+        return self._less_published(self.in_train_mode)
+
+    def _less_published(self, score: Score | None) -> float | None:
+        if score is None or self.cell.published is None or self.unlike:
+            return None
+        return 100 * score.mean - self.cell.published.mean
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published difference beside ours, in points, which is resolved from `resolution` on."""
+
+    contrast: Contrast
+    name: str
+    points: float | None
+    resolution: float | None
+
+    @property
+    def direction(self) -> Direction:
+        if self.points is None or self.resolution is None:
+            return "not measured"
+        if abs(self.points) <= self.resolution:
+            return "not told from chance"
+        return "same" if self.points * self.contrast.sign > 0 else "opposite"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The whole table, of one probe protocol. `left_out` are runs that it has no cell for."""
+
+    study: Study
+    protocol: ProbeConfig
+    cells: Mapping[tuple[str, int], Filled]
+    compared: tuple[Compared, ...]
+    left_out: tuple[Run, ...]
+
+
+def fill(study: Study, runs: Sequence[Run]) -> Sheet:
+    """Return the runs in the cells of `study`, by their names, as the protocol that most were probed under reads them.
+
+    Raises `UserError` if a cell could be filled in two ways.
+    """
+    protocol = _main_protocol(study, runs)
+    runs = [run.under(protocol) for run in runs]
+    by_name: dict[str, list[Run]] = {}
+    for run in runs:
+        by_name.setdefault(run.config.name, []).append(run)
+    for name, namesakes in by_name.items():
+        if any(cell.run == name for cell in study.cells.values()):
+            _check_namesakes(namesakes)
+    cells = {
+        place: _fill(study, cell, study.columns[place[1]].label, by_name.get(cell.run, []))
+        for place, cell in study.cells.items()
+    }
+    names = {cell.run for cell in study.cells.values()}
+    return Sheet(
+        study=study,
+        protocol=protocol,
+        cells=cells,
+        compared=tuple(_compare(study, contrast, cells) for contrast in study.contrasts),
+        left_out=tuple(run for run in runs if run.config.name not in names),
+    )
+
+
+def _main_protocol(study: Study, runs: Sequence[Run]) -> ProbeConfig:
+    """Return the protocol of the sheet: batch norm in eval mode if there is a choice, as the train mode has a line."""
+    names = {cell.run for cell in study.cells.values()}
+    protocols = protocols_of([run for run in runs if run.config.name in names] or runs)
+    return next((one for one in protocols if one.batch_norm == "eval"), protocols[0])
+
+
+def _check_namesakes(runs: Sequence[Run]) -> None:
+    first = runs[0]
+    for run in runs[1:]:
+        differing = [
+            key
+            for key in difference(first.config, run.config)
+            if key != "seed"
+            and not key.startswith(("tracking.", "data.train_dir", "data.test_dir", "data.num_workers"))
+        ]
+        if differing or first.data_key != run.data_key:
+            what = ", ".join(differing) or "their data"
+            raise UserError(
+                f"{first.path} and {run.path} are both called {run.config.name} but differ in {what}; leave one out"
+            )
+    seeds = [run.config.seed for run in runs]
+    for run in runs:
+        if seeds.count(run.config.seed) > 1:
+            paths = " and ".join(str(other.path) for other in runs if other.config.seed == run.config.seed)
+            raise UserError(f"{paths} are the same run, with seed {run.config.seed}; leave one out")
+
+
+def _fill(study: Study, cell: Cell, label: LabelSpace, runs: Sequence[Run]) -> Filled:
+    measured = _measured(study, label, runs)
+    if not measured:
+        return Filled(cell, tuple(runs), None, ())
+    unlike = list(dict.fromkeys(text for run in runs for text in _unlike(study, cell, label, run)))
+    return Filled(
+        cell,
+        tuple(runs),
+        _score(measured),
+        tuple(unlike),
+        min(found.num_checkpoints for found in measured),
+        _in_train_mode(study, label, runs),
+    )
+
+
+def _measured(study: Study, label: LabelSpace, runs: Sequence[Run]) -> list[_Accuracy]:
+    return [found for run in runs if (found := _accuracy(study, run, label)) is not None]
+
+
+def _score(measured: Sequence[_Accuracy]) -> Score:
+    return Score(tuple(found.accuracy for found in measured), min(found.num_test for found in measured))
+
+
+def _in_train_mode(study: Study, label: LabelSpace, runs: Sequence[Run]) -> Score | None:
+    if study.measure != "linear" or runs[0].protocol.batch_norm == "train":
+        return None
+    protocol = in_train_mode(runs[0].protocol)
+    measured = _measured(study, label, [run.under(protocol) for run in runs])
+    return _score(measured) if measured else None
+
+
+def in_train_mode(protocol: ProbeConfig) -> ProbeConfig:
+    return protocol.model_copy(update={"batch_norm": "train"})
+
+
+@dataclass(frozen=True)
+class _Accuracy:
+    accuracy: float
+    num_test: int
+    num_checkpoints: int
+
+
+def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
+    """Measure as the paper does: by the linear probe after the last epoch, or the best kNN vote of all checkpoints.
+
+    A vote is the same under every protocol of the linear probe.
+    """
+    if study.measure == "linear":
+        probe = run.final_probe(label)
+        return None if probe is None else _Accuracy(probe.linear.accuracy, probe.num_test, 1)
+    probes = [
+        by_label[label]
+        for of_protocol in run.readouts.values()
+        for step, by_label in of_protocol.items()
+        if step > 0 and label in by_label
+    ]
+    votes = {probe.checkpoint_step: probe.knn.accuracy for probe in probes}
+    num_test = min((probe.num_test for probe in probes), default=run.config.probe.online_num_test)
+    needed = max((probe.num_train for probe in probes), default=study.num_train)
+    if run.config.probe.online_num_train >= needed and run.config.probe.online_num_test >= num_test:
+        key = f"probe/{label}/knn"
+        votes |= {entry["step"]: entry[key] for entry in run.metrics if isinstance(entry.get(key), int | float)}
+    return _Accuracy(max(votes.values()), num_test, len(votes)) if votes else None
+
+
+def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
+    """In what a run is not like the paper's."""
+    config, probe = run.config, run.final_probe(label)
+    pairs: list[tuple[int | str, int | str, str]] = [
+        (config.encoder.kind, study.encoder, ""),
+        (config.num_epochs, cell.num_epochs, " epochs"),
+        (config.global_batch_size, study.batch_size, " in a batch"),
+    ]
+    if probe is not None:
+        pairs.append((probe.num_train, study.num_train, " train samples"))
+        if study.measure == "linear":
+            pairs.append((probe.probe_config.num_epochs, 100, " epochs of the probe"))
+            pairs.append((FITTED_ON[probe.probe_config.views], FITTED_ON["policy"], " in the probe"))
+    return [f"{_number(ours)} instead of {_number(theirs)}{unit}" for ours, theirs, unit in pairs if ours != theirs]
+
+
+def _number(value: int | str) -> str:
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+def _compare(study: Study, contrast: Contrast, cells: Mapping[tuple[str, int], Filled]) -> Compared:
+    first, second = cells[contrast.first], cells[contrast.second]
+    name = _name(study, contrast)
+    if first.score is None or second.score is None:
+        return Compared(contrast, name, None, None)
+    points = 100 * (first.score.mean - second.score.mean)
+    return Compared(contrast, name, points, 100 * resolution(first.score, second.score))
+
+
+def _name(study: Study, contrast: Contrast) -> str:
+    """ "C+Digits, object: viewmaker − expert views", or "CIFAR-10, MoCo: abcde − abcd"."""
+    (row, number), (other_row, other_number) = contrast.first, contrast.second
+    column, other = study.columns[number], study.columns[other_number]
+    if row == other_row:
+        return f"{row}, {column.group}: {column.title} − {other.title}"
+    return f"{column.group}, {column.title}: {row} − {other_row}"
+
+
+def summary(sheet: Sheet) -> list[str]:
+    """What the sheet tells, and what it cannot, in sentences."""
+    filled = list(sheet.cells.values())
+    measured = [one for one in filled if one.score is not None]
+    sentences = [f"{len(measured)} of the {len(filled)} cells are measured."]
+    unlike = list(dict.fromkeys(text for one in measured for text in one.unlike))
+    if unlike and all(one.unlike for one in measured):
+        sentences.append(
+            f"No run is like the paper's ({', '.join(unlike)}), so levels are not comparable and no difference to a "
+            "published number is shown; what can be compared are directions."
+        )
+    elif unlike:
+        sentences.append(
+            f"Some runs are not like the paper's ({', '.join(unlike)}); where that is so, no difference to the "
+            "published number is shown, and only directions can be compared."
+        )
+    if sheet.study.measure == "linear" and measured:
+        sentences += _batch_norm(sheet)
+    if sheet.study.measure == "knn_best" and measured:
+        fewest = min(one.num_checkpoints for one in measured)
+        here = (
+            f"the best of {fewest} checkpoints or more" if fewest > 1 else "for some runs that of one checkpoint alone"
+        )
+        sentences.append(f"The paper's number is the best of all epochs, chosen on the test set; here it is {here}.")
+    counts = {
+        direction: sum(one.direction == direction for one in sheet.compared)
+        for direction in ("same", "opposite", "not told from chance", "not measured")
+    }
+    told = ", ".join(f"{count} {direction}" for direction, count in counts.items() if count)
+    sentences.append(f"Of {len(sheet.compared)} differences that the paper shows, the direction here: {told}.")
+    if sheet.study.rows == PAIRS:
+        sentences.append(_beside_concentration(sheet))
+    if sheet.left_out:
+        names = ", ".join(dict.fromkeys(run.config.name for run in sheet.left_out))
+        sentences.append(f"The table has no cell for {names}.")
+    return sentences
+
+
+def _batch_norm(sheet: Sheet) -> list[str]:
+    """Say in which mode batch norm was, because the published levels depend on it by 5 to 10 points."""
+    published = "The published levels were measured with batch norm in train mode while the probe was fitted"
+    if sheet.protocol.batch_norm == "train":
+        return [f"{published}; so are these."]
+    measured = [one for one in sheet.cells.values() if one.score is not None]
+    paths = _directories([run.path for one in measured if one.in_train_mode is None for run in one.runs])
+    protocol = describe_protocol(sheet.protocol)
+    sentences = [f"{published}; the first number of a cell is of {protocol}, and the line below it of train mode."]
+    if len(paths) and all(one.in_train_mode is None for one in measured):
+        sentences = [f"{published}; here it was in eval mode ({protocol}), which is 5 to 10 points apart from it."]
+    if paths:
+        sentences.append(f"To measure as published: python -m trainer.probe {' '.join(paths)} --batch-norm train")
+    return sentences
+
+
+def _directories(paths: Sequence[Path]) -> list[str]:
+    """Return what to name on a command line for some runs: the directory of a study for several runs in it."""
+    together = Counter(path.parent for path in set(paths))
+    return sorted({str(path.parent if together[path.parent] > 1 else path) for path in paths})
+
+
+def _beside_concentration(sheet: Sheet) -> str:
+    """How the errors of pairs of transforms are ordered against 1 - sigma, which any run of their data may hold."""
+    cells = [sheet.cells[pair, 0] for pair in PAIRS]
+    runs = [run for cell in cells for run in cell.runs]
+    errors = [100 * (1 - cell.score.mean) for cell in cells if cell.score is not None]
+    if len(errors) < len(cells):
+        return "How error and 1 − σ go together shows once every pair is measured."
+    paths = [RunDir(run.path).analysis / "concentration.json" for run in runs]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        return f"To see how error and 1 − σ go together: python -m trainer.analyze concentration {runs[0].path}"
+    mend = "remove it, or run `python -m trainer.analyze concentration` again"
+    found = ConcentrationResult.parse(read_object(path, mend=mend), where=str(path))
+    if found.test_manifest_sha256 != runs[0].data_key[1]:
+        return f"{path} is of other test data than the runs, so errors are not set beside its 1 − σ."
+    told = []
+    for number, delta in enumerate(found.config.deltas):
+        shares = [found.pairs[pair][number].clique for pair in PAIRS]
+        if len(set(shares)) == 1:
+            told.append(f"none at δ = {delta:g}, where all pairs have the same")
+            continue
+        correlation, p = spearmanr(errors, shares)
+        chance = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+        told.append(f"{correlation:.2f}".replace("-", "−") + f" at δ = {delta:g} ({chance})")
+    return f"Rank correlation of error and 1 − σ over the {len(cells)} pairs, after {path}: {', '.join(told)}."
+
+
+def missing_commands(sheet: Sheet) -> list[str]:
+    """Return the commands that measure the empty cells."""
+    commands = [sheet.study.command()] if any(not one.runs for one in sheet.cells.values()) else []
+    unprobed = {str(run.path) for one in sheet.cells.values() if one.score is None for run in one.runs}
+    return commands + [f"python -m trainer.probe {path}" for path in sorted(unprobed)]

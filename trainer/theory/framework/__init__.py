@@ -1,0 +1,1 @@
+"""Run an experiment, judge its claims, draw its figures."""

@@ -1,0 +1,179 @@
+"""Claims and their verdicts: a sentence from a paper, an interval that was measured, and what the sentence predicts."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Literal, Self
+
+import torch
+from pydantic import model_validator
+from scipy.stats import t as student_t
+from torch import Tensor
+
+from data_pipeline.core.schema import Schema
+
+Verdict = Literal["holds", "does not hold", "not decidable here"]
+
+
+class Interval(Schema):
+    """A measured value between `low` and `high`; `kind` says what the bounds are, e.g. "95 % t-interval, 10 seeds"."""
+
+    value: float
+    low: float
+    high: float
+    kind: str
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low <= self.high:
+            raise ValueError(f"an interval needs low <= high, got {self.low} and {self.high}")
+        return self
+
+
+class Claim(Schema):
+    """What is claimed, in one sentence, and where, e.g. "Tamkin et al. 2022, Theorem 4.1".
+
+    `name` is unique within an experiment and is what a page refers to.
+    """
+
+    name: str
+    statement: str
+    source: str
+
+
+class ClaimResult(Schema):
+    """A claim, what was measured for it, and whether that agrees with its prediction; made by `judge`.
+
+    `measured` says what the interval is of, with its unit and the setting. The claim predicts a value of at least
+    `at_least` and at most `at_most`, where given.
+    """
+
+    claim: Claim
+    measured: str
+    interval: Interval
+    at_least: float | None
+    at_most: float | None
+    verdict: Verdict
+
+
+def judge(
+    claim: Claim,
+    interval: Interval,
+    *,
+    measured: str,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> ClaimResult:
+    """The claim holds if the whole interval agrees with it, does not if the whole interval disagrees.
+
+    In between it is not decidable from what was measured. Raises `ValueError` where no bound is given.
+    """
+    verdict = decide(interval.low, interval.high, at_least=at_least, at_most=at_most)
+    return ClaimResult(
+        claim=claim, measured=measured, interval=interval, at_least=at_least, at_most=at_most, verdict=verdict
+    )
+
+
+def decide(low: float, high: float, *, at_least: float | None = None, at_most: float | None = None) -> Verdict:
+    """The verdict on "at least `at_least` and at most `at_most`" of a value that lies between `low` and `high`.
+
+    Examples:
+        >>> decide(0.1, 0.2, at_least=0.0)
+        'holds'
+        >>> decide(-0.1, 0.2, at_least=0.0)
+        'not decidable here'
+        >>> decide(-0.2, -0.1, at_least=0.0)
+        'does not hold'
+    """
+    if at_least is None and at_most is None:
+        raise ValueError("a claim predicts a least value, a greatest value, or both; got neither")
+    least = -math.inf if at_least is None else at_least
+    most = math.inf if at_most is None else at_most
+    if least > most:
+        raise ValueError(f"at_least {least} is above at_most {most}")
+    if least <= low and high <= most:
+        return "holds"
+    if high < least or low > most:
+        return "does not hold"
+    return "not decidable here"
+
+
+def t_interval(values_S: Tensor | Sequence[float], *, confidence: float = 0.95, of: str = "seeds") -> Interval:
+    """Mean and Student's t-interval of independent values, one a seed; raises `ValueError` for fewer than two."""
+    values_S = torch.as_tensor(values_S, dtype=torch.float64)
+    mean, low, high = (bound.item() for bound in t_bounds(values_S, confidence=confidence))
+    return Interval(value=mean, low=low, high=high, kind=f"{100 * confidence:g} % t-interval, {len(values_S)} {of}")
+
+
+def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, low and high bound over the first dimension of (S, ...) values; each of shape (...).
+
+    Raises `ValueError` for fewer than two values: one says nothing about the spread.
+    """
+    num = len(values_S)
+    if num < 2:
+        raise ValueError(f"an interval needs at least 2 values, got {num}")
+    values_S = values_S.double()
+    mean = values_S.mean(0)
+    half = float(student_t.ppf(0.5 + confidence / 2, num - 1)) * values_S.std(0) / math.sqrt(num)
+    return mean, mean - half, mean + half
+
+
+def moment_bounds(
+    mean_P: Tensor, mean_square_P: Tensor, *, num: int, confidence: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Low and high bound of means over many (`num`) independent values, from their two moments, by the normal law.
+
+    For bounds that hold together at P points pass `simultaneous(confidence, P)`.
+    """
+    variance_P = (mean_square_P - mean_P**2).clamp(min=0) / (num - 1)
+    half_P = NormalDist().inv_cdf(0.5 + confidence / 2) * variance_P.sqrt()
+    return mean_P - half_P, mean_P + half_P
+
+
+def simultaneous(confidence: float, num: int) -> float:
+    """The confidence of each of `num` intervals at which all of them hold with `confidence` (Bonferroni)."""
+    return 1 - (1 - confidence) / num
+
+
+def worst(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_most: float | None = None) -> int:
+    """The point whose interval speaks most against "at least, at most", so that its verdict is that of all points.
+
+    Where the claim does not hold anywhere, one such point; else where it is not decidable, one such point.
+    """
+    least = -math.inf if at_least is None else at_least
+    most = math.inf if at_most is None else at_most
+    surely_P = torch.maximum(least - high_P, low_P - most)
+    perhaps_P = torch.maximum(least - low_P, high_P - most)
+    return int((surely_P if bool((surely_P > 0).any()) else perhaps_P).argmax())
+
+
+def exactly(value: float, *, kind: str) -> Interval:
+    """Of what was computed and not estimated, such as the largest deviation of all that were looked at."""
+    return Interval(value=value, low=value, high=value, kind=kind)
+
+
+def claim_table(results: Sequence[ClaimResult], *, width: int = 110) -> str:
+    """For a person: of each claim the verdict, the sentence, and what was measured."""
+    lines = []
+    for result in results:
+        lines.append(f"{result.verdict.upper():<20}{result.claim.name} ({result.claim.source})")
+        interval = result.interval
+        found = (
+            f"{result.measured}: {interval.value:.4g} ({interval.low:.4g} to {interval.high:.4g}, {interval.kind}); "
+            f"predicted {prediction(result)}"
+        )
+        for text in (result.claim.statement, found):
+            lines += textwrap.wrap(text, width=width, initial_indent=" " * 4, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def prediction(result: ClaimResult) -> str:
+    """What the claim predicts of the measured value, in words."""
+    low, high = result.at_least, result.at_most
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    return f"at least {low:g}" if low is not None else f"at most {high:g}"

@@ -1,0 +1,220 @@
+"""An experiment: settings, parts that are computed one after the other, and the claims judged from all of them.
+
+Every finished part is filed at once, so a run that is killed goes on where it was. A part is filed under a hash of the
+settings and of the experiment's code: one that was made otherwise is never taken for it.
+
+OUT/ settings.json  parts/HASH/NAME.safetensors  NAME.png ...  result.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import safetensors
+import torch
+from pydantic import Field
+from safetensors.torch import load, save
+from torch import Tensor
+
+from data_pipeline.core import counter_rng
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.schema import Schema, Seed
+from trainer.config import difference
+from trainer.provenance import command_line, cpu_name, this_code
+from trainer.run_dir import write_atomically, write_json
+from trainer.theory.framework.claim import ClaimResult
+
+PACKAGES = ("torch", "numpy", "scipy")
+RESULT, SETTINGS = "result.json", "settings.json"
+
+Tensors = Mapping[str, Tensor]
+Part = Callable[[torch.device], Tensors]
+
+
+class TheorySettings(Schema):
+    """What every experiment has: seeds `seed`, `seed` + 1, ..., so `num_seeds` of them."""
+
+    seed: Seed = 0
+    num_seeds: int = Field(default=10, ge=2, le=10**9)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(range(self.seed, self.seed + self.num_seeds))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment concludes: claims, figures (PNG by the name of the file without .png), tables of numbers."""
+
+    claims: Sequence[ClaimResult]
+    figures: Mapping[str, bytes]
+    tables: Mapping[str, Any]
+
+
+S = TypeVar("S", bound=TheorySettings)
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[S]):
+    """One experiment.
+
+    Attributes:
+        title: one line for the help.
+        defaults: settings in which it takes under two minutes on two cores.
+        parts: from the settings, what has to be computed, by name (a file name); each takes a device, returns tensors,
+            and depends on nothing but the settings. A part is what a killed run may lose: seconds, not hours.
+        conclude: from the settings and the tensors of all parts (on the CPU), the outcome; quick.
+    """
+
+    title: str
+    defaults: S
+    parts: Callable[[S], Mapping[str, Part]]
+    conclude: Callable[[S, Mapping[str, Tensors]], Outcome]
+
+
+class TheoryResult(Schema):
+    """OUT/result.json. `seconds` is the time of each part, also of those of an earlier run that was cut short."""
+
+    experiment: str
+    settings: dict[str, Any]
+    settings_sha256: str
+    claims: tuple[ClaimResult, ...]
+    tables: dict[str, Any]
+    figures: tuple[str, ...]
+    seeds: tuple[int, ...]
+    seconds: dict[str, float]
+    devices: tuple[str, ...]
+    torch_threads: int
+    versions: dict[str, str]
+    command: str
+    git_commit: str | None
+
+
+def read_theory_result(path: Path) -> TheoryResult:
+    """Read one result; raises `UserError` where the file is not one."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a result; run `python -m trainer.theory` again")
+    return TheoryResult.parse(value, where=str(path))
+
+
+def default_out(name: str, settings: TheorySettings, defaults: TheorySettings) -> Path:
+    """runs/theory/NAME for the default settings; any others get a directory of their own beside it."""
+    return Path("runs/theory") / (name if settings == defaults else f"{name}-{settings_sha256(settings)[:8]}")
+
+
+def settings_sha256(settings: TheorySettings) -> str:
+    return hashlib.sha256(settings.model_dump_json().encode()).hexdigest()
+
+
+def code_sha256(experiment: Experiment[S]) -> str:
+    """Of the module in which the experiment's parts are written, of those of this folder that it takes from, and of
+    the random numbers.
+    """
+    module = sys.modules[experiment.parts.__module__]
+    taken = {getattr(value, "__module__", None) for value in vars(module).values()}
+    names = {module.__name__, *(name for name in taken if isinstance(name, str) and name.startswith(f"{__package__}."))}
+    files = [Path(file) for name in sorted({*names, counter_rng.__name__}) if (file := sys.modules[name].__file__)]
+    return hashlib.sha256(b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
+
+
+def run_experiment(
+    name: str, experiment: Experiment[S], settings: S, *, out: Path, device: torch.device, show_progress: bool = True
+) -> TheoryResult:
+    """Compute the parts that `out` does not hold yet, judge the claims, and write figures and result.json.
+
+    Raises `UserError` where `out` holds the result of other settings, or something else.
+    """
+    _claim_directory(name, settings, out)
+    filed = (
+        out
+        / "parts"
+        / hashlib.sha256(f"{settings_sha256(settings)} {code_sha256(experiment)}".encode()).hexdigest()[:16]
+    )
+    parts = experiment.parts(settings)
+    found: dict[str, Tensors] = {}
+    told: dict[str, dict[str, str]] = {}
+    missing = {key: part for key, part in parts.items() if not (filed / f"{key}.safetensors").is_file()}
+    with Progress(name, total=len(parts), start=len(parts) - len(missing), enabled=show_progress) as progress:
+        for key, part in missing.items():
+            started = time.monotonic()
+            tensors = {label: tensor.detach().cpu().contiguous() for label, tensor in part(device).items()}
+            facts = {"seconds": f"{time.monotonic() - started:.2f}", "device": _device_name(device)}
+            write_atomically(filed / f"{key}.safetensors", save(tensors, metadata=facts))
+            progress.advance(note=key)
+    for key in parts:
+        path = filed / f"{key}.safetensors"
+        found[key] = load(path.read_bytes())
+        with safetensors.safe_open(path, framework="pt") as file:
+            told[key] = file.metadata()
+    outcome = experiment.conclude(settings, found)
+    for figure, png in outcome.figures.items():
+        write_atomically(out / f"{figure}.png", png)
+    result = TheoryResult(
+        experiment=name,
+        settings=settings.model_dump(mode="json"),
+        settings_sha256=settings_sha256(settings),
+        claims=tuple(outcome.claims),
+        tables=dict(outcome.tables),
+        figures=tuple(f"{figure}.png" for figure in outcome.figures),
+        seeds=settings.seeds,
+        seconds={key: float(facts["seconds"]) for key, facts in told.items()},
+        devices=tuple(sorted({facts["device"] for facts in told.values()})),
+        torch_threads=torch.get_num_threads(),
+        versions={"python": platform.python_version(), **{package: metadata.version(package) for package in PACKAGES}},
+        command=command_line(),
+        git_commit=this_code().git_commit,
+    )
+    write_json(out / RESULT, result.model_dump(mode="json"))  # last: it is there only if all of it is
+    return result
+
+
+def _claim_directory(name: str, settings: TheorySettings, out: Path) -> None:
+    """Say in `out` whose it is; refuse where it already is another's."""
+    wanted = {"experiment": name, "settings": settings.model_dump(mode="json")}
+    path = out / SETTINGS
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; pass a directory")
+    if not path.is_file():
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"--out {out} is not empty and holds no {SETTINGS}; pass a new directory")
+        write_json(path, wanted)
+        return
+    try:
+        held = json.loads(path.read_text())
+    except ValueError:
+        held = None
+    if not isinstance(held, dict) or held.get("experiment") != name:
+        raise UserError(f"--out {out} belongs to something else than {name}; pass another directory")
+    if held["settings"] != wanted["settings"]:
+        earlier = type(settings).model_validate(held["settings"]) if _valid(held["settings"], settings) else None
+        differing = difference(earlier, settings) if earlier is not None else ["the names of its settings"]
+        raise UserError(f"--out {out} holds the result of other settings ({', '.join(differing)}); pass another --out")
+
+
+def _valid(value: object, settings: TheorySettings) -> bool:
+    try:
+        type(settings).model_validate(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"

@@ -1,0 +1,202 @@
+"""The error bound of Huang et al. 2023 (Theorem 1) in a model in which each of its terms is known exactly.
+
+A sample of class k has two nuisances: t, which augmentation changes, and u, which it does not. As an input it is
+(2 c_k, t, u), the c_k corners of a regular simplex. Its views have all t' within `strength` b of t, b its own. The
+encoder keeps the class but for an angle, phi = gain t + u, towards a direction v that all classes share:
+f = cos(phi) c_k + sin(phi) v. So r = 1, and f is L-Lipschitz with L = sqrt(1 + gain^2). Ordinary samples have u = 0;
+outliers, a share of each class, have `outlier_angle`, which is beyond a right angle: they are on the wrong side.
+
+Two samples of a class are max(0, |t1 - t2| - radii) apart once augmented (d_A), outliers too far from the others. So
+"at most delta apart" says that the intervals of radius strength b + delta / 2 overlap, and as intervals that overlap
+two by two have a point in common, the largest subset that is delta-close is the greatest number of intervals over a
+point: sigma is exact. Means over views are integrals of sines, and the spread of a sample's views is a chord.
+
+Shapes: S seeds, Q shares of outliers, G gains, T strengths, K classes, N samples of a class, W deltas, E epsilons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
+from data_pipeline.core.schema import Factor, PositiveFactor, Schema
+
+_NUISANCE, _RADIUS = range(2)  # which of the draws under one key
+
+Share = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class BoundSettings(Schema):
+    """Ordinary t are uniform in [-`half_width`, `half_width`]; b is log-normal, of median 1.
+
+    `num_deltas` of delta from 0 to the width, and the `num_epsilons` largest of those epsilon that make a share of up
+    to `largest_unaligned_share` of the samples have views farther apart: the bound is claimed for all of them.
+    """
+
+    num_classes: int = Field(default=4, ge=2, le=10**9)
+    samples_a_class: int = Field(default=400, ge=2, le=10**9)
+    half_width: PositiveFactor = 1
+    outlier_angle: float = Field(default=2.5, gt=math.pi / 2, lt=3 * math.pi / 2)
+    outlier_shares: tuple[Share, ...] = Field(default=(0, 0.02, 0.05, 0.1), min_length=1)
+    gains: tuple[Factor, ...] = Field(default=(0, 0.003, 0.01, 0.03, 0.1), min_length=1)
+    strengths: tuple[Factor, ...] = Field(
+        default=(0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 8, 12, 20, 40, 80, 160), min_length=1
+    )
+    radius_log_sd: Factor = 0.5
+    num_deltas: int = Field(default=33, ge=2, le=10**9)
+    num_epsilons: int = Field(default=25, ge=2, le=10**9)
+    largest_unaligned_share: PositiveFactor = Field(default=0.1, lt=1)
+
+    @model_validator(mode="after")
+    def _outliers_are_apart(self) -> Self:
+        if self.outlier_angle <= 2 * self.half_width:
+            raise ValueError(
+                f"outlier_angle {self.outlier_angle:g} must exceed the width of t, {2 * self.half_width:g}: "
+                "or outliers would be among the samples that are delta-close"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Samples:
+    """t, phi less gain t, and b of each sample, (S, Q, K, N) in float64; which of them are outliers, (Q, N)."""
+
+    t_SQKN: Tensor
+    u_QN: Tensor
+    b_SQKN: Tensor
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Of every cell (S, Q, G, T): the true error, and what the bound says of it.
+
+    Attributes:
+        error: of the nearest-centre classifier, centres over all views.
+        bound: the least (1 - sigma) + R_epsilon over those (delta, epsilon) that meet the theorem's condition; 1 where
+            none does.
+        met: whether one does.
+        unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon), the condition ignored.
+        slack: the greatest, over (delta, epsilon), of the condition's right side less its left; met where positive.
+        rho: at which that is.
+        centre_shrinkage: Delta = 1 - min_k |mu_k|^2.
+        closest: the greatest mu_k.mu_l.
+        sigma_at_0: share of the largest subset of which any two samples have a view in common.
+    """
+
+    error: Tensor
+    bound: Tensor
+    met: Tensor
+    unconditional: Tensor
+    slack: Tensor
+    rho: Tensor
+    centre_shrinkage: Tensor
+    closest: Tensor
+    sigma_at_0: Tensor
+
+
+def draw_samples(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Samples:
+    """The same t and b for every share of outliers."""
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=0)
+    K, N, Q = settings.num_classes, settings.samples_a_class, len(settings.outlier_shares)
+    t = settings.half_width * (2 * uniform(keys, K * N, purpose=_NUISANCE).double() - 1)
+    b = (settings.radius_log_sd * normal(keys, K * N, purpose=_RADIUS).double()).exp()
+    count_Q1 = torch.tensor([[round(share * N)] for share in settings.outlier_shares], device=device)
+    u_QN = settings.outlier_angle * (torch.arange(N, device=device) < count_Q1).double()
+    t_SQKN, b_SQKN = (values.view(-1, 1, K, N).expand(-1, Q, K, N) for values in (t, b))
+    return Samples(t_SQKN, u_QN, b_SQKN)
+
+
+def largest_overlap(position_XN: Tensor, radius_XN: Tensor) -> Tensor:
+    """(...) the greatest number of intervals [position - radius, position + radius] that have a point in common."""
+    low_XN, high_XN = ((position_XN + sign * radius_XN).contiguous() for sign in (-1, 1))
+    begun_XN = torch.searchsorted(low_XN.sort(-1).values, low_XN, right=True)
+    ended_XN = torch.searchsorted(high_XN.sort(-1).values, low_XN)
+    return (begun_XN - ended_XN).amax(-1)  # the greatest is at the beginning of an interval
+
+
+def concentration(samples: Samples, *, strength: float, deltas: Tensor, outlier_distance: float) -> Tensor:
+    """(S, Q, W) sigma of every delta: the least over classes of the share of the largest delta-close subset."""
+    N = samples.t_SQKN.shape[-1]
+    far_QKN = (10 * outlier_distance + 10 * strength * samples.b_SQKN.amax()) * (samples.u_QN[:, None] > 0)
+    position_SQKN = samples.t_SQKN + far_QKN  # along a line: outliers overlap no other
+    counts = [largest_overlap(position_SQKN, strength * samples.b_SQKN + delta / 2) for delta in deltas]
+    return torch.stack(counts, dim=-1).amin(2).double() / N
+
+
+def centre_condition(rho: Tensor, *, centre_shrinkage: Tensor) -> Tensor:
+    """What every mu_k.mu_l must stay below, r = 1: 1 - rho - sqrt(2 rho) - Delta / 2 (Huang et al. 2023, Theorem 1)."""
+    return 1 - rho - (2 * rho).sqrt() - centre_shrinkage / 2
+
+
+def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Cells:
+    """Every cell of the grid, a strength at a time."""
+    samples = draw_samples(settings, seeds=seeds, device=device)
+    by_strength = [_at_strength(settings, samples, strength) for strength in settings.strengths]
+    return Cells(*(torch.stack(values, dim=-1) for values in zip(*by_strength, strict=True)))
+
+
+def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> tuple[Tensor, ...]:
+    device, K = samples.u_QN.device, settings.num_classes
+    gain_G = torch.tensor(settings.gains, dtype=torch.float64, device=device)
+    gain_G11 = gain_G[:, None, None]
+    phi_SQGKN = gain_G11 * samples.t_SQKN[:, :, None] + samples.u_QN[:, None, None]
+    reach_SQGKN = gain_G11 * strength * samples.b_SQKN[:, :, None]  # by which a view's phi differs at most
+
+    # The mean over views of cos(phi') is cos(phi) sin(reach) / reach, and that of sin(phi') likewise.
+    shrunk_SQGKN = torch.sinc(reach_SQGKN / math.pi)
+    along_SQGK, across_SQGK = ((wave * shrunk_SQGKN).mean(-1) for wave in (phi_SQGKN.cos(), phi_SQGKN.sin()))
+    corner_KK = torch.full((K, K), -1 / (K - 1), dtype=torch.float64, device=device).fill_diagonal_(1)
+    product_SQGKK = along_SQGK[..., None] * along_SQGK[..., None, :] * corner_KK
+    product_SQGKK = product_SQGKK + across_SQGK[..., None] * across_SQGK[..., None, :]
+    square_SQGK = product_SQGKK.diagonal(dim1=-2, dim2=-1)
+    shrinkage_SQG = 1 - square_SQGK.amin(-1)
+    own_KK = torch.eye(K, dtype=torch.bool, device=device)
+    closest_SQG = product_SQGKK.masked_fill(own_KK, -torch.inf).amax((-2, -1))
+
+    # The nearest centre has the greatest f.mu_l - |mu_l|^2 / 2.
+    score_SQGKNK = phi_SQGKN.cos()[..., None] * (along_SQGK[..., None, :] * corner_KK)[..., None, :]
+    score_SQGKNK = score_SQGKNK + phi_SQGKN.sin()[..., None] * across_SQGK[..., None, None, :]
+    score_SQGKNK = score_SQGKNK - square_SQGK[..., None, None, :] / 2
+    label_K1 = torch.arange(K, device=device)[:, None]
+    error_SQG = (score_SQGKNK.argmax(-1) != label_K1).double().mean((-2, -1))
+
+    delta_W = torch.linspace(0, 2 * settings.half_width, settings.num_deltas, dtype=torch.float64, device=device)
+    sigma_SQW = concentration(samples, strength=strength, deltas=delta_W, outlier_distance=settings.outlier_angle)
+    spread_SQGM = 2 * (reach_SQGKN.flatten(-2).clamp(max=math.pi / 2)).sin()  # of a sample's views: a chord
+    total = spread_SQGM.shape[-1]
+    most = int(settings.largest_unaligned_share * total)
+    place_E = torch.linspace(0, most, settings.num_epsilons, device=device).round().long()
+    epsilon_SQGE = spread_SQGM.sort(-1, descending=True).values[..., place_E]
+    # Of equal spreads none is above itself.
+    unaligned_SQGE = (spread_SQGM[..., None, :] > epsilon_SQGE[..., None]).double().mean(-1)
+
+    lipschitz_G = (1 + gain_G**2).sqrt()
+    sigma_SQGWE = sigma_SQW[:, :, None, :, None]
+    apart_GWE = (lipschitz_G[:, None] * delta_W)[:, :, None]
+    rho = (
+        2 * (1 - sigma_SQGWE)
+        + K * unaligned_SQGE[..., None, :]
+        + sigma_SQGWE * (apart_GWE + 2 * epsilon_SQGE[..., None, :])
+    )
+    allowed = centre_condition(rho, centre_shrinkage=shrinkage_SQG[..., None, None])
+    slack = (allowed - closest_SQG[..., None, None]).flatten(-2)
+    claimed = (1 - sigma_SQGWE + unaligned_SQGE[..., None, :]).flatten(-2)
+    best_slack_SQG, best = slack.max(-1)
+    return (
+        error_SQG,
+        torch.where(slack > 0, claimed, torch.ones_like(claimed)).amin(-1),
+        best_slack_SQG > 0,
+        claimed.amin(-1),
+        best_slack_SQG,
+        rho.flatten(-2).gather(-1, best[..., None])[..., 0],
+        shrinkage_SQG,
+        closest_SQG,
+        sigma_SQW[:, :, None, 0].expand_as(error_SQG),
+    )

@@ -1,0 +1,340 @@
+"""What generalisation of contrastive learning rests on (Huang et al. 2023): alignment, divergence, concentration.
+
+Three studies: the identities behind the paper's proofs; small encoders trained by every loss, of which the divergence
+of class centres is measured and bounded; and the error bound in a model in which all of its terms are known.
+
+Shapes: S seeds, O objectives, M = S O encoders, Q shares of outliers, G gains, T strengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Count, LearningRate, PositiveFactor
+from trainer.theory.framework.claim import t_bounds
+from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, TheorySettings
+from trainer.theory.framework.figures import COLORS, Curve, Map, Panel, draw
+from trainer.theory.generalization.bound import BoundSettings, measure_cells
+from trainer.theory.generalization.claims import (
+    judge_bound,
+    judge_classifiers,
+    judge_collapse,
+    judge_identities,
+    judge_theorems,
+)
+from trainer.theory.generalization.divergence import (
+    classify,
+    closest_centres,
+    population_of,
+    theorem_3_bound,
+    theorem_3_sharpened,
+    theorem_4_bounds,
+)
+from trainer.theory.generalization.encoders import (
+    MEASURED,
+    TEST,
+    EncoderSettings,
+    ObjectiveSettings,
+    draw_population,
+    train,
+)
+from trainer.theory.generalization.identities import IdentitySettings, measure_identities
+
+Study = Literal["identities", "encoders", "bound"]
+STUDIES: tuple[Study, ...] = ("identities", "encoders", "bound")
+
+
+class GeneralizationSettings(TheorySettings):
+    """`studies` are the sections that are computed and judged.
+
+    An InfoNCE of a temperature above `hot_above` is judged by itself, as it nears the linear loss. A loss counts as
+    trained once it has gone `trained_share` of the way from its start to a lower bound that no encoder passes.
+    """
+
+    kind: Literal["generalization"] = "generalization"
+    studies: tuple[Study, ...] = Field(default=STUDIES, min_length=1)
+    identities: IdentitySettings = IdentitySettings()
+    encoders: EncoderSettings = EncoderSettings()
+    bound: BoundSettings = BoundSettings()
+    hot_above: PositiveFactor = 2
+    trained_share: float = Field(default=0.1, gt=0, lt=1)
+    classifier_steps: Count = 200
+    classifier_learning_rate: LearningRate = 0.1
+
+
+def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:
+    """The identities, the encoders of a few seeds at a time, and the cells of the bound."""
+    seeds, named = settings.seeds, dict[str, Part]()
+    if "identities" in settings.studies:
+        named["identities"] = lambda device: measure_identities(settings.identities, seeds=seeds, device=device)
+    if "encoders" in settings.studies:
+        for block in _seed_blocks(settings):
+            named[_part_name(block)] = partial(_train_and_measure, settings, block)
+    if "bound" in settings.studies:
+        named["bound"] = partial(_cells, settings)
+    return named
+
+
+def _seed_blocks(settings: GeneralizationSettings) -> list[tuple[int, ...]]:
+    seeds, size = settings.seeds, settings.encoders.seeds_per_part
+    return [seeds[first : first + size] for first in range(0, len(seeds), size)]
+
+
+def _part_name(seeds: Sequence[int]) -> str:
+    return f"encoders_seeds_{seeds[0]}_to_{seeds[-1]}"
+
+
+def _cells(settings: GeneralizationSettings, device: torch.device) -> Tensors:
+    cells = measure_cells(settings.bound, seeds=settings.seeds, device=device)
+    return {field.name: getattr(cells, field.name) for field in dataclasses.fields(cells)}
+
+
+def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    """(S, O, ...) of every encoder."""
+    encoders = settings.encoders
+    trained = train(encoders, seeds=seeds, device=device)
+    seeds_S = torch.tensor(seeds, device=device)
+
+    def embedded(which: int) -> Tensor:
+        x_SKNAI = draw_population(encoders, seeds_S, which=which)
+        z_SOPD = trained.encoders.embed(x_SKNAI.flatten(1, 3))
+        return z_SOPD.reshape(-1, *x_SKNAI.shape[1:4], encoders.embedding_dim)
+
+    z_MKNAD, test_MKNAD = embedded(MEASURED), embedded(TEST)
+    population = population_of(z_MKNAD)
+    correlation = theorem_4_bounds(population)
+    errors = classify(
+        z_MKNAD.flatten(2, 3),
+        test_MKNAD.flatten(2, 3),
+        num_steps=settings.classifier_steps,
+        learning_rate=settings.classifier_learning_rate,
+    )
+    by_encoder = {
+        "rank": population.rank_M,
+        "closest": closest_centres(population.centre_MKD),
+        "alignment": population.alignment_MK.mean(1),
+        "mean_norm": population.centre_MKD.mean(1).norm(dim=-1),
+        "theorem_3": theorem_3_bound(population),
+        "theorem_3_sharpened": theorem_3_sharpened(population),
+        "theorem_4": correlation.printed_M,
+        "theorem_4_sharpened": correlation.sharpened_M,
+        "nearest_centre_error": errors.nearest_centre_M,
+        "linear_error": errors.linear_M,
+        "disagreements": errors.disagreements_M.double(),
+    }
+    shape = (len(seeds), len(encoders.objectives))
+    return {name: values_M.view(shape) for name, values_M in by_encoder.items()} | {"loss": trained.loss_SOL}
+
+
+def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:
+    """A value below which no encoder gets the loss: positives coincide, and means of negatives are the least possible.
+
+    B unit vectors have products of mean -1 / (B - 1) at least over all pairs of different ones, as the square of their
+    sum is not negative; log sum exp is convex.
+    """
+    B, t = batch_size, objective.temperature
+    least = -1 / (B - 1)
+    if objective.loss == "linear":
+        return -1 + objective.divergence_weight * least
+    if objective.loss == "split":
+        return objective.divergence_weight * (math.log(B - 1) + least / t)
+    if objective.loss == "info_nce":  # an anchor's 2 B - 2 negatives sum to -2 at least where positives coincide
+        return math.log(1 + (2 * B - 2) * math.exp((least - 1) / t))
+    return 0.0
+
+
+def trained_shares(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
+    """(S, O) of the way from the first logged loss to its floor, the share that the last logged loss has gone."""
+    encoders = settings.encoders
+    floor_O = torch.tensor([loss_floor(one, encoders.batch_size) for one in encoders.objectives])
+    return (loss_SOL[..., 0] - loss_SOL[..., -1]) / (loss_SOL[..., 0] - floor_O)
+
+
+def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> Outcome:
+    claims, figures, tables = [], {}, dict[str, Any]()
+    if "identities" in settings.studies:
+        claims += judge_identities(found["identities"], tolerance=settings.identities.relative_tolerance)
+    if "encoders" in settings.studies:
+        objectives = settings.encoders.objectives
+        names = [objective.name for objective in objectives]
+        blocks = [found[_part_name(block)] for block in _seed_blocks(settings)]
+        measured = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+        if not bool(measured["loss"].isfinite().all()):
+            raise UserError(
+                f"the training diverged at encoders.learning_rate {settings.encoders.learning_rate:g}; set a lower one"
+            )
+        measured["trained"] = trained_shares(settings, measured["loss"])
+        linear = [objective.loss == "linear" for objective in objectives]
+        hot = [one.loss == "info_nce" and one.temperature > settings.hot_above for one in objectives]
+        claims += judge_collapse(names, linear, hot, measured, trained=settings.trained_share)
+        at_1 = [at for at, one in enumerate(objectives) if one.loss == "info_nce" and one.temperature == 1]
+        barlow = [at for at, one in enumerate(objectives) if one.loss == "barlow_twins"]
+        claims += judge_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=settings.trained_share)
+        claims += judge_classifiers(names, measured)
+        tables["encoders"] = _encoder_table(names, measured)
+        figures["generalization_encoders"] = draw(
+            _encoder_panels(settings, names, measured), num_columns=2, panel_size=(4.6, 3.2)
+        )
+    if "bound" in settings.studies:
+        bound = settings.bound
+        cells = found["bound"]
+        claims += judge_bound(cells, num_classes=bound.num_classes, strengths=bound.strengths, gains=bound.gains)
+        tables["bound"] = _bound_table(bound, cells)
+        figures["generalization_bound"] = draw(_bound_panels(bound, cells), num_columns=2, panel_size=(4.6, 3.2))
+    return Outcome(claims, figures, tables)
+
+
+def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Of every loss: means over seeds with the bounds of their 95 % t-intervals."""
+    quantities = [name for name in measured if name not in ("loss", "disagreements")]
+    rows = []
+    for at, name in enumerate(names):
+        row: dict[str, Any] = {"loss": name}
+        for quantity in quantities:
+            mean, low, high = t_bounds(measured[quantity][:, at])
+            row |= {quantity: mean.item(), f"{quantity}_95": [low.item(), high.item()]}
+        loss_SL = measured["loss"][:, at]
+        rows.append(row | {"first_loss": loss_SL[:, 0].mean().item(), "last_loss": loss_SL[:, -1].mean().item()})
+    return rows
+
+
+def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
+    """Counts over all cells of all seeds, and a row for every share of outliers, gain and strength."""
+    met, value, error = cells["met"], cells["bound"], cells["error"]
+    rows = [
+        {
+            "outlier_share": share,
+            "gain": gain,
+            "strength": strength,
+            "met_share": met[:, q, g, t].double().mean().item(),
+            "error": error[:, q, g, t].mean().item(),
+            "bound": value[:, q, g, t].mean().item(),
+            "bound_without_condition": cells["unconditional"][:, q, g, t].mean().item(),
+            "slack": cells["slack"][:, q, g, t].mean().item(),
+            "rho": cells["rho"][:, q, g, t].mean().item(),
+            "centre_shrinkage": cells["centre_shrinkage"][:, q, g, t].mean().item(),
+            "closest_centres": cells["closest"][:, q, g, t].mean().item(),
+            "sigma_at_0": cells["sigma_at_0"][:, q, g, t].mean().item(),
+        }
+        for q, share in enumerate(bound.outlier_shares)
+        for g, gain in enumerate(bound.gains)
+        for t, strength in enumerate(bound.strengths)
+    ]
+    return {
+        "cells": met.numel(),
+        "cells_that_meet_the_condition": int(met.sum()),
+        "cells_in_which_the_bound_is_vacuous": int((~met | (value >= 1 - 1 / bound.num_classes)).sum()),
+        "cells_that_do_not_meet_it_and_exceed_the_bound": int((~met & (error > cells["unconditional"] + 1e-9)).sum()),
+        "grid": rows,
+    }
+
+
+def _encoder_panels(
+    settings: GeneralizationSettings, names: Sequence[str], measured: Mapping[str, Tensor]
+) -> list[Panel]:
+    """Shares of the way to the floor against steps; rank, closest centres with bounds, and errors of each loss."""
+    encoders = settings.encoders
+    loss_SOL = measured["loss"]
+    steps = [max(1, encoders.log_every * at) for at in range(loss_SOL.shape[-1])]
+    floor_O1 = torch.tensor([[loss_floor(one, encoders.batch_size)] for one in encoders.objectives])
+    gone_SOL = (loss_SOL[..., :1] - loss_SOL) / (loss_SOL[..., :1] - floor_O1)
+    training = [
+        Curve(steps, gone_SOL[:, at].mean(0), f"{at + 1} {name}", at, "-" if at < len(COLORS) else "--")
+        for at, name in enumerate(names)
+    ]
+    by_number = "loss, numbered as in the first panel"
+    trivial = Curve([1, len(names)], [1, 1], "trivial", len(COLORS) - 1, ":")
+    products = [
+        *_dots(measured["closest"], "measured", 0),
+        *_dots(measured["theorem_3_sharpened"], "Theorem 3, sharpened", 1, shift=0.12),
+        *_dots(measured["theorem_4_sharpened"], "Theorem 4, sharpened", 2, shift=0.24),
+        trivial,
+    ]
+    errors = [
+        *_dots(measured["nearest_centre_error"], "nearest centre", 0),
+        *_dots(measured["linear_error"], "linear classifier", 1, shift=0.12),
+    ]
+    rank = _dots(measured["rank"], "", 0)
+    return [
+        Panel("Loss: share of the way to its floor", "step", "share", training, y_range=(0, 1.8), log_x=True),
+        Panel("Effective rank of the embeddings", by_number, "rank", rank, y_range=(0, None)),
+        Panel("Closest two centres, and bounds", by_number, "greatest mu_k.mu_l", products, y_range=(-0.3, 3)),
+        Panel("Test error", by_number, "error", errors, y_range=(0, None)),
+    ]
+
+
+def _dots(values_SO: Tensor, label: str, color: int, *, shift: float = 0) -> list[Curve]:
+    """A dot for every objective, at 1, 2, ... + `shift`, with a bar from the low to the high bound of its mean."""
+    mean_O, low_O, high_O = t_bounds(values_SO)
+    places = [at + 1 + shift for at in range(len(mean_O))]
+    bounds = zip(places, low_O.tolist(), high_O.tolist(), strict=True)
+    bars = [Curve([x, x], [low, high], "", color) for x, low, high in bounds]
+    return [Curve(places, mean_O, label, color, "", "o"), *bars]
+
+
+def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
+    """Error and bound against strength, of a small and the greatest gain; where the condition is met, over the grid."""
+    q, small = len(bound.outlier_shares) // 2, min(1, len(bound.gains) - 1)
+    shares, strengths, gains = bound.outlier_shares, bound.strengths, bound.gains
+    shown = [t for t, strength in enumerate(strengths) if strength > 0]
+
+    def against_strength(g: int) -> Panel:
+        x = [strengths[t] for t in shown]
+        error_T, bound_T, free_T, sigma_T = (
+            cells[name][:, q, g].double().mean(0)[shown] for name in ("error", "bound", "unconditional", "sigma_at_0")
+        )
+        return Panel(
+            f"Gain {gains[g]:g}, {100 * shares[q]:g} % outliers",
+            "strength of the augmentation",
+            "share of the samples",
+            [
+                Curve(x, sigma_T, "sigma at delta = 0", 2, "--"),
+                Curve(x, bound_T, "bound (1: condition not met)", 0),
+                Curve(x, free_T, "bound, condition ignored", 5, ":"),
+                Curve(x, error_T, "error", 1, "", "o"),
+            ],
+            y_range=(-0.03, 1.05),
+            log_x=True,
+        )
+
+    by_gain = cells["met"][:, q].double().mean(0)
+    by_share = cells["met"][:, :, small].double().mean(0)
+    return [
+        against_strength(small),
+        against_strength(len(gains) - 1),
+        Map(
+            f"Share of seeds that meet it, {100 * shares[q]:g} % outliers",
+            "strength",
+            "gain",
+            strengths,
+            gains,
+            by_gain,
+            centred=False,
+        ),
+        Map(
+            f"Share of seeds that meet it, gain {gains[small]:g}",
+            "strength",
+            "share of outliers",
+            strengths,
+            shares,
+            by_share,
+            centred=False,
+        ),
+    ]
+
+
+EXPERIMENT = Experiment(
+    title="alignment, divergence and concentration of Huang et al. 2023: identities, collapse, divergence, error bound",
+    defaults=GeneralizationSettings(),
+    parts=parts,
+    conclude=conclude,
+)

@@ -1,0 +1,222 @@
+"""Small encoders of Gaussian classes, all losses and seeds trained in lockstep.
+
+A sample of class k is c_k + `sample_sd` z, a view of it the sample + `view_sd` z', with normal z and z'. The encoder is
+a multi-layer perceptron whose output is put on the unit sphere; every loss starts from the same weights and sees the
+same batches.
+
+Shapes: S seeds, O objectives, K classes, N samples of a class, A views of a sample, B pairs of a batch, I inputs,
+H hidden units, D dimensions of an embedding, T steps, M any number of encoders, P embeddings of one encoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.core.counter_rng import DrawKeys, integers, normal
+from data_pipeline.core.schema import Count, LearningRate, PositiveFactor, Schema
+from trainer.objectives.barlow_twins import barlow_twins_loss
+from trainer.objectives.linear_loss import linear_loss
+
+# Which of the draws under one key.
+_CENTRE, _WEIGHT, _CLASS, _SAMPLE, _VIEW = range(5)
+# Which population the keys are of: of the training, of the measures, of the test.
+_TRAINING, MEASURED, TEST = range(3)
+
+PairLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class ObjectiveSettings(Schema):
+    """One loss: `kind` "info_nce" has a temperature, "split" that and a divergence weight, "linear" only the latter."""
+
+    loss: Literal["info_nce", "linear", "barlow_twins", "split"]
+    temperature: PositiveFactor = 1
+    divergence_weight: PositiveFactor = 1
+
+    @property
+    def name(self) -> str:
+        return {
+            "info_nce": f"InfoNCE, temperature {self.temperature:g}",
+            "linear": f"linear, weight {self.divergence_weight:g}",
+            "barlow_twins": "Barlow Twins",
+            "split": f"split, temperature {self.temperature:g}, weight {self.divergence_weight:g}",
+        }[self.loss]
+
+
+class EncoderSettings(Schema):
+    """The classes, the encoder, its training by Adam whose rate falls along a cosine, and what it is measured on."""
+
+    objectives: tuple[ObjectiveSettings, ...] = Field(
+        default=(
+            ObjectiveSettings(loss="info_nce", temperature=0.5),
+            ObjectiveSettings(loss="info_nce", temperature=1),
+            ObjectiveSettings(loss="info_nce", temperature=10),
+            ObjectiveSettings(loss="linear", divergence_weight=1),
+            ObjectiveSettings(loss="linear", divergence_weight=5),
+            ObjectiveSettings(loss="barlow_twins"),
+            ObjectiveSettings(loss="split", temperature=0.2, divergence_weight=0.2),
+            ObjectiveSettings(loss="split", temperature=0.2, divergence_weight=1),
+        ),
+        min_length=1,
+    )
+    num_classes: int = Field(default=10, ge=3, le=10**9)
+    input_dim: Count = 20
+    hidden_dim: Count = 64
+    embedding_dim: int = Field(default=16, ge=2, le=10**9)
+    centre_sd: PositiveFactor = 1
+    sample_sd: PositiveFactor = 0.2
+    view_sd: PositiveFactor = 0.5
+    num_steps: int = Field(default=1000, ge=2, le=10**9)
+    batch_size: int = Field(default=96, ge=2, le=10**9)
+    learning_rate: LearningRate = 1e-2
+    log_every: Count = 25
+    samples_a_class: int = Field(default=10, ge=2, le=10**9)
+    views_a_sample: int = Field(default=4, ge=2, le=10**9)
+    seeds_per_part: Count = 5
+
+
+@dataclass
+class Encoders:
+    """Perceptrons with one hidden layer, (S, O) of them; all tensors float32, weights as (inputs, outputs)."""
+
+    first_SOIH: Tensor
+    first_bias_SOH: Tensor
+    second_SOHD: Tensor
+    second_bias_SOD: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [self.first_SOIH, self.first_bias_SOH, self.second_SOHD, self.second_bias_SOD]
+
+    def embed(self, x_SBI: Tensor) -> Tensor:
+        """(S, O, B, D) unit vectors: each objective's embeddings of the same inputs of a seed."""
+        hidden_SOBH = torch.relu(x_SBI[:, None] @ self.first_SOIH + self.first_bias_SOH[:, :, None])
+        return F.normalize(hidden_SOBH @ self.second_SOHD + self.second_bias_SOD[:, :, None], dim=-1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Encoders after the last step; the loss of the first step, then the mean of each `log_every` steps, (S, O, L)."""
+
+    encoders: Encoders
+    loss_SOL: Tensor
+
+
+def class_centres(settings: EncoderSettings, seeds_S: Tensor) -> Tensor:
+    """(S, K, I) c_k, normal with `centre_sd`."""
+    keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=0)
+    drawn = normal(keys, settings.num_classes * settings.input_dim, purpose=_CENTRE)
+    return settings.centre_sd * drawn.view(-1, settings.num_classes, settings.input_dim)
+
+
+def new_encoders(settings: EncoderSettings, seeds_S: Tensor) -> Encoders:
+    """The same weights for every objective of a seed: normal, of variance 2 / inputs, then 1 / inputs; no bias."""
+    keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=0)
+    num, inputs = len(settings.objectives), settings.input_dim
+    H, D = settings.hidden_dim, settings.embedding_dim
+    drawn = normal(keys, inputs * H + H * D, purpose=_WEIGHT)
+    first_SIH, second_SHD = drawn[:, : inputs * H].view(-1, inputs, H), drawn[:, inputs * H :].view(-1, H, D)
+
+    def for_each(weight: Tensor) -> Tensor:
+        return weight[:, None].repeat(1, num, 1, 1)
+
+    return Encoders(
+        for_each(first_SIH * math.sqrt(2 / inputs)),
+        drawn.new_zeros(len(drawn), num, H),
+        for_each(second_SHD * math.sqrt(1 / H)),
+        drawn.new_zeros(len(drawn), num, D),
+    )
+
+
+def draw_batch(settings: EncoderSettings, centre_SKI: Tensor, seeds_S: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
+    """Both views of the step's samples, (S, B, I) each."""
+    keys = DrawKeys(seed=0, epoch=step, index_B=seeds_S, view=_TRAINING)
+    B, inputs = settings.batch_size, settings.input_dim
+    label_SB = integers(keys, B, settings.num_classes, purpose=_CLASS)
+    sample_SBI = centre_SKI.gather(1, label_SB[..., None].expand(-1, -1, inputs))
+    noise_S3BI = normal(keys, 3 * B * inputs, purpose=_SAMPLE).view(-1, 3, B, inputs)
+    sample_SBI = sample_SBI + settings.sample_sd * noise_S3BI[:, 0]
+    return tuple(sample_SBI + settings.view_sd * noise_S3BI[:, view] for view in (1, 2))  # type: ignore[return-value]
+
+
+def draw_population(settings: EncoderSettings, seeds_S: Tensor, *, which: int) -> Tensor:
+    """(S, K, N, A, I) views of N new samples of every class; `which` is `MEASURED` or `TEST`."""
+    K, N, A = settings.num_classes, settings.samples_a_class, settings.views_a_sample
+    inputs = settings.input_dim
+    keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=which)
+    sample = normal(keys, K * N * inputs, purpose=_SAMPLE).view(-1, K, N, 1, inputs)
+    view = normal(keys, K * N * A * inputs, purpose=_VIEW).view(-1, K, N, A, inputs)
+    centre = class_centres(settings, seeds_S)[:, :, None, None]
+    return centre + settings.sample_sd * sample + settings.view_sd * view
+
+
+def stacked_nt_xent(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float) -> Tensor:
+    """(M,) the loss of `trainer.objectives.nt_xent` of each of M encoders; embeddings must have unit length.
+
+    That function saves memory by an autograd function of its own, which cannot be mapped over encoders.
+    """
+    u_MPD = torch.cat([z_a_MBD, z_b_MBD], dim=1)
+    num = z_a_MBD.shape[1]
+    own_PP = torch.eye(2 * num, dtype=torch.bool, device=u_MPD.device)
+    sums_MP = (u_MPD @ u_MPD.mT / temperature).masked_fill(own_PP, -torch.inf).logsumexp(-1)
+    positive_MB = (z_a_MBD * z_b_MBD).sum(-1) / temperature
+    return sums_MP.mean(-1) - positive_MB.mean(-1)
+
+
+def stacked_split(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float, divergence_weight: float) -> Tensor:
+    """(M,) the loss of `trainer.objectives.split_loss` of each of M encoders; embeddings must have unit length.
+
+    That function masks in place, which `torch.func.vmap` does one encoder after the other.
+    """
+    own_BB = torch.eye(z_a_MBD.shape[1], dtype=torch.bool, device=z_a_MBD.device)
+    sums_MB = (z_a_MBD @ z_b_MBD.mT / temperature).masked_fill(own_BB, -torch.inf).logsumexp(-1)
+    distance_MB = (z_a_MBD - z_b_MBD).square().sum(-1)
+    return distance_MB.mean(-1) + divergence_weight * sums_MB.mean(-1)
+
+
+def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
+    """The loss of each of M encoders, (M,), from unit embeddings (M, B, D) of both views."""
+    temperature, weight = objective.temperature, objective.divergence_weight
+    if objective.loss == "info_nce":
+        return partial(stacked_nt_xent, temperature=temperature)
+    if objective.loss == "split":
+        return partial(stacked_split, temperature=temperature, divergence_weight=weight)
+    one: PairLoss = partial(linear_loss, divergence_weight=weight) if objective.loss == "linear" else barlow_twins_loss
+    mapped: PairLoss = torch.func.vmap(one)
+    return mapped
+
+
+def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.device) -> Training:
+    """Train every objective of every seed at once; what a seed's encoders become does not depend on the others."""
+    seeds_S = torch.tensor(seeds, device=device)
+    centre_SKI, encoders = class_centres(settings, seeds_S), new_encoders(settings, seeds_S)
+    losses = [stacked_loss(objective) for objective in settings.objectives]
+    for tensor in encoders.tensors():
+        tensor.requires_grad_()
+    optimizer = torch.optim.Adam(encoders.tensors(), lr=settings.learning_rate)
+    logged: list[Tensor] = []
+    running_SO = torch.zeros(len(seeds), len(losses), device=device)
+    for step in range(settings.num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * (1 + math.cos(math.pi * step / settings.num_steps)) / 2
+        z_SOPD = encoders.embed(torch.cat(draw_batch(settings, centre_SKI, seeds_S, step=step), dim=1))
+        z_a, z_b = z_SOPD.chunk(2, dim=2)
+        loss_SO = torch.stack([loss(z_a[:, o], z_b[:, o]) for o, loss in enumerate(losses)], dim=1)
+        optimizer.zero_grad()
+        loss_SO.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        running_SO += loss_SO.detach()
+        if step == 0:
+            logged.append(loss_SO.detach())
+        if (step + 1) % settings.log_every == 0:
+            logged.append(running_SO / settings.log_every)
+            running_SO = torch.zeros_like(running_SO)
+    trained = Encoders(*(tensor.detach() for tensor in encoders.tensors()))
+    return Training(trained, torch.stack(logged, dim=-1))

@@ -1,0 +1,116 @@
+"""Identities of Huang et al. 2023, checked in float64 on the losses of `trainer.objectives` themselves.
+
+Each is a function of embeddings of the two views (B, D) that gives by how much it is missed, relative to its size.
+
+Shapes: S seeds, B pairs, D dimensions, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
+from data_pipeline.core.schema import PositiveFactor, Schema
+from trainer.objectives.barlow_twins import barlow_twins_loss
+from trainer.objectives.info_nce import alignment, divergence, info_nce_loss
+from trainer.objectives.linear_loss import linear_loss
+from trainer.objectives.nt_xent import nt_xent_loss
+from trainer.objectives.split_loss import split_loss
+from trainer.theory.generalization.encoders import stacked_nt_xent, stacked_split
+
+_EMBEDDING, _PROBABILITY = range(2)  # which of the draws under one key
+
+
+class IdentitySettings(Schema):
+    """Embeddings: the second view is the first plus normal noise of `view_sd`; `num_classes` centres."""
+
+    batch_size: int = Field(default=64, ge=2, le=10**9)
+    dim: int = Field(default=16, ge=2, le=10**9)
+    num_classes: int = Field(default=10, ge=2, le=10**9)
+    view_sd: PositiveFactor = 0.5
+    relative_tolerance: PositiveFactor = 1e-12
+
+
+def info_nce_split(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """InfoNCE is alignment plus divergence."""
+    whole = info_nce_loss(z_a_BD, z_b_BD)
+    return (alignment(z_a_BD, z_b_BD) + divergence(z_a_BD, z_b_BD) - whole).abs() / whole.abs()
+
+
+def correlation_split(z_a_BD: Tensor, z_b_BD: Tensor, *, weight: float = 5e-3) -> Tensor:
+    """The cross-correlation loss is (1 - lambda) L1 + lambda |C - I|^2, with C from `torch.corrcoef`."""
+    num, dim = z_a_BD.shape
+    # Standardised by unbiased deviations, summed with divisor B.
+    correlation_DD = torch.corrcoef(torch.cat([z_a_BD, z_b_BD], 1).T)[:dim, dim:] * (num - 1) / num
+    first = (1 - correlation_DD.diagonal()).square().sum()
+    distance = (correlation_DD - torch.eye(dim, dtype=z_a_BD.dtype, device=z_a_BD.device)).square().sum()
+    whole = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=weight)
+    return ((1 - weight) * first + weight * distance - whole).abs() / whole
+
+
+def alignment_lemma(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """E |f1 - f2|^2 over 2 sqrt(D L1), of embeddings standardised by unbiased deviations: the lemma says at most 1."""
+    a_BD, b_BD = ((z_BD - z_BD.mean(0)) / z_BD.std(0) for z_BD in (z_a_BD, z_b_BD))
+    first = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=0)
+    return (a_BD - b_BD).square().sum(1).mean() / (2 * (z_a_BD.shape[1] * first).sqrt())
+
+
+def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """The second term of the linear loss is |E f|^2, once a view's pairs with itself are in the mean."""
+    u_BD = torch.nn.functional.normalize(torch.cat([z_a_BD, z_b_BD]), dim=1)
+    at_1, at_2 = (linear_loss(u_BD, u_BD, divergence_weight=weight) for weight in (1, 2))
+    others, num = at_2 - at_1, len(u_BD)
+    expected = u_BD.mean(0).square().sum()
+    return (((num - 1) * others + 1) / num - expected).abs()
+
+
+def stacked_losses(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
+    """The losses that are trained in lockstep are those of `trainer.objectives`."""
+    u_BD, v_BD = (torch.nn.functional.normalize(z_BD, dim=1) for z_BD in (z_a_BD, z_b_BD))
+    nt_xent = stacked_nt_xent(u_BD[None], v_BD[None], temperature=0.5)[0]
+    split = stacked_split(u_BD[None], v_BD[None], temperature=0.2, divergence_weight=0.4)[0]
+    whole = (
+        nt_xent_loss(z_a_BD, z_b_BD, temperature=0.5),
+        split_loss(z_a_BD, z_b_BD, temperature=0.2, divergence_weight=0.4),
+    )
+    return torch.maximum((nt_xent / whole[0] - 1).abs(), (split / whole[1] - 1).abs())
+
+
+def centre_moment(centre_KD: Tensor, p_K: Tensor) -> Tensor:
+    """|sum_k p_k mu_k mu_k^T - I|^2 is sum_kl (sqrt(p_k p_l) mu_k.mu_l - [k = l])^2 + D - K."""
+    num, dim = centre_KD.shape
+    eyes = (torch.eye(size, dtype=centre_KD.dtype, device=centre_KD.device) for size in (dim, num))
+    eye_DD, eye_KK = eyes
+    left = (centre_KD.T @ (p_K[:, None] * centre_KD) - eye_DD).square().sum()
+    scaled_KD = p_K.sqrt()[:, None] * centre_KD
+    return ((scaled_KD @ scaled_KD.T - eye_KK).square().sum() + dim - num - left).abs() / left
+
+
+ON_PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "info_nce_split": info_nce_split,
+    "correlation_split": correlation_split,
+    "alignment_lemma": alignment_lemma,
+    "linear_divergence": linear_divergence,
+    "stacked_losses": stacked_losses,
+}
+
+
+def measure_identities(settings: IdentitySettings, *, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """(S,) of each: how far it is missed, of the lemma the ratio of its sides."""
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=0)
+    B, D, K = settings.batch_size, settings.dim, settings.num_classes
+    drawn = normal(keys, 2 * B * D + K * D, purpose=_EMBEDDING).double()
+    first_SBD, noise_SBD = drawn[:, : 2 * B * D].view(-1, 2, B, D).unbind(1)
+    second_SBD, centre_SKD = first_SBD + settings.view_sd * noise_SBD, drawn[:, 2 * B * D :].view(-1, K, D)
+    weight_SK = uniform(keys, K, purpose=_PROBABILITY).double() + 0.1
+    found = {
+        name: torch.stack([check(a_BD, b_BD) for a_BD, b_BD in zip(first_SBD, second_SBD, strict=True)])
+        for name, check in ON_PAIRS.items()
+    }
+    p_SK = weight_SK / weight_SK.sum(1, keepdim=True)
+    found["centre_moment"] = torch.stack([centre_moment(c, p) for c, p in zip(centre_SKD, p_SK, strict=True)])
+    return found

@@ -1,0 +1,254 @@
+"""Feature suppression in the linear model of Tamkin et al. 2022: what is computed, what is concluded from it.
+
+Shapes: S seeds, A arms, K features, T steps, P and Q states of two features, C correlations of the other feature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainer.theory.framework.claim import ClaimResult
+from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors
+from trainer.theory.framework.figures import draw
+from trainer.theory.linear_contrastive.claims import (
+    bounds,
+    judge_error,
+    judge_gradient,
+    judge_grid,
+    judge_point,
+    judge_training,
+)
+from trainer.theory.linear_contrastive.figures import error_panel, sweep_panels, theorem_panels, training_panels
+from trainer.theory.linear_contrastive.model import (
+    FeatureStates,
+    GridMoments,
+    Training,
+    downstream_error,
+    gradient_error,
+    speed_grid,
+    train_arms,
+)
+from trainer.theory.linear_contrastive.settings import (
+    STUDIES,
+    LinearContrastiveSettings,
+    Study,
+    TheoremSettings,
+    TrainingSettings,
+)
+
+
+def parts(settings: LinearContrastiveSettings) -> Mapping[str, Part]:
+    theorem, seeds = settings.theorem, settings.seeds
+    check, error = settings.gradient, settings.error
+
+    def gradient(device: torch.device) -> Tensors:
+        sizes = {"num_pairs": check.num_pairs, "num_features": check.num_features, "dim": check.dim}
+        return {"error_S": gradient_error(seeds=seeds, device=device, **sizes)}
+
+    def errors(device: torch.device) -> Tensors:
+        counted = downstream_error(
+            error.angles_degrees, seeds=seeds, num_samples=error.num_samples_a_seed, device=device
+        )
+        return {"error_SP": counted}
+
+    by_study: dict[Study, Mapping[str, Part]] = {
+        "gradient": {"gradient": gradient},
+        "theorem": {
+            "theorem_point": partial(_theorem_point, theorem, seeds),
+            "theorem_grid": partial(_theorem_grid, theorem, seeds),
+        },
+        "training": _training_parts(settings.training, seeds),
+        "error": {"downstream_error": errors},
+    }
+    return {name: part for study in STUDIES if study in settings.studies for name, part in by_study[study].items()}
+
+
+def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping[str, Part]:
+    def train(changed: TrainingSettings, arms: Sequence[Arm], num_dominant: int) -> Part:
+        return partial(_train, changed, seeds, arms, num_dominant)
+
+    trained = {
+        "weak_correlation": train(training, _weak_correlation_arms(training), training.num_dominant),
+        "noise": train(training, _noise_arms(training), training.num_dominant),
+    }
+    for num in training.fewer_dominant:
+        trained[f"dominant_{num}"] = train(training, _two_arms(training, num), num)
+    for one in training.variations:
+        varied = training.varied(one)
+        trained[f"vary_{one.name}"] = train(varied, _two_arms(varied, varied.num_dominant), varied.num_dominant)
+    return trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One training: the weak feature's correlation, beta of the noise (1: none), how many dominant features get it."""
+
+    weak_correlation: float
+    beta: float
+    num_noised: int
+
+
+def _weak_correlation_arms(training: TrainingSettings) -> list[Arm]:
+    """Without noise, then with it."""
+    betas = (1.0, training.noise_beta)
+    return [Arm(value, beta, training.num_dominant) for beta in betas for value in training.weak_correlations]
+
+
+def _noise_arms(training: TrainingSettings) -> list[Arm]:
+    """Of `betas`, then of `fewer_noised`."""
+    counts = [(beta, training.num_dominant) for beta in training.betas]
+    counts += [(training.noise_beta, num) for num in training.fewer_noised]
+    return [Arm(training.weak_correlation, beta, num) for beta, num in counts]
+
+
+def _two_arms(training: TrainingSettings, num_dominant: int) -> list[Arm]:
+    """Without noise, and with it."""
+    return [Arm(training.weak_correlation, beta, num_dominant) for beta in (1.0, training.noise_beta)]
+
+
+def _train(
+    training: TrainingSettings, seeds: Sequence[int], arms: Sequence[Arm], num_dominant: int, device: torch.device
+) -> Tensors:
+    alpha_AK = torch.full((len(arms), 1 + num_dominant), training.dominant_correlation, dtype=torch.float64)
+    beta_AK = torch.ones_like(alpha_AK)
+    for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
+        alpha_K[0] = arm.weak_correlation
+        beta_K[1 : 1 + arm.num_noised] = arm.beta
+    together = Training(
+        alpha_AK=alpha_AK,
+        beta_AK=beta_AK,
+        dim=training.dim,
+        num_pairs=training.num_pairs,
+        learning_rate=training.learning_rate,
+        initial_scale=training.initial_scale,
+        num_steps=training.num_steps,
+        noise_from_step=training.noise_from_step,
+    )
+    history = train_arms(together, seeds=seeds, device=device)
+    return {field.name: getattr(history, field.name) for field in dataclasses.fields(history)}
+
+
+def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    """Means of each seed, (S, 2, C): the other feature as learned as set, and not learned at all (90 degrees)."""
+    weak = FeatureStates.product(
+        [theorem.point_weak_angle_degrees], [theorem.point_weak_norm], [theorem.point_weak_correlation]
+    )
+    correlations = theorem.point_other_correlations
+    other = FeatureStates.product([theorem.point_other_angle_degrees, 90], [theorem.point_other_norm], correlations)
+    speed, p_positive = [], []
+    for seed in seeds:
+        found = _grid_of_a_seed(theorem, weak, other, len(correlations), seed, device)
+        speed.append(found.speed_PQ.view(2, -1))
+        p_positive.append(found.p_positive_PQ.view(2, -1))
+    return {"speed_S2C": torch.stack(speed), "p_positive_S2C": torch.stack(p_positive)}
+
+
+def _theorem_grid(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    """Means over all batches of all seeds, (P, Q)."""
+    weak = FeatureStates.product(theorem.weak_angles_degrees, theorem.weak_norms, theorem.weak_correlations)
+    other = FeatureStates.product(theorem.other_angles_degrees, theorem.other_norms, theorem.other_correlations)
+    found = [_grid_of_a_seed(theorem, weak, other, len(theorem.other_correlations), seed, device) for seed in seeds]
+    names = [field.name for field in dataclasses.fields(found[0])]
+    return {name: torch.stack([getattr(one, name) for one in found]).mean(0) for name in names}
+
+
+def _grid_of_a_seed(
+    theorem: TheoremSettings,
+    weak: FeatureStates,
+    other: FeatureStates,
+    num_correlations: int,
+    seed: int,
+    device: torch.device,
+) -> GridMoments:
+    reference_Q = torch.arange(len(other)) // num_correlations * num_correlations + num_correlations - 1
+    return speed_grid(
+        weak,
+        other,
+        theorem.rest(),
+        reference_Q=reference_Q,
+        seed=seed,
+        num_batches=theorem.num_batches_a_seed,
+        num_pairs=theorem.num_pairs,
+        device=device,
+    )
+
+
+def conclude(settings: LinearContrastiveSettings, found: Mapping[str, Tensors]) -> Outcome:
+    theorem, training, error = settings.theorem, settings.training, settings.error
+    claims: list[ClaimResult] = []
+    figures: dict[str, bytes] = {}
+    tables: dict[str, Any] = {}
+    if "gradient" in settings.studies:
+        claims.append(judge_gradient(settings.gradient, found["gradient"]["error_S"]))
+    if "theorem" in settings.studies:
+        num_batches = theorem.num_batches_a_seed * settings.num_seeds
+        at_point, tables["theorem_point"] = judge_point(theorem, found["theorem_point"])
+        over_grid, tables["theorem_grid"] = judge_grid(theorem, found["theorem_grid"], num=num_batches)
+        claims += [*at_point, over_grid]
+        panels = theorem_panels(theorem, found)
+        figures["linear_contrastive_theorem"] = draw(panels, num_columns=2, panel_size=(4.6, 3.2))
+    if "training" in settings.studies:
+        claims += judge_training(training, found)
+        figures["linear_contrastive_training"] = draw(training_panels(training, found))
+        figures["linear_contrastive_sweeps"] = draw(sweep_panels(training, found))
+        tables["training"] = _training_tables(training, found)
+    if "error" in settings.studies:
+        claims.append(judge_error(error, found["downstream_error"]["error_SP"]))
+        panel = error_panel(error, found)
+        figures["linear_contrastive_error"] = draw([panel], num_columns=1, panel_size=(4.6, 3.2))
+    return Outcome(claims, figures, tables)
+
+
+def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -> dict[str, Any]:
+    """After the last step, means over seeds with the bounds of their 95 % t-intervals; angles in degrees."""
+    num, start = len(training.weak_correlations), training.noise_from_step
+
+    def arm(history: Tensors, place: int) -> dict[str, Any]:
+        p_ST, loss_ST = history["p_positive_AST"][place], history["loss_AST"][place]
+        return {
+            **bounds("weak_degrees", history["weak_AST"][place][:, -1]),
+            **bounds("dominant_degrees", history["dominant_AST"][place][:, -1]),
+            "p_positive_before_noise": p_ST[:, start - 1].mean().item(),
+            "p_positive_at_its_start": p_ST[:, start].mean().item(),
+            "p_positive": p_ST[:, -1].mean().item(),
+            "loss": loss_ST[:, -1].mean().item(),
+        }
+
+    def pair(history: Tensors, without: int = 0, noisy: int = 1) -> dict[str, Any]:
+        last_AS = history["weak_AST"][:, :, -1]
+        benefit = bounds("benefit_degrees", last_AS[without] - last_AS[noisy])
+        return {"without_noise": arm(history, without), "with_noise": arm(history, noisy), **benefit}
+
+    by_weak, base, betas = found["weak_correlation"], training.two_of(found["noise"]), training.betas
+    return {
+        "by_weak_correlation": [
+            {"weak_correlation": value, **pair(by_weak, place, num + place)}
+            for place, value in enumerate(training.weak_correlations)
+        ],
+        "by_beta": [{"beta": beta, **arm(found["noise"], place)} for place, beta in enumerate(betas)],
+        "by_num_noised": [
+            {"num_noised": count, **pair(found["noise"], len(betas) - 1, len(betas) + place)}
+            for place, count in enumerate(training.fewer_noised)
+        ],
+        "by_num_dominant": [
+            {"num_dominant": training.num_dominant, **pair(base)},
+            *({"num_dominant": count, **pair(found[f"dominant_{count}"])} for count in training.fewer_dominant),
+        ],
+        "by_variation": [
+            {"setting": one.setting, "value": one.value, **pair(found[f"vary_{one.name}"])}
+            for one in training.variations
+        ],
+    }
+
+
+EXPERIMENT = Experiment(
+    title="feature suppression in the linear model of Tamkin et al. 2022: Theorem 4.1, appendix D, Lemma E.1",
+    defaults=LinearContrastiveSettings(),
+    parts=parts,
+    conclude=conclude,
+)

@@ -1,0 +1,148 @@
+"""Panels of the linear model: gains of Theorem 4.1, trainings over their steps and against their settings, errors.
+
+Shapes: S seeds, A arms, T steps, P and Q states of two features, C correlations of the other feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.theory.framework.claim import t_bounds
+from trainer.theory.framework.experiment import Tensors
+from trainer.theory.framework.figures import Curve, Map, Panel
+from trainer.theory.linear_contrastive.settings import ErrorSettings, TheoremSettings, TrainingSettings
+
+
+def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> list[Panel | Map]:
+    """Gain with the correlation lowered from greatest to least, over two settings at a time, the rest in the middle."""
+    speed = found["theorem_grid"]["speed_PQ"].view(theorem.grid_shape)
+    gain = 100 * (speed[..., 0] / speed[..., -1] - 1)
+    middle = [size // 2 for size in gain.shape]
+    point = found["theorem_point"]["speed_S2C"][:, 0]
+    mean_C, low_C, high_C = t_bounds(100 * (point / point[:, -1:] - 1))
+
+    def over(y: int, x: int) -> Tensor:
+        at: list[Any] = list(middle)
+        at[y] = at[x] = slice(None)
+        return gain[tuple(at)]
+
+    correlations = theorem.other_correlations
+    lowered = f"{correlations[-1]:g} to {correlations[0]:g}"
+    return [
+        Panel(
+            "Gain in speed at the point (%)",
+            "correlation of the other feature",
+            "gain (%)",
+            [Curve(theorem.point_other_correlations, mean_C, marker="o", low=low_C, high=high_C)],
+        ),
+        Map(
+            f"Gain (%), correlation {lowered}: angles",
+            "angle of the other feature (degrees)",
+            "angle of the feature (degrees)",
+            theorem.other_angles_degrees,
+            theorem.weak_angles_degrees,
+            over(0, 3),
+        ),
+        Map(
+            f"Gain (%), correlation {lowered}: norms",
+            "norm of the other feature",
+            "norm of the feature",
+            theorem.other_norms,
+            theorem.weak_norms,
+            over(1, 4),
+        ),
+        Map(
+            f"Gain (%), from {correlations[-1]:g}: correlations",
+            "correlation of the other feature, lowered to",
+            "correlation of the feature",
+            correlations[:-1],
+            theorem.weak_correlations,
+            100 * (speed[..., :-1] / speed[..., -1:] - 1)[middle[0], middle[1], :, middle[3], middle[4], :],
+        ),
+    ]
+
+
+def training_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[Panel]:
+    """A row for the weakest feature and one for that of the other parts: weak, a dominant one, mean p_ii."""
+    num, panels = len(training.weak_correlations), []
+    kinds = [("angle (degrees)", "weak_AST"), ("angle (degrees)", "second_AST"), ("mean p_ii", "p_positive_AST")]
+    by_weak, base = found["weak_correlation"], training.two_of(found["noise"])
+    rows = [(training.weak_correlations[0], by_weak, (0, num)), (training.weak_correlation, base, (0, 1))]
+    for correlation, history, arms in rows:
+        titles = (
+            f"Weak feature, correlation {correlation:g}",
+            "A dominant feature beside it",
+            "Mean p_ii of the batch",
+        )
+        for title, (y_label, name) in zip(titles, kinds, strict=True):
+            curves = []
+            for color, (arm, label) in enumerate(zip(arms, ("no noise", "noise on the dominant"), strict=True)):
+                mean_T, low_T, high_T = t_bounds(history[name][arm])
+                curves.append(Curve(range(len(mean_T)), mean_T, label, color, low=low_T, high=high_T))
+            bottom = (0, None) if name != "p_positive_AST" else (0, 1.02)
+            panels.append(Panel(title, "step", y_label, curves, (training.noise_from_step,), bottom))
+    return panels
+
+
+def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[Panel]:
+    """Angles after the last step against each of the three knobs."""
+    num, by_weak, by_beta = len(training.weak_correlations), found["weak_correlation"], found["noise"]
+    base, betas = training.two_of(by_beta), training.betas
+    counts = sorted({training.num_dominant, *training.fewer_dominant})
+    by_count = [base if n == training.num_dominant else found[f"dominant_{n}"] for n in counts]
+
+    def curve(x: Sequence[float], last_PS: Tensor, label: str, color: int) -> Curve:
+        mean_P, low_P, high_P = t_bounds(last_PS.T)
+        return Curve(x, mean_P, label, color, marker="o", low=low_P, high=high_P)
+
+    def last(history: Tensors, name: str) -> Tensor:
+        return history[name][:, :, -1]
+
+    weak_AS = last(by_weak, "weak_AST")
+    weak_counts = torch.stack([last(history, "weak_AST") for history in by_count])
+    y_label = "angle after the last step (degrees)"
+    return [
+        Panel(
+            "Weak feature against its correlation",
+            "correlation of the weak feature",
+            y_label,
+            [
+                curve(training.weak_correlations, weak_AS[:num], "no noise", 0),
+                curve(training.weak_correlations, weak_AS[num:], f"noise, beta {training.noise_beta:g}", 1),
+            ],
+            y_range=(0, None),
+        ),
+        Panel(
+            "Weak feature against the number of others",
+            "number of dominant features",
+            y_label,
+            [
+                curve(counts, weak_counts[:, 0], "no noise", 0),
+                curve(counts, weak_counts[:, 1], f"noise, beta {training.noise_beta:g}", 1),
+            ],
+            y_range=(0, None),
+            log_x=True,
+        ),
+        Panel(
+            "Both against the noise",
+            "beta (1: no noise; 0: all noise)",
+            y_label,
+            [
+                curve(betas, last(by_beta, "weak_AST")[: len(betas)], "weak feature", 2),
+                curve(betas, last(by_beta, "dominant_AST")[: len(betas)], "dominant, mean", 3),
+            ],
+            y_range=(0, None),
+        ),
+    ]
+
+
+def error_panel(error: ErrorSettings, found: Mapping[str, Tensors]) -> Panel:
+    mean_P, low_P, high_P = t_bounds(found["downstream_error"]["error_SP"])
+    angles = error.angles_degrees
+    measured = Curve(angles, mean_P, "counted", 1, "", "o", low_P, high_P)
+    line = Curve((0, 90), (0, 0.5), "angle / pi")
+    return Panel("Test error of a feature against its angle", "angle (degrees)", "test error", [line, measured])

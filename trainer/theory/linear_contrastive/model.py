@@ -1,0 +1,410 @@
+"""The linear model of feature suppression (Tamkin et al. 2022, section 4): its pairs, its loss, gradient and training.
+
+An input has K features, rows x_k ~ N(0, I) of D numbers. A view of it has rows v_k ~ N(0, I) that are independent of
+x_k but for one direction mu_k, in which <v_k, mu_k> = alpha_k <x_k, mu_k> + sqrt(1 - alpha_k^2) xi. The model is one
+vector theta_k a feature: f(x)_k = <theta_k, x_k>. It minimises the mean over a batch of M pairs of -log p_ii, where
+p_ij is the softmax over j of <f(x_i), f(v_j)>.
+
+The rows are independent and N(0, I) looks the same from every side, so mu_k is the first coordinate throughout.
+
+Shapes: S seeds, A arms (settings trained side by side), K features, M pairs, D dimensions, T steps, R batches,
+P and Q states of two features, ... any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys, normal
+from data_pipeline.core.errors import UserError
+
+# Which of the draws under one key: of the training, of the grid's pairs, of the test samples, of the gradient check.
+_INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST, _CHECK = range(7)
+
+# Numbers of the largest intermediate array, of the grid and of the training: what a processor's caches hold without
+# much waiting, and what fills a GPU.
+CHUNK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
+TRAINING_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 29}
+
+
+def views_of(x_KD: Tensor, independent_KD: Tensor, alpha_K: Tensor) -> Tensor:
+    """Views (..., K, D) of inputs, from rows that are independent of them and the correlations of the features."""
+    along_K = alpha_K * x_KD[..., 0] + (1 - alpha_K**2).sqrt() * independent_KD[..., 0]
+    return torch.cat([along_K[..., None], independent_KD[..., 1:]], dim=-1)
+
+
+def contrastive_loss(theta_KD: Tensor, x_MKD: Tensor, v_MKD: Tensor) -> Tensor:
+    """(...) mean over the batch of -log p_ii; differentiable."""
+    z_MM = _project(theta_KD, x_MKD) @ _project(theta_KD, v_MKD).mT
+    return -z_MM.log_softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def loss_gradient(theta_KD: Tensor, x_MKD: Tensor, v_MKD: Tensor) -> Tensor:
+    """(..., K, D) gradient of `contrastive_loss`, in closed form:
+    1/M sum_ij (p_ij - [i = j]) (<theta_k, v_k^j> x_k^i + <theta_k, x_k^i> v_k^j).
+    """
+    fx_MK, fv_MK = _project(theta_KD, x_MKD), _project(theta_KD, v_MKD)
+    pull_MM, _ = _pull(fx_MK @ fv_MK.mT)
+    of_x_KD = torch.einsum("...mk,...mkd->...kd", pull_MM @ fv_MK, x_MKD)
+    return of_x_KD + torch.einsum("...mk,...mkd->...kd", pull_MM.mT @ fx_MK, v_MKD)
+
+
+def _project(theta_KD: Tensor, x_MKD: Tensor) -> Tensor:
+    return torch.einsum("...mkd,...kd->...mk", x_MKD, theta_KD)
+
+
+def _pull(z_MM: Tensor) -> tuple[Tensor, Tensor]:
+    """(p_ij - [i = j]) / M, in the place of `z_MM`, and log p_ii."""
+    greatest_M1 = z_MM.amax(-1, keepdim=True)
+    own_M = z_MM.diagonal(dim1=-2, dim2=-1) - greatest_M1[..., 0]
+    pull_MM = z_MM.sub_(greatest_M1).exp_()
+    sum_M1 = pull_MM.sum(-1, keepdim=True)
+    pull_MM.div_(sum_M1)
+    pull_MM.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return pull_MM.div_(z_MM.shape[-1]), own_M - sum_M1[..., 0].log()
+
+
+def gradient_error(
+    *, seeds: Sequence[int], num_pairs: int, num_features: int, dim: int, device: torch.device
+) -> Tensor:
+    """(S,) largest |closed form - autograd| of the gradient over the largest entry of autograd's, in float64."""
+    shape = (num_pairs, num_features, dim)
+    keys = DrawKeys(seed=0, epoch=0, index_B=_index(seeds, device), view=0)
+    draws = normal(keys, 2 * math.prod(shape) + num_features * dim, purpose=_CHECK).double()
+    size = math.prod(shape)
+    x, independent, theta = draws[:, :size], draws[:, size : 2 * size], draws[:, 2 * size :]
+    alpha_K = torch.linspace(0.1, 0.9, num_features, dtype=torch.float64, device=device)
+    x_SMKD = x.reshape(-1, *shape)
+    v_SMKD = views_of(x_SMKD, independent.reshape(-1, *shape), alpha_K)
+    theta_SKD = (0.5 * theta).reshape(-1, num_features, dim).requires_grad_()
+    (autograd_SKD,) = torch.autograd.grad(contrastive_loss(theta_SKD, x_SMKD, v_SMKD).sum(), theta_SKD)
+    difference_SKD = loss_gradient(theta_SKD.detach(), x_SMKD, v_SMKD) - autograd_SKD
+    return difference_SKD.abs().flatten(1).amax(1) / autograd_SKD.abs().flatten(1).amax(1)
+
+
+def downstream_error(
+    angle_degrees_P: Sequence[float], *, seeds: Sequence[int], num_samples: int, device: torch.device
+) -> Tensor:
+    """(S, P) share of samples x ~ N(0, I) with sign <theta, x> != sign <mu, x>, theta at each angle to mu.
+
+    Only the plane of the two directions matters, whatever the dimension of x.
+    """
+    angle_P = torch.tensor(angle_degrees_P, dtype=torch.float64, device=device).deg2rad()
+    keys = DrawKeys(seed=0, epoch=0, index_B=_index(seeds, device), view=0)
+    x_SN2 = normal(keys, 2 * num_samples, purpose=_TEST).double().view(len(seeds), num_samples, 2)
+    theta_P2 = torch.stack([angle_P.cos(), angle_P.sin()], dim=1)
+    errors = [((x_SN2 @ theta_2 > 0) != (x_SN2[..., 0] > 0)).double().mean(1) for theta_2 in theta_P2]
+    return torch.stack(errors, dim=1)
+
+
+@dataclass(frozen=True)
+class FeatureStates:
+    """What a feature may be: the angle of theta to mu in radians, the norm of theta, the correlation; (P,) float64."""
+
+    angle_P: Tensor
+    norm_P: Tensor
+    alpha_P: Tensor
+
+    @classmethod
+    def product(cls, angles_degrees: Sequence[float], norms: Sequence[float], correlations: Sequence[float]) -> Self:
+        """Every combination, the last varying fastest: view results as (angles, norms, correlations)."""
+        axes = [torch.tensor(values, dtype=torch.float64) for values in (angles_degrees, norms, correlations)]
+        angle, norm, alpha = (grid.flatten() for grid in torch.meshgrid(*axes, indexing="ij"))
+        return cls(angle.deg2rad(), norm, alpha)
+
+    def __len__(self) -> int:
+        return len(self.angle_P)
+
+    def __getitem__(self, chosen: slice) -> FeatureStates:
+        return FeatureStates(self.angle_P[chosen], self.norm_P[chosen], self.alpha_P[chosen])
+
+    def to(self, device: torch.device) -> FeatureStates:
+        return FeatureStates(self.angle_P.to(device), self.norm_P.to(device), self.alpha_P.to(device))
+
+
+def draw_pairs(seed: int, first: int, num: int, *, num_pairs: int, num_features: int, device: torch.device) -> Tensor:
+    """(R, K, M, 2) float64 N(0, 1): all that batches `first`, ... need of a feature, for `angular_speeds`."""
+    index_R = torch.arange(first, first + num, device=device)
+    keys = DrawKeys(seed=seed, epoch=0, index_B=index_R, view=0)
+    return normal(keys, num_features * num_pairs * 2, purpose=_PAIR).double().view(num, num_features, num_pairs, 2)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of every pair of states, in every batch: see `angular_speeds`."""
+
+    speed_RPQ: Tensor
+    p_positive_RPQ: Tensor
+
+
+def angular_speeds(weak: FeatureStates, other: FeatureStates, rest: FeatureStates, g_RKM2: Tensor) -> Speeds:
+    """How fast gradient descent turns a feature towards its mu (radians a unit of learning rate), and the mean p_ii.
+
+    The speed is -<dL/dtheta_k, u_k> / |theta_k|, u_k the unit vector across theta_k on the side of mu_k: after a small
+    step of size eta the angle is smaller by eta times it. Computed at once for each state P of the feature (`weak`)
+    with each state Q of one other feature (`other`), and all of `rest` beside them. As exp(z_ij) is a product of one
+    factor a feature, a softmax sum over j of all P x Q states is a product of two matrices.
+
+    What a row has along theta decides z; the rest of it enters the speed linearly, so its mean given what lies along
+    theta stands in its place: the same expectation, less noise. See `_in_plane`.
+
+    Args:
+        g_RKM2: from `draw_pairs`; its features are the weak one, the other one, then `rest`.
+
+    Raises:
+        UserError: where the norms are so large that float64 loses a softmax sum.
+    """
+    device = g_RKM2.device
+    weak, other, rest = weak.to(device), other.to(device), rest.to(device)
+    z_RMPM, across_RMPM = _weak_terms(weak, g_RKM2[:, 0])
+    if len(rest):
+        z_RMPM += _rest_logits(rest, g_RKM2[:, 2:])[:, :, None, :]
+    along_x_RQM, along_v_RQM, _, _ = _in_plane(other, g_RKM2[:, 1])
+    e_RMPM = _stable_exp(z_RMPM)
+    e_RMQM = _stable_exp(along_x_RQM.mT[..., None] * along_v_RQM[:, None])
+    sum_RMPQ = e_RMPM @ e_RMQM.mT
+    if not bool((sum_RMPQ > 0).all()):
+        raise UserError("the norms of the grid are too large: float64 loses a softmax sum; use norms of 4 or less")
+    own_across_RP = _own(across_RMPM).mean(1)
+    expected_RPQ = (across_RMPM.mul_(e_RMPM) @ e_RMQM.mT).div_(sum_RMPQ).mean(1)
+    speed_RPQ = (own_across_RP[..., None] - expected_RPQ) / weak.norm_P[:, None]
+    positive_RMPQ = _own(e_RMPM)[..., :, None] * _own(e_RMQM)[..., None, :]
+    return Speeds(speed_RPQ, positive_RMPQ.div_(sum_RMPQ).mean(1))
+
+
+def angular_speed_at_a_point(
+    weak: FeatureStates, other: FeatureStates, rest: FeatureStates, g_RKM2: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, (R,) each, for a single state of each feature, from `loss_gradient`: the grid has to agree with it."""
+    states = [weak[:1], other[:1], *(rest[k : k + 1] for k in range(len(rest)))]
+    rows = [[each[:, 0] for each in _in_plane(one.to(g_RKM2.device), g_RKM2[:, k])] for k, one in enumerate(states)]
+    norm_K = torch.cat([one.norm_P for one in states]).to(g_RKM2.device)
+    theta_K2 = torch.stack([norm_K, torch.zeros_like(norm_K)], dim=1)  # coordinates: along theta, and along u
+    along_x, along_v, across_x, across_v = (torch.stack(each, dim=2) for each in zip(*rows, strict=True))
+    x_RMK2 = torch.stack([along_x / norm_K, across_x], dim=-1)
+    v_RMK2 = torch.stack([along_v / norm_K, across_v], dim=-1)
+    gradient_RK2 = loss_gradient(theta_K2.expand(len(x_RMK2), -1, -1), x_RMK2, v_RMK2)
+    z_RMM = _project(theta_K2, x_RMK2) @ _project(theta_K2, v_RMK2).mT
+    return -gradient_RK2[:, 0, 1] / norm_K[0], z_RMM.softmax(-1).diagonal(dim1=1, dim2=2).mean(1)
+
+
+def _in_plane(states: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(R, P, M) each: <theta, x>, <theta, v>, and the means of <u, x> and <u, v> given these two.
+
+    u is the unit vector across theta, on the side of mu. With angle a and length n the first two are n N(0, 1) with
+    correlation r = alpha cos^2 a; <u, x> is independent of <theta, x> and has covariance n alpha cos a sin a with
+    <theta, v>, and <u, v> the other way round.
+    """
+    x, independent = g_RM2[:, None, :, 0], g_RM2[:, None, :, 1]
+    cos, sin = states.angle_P.cos(), states.angle_P.sin()
+    r = (states.alpha_P * cos**2)[:, None]
+    covariance = (states.alpha_P * cos * sin)[:, None]
+    unshared = (1 - r**2).sqrt()
+    v = r * x + unshared * independent
+    norm = states.norm_P[:, None]
+    across_x = covariance * independent / unshared
+    return norm * x, norm * v, across_x, covariance * x - r * across_x
+
+
+def _weak_terms(weak: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, M, P, M) each, by (i, state, j): what the feature adds to z_ij, and the derivative of that along u."""
+    along_x_RPM, along_v_RPM, across_x_RPM, across_v_RPM = _in_plane(weak, g_RM2)
+    along_x, across_x = along_x_RPM.mT[..., None], across_x_RPM.mT[..., None]
+    along_v, across_v = along_v_RPM[:, None], across_v_RPM[:, None]
+    return along_x * along_v, torch.addcmul(across_x * along_v, along_x, across_v)
+
+
+def _rest_logits(rest: FeatureStates, g_RKM2: Tensor) -> Tensor:
+    """(R, M, M) sum over the rest of the features, each in its one state."""
+    single = [_in_plane(rest[k : k + 1], g_RKM2[:, k])[:2] for k in range(len(rest))]
+    return torch.stack([along_x.mT * along_v for along_x, along_v in single]).sum(0)
+
+
+def _stable_exp(z: Tensor) -> Tensor:
+    """Of each row over its greatest, in the place of `z`."""
+    return z.sub_(z.amax(-1, keepdim=True)).exp_()
+
+
+def _own(by_pair_RMPM: Tensor) -> Tensor:
+    """(R, M, P) entries of i = j."""
+    return by_pair_RMPM.diagonal(dim1=1, dim2=3).mT
+
+
+@dataclass(frozen=True)
+class GridMoments:
+    """Means over batches of one seed, (P, Q) each; `gain` is against the same state with the reference correlation."""
+
+    speed_PQ: Tensor
+    p_positive_PQ: Tensor
+    gain_PQ: Tensor
+    gain_square_PQ: Tensor
+
+
+def speed_grid(
+    weak: FeatureStates,
+    other: FeatureStates,
+    rest: FeatureStates,
+    *,
+    reference_Q: Tensor,
+    seed: int,
+    num_batches: int,
+    num_pairs: int,
+    device: torch.device,
+) -> GridMoments:
+    """`angular_speeds` over `num_batches` batches of one seed, the same batches for every state.
+
+    `reference_Q` holds, for each state of the other feature, the number of the state that its gain is taken against.
+    """
+    reference_Q = reference_Q.to(device)
+    total: list[Tensor] = []
+    for g_RKM2 in _pair_chunks(weak, other, rest, seed, num_batches, num_pairs, device):
+        found = angular_speeds(weak, other, rest, g_RKM2)
+        gain_RPQ = found.speed_RPQ - found.speed_RPQ[:, :, reference_Q]
+        sums = [part.sum(0) for part in (found.speed_RPQ, found.p_positive_RPQ, gain_RPQ, gain_RPQ**2)]
+        total = [one + other_one for one, other_one in zip(total, sums, strict=True)] if total else sums
+    return GridMoments(*(one / num_batches for one in total))
+
+
+def _pair_chunks(
+    weak: FeatureStates,
+    other: FeatureStates,
+    rest: FeatureStates,
+    seed: int,
+    num_batches: int,
+    num_pairs: int,
+    device: torch.device,
+) -> Iterator[Tensor]:
+    numbers = num_pairs * (num_pairs * (len(weak) + len(other)) + len(weak) * len(other))
+    num = max(1, CHUNK_NUMBERS[device.type] // numbers)
+    for first in range(0, num_batches, num):
+        yield draw_pairs(
+            seed,
+            first,
+            min(num, num_batches - first),
+            num_pairs=num_pairs,
+            num_features=2 + len(rest),
+            device=device,
+        )
+
+
+@dataclass(frozen=True)
+class History:
+    """Of a training, float32 on its device: angles in degrees before each step and after the last, (A, S, T + 1).
+
+    `weak` is of feature 0, `second` of feature 1, `dominant` the mean over all but feature 0; `p_positive_AST` the mean
+    p_ii and `loss_AST` the loss of each step's batch.
+    """
+
+    weak_AST: Tensor
+    second_AST: Tensor
+    dominant_AST: Tensor
+    p_positive_AST: Tensor
+    loss_AST: Tensor
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Training:
+    """Arms that are trained side by side, from the same start and on the same batches.
+
+    Attributes:
+        alpha_AK: correlation of each feature's view with its input, 0 to 1.
+        beta_AK: what is left of each feature's view once the noise starts, 0 to 1; 1: no noise.
+        dim: D.
+        num_pairs: M, of each step's batch.
+        learning_rate: theta moves by it times the gradient.
+        initial_scale: root mean square norm of theta_k at the start, whose entries are N(0, initial_scale^2 / D).
+        num_steps: T.
+        noise_from_step: the first step, from 0, whose views have the noise.
+    """
+
+    alpha_AK: Tensor
+    beta_AK: Tensor
+    dim: int
+    num_pairs: int
+    learning_rate: float
+    initial_scale: float
+    num_steps: int
+    noise_from_step: int
+
+
+def train_arms(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
+    """Gradient descent on fresh batches, the same for every arm; all arms and many seeds at once, float32.
+
+    Before `noise_from_step` every arm sees the views with correlations `alpha_AK`. From then on feature k of a view is
+    beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 nothing changes, to
+    the bit.
+    """
+    num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(training.alpha_AK) * training.num_pairs**2))
+    histories = [
+        _train_together(training, seeds=seeds[first : first + num_at_once], device=device)
+        for first in range(0, len(seeds), num_at_once)
+    ]
+    return History(*(torch.cat(parts, dim=1) for parts in zip(*(one.parts() for one in histories), strict=True)))
+
+
+def _train_together(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
+    dim, num_pairs = training.dim, training.num_pairs
+    num_arms, num_features = training.alpha_AK.shape
+    alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (training.alpha_AK, training.beta_AK))
+    independent_KMA, noise_KMA = (1 - alpha_KMA**2).sqrt() - 1, (1 - beta_KMA**2).sqrt()
+    seed_S = _index(seeds, device)
+
+    def draws(step: int, purpose: int, num_rows: int) -> Tensor:
+        keys = DrawKeys(seed=0, epoch=step, index_B=seed_S, view=0)
+        flat = normal(keys, num_features * num_rows * dim, purpose=purpose)
+        return flat.reshape(len(seeds), num_features, num_rows, dim)
+
+    initial_SKD = draws(0, _INITIAL, 1)[:, :, 0] * (training.initial_scale / math.sqrt(dim))
+    theta_SKDA = initial_SKD[..., None].repeat(1, 1, 1, num_arms)
+    angles, positives, losses = [_angles(theta_SKDA)], [], []
+    for step in range(training.num_steps):
+        noisy = step >= training.noise_from_step
+        x_SKMD, n_SKMD = draws(step, _INPUT, num_pairs), draws(step, _VIEW, num_pairs)
+        # A view is n but for its first coordinate, so no arm needs views of its own: <theta, v> is linear in them.
+        first_SKMA = alpha_KMA * x_SKMD[..., :1] + independent_KMA * n_SKMD[..., :1]
+        fx_SKMA = x_SKMD @ theta_SKDA
+        fv_SKMA = n_SKMD @ theta_SKDA + theta_SKDA[:, :, :1] * first_SKMA
+        if noisy:
+            w_SKMD = draws(step, _NOISE, num_pairs)
+            fv_SKMA = beta_KMA * fv_SKMA + noise_KMA * (w_SKMD @ theta_SKDA)
+        fx_ASMK, fv_ASMK = fx_SKMA.permute(3, 0, 2, 1).contiguous(), fv_SKMA.permute(3, 0, 2, 1).contiguous()
+        pull_ASMM, own_ASM = _pull(fx_ASMK @ fv_ASMK.mT)
+        of_x_SKMA = (pull_ASMM @ fv_ASMK).permute(1, 3, 2, 0)
+        of_v_SKMA = (pull_ASMM.mT @ fx_ASMK).permute(1, 3, 2, 0)
+        gradient_SKDA = x_SKMD.mT @ of_x_SKMA
+        if noisy:
+            gradient_SKDA += w_SKMD.mT @ (noise_KMA * of_v_SKMA)
+            of_v_SKMA = beta_KMA * of_v_SKMA
+        gradient_SKDA += n_SKMD.mT @ of_v_SKMA
+        gradient_SKDA[:, :, 0] += (first_SKMA * of_v_SKMA).sum(2)
+        theta_SKDA -= training.learning_rate * gradient_SKDA
+        angles.append(_angles(theta_SKDA))
+        positives.append(own_ASM.exp().mean(-1))
+        losses.append(-own_ASM.mean(-1))
+    angle_ASKT = torch.stack(angles, dim=-1)
+    return History(
+        weak_AST=angle_ASKT[:, :, 0],
+        second_AST=angle_ASKT[:, :, 1],
+        dominant_AST=angle_ASKT[:, :, 1:].mean(2),
+        p_positive_AST=torch.stack(positives, dim=-1),
+        loss_AST=torch.stack(losses, dim=-1),
+    )
+
+
+def _angles(theta_SKDA: Tensor) -> Tensor:
+    """(A, S, K) acute angle to mu in degrees."""
+    across_SKA = theta_SKDA[:, :, 1:].norm(dim=2)
+    return torch.atan2(across_SKA, theta_SKDA[:, :, 0].abs()).rad2deg().permute(2, 0, 1)
+
+
+def _index(seeds: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(tuple(seeds), dtype=torch.int64, device=device)

@@ -1,0 +1,173 @@
+"""Settings of the linear model's experiment: one class a study."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from data_pipeline.core.schema import Count, CountOrZero, Factor, LearningRate, PositiveFactor, Schema
+from trainer.theory.framework.experiment import Tensors, TheorySettings
+from trainer.theory.linear_contrastive.model import FeatureStates
+
+Angle = Annotated[float, Field(ge=0, le=90)]
+Norm = Annotated[float, Field(gt=0, le=4)]
+Correlation = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+Study = Literal["gradient", "theorem", "training", "error"]
+STUDIES: tuple[Study, ...] = ("gradient", "theorem", "training", "error")
+
+GRID_AXES = (
+    "weak_angles_degrees",
+    "weak_norms",
+    "weak_correlations",
+    "other_angles_degrees",
+    "other_norms",
+    "other_correlations",
+)
+
+
+class TheoremSettings(Schema):
+    """Theorem 4.1: the speed of one feature (`weak`) against the correlation of one other, with others beside them.
+
+    The first part is one point, the second a grid of all combinations. The gain is against the greatest of the other
+    feature's correlations.
+    """
+
+    num_pairs: int = Field(default=32, ge=2, le=10**9)
+    num_batches_a_seed: int = Field(default=200, ge=2, le=10**9)
+    point_weak_angle_degrees: Angle = 60
+    point_weak_norm: Norm = 0.4
+    point_weak_correlation: Correlation = 0.5
+    point_other_angle_degrees: Angle = 15
+    point_other_norm: Norm = 0.6
+    point_other_correlations: tuple[Correlation, ...] = Field(default=(0, 0.2, 0.4, 0.6, 0.8, 0.95), min_length=2)
+    weak_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70, 85), min_length=1)
+    weak_norms: tuple[Norm, ...] = Field(default=(0.2, 0.5, 1), min_length=1)
+    weak_correlations: tuple[Correlation, ...] = Field(default=(0.2, 0.5, 0.8), min_length=1)
+    other_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70), min_length=1)
+    other_norms: tuple[Norm, ...] = Field(default=(0.3, 0.6, 1.2), min_length=1)
+    other_correlations: tuple[Correlation, ...] = Field(default=(0, 0.3, 0.6, 0.9), min_length=2)
+    num_rest: CountOrZero = 1
+    rest_angle_degrees: Angle = 45
+    rest_norm: Norm = 0.6
+    rest_correlation: Correlation = 0.7
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        for name in ("point_other_correlations", "other_correlations"):
+            values = getattr(self, name)
+            if list(values) != sorted(set(values)):
+                raise ValueError(f"{name} must rise from its least to its greatest value, got {list(values)}")
+        return self
+
+    def rest(self) -> FeatureStates:
+        one = FeatureStates.product([self.rest_angle_degrees], [self.rest_norm], [self.rest_correlation])
+        return FeatureStates(*(part.repeat(self.num_rest) for part in (one.angle_P, one.norm_P, one.alpha_P)))
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        return tuple(len(getattr(self, name)) for name in GRID_AXES)
+
+
+class Variation(Schema):
+    """One setting of the training that is changed, all others as they are."""
+
+    setting: Literal["dim", "num_pairs", "learning_rate", "initial_scale", "dominant_correlation", "noise_from_step"]
+    value: Factor
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}_{self.value:g}"
+
+
+class TrainingSettings(Schema):
+    """Appendix D: one weak and many dominant features; from `noise_from_step` on, noise on the dominant ones or none.
+
+    The sweeps over `other_betas`, `fewer_noised`, `fewer_dominant` and `variations` have the weak feature at
+    `weak_correlation`; those of `weak_correlations` that are not below `dominant_correlation` are shown, not judged.
+    """
+
+    num_pairs: int = Field(default=256, ge=2, le=10**9)
+    dim: int = Field(default=10, ge=2, le=10**9)
+    learning_rate: LearningRate = 0.5
+    initial_scale: PositiveFactor = 0.3
+    num_steps: Count = 150
+    noise_from_step: CountOrZero = 50
+    noise_beta: Share = 0.5
+    other_betas: tuple[Share, ...] = (0, 0.25, 0.75)
+    weak_correlation: Share = 0.5
+    weak_correlations: tuple[Share, ...] = Field(default=(0.1, 0.2, 0.3, 0.5, 0.7, 0.9), min_length=1)
+    dominant_correlation: Share = 0.9
+    num_dominant: Count = 50
+    fewer_dominant: tuple[Count, ...] = (40, 30, 20, 10, 1)
+    fewer_noised: tuple[Count, ...] = (25, 10, 5)
+    variations: tuple[Variation, ...] = (
+        Variation(setting="dim", value=20),
+        Variation(setting="num_pairs", value=64),
+        Variation(setting="num_pairs", value=16),
+        Variation(setting="learning_rate", value=0.1),
+        Variation(setting="initial_scale", value=1),
+    )
+    cost_at_most_degrees: Factor = 2
+    p_drop_at_least: Share = 0.2
+
+    @model_validator(mode="after")
+    def _within(self) -> Self:
+        if not 1 <= self.noise_from_step < self.num_steps:
+            raise ValueError(
+                f"noise_from_step {self.noise_from_step} must lie between 1 and num_steps {self.num_steps}"
+            )
+        if max((*self.fewer_dominant, *self.fewer_noised), default=0) >= self.num_dominant:
+            raise ValueError(f"fewer_dominant and fewer_noised must lie below num_dominant, {self.num_dominant}")
+        if min(self.weak_correlations) >= self.dominant_correlation:
+            raise ValueError("one of weak_correlations must lie below dominant_correlation, or no feature is weak")
+        for variation in self.variations:
+            self.varied(variation)
+        return self
+
+    @property
+    def betas(self) -> list[float]:
+        """Ascending; the last is 1, no noise."""
+        return sorted({*self.other_betas, self.noise_beta, 1.0})
+
+    def two_of(self, by_beta: Tensors) -> dict[str, Tensor]:
+        """Of the arms that differ in beta, in the order of `betas`, the one without noise and that of `noise_beta`."""
+        chosen = torch.tensor([self.betas.index(1), self.betas.index(self.noise_beta)])
+        return {name: history[chosen] for name, history in by_beta.items()}
+
+    def varied(self, variation: Variation) -> TrainingSettings:
+        value = self.model_dump() | {"variations": (), variation.setting: variation.value}
+        return TrainingSettings.model_validate(value)
+
+
+class ErrorSettings(Schema):
+    """Lemma E.1, by counting test samples on the wrong side."""
+
+    angles_degrees: tuple[Angle, ...] = Field(default=(0, 5, 15, 30, 45, 60, 75, 85, 90), min_length=1)
+    num_samples_a_seed: Count = 200_000
+    tolerance: PositiveFactor = 0.002
+
+
+class GradientSettings(Schema):
+    """The closed form against autograd, in float64."""
+
+    num_pairs: int = Field(default=16, ge=2, le=10**9)
+    num_features: Count = 5
+    dim: int = Field(default=10, ge=2, le=10**9)
+    relative_tolerance: PositiveFactor = 1e-12
+
+
+class LinearContrastiveSettings(TheorySettings):
+    """`studies` are the sections that are computed and judged."""
+
+    kind: Literal["linear_contrastive"] = "linear_contrastive"
+    num_seeds: int = Field(default=16, ge=2, le=10**9)
+    studies: tuple[Study, ...] = Field(default=STUDIES, min_length=1)
+    gradient: GradientSettings = GradientSettings()
+    theorem: TheoremSettings = TheoremSettings()
+    training: TrainingSettings = TrainingSettings()
+    error: ErrorSettings = ErrorSettings()

@@ -1,0 +1,224 @@
+"""What contrastive learning finds in sparse coding data, with and without a random mask (Wen and Li 2021).
+
+Without a mask the noise, which two equal views share, is what tells one example from another: the loss becomes small
+and the features are bad. Two disjoint halves of an example share no noise: with a mask the loss stays high and neurons
+find the atoms, one or a few each once their bias grows. So the loss stands beside every metric, and a claim on an arm
+that has not trained yet, whose features look just as bad, is not decided.
+
+Legend: S seeds, A arms, X places on a horizontal axis, M neurons, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.theory.framework.claim import t_bounds
+from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors
+from trainer.theory.framework.figures import Curve, Map, Panel, draw
+from trainer.theory.sparse_coding.claims import Arms, arm_claims, gap_claim, growth_claims
+from trainer.theory.sparse_coding.model import train
+from trainer.theory.sparse_coding.probes import measure, measure_growth
+from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, Arm, Problem, SparseCodingSettings, problems
+
+
+def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
+    """The growth matrices, and of each problem the training of a few seeds at a time."""
+    named: dict[str, Part] = {}
+    if settings.study == "arms":
+        for masked in (True, False):
+            named[_growth_name(masked)] = partial(_growth, settings, masked)
+    for number, problem in enumerate(problems(settings)):
+        for seeds in _seed_blocks(settings):
+            named[_part_name(number, seeds)] = partial(_trained, problem, settings, seeds)
+    return named
+
+
+def _growth(settings: SparseCodingSettings, masked: bool, device: torch.device) -> Tensors:
+    return measure_growth(settings, masked=masked, device=device)
+
+
+def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    with torch.no_grad():
+        return measure(train(problem, settings, seeds=seeds, device=device), problem, settings, seeds=seeds)
+
+
+def _growth_name(masked: bool) -> str:
+    return "growth_with_mask" if masked else "growth_without_mask"
+
+
+def _part_name(number: int, seeds: Sequence[int]) -> str:
+    return f"problem_{number}_seeds_{seeds[0]}_to_{seeds[-1]}"
+
+
+def _seed_blocks(settings: SparseCodingSettings) -> list[tuple[int, ...]]:
+    seeds, size = settings.seeds, settings.seeds_per_part
+    return [seeds[first : first + size] for first in range(0, len(seeds), size)]
+
+
+def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[Arms]:
+    """The grid of the study: problems, and of each its noise levels."""
+    grid = []
+    for number, problem in enumerate(problems(settings)):
+        levels = len(problem.noise_variances)
+        blocks = [found[_part_name(number, seeds)] for seeds in _seed_blocks(settings)]
+        joined = {
+            name: torch.cat([block[name].view(levels, -1, *block[name].shape[1:]) for block in blocks], dim=1)
+            for name in blocks[0]
+        }
+        for level, variance in enumerate(problem.noise_variances):
+            grid.append(Arms(problem, variance, {name: values[level] for name, values in joined.items()}))
+    return grid
+
+
+def conclude(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> Outcome:
+    grid = gather(settings, found)
+    tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
+    if settings.study != "arms":
+        return Outcome([gap_claim(arms, settings) for arms in grid], _grid_figures(grid, settings), tables)
+    growth = {masked: found[_growth_name(masked)] for masked in (True, False)}
+    tables["growth"] = {
+        _growth_name(masked): {name: values_S.mean().item() for name, values_S in growth[masked].items()}
+        for masked in growth
+    }
+    claims = [*growth_claims(growth), *arm_claims(grid[0], settings)]
+    return Outcome(claims, _arm_figures(grid[0], settings), tables)
+
+
+def _table(arms: Arms, settings: SparseCodingSettings) -> dict[str, Any]:
+    """One problem at one noise level, its ratios, and of each arm means and standard deviations over seeds."""
+    single = ("noise_cosine", "signal_cosine", "active", "active_on_noise", "coverage", "atoms_per_neuron", "r2",
+              "accuracy", "loss")  # fmt: skip
+    rows: dict[str, Any] = {}
+    for arm in arms.problem.arms:
+        values = {name: arms.of(arm, name) for name in single}
+        values |= {name: arms.of(arm, f"{name}_log")[..., -1] for name in ("share", "cosine", "bias")}
+        values["bias_start"] = arms.of(arm, "bias_start")
+        rows[arm.name] = {
+            name: {"mean": values_S.double().mean().item(), "sd": values_S.double().std().item()}
+            for name, values_S in values.items()
+        }
+        rows[arm.name]["r2_by_labels"] = arms.of(arm, "r2_labels").mean(0).tolist()
+        rows[arm.name]["accuracy_by_labels"] = arms.of(arm, "accuracy_labels").mean(0).tolist()
+    problem = arms.problem
+    return {
+        "num_features": problem.num_features,
+        "num_pixels": problem.num_pixels,
+        "num_neurons": problem.num_neurons,
+        "num_steps": problem.num_steps,
+        "feature_probability": problem.feature_probability,
+        "noise_variance": arms.noise_variance,
+        "bias_cap": problem.bias_cap,
+        "bias_over_noise": arms.bias_over_noise if arms.noise_variance else None,
+        "noise_over_signal": arms.noise_over_signal,
+        "linear_ceiling": arms.linear_ceiling,
+        "first_loss": problem.first_loss,
+        "label_counts": list(settings.label_counts),
+        "raw_r2_by_labels": arms.metrics["raw_r2_labels"][:, 0].mean(0).tolist(),
+        "raw_accuracy_by_labels": arms.metrics["raw_accuracy_labels"][:, 0].mean(0).tolist(),
+        "arms": rows,
+    }
+
+
+def _band(x: Sequence[float], values_SX: Tensor, label: str, color: int, *, marker: str = "") -> Curve:
+    mean_X, low_X, high_X = t_bounds(values_SX)
+    return Curve(x, mean_X, label, color, marker=marker, low=low_X, high=high_X)
+
+
+def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]:
+    problem, counts = arms.problem, settings.label_counts
+    steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
+    start = arms.of(MASK_BIAS, "bias_start").double().mean().item()
+    training = [
+        Panel(
+            title,
+            "step",
+            title.split(":")[0].lower(),
+            [
+                _band(steps, arms.of(arm, f"{name}_log"), arm.name if name == "loss" else "", color)
+                for color, arm in enumerate(problem.arms)
+            ],
+            vertical=[start] if start >= 0 else [],
+        )
+        for name, title in (
+            ("loss", "Loss"),
+            ("share", "Subspace share: of |w|² in the span of the atoms"),
+            ("cosine", "Largest cosine: of a neuron to an atom"),
+            ("bias", "Bias: over the neuron's norm"),
+        )
+    ]
+    labels = []
+    for name, title in (("r2", "Regression of <w*, z>: R²"), ("accuracy", "Classification: right signs")):
+        curves = [
+            _band(counts, arms.of(arm, f"{name}_labels"), "" if name == "r2" else arm.name, color, marker="o")
+            for color, arm in enumerate(problem.arms)
+        ]
+        raw_SC = arms.metrics[f"raw_{name}_labels"][:, 0]
+        curves.append(_band(counts, raw_SC, "" if name == "r2" else "x itself", 4, marker="s"))
+        if name == "r2":
+            ceiling = [arms.linear_ceiling] * len(counts)
+            curves.append(Curve(counts, ceiling, "best linear function of x", 6, ":"))
+        labels.append(Panel(title, "labels", "R²" if name == "r2" else "accuracy", curves, log_x=True))
+    return {
+        "sparse_training": draw(training, num_columns=2),
+        "sparse_labels": draw(labels, num_columns=2, panel_size=(4.2, 3.3)),
+        "sparse_atoms": draw([_atom_map(arms, MASK_BIAS), _neurons_by_cosine(arms)], num_columns=2),
+    }
+
+
+def _atom_map(arms: Arms, arm: Arm) -> Map:
+    """|cosine| of the first seed's neurons to the atoms, neurons in the order of the atom they are closest to."""
+    cosine_MD = arms.of(arm, "atom_cosine")[0]
+    order_M = (cosine_MD.argmax(1) - 0.5 * cosine_MD.amax(1)).argsort()
+    M, D = cosine_MD.shape
+    title = f"|cosine| of weights to atoms: {arm.name}"
+    return Map(title, "neuron, by its closest atom", "atom", range(M), range(D), cosine_MD[order_M].mT, centred=False)
+
+
+def _neurons_by_cosine(arms: Arms) -> Panel:
+    """Of every arm, the neurons from the one closest to an atom to the one farthest from all."""
+    M = arms.problem.num_neurons
+    curves = [
+        _band(range(1, M + 1), arms.of(arm, "atom_cosine").amax(-1).sort(-1, descending=True).values, arm.name, color)
+        for color, arm in enumerate(arms.problem.arms)
+    ]
+    return Panel("Largest cosine to an atom, all neurons", "neuron, by its largest cosine", "largest cosine", curves)
+
+
+def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[str, bytes]:
+    label, x = {
+        "noise": ("largest bias over noise, κ / σ", [arms.bias_over_noise for arms in grid]),
+        "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.noise_over_signal for arms in grid]),
+        "features": ("features, D", [float(arms.problem.num_features) for arms in grid]),
+    }[settings.study]
+    x = [float(f"{value:.3g}") for value in x]  # they are the ticks
+    panels = []
+    for name, title, y_label in (
+        ("r2", "Regression of <w*, z>", "R²"),
+        ("loss", "Loss", "loss"),
+        ("coverage", "Atoms covered", "share of the atoms"),
+    ):
+        curves = []
+        for color, arm in ((0, MASK_BIAS), (2, NONE_BIAS)):
+            scale_X = torch.tensor([arms.problem.num_features if name == "coverage" else 1 for arms in grid])
+            values_SX = torch.stack([arms.of(arm, name).double() for arms in grid], dim=1) / scale_X
+            curves.append(_band(x, values_SX, arm.name, color, marker="o"))
+        if name == "r2":
+            curves.append(Curve(x, [arms.linear_ceiling for arms in grid], "best linear function of x", 6, ":"))
+        if name == "loss":
+            curves.append(Curve(x, [arms.problem.first_loss for arms in grid], "at the start", 6, ":"))
+        y_range = (-0.03, 1.05) if name == "coverage" else None
+        panels.append(Panel(title, label, y_label, curves, y_range=y_range, log_x=settings.study == "pixels"))
+    return {f"sparse_{settings.study}": draw(panels)}
+
+
+EXPERIMENT = Experiment(
+    title="sparse features and dense noise in the model of Wen and Li 2021: what the random mask and the bias do",
+    defaults=SparseCodingSettings(),
+    parts=parts,
+    conclude=conclude,
+)

@@ -1,0 +1,268 @@
+"""The sparse coding model of Wen and Li (2021): its data, its learner, and training by the closed-form gradient.
+
+Data: x = M z + xi in R^P. The D columns of M, the *atoms*, are orthonormal and spread over all coordinates; z is
+sparse, with entries -1, 0, 1; xi ~ N(0, sigma^2 I) is dense, and by far the larger part of x. The learner is one layer
+of soft thresholds f(x)_m = sign(u_m) max(|u_m| - b_m, 0) with u_m = <w_m, x>, trained to tell the second view of an
+example from other examples by <f(first view), stop_gradient(f(other))>, without normalisation.
+
+Every arm sees the same draws, which depend on (seed, step) alone; arms, seeds and noise levels train in lockstep as one
+batched computation.
+
+Legend: S lanes (a noise level of a seed; level by level), A arms, B positives, N negatives, M neurons, D features,
+P pixels (coordinates of x), Q = A M, L logged steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
+from trainer.theory.sparse_coding.settings import Arm, Problem, SparseCodingSettings
+from trainer.views.random_mask import coins
+
+# Of `counter_rng`: what a draw is for (0 is the mask's), and whom it is for.
+_NOISE, _CODE, _WEIGHTS, _ATOMS, _MASKED = range(1, 6)
+TRAINING, PROBES, GROWTH = range(3)
+
+_LEAST_EXPONENT = -60.0
+
+
+def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int, kind: Literal["random", "even"]) -> Tensor:
+    """(S, D, P) float64, orthonormal rows (the columns of the paper's M)."""
+    D, P = num_features, num_pixels
+    if kind == "random":
+        q_SPD, _ = torch.linalg.qr(normal(keys, P * D, purpose=_ATOMS).double().view(-1, P, D))
+        atoms_SDP: Tensor = q_SPD.mT.contiguous()
+        return atoms_SDP
+    frequency_SF = 1 + uniform(keys, (P - 1) // 2, purpose=_ATOMS).argsort(1)[:, : D // 2]
+    place_P = torch.arange(P, device=frequency_SF.device)
+    angle_SFP = (frequency_SF[..., None] * place_P % P).double() * (2 * math.pi / P)
+    return torch.cat([angle_SFP.cos(), angle_SFP.sin()], dim=1) * math.sqrt(2 / P)
+
+
+def draw_codes(keys: DrawKeys, num: int, *, num_features: int, probability: float) -> Tensor:
+    """(S, num, D) float32 codes z: -1 and 1 with half the probability each, else 0."""
+    u_SND = uniform(keys, num * num_features, purpose=_CODE).view(-1, num, num_features)
+    return (u_SND < probability / 2).float() - (u_SND >= 1 - probability / 2).float()
+
+
+def draw_noise(keys: DrawKeys, num: int, *, num_pixels: int) -> Tensor:
+    """(S, num, P) float32 standard normal."""
+    return normal(keys, num * num_pixels, purpose=_NOISE).view(-1, num, num_pixels)
+
+
+def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Codes (S, num, D) and noise (S, num, P) of examples; the levels of a seed share its draws."""
+    D, P, levels = problem.num_features, problem.num_pixels, len(problem.noise_variances)
+    z_SND = draw_codes(keys, num, num_features=D, probability=problem.feature_probability)
+    noise_SNP = draw_noise(keys, num, num_pixels=P)
+    sigma = [math.sqrt(variance) for variance in problem.noise_variances]
+    if levels == 1:
+        return z_SND, noise_SNP.mul_(sigma[0])
+    return z_SND.repeat(levels, 1, 1), torch.cat([noise_SNP * factor for factor in sigma])
+
+
+def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Views 2 D x and 2 (I - D) x with a fair random mask D each; of all but `mask_share` of them, both are x."""
+    _, B, P = x_SBP.shape
+    keep_SBP = coins(keys, B * P).view(-1, B, P)
+    first_SBP = keep_SBP.to(x_SBP.dtype).mul_(2).mul_(x_SBP)
+    if mask_share < 1:
+        plain_SB1 = (uniform(keys, B, purpose=_MASKED) >= mask_share)[..., None]
+        first_SBP = torch.where(plain_SB1, x_SBP, first_SBP)
+    return first_SBP, 2 * x_SBP - first_SBP
+
+
+def growth_matrix(atoms_DP: Tensor, *, probability: float, noise_variance: float, mask_share: float = 1.0) -> Tensor:
+    """(P, P) E[first view second view^T], at which a linear neuron grows: Sigma - mask_share diag(Sigma).
+
+    Sigma = E[x x^T] = E[z^2] M M^T + sigma^2 I. Two disjoint halves have no coordinate in common, which takes away the
+    noise and leaves of an atom the share that is not on the diagonal.
+    """
+    eye_PP = torch.eye(atoms_DP.shape[-1], dtype=atoms_DP.dtype, device=atoms_DP.device)
+    sigma_PP = probability * atoms_DP.mT @ atoms_DP + noise_variance * eye_PP
+    return sigma_PP - mask_share * torch.diag_embed(sigma_PP.diagonal(dim1=-2, dim2=-1))
+
+
+def growth_rates(growth_PP: Tensor, atoms_DP: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean growth along the atoms, and mean growth over all directions orthogonal to them."""
+    D, P = atoms_DP.shape[-2:]
+    along = torch.einsum("...dp,...pq,...dq->...", atoms_DP, growth_PP, atoms_DP)
+    return along / D, (growth_PP.diagonal(dim1=-2, dim2=-1).sum(-1) - along) / (P - D)
+
+
+def soft_threshold(u: Tensor, bias: Tensor) -> Tensor:
+    """sign(u) max(|u| - bias, 0): ReLU(u - bias) - ReLU(-u - bias) for bias >= 0."""
+    return u - torch.clamp(u, -bias, bias)
+
+
+def contrast(
+    u_first: Tensor, u_second: Tensor, u_negative: Tensor, bias: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Loss (...) and descent coefficients (..., B, M) from <w, x>: of both views (..., B, M), of negatives (..., N, M).
+
+    The loss is the mean over positives of -t log[e^(s+ / t) / (e^(s+ / t) + sum_n e^(s_n / t))], s = <f(first), f(.)>,
+    without a gradient through f(.). Its gradient on w_m is - sum_b coefficient_bm first_b, which the temperature t only
+    enters by way of the softmax. The bias (..., 1, M) gets no gradient.
+    """
+    first, second, negative = (soft_threshold(u, bias) for u in (u_first, u_second, u_negative))
+    s_positive = (first * second).sum(-1, keepdim=True) / temperature
+    s_negative = first @ negative.mT / temperature
+    highest = torch.maximum(s_negative.amax(-1, keepdim=True), s_positive)
+    e_positive, e_negative = (  # smaller ones have no effect but are denormal numbers, with which a CPU takes long
+        (s - highest).clamp_(min=_LEAST_EXPONENT).exp_() for s in (s_positive, s_negative)
+    )
+    total = e_positive + e_negative.sum(-1, keepdim=True)
+    loss = temperature * (total.log() + highest - s_positive).mean((-2, -1))
+    pull = ((total - e_positive) / total) * second - (e_negative / total) @ negative
+    return loss, pull * (u_first.abs() >= bias) / u_first.shape[-2]
+
+
+@dataclass
+class Learners:
+    """Arms that see the same views: weights (S, A M, P), bias (S, A, M), and the stage of each."""
+
+    arms: tuple[Arm, ...]
+    biased_A: Tensor
+    weights_SQP: Tensor
+    bias_SAM: Tensor
+    first_norm_SAM: Tensor
+    norm_SAM: Tensor
+    start_SA: Tensor  # the step at which the bias was set, -1 before
+
+    @property
+    def weights_by_arm(self) -> Tensor:
+        """(S, A, M, P)."""
+        S, A, M = self.bias_SAM.shape
+        return self.weights_SQP.view(S, A, M, -1)
+
+    def project(self, x_SBP: Tensor) -> Tensor:
+        """(S, A, B, M) <w, x>."""
+        S, A, M = self.bias_SAM.shape
+        return torch.bmm(x_SBP, self.weights_SQP.mT).view(S, -1, A, M).transpose(1, 2)
+
+
+def new_learners(arms: Sequence[Arm], weights_SMP: Tensor) -> Learners:
+    weights_SAMP = weights_SMP[:, None].repeat(1, len(arms), 1, 1)
+    norm_SAM = weights_SAMP.norm(dim=-1)
+    return Learners(
+        arms=tuple(arms),
+        biased_A=torch.tensor([arm.biased for arm in arms], device=weights_SMP.device),
+        weights_SQP=weights_SAMP.flatten(1, 2),
+        bias_SAM=torch.zeros_like(norm_SAM),
+        first_norm_SAM=norm_SAM,
+        norm_SAM=norm_SAM,
+        start_SA=torch.full_like(norm_SAM[..., 0], -1, dtype=torch.long),
+    )
+
+
+def train_step(
+    learners: Learners,
+    views: tuple[Tensor, Tensor],
+    x_SNP: Tensor,
+    *,
+    problem: Problem,
+    settings: SparseCodingSettings,
+    step: int,
+) -> Tensor:
+    """One step of gradient descent and of the bias' schedule, in place; (S, A) loss before it."""
+    first_SBP, second_SBP = views
+    u_first, u_negative = learners.project(first_SBP), learners.project(x_SNP)
+    u_second = u_first if second_SBP is first_SBP else learners.project(second_SBP)
+    loss_SA, coefficient_SABM = contrast(
+        u_first, u_second, u_negative, learners.bias_SAM[:, :, None], temperature=settings.temperature
+    )
+    coefficient_SBQ = coefficient_SABM.transpose(1, 2).flatten(2)
+    rate = settings.learning_rate
+    learners.weights_SQP.baddbmm_(coefficient_SBQ.mT, first_SBP, beta=1 - rate * settings.weight_decay, alpha=rate)
+    norm_SAM = learners.weights_by_arm.norm(dim=-1)
+    raise_bias(learners, norm_SAM, problem=problem, settings=settings, step=step)
+    return loss_SA
+
+
+def raise_bias(
+    learners: Learners, norm_SAM: Tensor, *, problem: Problem, settings: SparseCodingSettings, step: int
+) -> None:
+    """Set the bias once every neuron of an arm has grown; from then on raise it, and keep it in step with the norm."""
+    bias_SAM, old_SAM = learners.bias_SAM, learners.norm_SAM
+    started_SA1 = learners.start_SA[..., None] >= 0
+    factor_SAM = torch.clamp(norm_SAM / old_SAM, min=1 + settings.learning_rate / problem.num_features)
+    raised_SAM = torch.minimum(bias_SAM * factor_SAM, problem.bias_cap * norm_SAM)
+    grown_SA = (norm_SAM >= settings.bias_growth_start * learners.first_norm_SAM).all(-1)
+    set_SA1 = grown_SA[..., None] & learners.biased_A[:, None] & ~started_SA1
+    learners.bias_SAM = torch.where(set_SA1, problem.bias_first * norm_SAM, raised_SAM)
+    learners.start_SA = torch.where(set_SA1[..., 0], step, learners.start_SA)
+    learners.norm_SAM = norm_SAM
+
+
+@dataclass
+class Trained:
+    """Lanes S; `groups` are masked and unmasked arms. Logs are (S, A, L), in the order of `problem.arms`."""
+
+    atoms_SDP: Tensor
+    groups: list[Learners]
+    loss_SAL: Tensor
+    share_SAL: Tensor
+    cosine_SAL: Tensor
+    bias_SAL: Tensor
+
+
+def measure_atoms(learners: Learners, atoms_SDP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(S, A) means over neurons: share of ||w||^2 within the atoms, largest |cosine| to an atom, bias over ||w||."""
+    cosine_SAMD = atom_cosines(learners, atoms_SDP)
+    share_SAM = cosine_SAMD.square().sum(-1)
+    return share_SAM.mean(-1), cosine_SAMD.amax(-1).mean(-1), (learners.bias_SAM / learners.norm_SAM).mean(-1)
+
+
+def atom_cosines(learners: Learners, atoms_SDP: Tensor) -> Tensor:
+    """(S, A, M, D) |cosine| of every neuron's weights to every atom."""
+    S, A, M = learners.bias_SAM.shape
+    along_SAMD = torch.bmm(learners.weights_SQP, atoms_SDP.mT).view(S, A, M, -1)
+    return along_SAMD.abs() / learners.norm_SAM[..., None]
+
+
+def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int], device: torch.device) -> Trained:
+    """Train every arm for every noise level and seed on common draws: `noise_variances` x `seeds` lanes."""
+    levels = len(problem.noise_variances)
+    keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=TRAINING)
+    D, P, M = problem.num_features, problem.num_pixels, problem.num_neurons
+    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms).float().repeat(levels, 1, 1)
+    weights_SMP = normal(keys, M * P, purpose=_WEIGHTS).view(-1, M, P).repeat(levels, 1, 1)
+    weights_SMP *= settings.initial_scale / math.sqrt(P)
+    groups = [
+        new_learners(arms, weights_SMP)
+        for masked in (True, False)
+        if (arms := [arm for arm in problem.arms if arm.masked == masked])
+    ]
+    assert [arm for group in groups for arm in group.arms] == list(problem.arms)
+    logs: list[list[Tensor]] = []
+    losses = torch.zeros(len(atoms_SDP), len(problem.arms), device=device)
+    num = problem.num_positives + problem.num_negatives
+    for step in range(problem.num_steps):
+        keys = dataclasses.replace(keys, epoch=step)
+        z_SND, noise_SNP = draw_parts(keys, num, problem=problem)
+        x_SNP = torch.baddbmm(noise_SNP, z_SND, atoms_SDP)
+        positive_SBP, negative_SNP = x_SNP[:, : problem.num_positives], x_SNP[:, problem.num_positives :]
+        step_losses = []
+        for group in groups:
+            views = (positive_SBP, positive_SBP)
+            if group.arms[0].masked:
+                lane_keys = dataclasses.replace(keys, index_B=keys.index_B.repeat(levels))
+                views = masked_views(positive_SBP, lane_keys, mask_share=settings.mask_share)
+            step_losses.append(train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step))
+        losses += torch.cat(step_losses, dim=1)
+        if (step + 1) % problem.log_every == 0:
+            parts = [measure_atoms(group, atoms_SDP) for group in groups]
+            logs.append(
+                [losses / problem.log_every, *(torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))]
+            )
+            losses = torch.zeros_like(losses)
+    loss_SAL, share_SAL, cosine_SAL, bias_SAL = (torch.stack(column, dim=-1) for column in zip(*logs, strict=True))
+    return Trained(atoms_SDP, groups, loss_SAL, share_SAL, cosine_SAL, bias_SAL)

@@ -1,0 +1,164 @@
+"""What the learners of the sparse coding model have found: cosines to signal and noise, firing, probes against labels.
+
+Legend: S lanes, A arms, M neurons, D features, P pixels, T items, C label counts, K targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from data_pipeline.core.counter_rng import DrawKeys, normal
+from trainer.theory.sparse_coding.model import (
+    GROWTH,
+    PROBES,
+    Trained,
+    atom_cosines,
+    draw_atoms,
+    draw_codes,
+    draw_noise,
+    draw_parts,
+    growth_matrix,
+    growth_rates,
+    masked_views,
+    soft_threshold,
+)
+from trainer.theory.sparse_coding.settings import Problem, SparseCodingSettings
+
+_LABELS: Final = 6  # of `counter_rng`, beside the purposes of the model
+_RIDGE: Final = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # penalties that are tried, times the mean diagonal of the Gram
+_CHUNK: Final = 1024  # items at a time
+_COVERED: Final = 0.5  # an atom is covered by a neuron of a larger |cosine| to it
+
+
+def measure(
+    trained: Trained, problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int]
+) -> dict[str, Tensor]:
+    """All metrics of trained arms, (S, A, ...); those that end in `_labels` are (..., C), and `raw_` ones are of x.
+
+    Items are fresh and common to all arms; the labels are y = <w*, z> with a Gaussian w*, and sign(y) where y != 0.
+    """
+    atoms_SDP = trained.atoms_SDP
+    num_items = settings.label_counts[-1] + 2 * settings.num_test_items
+    features, inputs, codes = [], [], []
+    sums: dict[str, Tensor] = {}
+    for chunk, first in enumerate(range(0, num_items, _CHUNK)):
+        keys = DrawKeys(seed=0, epoch=chunk, index_B=torch.tensor(seeds, device=atoms_SDP.device), view=PROBES)
+        num = min(_CHUNK, num_items - first)
+        z_STD, noise_STP = draw_parts(keys, num, problem=problem)
+        codes.append(z_STD)
+        signal_STP = torch.bmm(z_STD, atoms_SDP)
+        inputs.append(noise_STP + signal_STP)
+        of_noise, of_signal = _features(trained, noise_STP), _features(trained, signal_STP)
+        features.append(_features(trained, inputs[-1]))
+        seen_S1T = (z_STD != 0).any(-1)[:, None]
+        for name, values_SAT in {
+            "noise_cosine": cosine_similarity(features[-1], of_noise, dim=-1),
+            "signal_cosine": cosine_similarity(features[-1], of_signal, dim=-1) * seen_S1T,
+            "seen": seen_S1T.float().expand(-1, of_noise.shape[1], -1),
+            "active": (features[-1] != 0).float().mean(-1),
+            "active_on_noise": (of_noise != 0).float().mean(-1),
+        }.items():
+            sums[name] = sums.get(name, 0) + values_SAT.sum(-1)
+    z_STD = torch.cat(codes, dim=1)
+    w_SD1 = normal(keys, problem.num_features, purpose=_LABELS)[..., None].repeat(len(problem.noise_variances), 1, 1)
+    y_ST1 = torch.bmm(z_STD, w_SD1)
+    target_STK = torch.cat([y_ST1, y_ST1.sign()], dim=-1)
+    r2_SAC, accuracy_SAC = probe_curves(
+        torch.cat(features, dim=2), target_STK[:, None], counts=settings.label_counts, num_test=settings.num_test_items
+    )
+    raw_r2_SAC, raw_accuracy_SAC = probe_curves(
+        torch.cat(inputs, dim=1)[:, None],
+        target_STK[:, None],
+        counts=settings.label_counts,
+        num_test=settings.num_test_items,
+    )
+    cosine_SAMD = torch.cat([atom_cosines(group, atoms_SDP) for group in trained.groups], dim=1)
+    seen_SA = sums.pop("seen")
+    found = {name: total_SA / num_items for name, total_SA in sums.items()}
+    found["signal_cosine"] = sums["signal_cosine"] / seen_SA
+    share_SAM = cosine_SAMD.square().sum(-1)
+    return found | {
+        "coverage": (cosine_SAMD.amax(2) > _COVERED).sum(-1).float(),
+        "atoms_per_neuron": (share_SAM.square() / cosine_SAMD.pow(4).sum(-1)).mean(-1),
+        "r2_labels": r2_SAC,
+        "accuracy_labels": accuracy_SAC,
+        "raw_r2_labels": raw_r2_SAC,
+        "raw_accuracy_labels": raw_accuracy_SAC,
+        "atom_cosine": cosine_SAMD,
+        "bias_start": torch.cat([group.start_SA for group in trained.groups], dim=1),
+        "loss_log": trained.loss_SAL,
+        "share_log": trained.share_SAL,
+        "cosine_log": trained.cosine_SAL,
+        "bias_log": trained.bias_SAL,
+    }
+
+
+def _features(trained: Trained, x_STP: Tensor) -> Tensor:
+    """(S, A, T, M) f(x) of every arm."""
+    parts = [soft_threshold(group.project(x_STP), group.bias_SAM[:, :, None]) for group in trained.groups]
+    return torch.cat(parts, dim=1)
+
+
+def probe_curves(
+    features_SATM: Tensor, target_STK: Tensor, *, counts: Sequence[int], num_test: int
+) -> tuple[Tensor, Tensor]:
+    """Ridge regression from the first `counts` items: R^2 of target 0 and share of right signs of target 1, (S, A, C).
+
+    The targets are (S, 1, T, K). The penalty is the best for `num_test` items after the largest count, separately for
+    each target, and `num_test` more measure. R^2 is about 0, the targets' expectation; signs count where y != 0.
+    """
+    x, y = features_SATM.double(), target_STK.double()
+    chosen, measured = (slice(counts[-1] + part * num_test, counts[-1] + (part + 1) * num_test) for part in (0, 1))
+    eye_MM = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    gram_SAMM, moment_SAMK = torch.zeros_like(eye_MM), torch.zeros((), dtype=x.dtype, device=x.device)
+    r2, accuracy = [], []
+    for low, high in zip((0, *counts), counts, strict=False):
+        gram_SAMM = gram_SAMM + x[:, :, low:high].mT @ x[:, :, low:high]
+        moment_SAMK = moment_SAMK + x[:, :, low:high].mT @ y[:, :, low:high]
+        unit_SA11 = gram_SAMM.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp(min=1e-12)
+        tries = []
+        for penalty in _RIDGE:
+            weights_SAMK = torch.linalg.solve(gram_SAMM + penalty * unit_SA11 * eye_MM, moment_SAMK)
+            tries.append(torch.stack([torch.stack(_scores(x[:, :, part] @ weights_SAMK, y[:, :, part]))
+                                      for part in (chosen, measured)]))  # fmt: skip
+        score_RXKSA = torch.stack(tries)
+        best_1KSA = score_RXKSA[:, 0].argmax(0, keepdim=True)
+        best_KSA = score_RXKSA[:, 1].gather(0, best_1KSA)[0]
+        r2.append(best_KSA[0])
+        accuracy.append(best_KSA[1])
+    return torch.stack(r2, dim=-1), torch.stack(accuracy, dim=-1)
+
+
+def _scores(predicted_SATK: Tensor, target_SATK: Tensor) -> tuple[Tensor, Tensor]:
+    error_SA = (predicted_SATK - target_SATK)[..., 0].square().sum(-1)
+    r2_SA = 1 - error_SA / target_SATK[..., 0].square().sum(-1)
+    decided_SAT = target_SATK[..., 1] != 0
+    right_SAT = (predicted_SATK[..., 1].sign() == target_SATK[..., 1]) & decided_SAT
+    return r2_SA, right_SAT.sum(-1) / decided_SAT.sum(-1)
+
+
+def measure_growth(settings: SparseCodingSettings, *, masked: bool, device: torch.device) -> dict[str, Tensor]:
+    """Growth along the atoms and across them, (S,) each: of the closed form, and by Monte-Carlo over examples."""
+    D, P = settings.num_features, settings.growth_pixels
+    probability = variance = settings.growth_variance
+    share = settings.mask_share if masked else 0.0
+    found: dict[str, list[Tensor]] = {"along": [], "across": [], "along_sampled": [], "across_sampled": []}
+    for seed in settings.seeds:
+        keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor([seed], device=device), view=GROWTH)
+        atoms_1DP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms)
+        z_1TD = draw_codes(keys, settings.num_growth_samples, num_features=D, probability=probability)
+        noise_1TP = draw_noise(keys, settings.num_growth_samples, num_pixels=P)
+        x_1TP = noise_1TP * variance**0.5 + z_1TD @ atoms_1DP.float()
+        first, second = masked_views(x_1TP, keys, mask_share=share)
+        sampled_1PP = (first.mT @ second).double() / settings.num_growth_samples
+        closed_1PP = growth_matrix(atoms_1DP, probability=probability, noise_variance=variance, mask_share=share)
+        for suffix, growth_1PP in (("", closed_1PP), ("_sampled", sampled_1PP)):
+            along, across = growth_rates(growth_1PP, atoms_1DP)
+            found["along" + suffix].append(along)
+            found["across" + suffix].append(across)
+    return {name: torch.cat(values) for name, values in found.items()}

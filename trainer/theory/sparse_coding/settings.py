@@ -1,0 +1,157 @@
+"""Settings of the sparse coding experiment, and the problems that they stand for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from data_pipeline.core.schema import Count, Decay, Factor, LearningRate, PositiveFactor
+from trainer.theory.framework.experiment import TheorySettings
+
+Study = Literal["arms", "noise", "pixels", "features"]
+
+
+class SparseCodingSettings(TheorySettings):
+    """The defaults are half the size of the full setting (pixels_per_feature=64 learning_rate=0.05 num_steps=6000).
+
+    study: what is run. "arms": with and without mask, with and without bias, on one problem. The others compare the two
+        biased arms over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
+    num_features: D. The number of pixels, neurons, positives and negatives are multiples of it.
+    feature_probability, noise_variance: P(z_j != 0) and sigma^2; None: ln ln D / D and sqrt(ln D) / D.
+    atoms: "random" orthonormal columns, or "even" ones, sines and cosines, whose squares are the same in every row.
+    mask_share: how many of the positives of a masked arm are masked. The paper's is 1; 0 is the unmasked arm.
+    initial_scale: expected norm of a neuron's weights at the start.
+    num_steps: with `num_features`; other `feature_counts` train in proportion to 1 / P(z_j != 0).
+    bias_growth_start: the bias is 0 until every neuron's norm is this many times what it was.
+    bias_cap: the largest bias, and bias_first the one it starts from, in units of the neuron's norm; None: 0.45 and 0.2
+        at D = 16, in proportion to sqrt(ln D / D). In between it grows by 1 + learning_rate / D a step.
+    label_counts: how many labelled items the probes learn from; `num_test_items` more choose the penalty, and as many
+        again measure.
+    trained_loss_fall, settled_share: an arm has not trained if its loss fell by less than this share of its first
+        value, and still trains if more than that share of the fall was in the last quarter of the steps.
+    seeds_per_part: how many seeds train in one computation, and are lost when it is killed. On a GPU, all of them.
+    """
+
+    kind: Literal["sparse_coding"] = "sparse_coding"
+    study: Study = "arms"
+    num_features: int = Field(default=16, ge=4, le=10**9)
+    pixels_per_feature: Count = 32
+    neurons_per_feature: Count = 4
+    positives_per_feature: Count = 8
+    negatives_per_feature: Count = 8
+    feature_probability: float | None = Field(default=None, gt=0, le=1)
+    noise_variance: Factor | None = None
+    atoms: Literal["random", "even"] = "random"
+    mask_share: float = Field(default=1.0, ge=0, le=1)
+    num_steps: Count = 3000
+    learning_rate: LearningRate = 0.1
+    weight_decay: Decay = 1e-3
+    temperature: PositiveFactor = 1.0
+    initial_scale: PositiveFactor = 0.1
+    bias_growth_start: float = Field(default=3.0, gt=1, le=1e12)
+    bias_first: PositiveFactor | None = None
+    bias_cap: PositiveFactor | None = None
+    num_logs: int = Field(default=60, ge=4, le=10**9)
+    label_counts: tuple[Count, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4000)
+    num_test_items: Count = 2000
+    trained_loss_fall: float = Field(default=0.03, gt=0, lt=1)
+    settled_share: float = Field(default=0.2, gt=0, lt=1)
+    seeds_per_part: Count = 2
+    noise_variances: tuple[PositiveFactor, ...] = (0.03, 0.05, 0.07, 0.1041, 0.16)
+    pixel_counts: tuple[Count, ...] = (32, 64, 128, 256, 512)
+    feature_counts: tuple[Count, ...] = (16, 24, 32)
+    growth_pixels: Count = 256
+    growth_variance: PositiveFactor = 0.1
+    num_growth_samples: Count = 20_000
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.growth_pixels <= self.num_features:
+            raise ValueError(f"growth_pixels {self.growth_pixels} must exceed num_features {self.num_features}")
+        if tuple(sorted(set(self.label_counts))) != self.label_counts or not self.label_counts:
+            raise ValueError(f"label_counts must ascend, got {list(self.label_counts)}")
+        if min(self.feature_counts, default=4) < 4:
+            raise ValueError(f"feature_counts must be at least 4, got {list(self.feature_counts)}")
+        for problem in problems(self):
+            D, P = problem.num_features, problem.num_pixels
+            if P < D:
+                raise ValueError(f"{D} atoms do not fit {P} pixels; take at least as many pixels as features")
+            if self.atoms == "even" and (D % 2 or P <= D):  # pairs of sine and cosine, beside the constant vector
+                raise ValueError(
+                    f'{D} atoms of kind "even" do not fit {P} pixels; take an even number of features and more pixels '
+                    "than features"
+                )
+        return self
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    masked: bool
+    biased: bool
+
+
+MASK_BIAS = Arm("mask, growing bias", masked=True, biased=True)
+MASK_LINEAR = Arm("mask, no bias", masked=True, biased=False)
+NONE_BIAS = Arm("no mask, growing bias", masked=False, biased=True)
+NONE_LINEAR = Arm("no mask, no bias", masked=False, biased=False)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem of a study, every number of it known; `noise_variances` are trained side by side."""
+
+    arms: tuple[Arm, ...]
+    num_features: int
+    num_pixels: int
+    num_neurons: int
+    num_positives: int
+    num_negatives: int
+    temperature: float
+    feature_probability: float
+    noise_variances: tuple[float, ...]
+    num_steps: int
+    log_every: int
+    bias_first: float
+    bias_cap: float
+
+    @property
+    def first_loss(self) -> float:
+        """The loss of f = 0."""
+        return self.temperature * math.log1p(self.num_negatives)
+
+
+def problems(settings: SparseCodingSettings) -> list[Problem]:
+    """The problems of a study, in the order of its grid (for "noise" one problem that has all levels)."""
+    counts = settings.feature_counts if settings.study == "features" else (settings.num_features,)
+    pixels = settings.pixel_counts if settings.study == "pixels" else (None,)
+    return [_problem(settings, D, P) for D, P in itertools.product(counts, pixels)]
+
+
+def _problem(settings: SparseCodingSettings, D: int, P: int | None) -> Problem:
+    probability, usual = (
+        settings.feature_probability or math.log(math.log(count)) / count for count in (D, settings.num_features)
+    )
+    steps = round(settings.num_steps * usual / probability)
+    variance = math.sqrt(math.log(D)) / D if settings.noise_variance is None else settings.noise_variance
+    threshold = math.sqrt(math.log(D) / D / (math.log(16) / 16))
+    cap = settings.bias_cap or 0.45 * threshold
+    return Problem(
+        arms=(MASK_BIAS, MASK_LINEAR, NONE_BIAS, NONE_LINEAR) if settings.study == "arms" else (MASK_BIAS, NONE_BIAS),
+        num_features=D,
+        num_pixels=P or settings.pixels_per_feature * D,
+        num_neurons=settings.neurons_per_feature * D,
+        num_positives=settings.positives_per_feature * D,
+        num_negatives=settings.negatives_per_feature * D,
+        temperature=settings.temperature,
+        feature_probability=probability,
+        noise_variances=settings.noise_variances if settings.study == "noise" else (variance,),
+        num_steps=steps,
+        log_every=max(1, steps // settings.num_logs),
+        bias_first=min(settings.bias_first or 0.2 * threshold, cap),
+        bias_cap=cap,
+    )
