@@ -47,7 +47,7 @@ from data_pipeline.storage.manifest import load_manifest
 from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
-from trainer.models.encoder import Encoder, ResNet10Config, build_encoder
+from trainer.models.encoder import Encoder, ResNetConfig, build_encoder
 from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures, frozen, read_pictures, to_float
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -110,7 +110,8 @@ def train_judge(config: RunConfig, test: Pictures) -> Judge:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(JUDGE_SEED)
         network = build_encoder(
-            ResNet10Config(
+            ResNetConfig(
+                kind="resnet10",
                 width=8,
                 batch_norm="local",
                 embedding_size=sum(num_classes.values()),
@@ -240,7 +241,7 @@ def run_config(setting: Setting, *, seed: int, num_epochs: int, directories: Map
             "seed": seed,
             "data": recipe.data.model_copy(update=directories),
             "views": setting.views,
-            "encoder": ResNet10Config(width=8, batch_norm="local"),
+            "encoder": ResNetConfig(kind="resnet10", width=8, batch_norm="local"),
             "num_epochs": num_epochs,
             "tracking": {"wandb": "disabled"},
         }

@@ -35,7 +35,7 @@ from data_pipeline.loading.stream import Stream
 from trainer.build import build_engines
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
-from trainer.models.encoder import ResNet18SmallConfig
+from trainer.models.encoder import ResNetConfig
 from trainer.modules import build_players, build_run_objective
 from trainer.planning.accounting import Accounts
 from trainer.step import TrainingStep
@@ -142,7 +142,7 @@ def micro_batch_line(train_dir: Path, device: torch.device) -> Line:
 
 
 def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dict[str, Any]]:
-    encoder = ResNet18SmallConfig(mean=CIFAR10_MEAN, std=CIFAR10_STD).model_dump()
+    encoder = ResNetConfig(kind="resnet18_small", mean=CIFAR10_MEAN, std=CIFAR10_STD).model_dump()
     plain = configure(train_dir, encoder=encoder, global_batch_size=64)
     saving = configure(train_dir, encoder=encoder, global_batch_size=64, memory__encoder_checkpointing=1)
     batch = next(batches(plain, device))

@@ -24,7 +24,7 @@ from __future__ import annotations
 from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD, data
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
-from trainer.models.encoder import ResNet18Config
+from trainer.models.encoder import ResNetConfig
 from trainer.objectives import PublishedNTXentConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views import ViewsConfig
@@ -121,7 +121,7 @@ def _published(name: str, views: ViewsConfig) -> RunConfig:
         seed=1337,
         data=data("spoken_noise", overlay="online_per_view", sample_rate=48_000),
         views=views,
-        encoder=ResNet18Config(in_channels=1, mean=(0.0,), std=(1.0,)),
+        encoder=ResNetConfig(kind="resnet18", in_channels=1, mean=(0.0,), std=(1.0,)),
         objective=PublishedNTXentConfig(),
         optimizer=PUBLISHED_SGD,
         adversary=AdversaryConfig(optimizer=PUBLISHED_ADAM) if isinstance(views, ViewmakerConfig) else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from trainer.config import DataConfig, RunConfig
-from trainer.models.encoder import ResNet18SmallConfig
+from trainer.models.encoder import ResNetConfig
 from trainer.models.heads import HeadConfig
 from trainer.objectives import ObjectiveConfig
 from trainer.optim.optimizers import AdamConfig, SGDConfig
@@ -54,7 +54,8 @@ def huang(
         name=f"{name}-{dataset}",
         data=data(dataset),
         views=huang_views("abcde"),
-        encoder=ResNet18SmallConfig(
+        encoder=ResNetConfig(
+            kind="resnet18_small",
             stem_relu=False,
             head=head,
             embedding_size=embedding_size,

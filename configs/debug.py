@@ -15,7 +15,7 @@ from __future__ import annotations
 from configs.base import CIFAR10_MEAN, CIFAR10_STD, data
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
-from trainer.models.encoder import ResNet10Config
+from trainer.models.encoder import ResNetConfig
 from trainer.objectives import NTXentConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_audio import SpectralConfig
@@ -29,7 +29,7 @@ def image() -> RunConfig:
         name="debug-image",
         data=data("debug", num_workers=1),
         views=ExpertImageConfig(),
-        encoder=ResNet10Config(width=4, embedding_size=16, mean=CIFAR10_MEAN, std=CIFAR10_STD),
+        encoder=ResNetConfig(kind="resnet10", width=4, embedding_size=16, mean=CIFAR10_MEAN, std=CIFAR10_STD),
         objective=NTXentConfig(),
         global_batch_size=32,
         num_epochs=2,
@@ -56,7 +56,9 @@ def audio() -> RunConfig:
             "name": "debug-audio",
             "data": data("debug_audio", num_workers=1, overlay="online_per_view", sample_rate=8_000),
             "views": SpectralConfig(),
-            "encoder": ResNet10Config(width=4, embedding_size=16, in_channels=1, mean=(0.0,), std=(1.0,)),
+            "encoder": ResNetConfig(
+                kind="resnet10", width=4, embedding_size=16, in_channels=1, mean=(0.0,), std=(1.0,)
+            ),
         }
     )
 

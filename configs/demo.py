@@ -11,7 +11,7 @@ from __future__ import annotations
 from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD
 from trainer.adversary import AdversaryConfig
 from trainer.config import DataConfig, RunConfig
-from trainer.models.encoder import ResNet10Config
+from trainer.models.encoder import ResNetConfig
 from trainer.objectives import PublishedNTXentConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import ExpertImageConfig
@@ -24,7 +24,7 @@ def expert() -> RunConfig:
         name="demo-expert",
         data=DataConfig(train_dir="demo/data/train", test_dir="demo/data/test", num_workers=0, overlay="online"),
         views=ExpertImageConfig(),
-        encoder=ResNet10Config(width=16, batch_norm="local"),
+        encoder=ResNetConfig(kind="resnet10", width=16, batch_norm="local"),
         objective=PublishedNTXentConfig(),
         optimizer=PUBLISHED_SGD,
         global_batch_size=64,

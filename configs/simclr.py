@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from configs.base import CIFAR10_MEAN, CIFAR10_STD, PUBLISHED_SGD, data, huang
 from trainer.config import RunConfig
-from trainer.models.encoder import ResNet10Config, ResNet18SmallConfig
+from trainer.models.encoder import ResNetConfig
 from trainer.models.heads import HeadConfig
 from trainer.objectives import NTXentConfig, PublishedNTXentConfig
 from trainer.probes.linear import ProbeConfig
@@ -56,7 +56,7 @@ def digits_small() -> RunConfig:
         name="simclr-digits-small",
         data=data("cifar10_digits_small", num_workers=0, overlay="online"),
         views=ExpertImageConfig(),
-        encoder=ResNet10Config(width=16, mean=CIFAR10_MEAN, std=CIFAR10_STD),
+        encoder=ResNetConfig(kind="resnet10", width=16, mean=CIFAR10_MEAN, std=CIFAR10_STD),
         objective=PublishedNTXentConfig(),
         optimizer=PUBLISHED_SGD,
         global_batch_size=128,
@@ -93,7 +93,7 @@ def _published(dataset: str) -> RunConfig:
         seed=0,
         data=data(dataset, overlay="online"),
         views=ExpertImageConfig(),
-        encoder=ResNet18SmallConfig(mean=CIFAR10_MEAN, std=CIFAR10_STD),
+        encoder=ResNetConfig(kind="resnet18_small", mean=CIFAR10_MEAN, std=CIFAR10_STD),
         objective=PublishedNTXentConfig(),
         optimizer=PUBLISHED_SGD,
         global_batch_size=256,

@@ -37,7 +37,7 @@ from typing import Any
 from configs import audio, barlow_twins, debug, moco, simclr, simsiam, viewmaker
 from configs.base import data
 from trainer.config import RunConfig
-from trainer.models.encoder import ResNet10Config, WideResNet34x5Config
+from trainer.models.encoder import ResNetConfig, WideResNet34x5Config
 from trainer.objectives import NTXentConfig, PublishedNTXentConfig, SplitLossConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import NO_VIEWS, huang_views
@@ -201,7 +201,9 @@ def firing() -> list[RunConfig]:
     The network is the paper's. It does not give the training, which here is that of Huang et al. for SimCLR.
     """
     base = simclr.huang_cifar10()
-    network = WideResNet34x5Config.model_validate(base.encoder.model_dump(exclude={"kind", "stem_relu", "init"}))
+    network = WideResNet34x5Config.model_validate(
+        base.encoder.model_dump(exclude={"kind", "stem_relu", "init", "width"})
+    )
     views = {"none": NO_VIEWS, "crop": huang_views("a"), "crop-colour": huang_views("ad")}
     runs = [_named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
     return _study("firing", _seeded(runs, _SEEDS))
@@ -275,7 +277,8 @@ def _small_run(run: RunConfig, *, num_epochs: int) -> RunConfig:
             sample_rate=8_000 if sounds else None,
         ),
         views=views,
-        encoder=ResNet10Config(
+        encoder=ResNetConfig(
+            kind="resnet10",
             in_channels=encoder.in_channels,
             mean=encoder.mean,
             std=encoder.std,

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.plain_text import parse_yaml
-from data_pipeline.core.sections import KIND, default_at, field_of, kind_of, models_at, models_of_kind
+from data_pipeline.core.sections import KIND, default_at, field_of, kinds_of, models_at, models_of_kind
 
 SET_HELP: Final = (
     "override one setting, the value in YAML; may be repeated, in any order. A mapping replaces its whole section. A "
@@ -106,6 +106,6 @@ def _apply(values: dict[str, Any], setting: Setting, model: type[BaseModel]) -> 
             mend = f"; write --set {where}=VALUE" if part in section else nearest(part, valid)
             raise UserError(f'--set {setting.text}: "{where}" has no settings of its own{mend}')
         section, models = inner, models_at(field_of(known, part))
-    if last == KIND and section.get(KIND, setting.value) != setting.value and any(map(kind_of, models)):
+    if last == KIND and section.get(KIND, setting.value) != setting.value and any(map(kinds_of, models)):
         section.clear()
     section[last] = setting.value

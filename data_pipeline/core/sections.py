@@ -1,7 +1,7 @@
 """The sections of a config: which models may stand at a place, and which one does.
 
-A place is given by its annotations, such as `ResNet10Config | TimmConfig | None`. Models that share a place differ in
-the default of their field `kind`.
+A place is given by its annotations, such as `ResNetConfig | TimmConfig | None`. Models that share a place differ in
+their field `kind`, a literal of one name or several.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
     return [model.model_fields[name].annotation for model in models if name in model.model_fields]
 
 
-def kind_of(model: type[BaseModel]) -> str | None:
-    """Return the `kind` of a model; None if it has none."""
-    return model.model_fields[KIND].default if KIND in model.model_fields else None
+def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the kinds that a model stands for; none if it has no field `kind`."""
+    return get_args(model.model_fields[KIND].annotation) if KIND in model.model_fields else ()
 
 
 def models_of_kind(models: list[type[BaseModel]], values: Mapping[str, Any]) -> list[type[BaseModel]]:
     """Return those of `models` whose kind `values` name; all of them if that is none of theirs."""
-    return [model for model in models if kind_of(model) == values.get(KIND)] or models
+    return [model for model in models if values.get(KIND) in kinds_of(model)] or models
 
 
 def default_at(models: Iterable[type[BaseModel]], name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from data_pipeline.core.errors import nearest, printable
-from data_pipeline.core.sections import KIND, field_of, kind_of, members_of, models_at
+from data_pipeline.core.sections import KIND, field_of, kinds_of, members_of, models_at
 
 _MAX_SHOWN = 80  # characters of a value
 
@@ -54,7 +54,7 @@ def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, list[
     for part in loc:
         models = models_at(annotations)
         containers = [each for each in annotations if get_origin(each) in {dict, tuple, list}]
-        if len(models) > 1 and (of_kind := [each for each in models if kind_of(each) == part]):
+        if len(models) > 1 and (of_kind := [each for each in models if part in kinds_of(each)]):
             annotations = list(of_kind)
         elif inner := field_of(models, str(part)):
             path, annotations = _join(path, str(part)), members_of(inner)
@@ -75,14 +75,14 @@ def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) ->
     match problem["type"]:
         case "extra_forbidden":
             models = models_at(annotations)
-            kind = next((kind for kind in map(kind_of, models) if kind in problem["loc"]), None)
+            kind = next((kind for each in models for kind in kinds_of(each) if kind in problem["loc"]), None)
             valid = sorted({name for each in models for name in each.model_fields})
             of_kind = "" if kind is None else f' of kind "{kind}"'
             return f'unknown key "{path}"{of_kind}{nearest(path.rpartition(".")[2], valid)}'
         case "missing":
             return f"{path} is missing; it has no default"
         case "union_tag_invalid" | "union_tag_not_found":
-            kinds = [kind for each in models_at(annotations) if (kind := kind_of(each)) is not None]
+            kinds = [kind for each in models_at(annotations) for kind in kinds_of(each)]
             given = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, None)
             stated = f"is {_shown(given)}" if problem["type"] == "union_tag_invalid" else "is missing"
             return f"{_join(path, KIND)} {stated}{nearest(str(given), kinds)}"
@@ -119,7 +119,9 @@ def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
             return f"a list of at least {context['min_length']}"
         case "too_long":
             return f"a list of at most {context['max_length']}"
-        case "model_type" | "model_attributes_type" if kinds := [*filter(None, map(kind_of, models_at(annotations)))]:
+        case "model_type" | "model_attributes_type" if kinds := [
+            kind for each in models_at(annotations) for kind in kinds_of(each)
+        ]:
             return f"a section, such as {{{KIND}: {kinds[0]}}}"
         case "string_unicode":
             return "text without broken characters"

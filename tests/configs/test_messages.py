@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
-from data_pipeline.core.sections import kind_of, models_at
+from data_pipeline.core.sections import kinds_of, models_at
 from trainer.config import RunConfig, read_config
 
 OF_PYDANTIC = re.compile(
@@ -96,7 +96,7 @@ def test_a_value_that_is_not_valid_is_one_plain_sentence(overrides: list[str], s
 
 def test_every_kind_that_is_misspelt_names_the_nearest_one() -> None:
     for name, field in RunConfig.model_fields.items():
-        for kind in filter(None, map(kind_of, models_at([field.annotation]))):
+        for kind in (kind for model in models_at([field.annotation]) for kind in kinds_of(model)):
             said = sentence(f"{name}.kind={kind}x")
             assert said.startswith(f'{name}.kind is "{kind}x"; did you mean "{kind}"?')
 

@@ -25,14 +25,14 @@ from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.export import export, main
-from trainer.models import Encoder, ResNet10Config, ResNet18Config, ResNet18SmallConfig, TimmConfig, load_encoder
+from trainer.models import Encoder, ResNetConfig, TimmConfig, load_encoder
 from trainer.modules import build_players
 from trainer.optim.optimizers import SGDConfig
 from trainer.pretrained import HEADER_KEY
 from trainer.run_dir import RunDir, write_json
 
 CIFAR10: dict[str, Any] = {"mean": CIFAR10_MEAN, "std": CIFAR10_STD}
-TINY = ResNet10Config(width=4, embedding_size=16, **CIFAR10)
+TINY = ResNetConfig(kind="resnet10", width=4, embedding_size=16, **CIFAR10)
 
 
 def make_run(directory: Path, encoder_config: Any = TINY, *, steps: tuple[int, ...] = (5,)) -> RunDir:
@@ -95,11 +95,11 @@ def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path)
     model = torchvision.models.resnet18()
     model.fc = nn.Identity()
     if form == "small":
-        config: Any = ResNet18SmallConfig(**CIFAR10)
+        config: Any = ResNetConfig(kind="resnet18_small", **CIFAR10)
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     else:
-        config = ResNet18Config(in_channels=1, mean=(0.2,), std=(0.3,), stem_relu=False)
+        config = ResNetConfig(kind="resnet18", in_channels=1, mean=(0.2,), std=(0.3,), stem_relu=False)
         model.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
         model.relu = nn.Identity()
     run_dir = make_run(tmp_path / "run", config)
@@ -289,8 +289,11 @@ def test_other_peoples_weights_are_no_export(tmp_path: Path) -> None:
         ({"version": 2}, "written by a newer version"),
         ({"encoder": {"kind": "resnet11"}}, "the header of .*encoder"),
         ({"encoder": TINY.model_dump(mode="json") | {"width": 8}}, 'does not hold the "resnet10"'),
-        ({"encoder": ResNet18Config(**CIFAR10).model_dump(mode="json")}, 'does not hold the "resnet18"'),
-        ({"encoder": ResNet18Config().model_dump(mode="json")}, "does not say by which mean and std to normalise"),
+        ({"encoder": ResNetConfig(kind="resnet18", **CIFAR10).model_dump(mode="json")}, 'does not hold the "resnet18"'),
+        (
+            {"encoder": ResNetConfig(kind="resnet18").model_dump(mode="json")},
+            "does not say by which mean and std to normalise",
+        ),
         ({"code": "import os"}, 'unknown key "code"'),
     ],
 )

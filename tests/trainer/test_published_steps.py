@@ -25,7 +25,7 @@ from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.build import build_engines
 from trainer.config import RunConfig
 from trainer.models.batch_norm import settle_running_statistics
-from trainer.models.encoder import Encoder, ResNet10Config
+from trainer.models.encoder import Encoder, ResNetConfig
 from trainer.modules import Players, build_players, build_run_objective
 from trainer.objectives import Objective
 from trainer.step import TrainingStep
@@ -40,7 +40,8 @@ def small(config: RunConfig, **changes: Any) -> RunConfig:
     encoder = config.encoder
     assert encoder.kind == "resnet18_small"
     head = encoder.head.model_copy(update={"hidden_sizes": tuple(8 for _ in encoder.head.hidden_sizes)})
-    tiny = ResNet10Config(
+    tiny = ResNetConfig(
+        kind="resnet10",
         width=WIDTH,
         embedding_size=EMBEDDING_SIZE,
         head=head,

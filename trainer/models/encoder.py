@@ -11,19 +11,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import grouped_statistics, knows_order, split_batch_norm, synchronize_batch_norm
 from trainer.models.heads import HeadConfig, build_head
-from trainer.models.resnet import Init, resnet_trunk
+from trainer.models.resnet import BLOCKS_OF_DEPTH, Init, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
 from trainer.models.trunk import ConvolutionalTrunk
 from trainer.models.wide_resnet import wide_resnet_trunk
@@ -82,87 +81,56 @@ class _Fields(Schema):
         return None if self.mean is None or self.std is None else Normalization(mean=self.mean, std=self.std)
 
 
-class _ResNetFields(_Fields):
-    """Fields of residual networks.
+ResNetKind = Literal[
+    "resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"
+]
+
+
+class ResNetConfig(_Fields):
+    """A residual network. `kind` decides its depth and its form, and the defaults of `init` and `width`.
+
+    - resnet18, 34, 50: the standard form, as torchvision has it. With one input channel, resnet18 is the sound encoder
+      of Tamkin et al. 2022, who replace the stem of torchvision's network.
+    - resnet18_small, 34, 50: the small form, a 3x3 stem of stride 1 without max-pooling (Chen et al. 2020, appendix
+      B.9). Tamkin et al. 2022 and Huang et al. 2023 train resnet18_small from torch's first weights.
+    - resnet10: the small form with one basic block a stage. At width 16 it has 324,048 parameters, for CPUs. It is the
+      only kind whose width can be set; the others have 64 channels in the first stage.
 
     `stem_relu`: False leaves out the ReLU after the stem, as the published code of Huang et al. 2023 does.
     `init`: the law of the convolutions' first weights, see `trainer.models.resnet.Init`.
     """
 
+    kind: ResNetKind
     stem_relu: bool = True
     init: Init = "torch"
+    width: Annotated[int, Field(ge=1, le=1_024)] = 64
 
-    form: ClassVar[Literal["standard", "small"]]
-    block: ClassVar[type[BasicBlock] | type[Bottleneck]] = BasicBlock
-    num_blocks: ClassVar[tuple[int, ...]]
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_kind(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        defaults: dict[str, Any] = {
+            "resnet10": {"width": 16},
+            "resnet18": {"init": "torchvision"},
+            "resnet34": {"init": "torchvision"},
+            "resnet50": {"init": "torchvision"},
+        }
+        return defaults.get(str(values.get("kind")), {}) | values
 
+    @model_validator(mode="after")
+    def _only_resnet10_has_another_width(self) -> Self:
+        if self.width != 64 and self.kind != "resnet10":
+            raise ValueError(f"width is {self.width}, but a {self.kind} has width 64; only a resnet10 can be narrower")
+        return self
 
-class ResNet18SmallConfig(_ResNetFields):
-    """ResNet-18 for small pictures: 3x3 stem of stride 1, no max-pooling (Chen et al. 2020, appendix B.9).
+    @property
+    def depth(self) -> int:
+        return int(self.kind.removeprefix("resnet").removesuffix("_small"))
 
-    The published codes of Tamkin et al. 2022 and Huang et al. 2023 both train it from torch's first weights.
-    """
-
-    kind: Literal["resnet18_small"] = "resnet18_small"
-    form = "small"
-    num_blocks = (2, 2, 2, 2)
-
-
-class ResNet34SmallConfig(_ResNetFields):
-    """ResNet-34 with the stem for small pictures."""
-
-    kind: Literal["resnet34_small"] = "resnet34_small"
-    form = "small"
-    num_blocks = (3, 4, 6, 3)
-
-
-class ResNet50SmallConfig(_ResNetFields):
-    """ResNet-50 with the stem for small pictures."""
-
-    kind: Literal["resnet50_small"] = "resnet50_small"
-    form = "small"
-    block = Bottleneck
-    num_blocks = (3, 4, 6, 3)
-
-
-class ResNet18Config(_ResNetFields):
-    """ResNet-18 as torchvision has it; with one input channel, the sound encoder of Tamkin et al. 2022.
-
-    The published code takes torchvision's network and replaces its stem, which so has torch's first weights.
-    """
-
-    kind: Literal["resnet18"] = "resnet18"
-    init: Init = "torchvision"
-    form = "standard"
-    num_blocks = (2, 2, 2, 2)
-
-
-class ResNet34Config(_ResNetFields):
-    """ResNet-34 as torchvision has it."""
-
-    kind: Literal["resnet34"] = "resnet34"
-    init: Init = "torchvision"
-    form = "standard"
-    num_blocks = (3, 4, 6, 3)
-
-
-class ResNet50Config(_ResNetFields):
-    """ResNet-50 as torchvision has it."""
-
-    kind: Literal["resnet50"] = "resnet50"
-    init: Init = "torchvision"
-    form = "standard"
-    block = Bottleneck
-    num_blocks = (3, 4, 6, 3)
-
-
-class ResNet10Config(_ResNetFields):
-    """One basic block a stage instead of two, and narrow: at width 16, 324,048 parameters, for CPUs."""
-
-    kind: Literal["resnet10"] = "resnet10"
-    width: Annotated[int, Field(ge=1, le=1_024)] = 16
-    form = "small"
-    num_blocks = (1, 1, 1, 1)
+    @property
+    def form(self) -> Literal["standard", "small"]:
+        return "small" if self.kind.endswith("_small") or self.kind == "resnet10" else "standard"
 
 
 class WideResNet34x5Config(_Fields):
@@ -201,15 +169,6 @@ class TimmConfig(_Fields):
         return options
 
 
-ResNetConfig: TypeAlias = (
-    ResNet18SmallConfig
-    | ResNet34SmallConfig
-    | ResNet50SmallConfig
-    | ResNet18Config
-    | ResNet34Config
-    | ResNet50Config
-    | ResNet10Config
-)
 EncoderConfig = Annotated[ResNetConfig | WideResNet34x5Config | TimmConfig, Field(discriminator="kind")]
 
 
@@ -379,10 +338,9 @@ def _build_trunk(config: EncoderConfig) -> Trunk:
             return wide_resnet_trunk(depth=34, widening=5, in_channels=config.in_channels)
         case _:
             return resnet_trunk(
-                config.block,
-                config.num_blocks,
+                *BLOCKS_OF_DEPTH[config.depth],
                 form=config.form,
-                width=config.width if isinstance(config, ResNet10Config) else 64,
+                width=config.width,
                 in_channels=config.in_channels,
                 stem_relu=config.stem_relu,
                 init=config.init,

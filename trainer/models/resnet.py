@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Final, Literal, TypeAlias
 
 from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -19,6 +20,14 @@ torchvision has no stem for other than three channels, so there the stem keeps t
 replaces `conv1`. Under batch norm the law sets the size of the first steps: the gradient of a weight shrinks as its
 norm grows.
 """
+
+BLOCKS_OF_DEPTH: Final[Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]]] = {
+    10: (BasicBlock, (1, 1, 1, 1)),
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+}
+"""The block of a network of each depth, and how many each stage has."""
 
 
 def resnet_trunk(

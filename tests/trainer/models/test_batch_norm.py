@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
-from trainer.models import ResNet10Config, TimmConfig, build_encoder
+from trainer.models import ResNetConfig, TimmConfig, build_encoder
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
@@ -138,7 +138,7 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
 
 
 def test_the_config_of_an_encoder_asks_for_split_batch_norm() -> None:
-    encoder = build_encoder(ResNet10Config(width=4, batch_norm="split", batch_norm_splits=2))
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, batch_norm="split", batch_norm_splits=2))
     norms = [module for module in encoder.modules() if isinstance(module, nn.BatchNorm2d)]
     assert norms
     assert all(isinstance(norm, SplitBatchNorm2d) and norm.num_splits == 2 for norm in norms)

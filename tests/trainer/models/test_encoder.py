@@ -15,23 +15,16 @@ from trainer.models import (
     EncoderConfig,
     HeadConfig,
     Normalization,
-    ResNet10Config,
-    ResNet18Config,
-    ResNet18SmallConfig,
-    ResNet34Config,
-    ResNet34SmallConfig,
-    ResNet50Config,
-    ResNet50SmallConfig,
+    ResNetConfig,
     WideResNet34x5Config,
     build_encoder,
 )
 from trainer.models.batch_norm import SynchronizedBatchNorm2d
-from trainer.models.encoder import ResNetConfig
 from trainer.models.resnet import resnet_trunk
 from trainer.models.wide_resnet import wide_resnet_trunk
 
 CIFAR10 = Normalization(mean=(0.491, 0.482, 0.446), std=(0.247, 0.243, 0.261))
-SMALL = ResNet10Config(width=4)
+SMALL = ResNetConfig(kind="resnet10", width=4)
 SPECTROGRAM: dict[str, Any] = {"in_channels": 1, "mean": (0.0,), "std": (1.0,)}
 CONFIGS: TypeAdapter[EncoderConfig] = TypeAdapter(EncoderConfig)
 
@@ -54,10 +47,10 @@ def torchvisions(config: EncoderConfig) -> Any:
 @pytest.mark.parametrize(
     ("config", "in_trunk", "in_all"),
     [
-        (ResNet18SmallConfig(), 11_168_832, 11_234_496),
-        (ResNet18Config(**SPECTROGRAM), 11_170_240, 11_235_904),
+        (ResNetConfig(kind="resnet18_small"), 11_168_832, 11_234_496),
+        (ResNetConfig(kind="resnet18", **SPECTROGRAM), 11_170_240, 11_235_904),
         (WideResNet34x5Config(), 11_550_864, 11_550_864 + 321 * 128),
-        (ResNet10Config(), 324_048 - 129 * 128, 324_048),
+        (ResNetConfig(kind="resnet10"), 324_048 - 129 * 128, 324_048),
     ],
     ids=["resnet18_small", "sound", "wrn_34_5", "resnet10"],
 )
@@ -77,7 +70,7 @@ def test_numbers_of_parameters(config: EncoderConfig, in_trunk: int, in_all: int
     ids=["linear", "simclr", "simsiam", "barlow_twins"],
 )
 def test_heads_of_the_papers(head: HeadConfig, embedding_size: int, number: int) -> None:
-    config = ResNet10Config(width=64, head=head, embedding_size=embedding_size)
+    config = ResNetConfig(kind="resnet10", width=64, head=head, embedding_size=embedding_size)
     encoder = build_encoder(config, normalization=CIFAR10)
     assert num_parameters(encoder.head) == number
     assert encoder(torch.rand(2, 3, 8, 8)).shape == (2, embedding_size)
@@ -86,14 +79,14 @@ def test_heads_of_the_papers(head: HeadConfig, embedding_size: int, number: int)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (ResNet18SmallConfig(), [-0.0014408393, 0.1032386199, -0.0071888282, 0.0114132930, 0.0010148012]),
-        (ResNet10Config(), [-0.0014408393, 0.1032386199, -0.0225090049, 0.0247150492, -0.0392907038]),
+        (ResNetConfig(kind="resnet18_small"), [-0.0014408393, 0.1032386199, -0.0071888282, 0.0114132930, 0.0010148012]),
+        (ResNetConfig(kind="resnet10"), [-0.0014408393, 0.1032386199, -0.0225090049, 0.0247150492, -0.0392907038]),
         (
-            ResNet18SmallConfig(init="torchvision"),
+            ResNetConfig(kind="resnet18_small", init="torchvision"),
             [0.0071451664, -0.0268920921, 0.0219631698, 0.0061245105, -0.0075154836],
         ),
         (
-            ResNet10Config(init="torchvision"),
+            ResNetConfig(kind="resnet10", init="torchvision"),
             [-0.0655433759, -0.0016397752, -0.0086924732, 0.0244700275, -0.0269987658],
         ),
     ],
@@ -111,14 +104,14 @@ def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected
 @pytest.mark.parametrize(
     ("config", "training"),
     [
-        (ResNet18SmallConfig(), True),
-        (ResNet18Config(), True),
-        (ResNet18SmallConfig(), False),
-        (ResNet18Config(), False),
-        (ResNet34SmallConfig(), False),
-        (ResNet34Config(), False),
-        (ResNet50SmallConfig(), False),
-        (ResNet50Config(), False),
+        (ResNetConfig(kind="resnet18_small"), True),
+        (ResNetConfig(kind="resnet18"), True),
+        (ResNetConfig(kind="resnet18_small"), False),
+        (ResNetConfig(kind="resnet18"), False),
+        (ResNetConfig(kind="resnet34_small"), False),
+        (ResNetConfig(kind="resnet34"), False),
+        (ResNetConfig(kind="resnet50_small"), False),
+        (ResNetConfig(kind="resnet50"), False),
     ],
     ids=lambda value: "training" if value is True else "" if value is False else value.kind,
 )
@@ -137,7 +130,9 @@ def test_resnets_are_torchvisions(config: EncoderConfig, training: bool) -> None
 
 
 def test_first_weights_are_drawn_as_torchvision_draws_them() -> None:
-    ours = build_encoder(ResNet18SmallConfig(init="torchvision"), normalization=CIFAR10).trunk.state_dict()
+    ours = build_encoder(
+        ResNetConfig(kind="resnet18_small", init="torchvision"), normalization=CIFAR10
+    ).trunk.state_dict()
     theirs = torchvision.models.resnet18().state_dict()
     for name, value in ours.items():
         if name.endswith("weight") and value.numel() > 30_000:
@@ -162,10 +157,10 @@ def assert_law(weight: Tensor, *, std: float, uniform: bool) -> None:
 @pytest.mark.parametrize(
     ("config", "stem_std", "others_uniform"),
     [
-        (ResNet18SmallConfig(), 1 / (3 * 27) ** 0.5, True),
-        (ResNet10Config(width=64), 1 / (3 * 27) ** 0.5, True),
-        (ResNet18Config(), (2 / (64 * 49)) ** 0.5, False),
-        (ResNet18Config(**SPECTROGRAM), 1 / (3 * 49) ** 0.5, False),
+        (ResNetConfig(kind="resnet18_small"), 1 / (3 * 27) ** 0.5, True),
+        (ResNetConfig(kind="resnet10", width=64), 1 / (3 * 27) ** 0.5, True),
+        (ResNetConfig(kind="resnet18"), (2 / (64 * 49)) ** 0.5, False),
+        (ResNetConfig(kind="resnet18", **SPECTROGRAM), 1 / (3 * 49) ** 0.5, False),
     ],
     ids=["resnet18_small", "resnet10", "resnet18", "sound"],
 )
@@ -192,8 +187,8 @@ def test_the_first_weights_of_the_published_encoder_are_a_fifth_of_torchvisions_
         weights = build_encoder(config).trunk.parameters()
         return sum(weight.square().sum().item() for weight in weights if weight.dim() == 4)
 
-    assert squares(ResNet18SmallConfig()) == pytest.approx(1_600, rel=0.01)
-    assert squares(ResNet18SmallConfig(init="torchvision")) == pytest.approx(7_686, rel=0.01)
+    assert squares(ResNetConfig(kind="resnet18_small")) == pytest.approx(1_600, rel=0.01)
+    assert squares(ResNetConfig(kind="resnet18_small", init="torchvision")) == pytest.approx(7_686, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["resnet18_small", "resnet18"])
@@ -270,8 +265,8 @@ def test_sizes_of_features(name: str, encoder: Encoder, height: int, width: int)
 
 def test_published_sizes_of_features() -> None:
     image, sound = (
-        build_encoder(ResNet18SmallConfig(), normalization=CIFAR10),
-        build_encoder(ResNet18Config(**SPECTROGRAM), normalization=CIFAR10),
+        build_encoder(ResNetConfig(kind="resnet18_small"), normalization=CIFAR10),
+        build_encoder(ResNetConfig(kind="resnet18", **SPECTROGRAM), normalization=CIFAR10),
     )
     assert (image.feature_size(32, 32), image.pooled_size) == (8192, 512)
     assert (sound.feature_size(64, 64), sound.pooled_size) == (2048, 512)
@@ -279,7 +274,7 @@ def test_published_sizes_of_features() -> None:
 
 
 def test_the_probe_may_read_the_pooled_map() -> None:
-    encoder = build_encoder(ResNet10Config(width=4, probe_reads="pooled"), normalization=CIFAR10).eval()
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, probe_reads="pooled"), normalization=CIFAR10).eval()
     views_BCHW = torch.rand(2, 3, 24, 24)
     assert torch.equal(encoder.features(views_BCHW), encoder.pooled(views_BCHW))
     assert encoder.feature_size(24, 24) == encoder.pooled_size == 32
@@ -311,7 +306,7 @@ def test_under_autocast_only_the_trunk_is_in_bfloat16() -> None:
 
 
 def test_normalisation_is_of_the_config_and_not_of_the_checkpoint() -> None:
-    config = ResNet10Config(width=4, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+    config = ResNetConfig(kind="resnet10", width=4, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
     encoder = build_encoder(config, normalization=CIFAR10).eval()
     neutral = build_encoder(
         config.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}), normalization=CIFAR10
@@ -323,7 +318,7 @@ def test_normalisation_is_of_the_config_and_not_of_the_checkpoint() -> None:
 
 def test_one_channel() -> None:
     encoder = build_encoder(
-        ResNet10Config(width=4, in_channels=1, mean=(-90.293,), std=(11.799,)), normalization=CIFAR10
+        ResNetConfig(kind="resnet10", width=4, in_channels=1, mean=(-90.293,), std=(11.799,)), normalization=CIFAR10
     ).eval()
     assert encoder(torch.rand(2, 1, 16, 16)).shape == (2, 128)
     for wrong, views_BCHW in [
@@ -334,9 +329,9 @@ def test_one_channel() -> None:
             wrong(views_BCHW)
     three = {"mean": CIFAR10.mean, "std": CIFAR10.std}
     with pytest.raises(UserError, match="encoder: in_channels is 1, but there are 3 numbers in mean and 3 in std;"):
-        ResNet18Config.parse({"in_channels": 1} | three, where="encoder")
+        ResNetConfig.parse({"kind": "resnet18", "in_channels": 1} | three, where="encoder")
     with pytest.raises(UserError, match="encoder: mean and std belong together; give both, or neither"):
-        ResNet18Config.parse({"mean": CIFAR10.mean}, where="encoder")
+        ResNetConfig.parse({"kind": "resnet18", "mean": CIFAR10.mean}, where="encoder")
 
 
 def test_an_encoder_normalises_by_the_data_unless_its_config_says_otherwise() -> None:
@@ -373,6 +368,7 @@ def test_config_chooses_encoder_and_batch_norm(batch_norm: str) -> None:
     [
         {"kind": "resnet11"},
         {"kind": "resnet10", "width": 0},
+        {"kind": "resnet18", "width": 32},
         {"kind": "resnet10", "std": (0.2, 0.2, 0)},
         {"kind": "resnet10", "in_channels": 2, "mean": (0, 0), "std": (1, 1)},
         {"kind": "resnet10", "head": "linear"},

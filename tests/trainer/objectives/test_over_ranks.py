@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank, world_size
-from trainer.models import Encoder, ResNet10Config, build_encoder
+from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.models.heads import HeadConfig
 from trainer.objectives import nt_xent_loss, published_nt_xent_loss
 
@@ -56,7 +56,9 @@ def test_loss_and_gradients(num_ranks: int, temperature: float) -> None:
 
 def encoder() -> Encoder:
     torch.manual_seed(0)
-    config = ResNet10Config(width=4, head=HeadConfig(hidden_sizes=(32,)), mean=(0.5,) * 3, std=(0.25,) * 3)
+    config = ResNetConfig(
+        kind="resnet10", width=4, head=HeadConfig(hidden_sizes=(32,)), mean=(0.5,) * 3, std=(0.25,) * 3
+    )
     return build_encoder(config)
 
 
