@@ -16,8 +16,7 @@ from __future__ import annotations
 from configs.base import CIFAR10_MEAN, CIFAR10_STD, PUBLISHED_SGD, data, huang
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig
-from trainer.models.heads import HeadConfig
-from trainer.objectives import NTXentConfig, PublishedNTXentConfig
+from trainer.objectives import PublishedNTXentConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import ExpertImageConfig
 
@@ -68,23 +67,12 @@ def digits_small() -> RunConfig:
 
 def huang_cifar10() -> RunConfig:
     """SimCLR as Huang et al. (2023) train it, on CIFAR-10. Published: 89.76 % by kNN."""
-    return _huang("cifar10")
+    return huang("simclr-huang", "cifar10")
 
 
 def huang_cifar100() -> RunConfig:
     """SimCLR as Huang et al. (2023) train it, on CIFAR-100. Published: 57.74 % by kNN."""
-    return _huang("cifar100")
-
-
-def _huang(dataset: str) -> RunConfig:
-    return huang(
-        "simclr-huang",
-        dataset,
-        objective=NTXentConfig(temperature=0.5),
-        learning_rate=0.06,
-        head=HeadConfig(hidden_sizes=(512,)),
-        embedding_size=128,
-    )
+    return huang("simclr-huang", "cifar100")
 
 
 def _published(dataset: str) -> RunConfig:

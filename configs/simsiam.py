@@ -1,38 +1,19 @@
-"""SimSiam: its column of the table of richer views of Huang et al. (2023).
+"""SimSiam, as Huang et al. (2023) train it for their table of richer views.
 
-All five transforms (a crop, e flip, d jitter, c grayscale, b blur); other rows and the colour strengths by
-`trainer.views.expert_image.huang_views`. Build the shards first, for example
-
-    for split in train test; do
-      python -m data_pipeline build cifar10 --root DIR --split $split --out data/cifar10/$split
-    done
-    torchrun --standalone --nproc-per-node 8 launch/train.py --config simsiam:cifar10
+`configs.base.huang` has the settings and the commands.
 """
 
 from __future__ import annotations
 
 from configs.base import huang
 from trainer.config import RunConfig
-from trainer.models.heads import HeadConfig
-from trainer.objectives import SimSiamConfig
 
 
 def cifar10() -> RunConfig:
     """CIFAR-10. Published: 90.59 % by kNN."""
-    return _published("cifar10")
+    return huang("simsiam", "cifar10")
 
 
 def cifar100() -> RunConfig:
     """CIFAR-100. Published: 63.48 % by kNN."""
-    return _published("cifar100")
-
-
-def _published(dataset: str) -> RunConfig:
-    return huang(
-        "simsiam",
-        dataset,
-        objective=SimSiamConfig(),
-        learning_rate=0.05,
-        head=HeadConfig(hidden_sizes=(2048,), batch_norm=True, output_batch_norm=True),
-        embedding_size=2048,
-    )
+    return huang("simsiam", "cifar100")

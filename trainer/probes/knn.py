@@ -52,24 +52,6 @@ def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: 
     return torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK).argmax(1)
 
 
-def knn_predict(
-    bank_NC: Tensor,
-    bank_label_N: Tensor,
-    queries_QC: Tensor,
-    *,
-    num_classes: int,
-    num_neighbors: int = NUM_NEIGHBORS,
-    temperature: float = TEMPERATURE,
-    chunk_size: int = _QUERIES_AT_ONCE,
-) -> Tensor:
-    """Predicted classes (Q,) int64: `vote` of the `nearest`. At most (chunk_size, N) cosines are held at a time."""
-    predicted = []
-    for chunk_BC in torch.split(queries_QC, chunk_size):
-        cosine_BR, neighbor_BR = nearest(bank_NC, chunk_BC, num_neighbors=num_neighbors)
-        predicted.append(vote(cosine_BR, bank_label_N[neighbor_BR], num_classes=num_classes, temperature=temperature))
-    return torch.cat(predicted)
-
-
 def knn_accuracies(
     bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
 ) -> dict[LabelSpace, float]:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
 from tests.trainer.probes.toy import ToyEncoder, toy_pictures
-from trainer.probes.knn import knn_predict, probe_knn
+from trainer.probes.features import LabelSpace
+from trainer.probes.knn import NUM_NEIGHBORS, knn_accuracies, nearest, probe_knn, vote
 from trainer.probes.linear import Target
 
 
@@ -35,11 +36,25 @@ def slow_reference(num_neighbors: int) -> list[int]:
     return predicted
 
 
+def predict(bank: torch.Tensor, queries: torch.Tensor, *, num_neighbors: int) -> torch.Tensor:
+    cosine_QR, neighbor_QR = nearest(bank, queries, num_neighbors=num_neighbors)
+    return vote(cosine_QR, LABELS[neighbor_QR], num_classes=4)
+
+
 @pytest.mark.parametrize("num_neighbors", [1, 7, 150, 200])
+def test_equals_a_slow_float64_loop(num_neighbors: int) -> None:
+    assert predict(BANK, QUERIES, num_neighbors=num_neighbors).tolist() == slow_reference(num_neighbors)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 10, 512])
-def test_equals_a_slow_float64_loop(num_neighbors: int, chunk_size: int) -> None:
-    predicted = knn_predict(BANK, LABELS, QUERIES, num_classes=4, num_neighbors=num_neighbors, chunk_size=chunk_size)
-    assert predicted.tolist() == slow_reference(num_neighbors)
+def test_the_accuracy_equals_a_slow_float64_loop_in_chunks_of_any_size(chunk_size: int) -> None:
+    expected = torch.tensor(slow_reference(NUM_NEIGHBORS))
+    half_wrong = torch.where(torch.arange(len(QUERIES)) % 2 == 0, expected, (expected + 1) % 4)
+    targets: dict[LabelSpace, Target] = {
+        "base": Target(LABELS, expected, num_classes=4),
+        "overlay": Target(LABELS, half_wrong, num_classes=4),
+    }
+    assert knn_accuracies(BANK, QUERIES, targets, chunk_size=chunk_size) == {"base": 1.0, "overlay": 52 / 103}
 
 
 @pytest.mark.parametrize("num_neighbors", [1, 7, 150])
@@ -52,13 +67,13 @@ def test_equals_scikit_learn(num_neighbors: int) -> None:
 
     unit_bank, unit_queries = (torch.nn.functional.normalize(x.double(), dim=1).numpy() for x in (BANK, QUERIES))
     peer = KNeighborsClassifier(n_neighbors=num_neighbors, weights=weights, algorithm="brute").fit(unit_bank, LABELS)
-    predicted = knn_predict(BANK, LABELS, QUERIES, num_classes=4, num_neighbors=num_neighbors)
+    predicted = predict(BANK, QUERIES, num_neighbors=num_neighbors)
     assert predicted.tolist() == peer.predict(unit_queries).tolist()
 
 
 def test_large_features_do_not_overflow() -> None:
-    scaled = knn_predict(BANK * 1e6, LABELS, QUERIES * 1e-6, num_classes=4)
-    assert torch.equal(scaled, knn_predict(BANK, LABELS, QUERIES, num_classes=4))
+    scaled = predict(BANK * 1e6, QUERIES * 1e-6, num_neighbors=NUM_NEIGHBORS)
+    assert torch.equal(scaled, predict(BANK, QUERIES, num_neighbors=NUM_NEIGHBORS))
 
 
 def test_planted_accuracy_and_an_untouched_encoder() -> None:
