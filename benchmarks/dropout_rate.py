@@ -44,10 +44,10 @@ from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.progress import Progress
 from data_pipeline.loading.stream import Stream, num_steps_per_epoch
 from data_pipeline.storage.manifest import load_manifest
-from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import Encoder, ResNetConfig, build_encoder
+from trainer.pretrained import load_modules
 from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures, frozen, read_pictures, to_float
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -361,7 +361,7 @@ def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: 
             train(config, run_dir, device=CPU, command="benchmarks.dropout_rate")
             seconds = time.process_time() - start
             for measured in (setting, *without_training(setting)):
-                players = load_players(run_dir, step=0 if measured.trained == "not at all" else None)
+                players = load_modules(run_dir, step=0 if measured.trained == "not at all" else None)
                 assert players.viewmaker is not None
                 viewmaker = Viewmaker(measured.views, image_channels=3)
                 viewmaker.load_state_dict(players.viewmaker.state_dict())

@@ -45,7 +45,7 @@ from trainer.distributed.collectives import barrier
 from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group
 from trainer.distributed.neighbours import Doorbell, Neighbours
 from trainer.memory import keep_freed_memory
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.planning.accounting import Accounts
 
 NUM_PROCESSES = 2
@@ -132,7 +132,7 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection) ->
 def least_bytes(size: int) -> int:
     """What the method has to put into collectives, of one rank."""
     config = configure(Path("unread"), global_batch_size=size * NUM_PROCESSES)
-    encoder = build_players(config).encoder
+    encoder = build_modules(config).encoder
     gradients = sum(parameter.numel() for parameter in encoder.parameters())
     embeddings = 2 * size * config.encoder.embedding_size
     channels = [norm.num_features for norm in encoder.modules() if isinstance(norm, nn.BatchNorm2d)]

@@ -32,13 +32,11 @@ from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.stream import Stream
-from trainer.build import build_engines
+from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import ResNetConfig
-from trainer.modules import build_players, build_run_objective
 from trainer.planning.accounting import Accounts
-from trainer.step import TrainingStep
 
 LINES = ("data", "micro batches", "checkpointing")
 
@@ -58,10 +56,7 @@ def configure(train_dir: Path, **changes: Any) -> RunConfig:
 
 def step_of(config: RunConfig, device: torch.device) -> Callable[[Batch], None]:
     """A step of training from fresh weights, as the loop does it."""
-    players = build_players(config).to(device)
-    objective = build_run_objective(config, players.encoder, num_samples=1, device=device)
-    engines = build_engines(config, players.trained_modules, objective)
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    step = build_training(config, num_samples=1, device=device).step
 
     def run(batch: Batch) -> None:
         step(batch, learning_rates={"encoder": 1e-3})

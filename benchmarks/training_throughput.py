@@ -39,13 +39,11 @@ from benchmarks.step_throughput import wait_for
 from configs import simclr, viewmaker
 from data_pipeline.core.errors import run_command
 from data_pipeline.loading.stream import Stream, read_all
-from trainer.build import build_engines
+from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
-from trainer.modules import build_players, build_run_objective
 from trainer.optim.learning_rates import learning_rate_at
 from trainer.profiling import Clock
-from trainer.step import TrainingStep
 
 OURS, GAME, TWO_PASSES, LIGHTLY = "SimCLR", "viewmaker, one pass", "viewmaker, two passes", "lightly's SimCLR"
 PEERS = (OURS, GAME, TWO_PASSES, LIGHTLY)
@@ -76,12 +74,7 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
 
 def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer:
     config = config_of(name, arguments)
-    players = build_players(config).to(device)
-    objective = build_run_objective(config, players.encoder, num_samples=1, device=device)
-    engines = build_engines(config, players.trained_modules, objective)
-    if config.compile:
-        players.encoder.compile()
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    step = build_training(config, num_samples=1, device=device).step
     stream = Stream(
         config.data.train_dir,
         read=config.data,

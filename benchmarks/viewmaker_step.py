@@ -38,14 +38,13 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.sample import NO_LABEL, Batch
 from tests.trainer.views.viewmaker_as_written import AsWritten
+from trainer.build import build_training
 from trainer.config import RunConfig
-from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.memory import keep_freed_memory
-from trainer.modules import Players, build_players, build_run_objective
+from trainer.modules import TrainedModules, build_modules
 from trainer.objectives import PublishedNTXentConfig
 from trainer.optim.learning_rates import learning_rate_at
 from trainer.optim.optimizers import AdamConfig, SGDConfig
-from trainer.step import TrainingStep
 
 Step = Callable[[Batch], float]  # which returns the encoder's loss
 
@@ -63,24 +62,19 @@ def config_of(name: str, batch_size: int) -> RunConfig:
     return RunConfig.parse(config, where="benchmark")
 
 
-def our_step(config: RunConfig, players: Players) -> Step:
-    engines = {
-        player: DDPEngine(module, optimizer=config.player_optimizers[player])
-        for player, module in players.trained_modules.items()
-    }
-    objective = build_run_objective(config, players.encoder, num_samples=50_000, device=torch.device("cpu"))
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+def our_step(config: RunConfig) -> tuple[Step, TrainedModules]:
+    training = build_training(config, num_samples=50_000, device=torch.device("cpu"))
     rates = {
         name: learning_rate_at(each, step=0, num_steps=1, global_batch_size=config.global_batch_size)
         for name, each in config.player_optimizers.items()
     }
-    return lambda batch: step(batch, learning_rates=rates).metrics["train/loss"].item()
+    return lambda batch: training.step(batch, learning_rates=rates).metrics["train/loss"].item(), training.modules
 
 
 class StepAsWritten:
     """The original's order, with as little as it takes."""
 
-    def __init__(self, config: RunConfig, players: Players) -> None:
+    def __init__(self, config: RunConfig, players: TrainedModules) -> None:
         assert players.viewmaker is not None
         assert isinstance(config.objective, PublishedNTXentConfig)
         self.config = config
@@ -131,7 +125,7 @@ def learn(loss: Tensor, optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def resnet_of(players: Players) -> nn.Module:
+def resnet_of(players: TrainedModules) -> nn.Module:
     """torchvision's ResNet-18 with the stem for small pictures and the encoder's weights."""
     encoder = players.encoder
     network = resnet18(num_classes=players.config.encoder.embedding_size)
@@ -144,13 +138,12 @@ def resnet_of(players: Players) -> nn.Module:
     return resnet
 
 
-def build(name: str, batch_size: int) -> tuple[Step, Players]:
+def build(name: str, batch_size: int) -> tuple[Step, TrainedModules]:
     config = config_of(name, batch_size)
-    players = build_players(config)
-    if name in {WRITTEN, WRITTEN_FAST}:
-        return StepAsWritten(config, players), players
-    players.to(torch.device("cpu"))
-    return our_step(config, players), players
+    if name not in {WRITTEN, WRITTEN_FAST}:
+        return our_step(config)
+    modules = build_modules(config)
+    return StepAsWritten(config, modules), modules
 
 
 def batch_of(batch_size: int) -> Batch:
@@ -211,7 +204,7 @@ def ratio(name: str, against: str, measured: Measured) -> float:
     return measured[name] / measured[against]
 
 
-def breakdown(step: Step, players: Players, batch: Batch) -> dict[str, float]:
+def breakdown(step: Step, players: TrainedModules, batch: Batch) -> dict[str, float]:
     """Shares of the time of one step by player and direction; a backward is that of the player through whose forward it
     goes back.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trainer.config import DataConfig, RunConfig
+from trainer.config import RunConfig
+from trainer.data import DataConfig
 from trainer.models.encoder import ResNetConfig
 from trainer.models.heads import HeadConfig
 from trainer.objectives import BarlowTwinsConfig, MoCoConfig, NTXentConfig, ObjectiveConfig, SimSiamConfig

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD
 from trainer.adversary import AdversaryConfig
-from trainer.config import DataConfig, RunConfig
+from trainer.config import RunConfig
+from trainer.data import DataConfig
 from trainer.models.encoder import ResNetConfig
 from trainer.objectives import PublishedNTXentConfig
 from trainer.probes.linear import ProbeConfig

@@ -12,8 +12,9 @@ from typing import Any
 import configs
 from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.overrides import set_paths
+from data_pipeline.core.schema import flatten
 from data_pipeline.remote.cache import refuse_untyped_command
-from trainer.config import RunConfig, flatten, read_config
+from trainer.config import RunConfig, read_config
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
 STUDIES = "studies"

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.schema import Schema, difference
 from data_pipeline.storage.files import open_regular
-from trainer.config import RunConfig, difference, read_config
+from trainer.config import RunConfig, read_config
 from trainer.run_dir import RunDir, is_held, write_json
 
 ENDED_NAME = "ended.json"

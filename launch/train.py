@@ -21,12 +21,12 @@ from data_pipeline.core.errors import UserError, log_to_terminal, run_command
 from data_pipeline.core.overrides import SET_HELP
 from launch.outcome import last_line, note_end
 from trainer.config import RunConfig
+from trainer.data import read_manifests
 from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
 from trainer.distributed.environment import choose_device, process_group, read_env
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
 from trainer.planning.plan import describe, plan
-from trainer.preflight import read_manifests
 from trainer.provenance import command_line
 from trainer.run_dir import RunDir
 from trainer.train import train

@@ -1,56 +1,74 @@
-"""From a config and its players to engines: who steps, by which optimizer, made parallel how."""
+"""Build what takes the steps of a run, from its config: modules, objective, engines and the step itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass
 
-from pydantic import Field
+import torch
 from torch import nn
 
-from data_pipeline.core.schema import Schema
-from trainer.distributed.engines import deepspeed_engine
-from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine
-from trainer.distributed.engines.engine import Engine
-from trainer.objectives import MoCoConfig, Objective
-
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
+from trainer.config import RunConfig
+from trainer.distributed.engines import DDPConfig, DDPEngine, DeepSpeedConfig, DeepSpeedEngine, Engine
+from trainer.models.encoder import Normalization
+from trainer.modules import TrainedModules, build_modules, build_run_objective
+from trainer.objectives import Objective
+from trainer.step import TrainingStep
 
 
-class DDPConfig(Schema):
-    """torch's DistributedDataParallel: every rank keeps everything."""
+@dataclass(frozen=True)
+class Training:
+    """The parts of one training on this rank, wired together.
 
-    kind: Literal["ddp"] = "ddp"
-
-
-EngineConfig = Annotated[DDPConfig | DeepSpeedConfig, Field(discriminator="kind")]
-
-
-def check_engine(config: RunConfig) -> None:
-    """Raises `UserError` where the engine cannot train the run."""
-    if isinstance(config.engine, DeepSpeedConfig):
-        deepspeed_engine.check(
-            config.engine,
-            num_players=len(config.player_optimizers),
-            precision=config.precision,
-            optimizer_kinds=[optimizer.kind for optimizer in config.engine_optimizers.values()],
-            copies_encoder=isinstance(config.objective, MoCoConfig),
-        )
-
-
-def build_engines(config: RunConfig, players: Mapping[str, nn.Module], objective: Objective) -> dict[str, Engine]:
-    """An engine for each player, by its name, and "objective" where the objective itself trains something.
-
-    Every rank calls this at the same time, with modules that are on the training device, in training mode.
+    Attributes:
+        modules: the encoder and the view policy, on the training device.
+        objective: on the same device.
+        engines: "encoder"; "viewmaker" if the views are learned; "objective" if the objective itself trains something.
+        step: trains on one batch.
     """
-    modules = dict(players)
+
+    modules: TrainedModules
+    objective: Objective
+    engines: dict[str, Engine]
+    step: TrainingStep
+
+
+def build_training(
+    config: RunConfig, *, num_samples: int, device: torch.device, normalization: Normalization | None = None
+) -> Training:
+    """Return an untrained training. Its weights are a function of the config alone.
+
+    Every rank calls this at the same time.
+
+    Args:
+        num_samples: the size of the train set.
+        device: where training happens.
+        normalization: of the train set's pictures; see `build_modules`.
+    """
+    modules = build_modules(config, normalization=normalization).to(device, config.parameter_dtype)
+    objective = build_run_objective(config, modules.encoder, num_samples=num_samples, device=device)
+    return assemble(config, modules, objective)
+
+
+def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -> Training:
+    """Put engines around modules that are on the training device, and return the training.
+
+    Every rank calls this at the same time.
+    """
+    engines = _build_engines(config, modules.trained_modules, objective)
+    if config.compile:
+        modules.encoder.compile()
+    step = TrainingStep(config, engines=engines, view_policy=modules.view_policy, objective=objective)
+    return Training(modules, objective, engines, step)
+
+
+def _build_engines(config: RunConfig, modules: Mapping[str, nn.Module], objective: Objective) -> dict[str, Engine]:
+    trained = dict(modules)
     if any(parameter.requires_grad for parameter in objective.parameters()):
-        modules["objective"] = objective
+        trained["objective"] = objective
     optimizers = config.engine_optimizers
     engines: dict[str, Engine] = {}
-    for name, module in modules.items():
+    for name, module in trained.items():
         match config.engine:
             case DDPConfig():
                 engines[name] = DDPEngine(module, optimizer=optimizers[name])

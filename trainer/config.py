@@ -7,19 +7,18 @@ written back into it. What depends on the machine (batch of a rank, device) is d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 
-from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.plain_text import parse_json, parse_yaml
-from data_pipeline.core.schema import Count, Line, Name, Schema, Seed
-from data_pipeline.loading.stream import ReadConfig
+from data_pipeline.core.schema import Count, Name, Schema, Seed
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from trainer.adversary import AdversaryConfig
-from trainer.build import DDPConfig, EngineConfig, check_engine
+from trainer.data import DataConfig
+from trainer.distributed.engines import DDPConfig, DeepSpeedConfig, EngineConfig, deepspeed_engine
 from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.memory import MemoryConfig
 from trainer.models.encoder import EncoderConfig
@@ -30,32 +29,6 @@ from trainer.optim.optimizers import OptimizerConfig, SGDConfig
 from trainer.optim.schedules import ConstantConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views import ViewsConfig, check_views_fit
-
-
-class DataConfig(ReadConfig):
-    """Where the shards are: a directory, `http(s)://...` or `pipe:COMMAND {name}`; and how a rank reads them.
-
-    `overlay` says what the science is, and the train set must have been built for it: `baked` into the shards, the same
-    at each reading; `online`, drawn from (seed, epoch, sample index), so that both views of a sample share a draw that
-    is new in every epoch; or `online_per_view`, where the views of a sample do not share it (the published code mixes
-    its background sounds so). Where nothing is drawn it has no effect.
-    `sample_rate` is that of sounds, points a second, and decides how their spectrograms are made; None says that the
-    samples are pictures.
-    """
-
-    train_dir: Line
-    test_dir: Line
-    overlay: Literal["baked", "online", "online_per_view"] = "baked"
-    sample_rate: Count | None = None
-
-    @property
-    def overlay_draw(self) -> Literal["per_item", "per_view"]:
-        return "per_view" if self.overlay == "online_per_view" else "per_item"
-
-    @property
-    def mel(self) -> MelConfig | None:
-        """The spectrogram of the sounds; None for pictures. Raises `UserError` where there is none for their rate."""
-        return None if self.sample_rate is None else mel_config(self.sample_rate)
 
 
 class RunConfig(Schema):
@@ -124,7 +97,14 @@ class RunConfig(Schema):
 
     @model_validator(mode="after")
     def _the_engine_can_train_it(self) -> Self:
-        check_engine(self)
+        if isinstance(self.engine, DeepSpeedConfig):
+            deepspeed_engine.check(
+                self.engine,
+                num_players=len(self.player_optimizers),
+                precision=self.precision,
+                optimizer_kinds=[optimizer.kind for optimizer in self.engine_optimizers.values()],
+                copies_encoder=isinstance(self.objective, MoCoConfig),
+            )
         return self
 
     @model_validator(mode="after")
@@ -168,24 +148,6 @@ class RunConfig(Schema):
     def engine_optimizers(self) -> dict[str, OptimizerConfig]:
         """The optimizer of each engine that there may be: of the players, and of what the objective trains."""
         return self.player_optimizers | {"objective": self.objective_optimizer}
-
-
-def flatten(config: Schema) -> dict[str, Any]:
-    """Every setting by its dotted path, e.g. "optimizer.learning_rate"."""
-
-    def walk(value: Any, path: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {path: value}
-        return {name: leaf for key, inner in value.items() for name, leaf in walk(inner, f"{path}.{key}").items()}
-
-    return {path.removeprefix("."): leaf for path, leaf in walk(config.model_dump(mode="json"), "").items()}
-
-
-def difference(a: Schema, b: Schema) -> list[str]:
-    """Dotted paths of the settings in which two configs differ."""
-    left, right = flatten(a), flatten(b)
-    missing = object()
-    return [path for path in {**left, **right} if left.get(path, missing) != right.get(path, missing)]
 
 
 def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:

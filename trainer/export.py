@@ -30,10 +30,9 @@ from typing import Any
 import safetensors.torch
 
 from data_pipeline.core.errors import UserError, run_command
-from trainer.checkpoint.restore import load_players
 from trainer.models.encoder import Encoder
-from trainer.modules import Players
-from trainer.pretrained import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, named_as_published
+from trainer.modules import TrainedModules
+from trainer.pretrained import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, load_modules, named_as_published
 from trainer.run_dir import RunDir, open_run, write_atomically
 
 
@@ -61,14 +60,14 @@ def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
         )
     if out.is_dir():
         raise UserError(f"cannot export to {out}: it is a directory; pass the name of a file in --out")
-    players = load_players(run_dir, step=step)
+    modules = load_modules(run_dir, step=step)
     header = ExportHeader(
-        run=players.config.name,
-        step=players.step,
-        git_commit=_git_commit(run_dir, players),
-        encoder=players.config.encoder.model_copy(update=_normalization_of(players.encoder)),
+        run=modules.config.name,
+        step=modules.step,
+        git_commit=_git_commit(run_dir, modules),
+        encoder=modules.config.encoder.model_copy(update=_normalization_of(modules.encoder)),
     )
-    weights = {name: tensor.contiguous() for name, tensor in named_as_published(players.encoder).state_dict().items()}
+    weights = {name: tensor.contiguous() for name, tensor in named_as_published(modules.encoder).state_dict().items()}
     # One key alone, because safetensors writes several in an order that differs from process to process.
     write_atomically(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
 
@@ -80,10 +79,10 @@ def _normalization_of(encoder: Encoder) -> dict[str, tuple[float, ...]]:
     return {"mean": named.mean, "std": named.std}
 
 
-def _git_commit(run_dir: RunDir, players: Players) -> str | None:
-    """The commit of the last start that trained towards the step of `players`; None where provenance does not say."""
+def _git_commit(run_dir: RunDir, modules: TrainedModules) -> str | None:
+    """The commit of the last start that trained towards the step of `modules`; None where provenance does not say."""
     starts: list[dict[str, Any]] = run_dir.read_provenance().get("starts") or []
-    before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < players.step]
+    before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < modules.step]
     return before[-1] if before else None
 
 

@@ -16,8 +16,8 @@ from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
-class Players:
-    """The modules of a run at `step` (0: untrained), with the config they were built from.
+class TrainedModules:
+    """The modules of a run at `step` (0: untrained), with the config that they were built from.
 
     `trained_on` are the datasets behind the checkpoint; None for untrained modules, or if they are not known.
     """
@@ -32,8 +32,8 @@ class Players:
     def viewmaker(self) -> Viewmaker | None:
         return self.view_policy if isinstance(self.view_policy, Viewmaker) else None
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Players:
-        """Move the modules, in place, with the order in memory that the config asks for; returns these players."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TrainedModules:
+        """Move the modules, in place, with the order in memory that the config asks for, and return them."""
         memory_format = torch.channels_last if self.config.channels_last else torch.contiguous_format
         for module in (self.encoder, self.view_policy):
             module.to(device, dtype).to(memory_format=memory_format)  # type: ignore[call-overload]
@@ -41,7 +41,7 @@ class Players:
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:
-        """Modules by the name of their player, in a fixed order."""
+        """The modules that are trained, by name, in a fixed order: "encoder", and "viewmaker" if there is one."""
         encoder: dict[str, nn.Module] = {"encoder": self.encoder}
         return encoder | ({"viewmaker": self.viewmaker} if self.viewmaker is not None else {})
 
@@ -60,8 +60,8 @@ def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int
     return objective.to(device, config.parameter_dtype)
 
 
-def build_players(config: RunConfig, *, normalization: Normalization | None = None) -> Players:
-    """Return untrained players: a function of the arguments alone, because the config's seed draws the initial weights.
+def build_modules(config: RunConfig, *, normalization: Normalization | None = None) -> TrainedModules:
+    """Return untrained modules: a function of the arguments alone, because the config's seed draws the initial weights.
 
     `normalization` is that of the train set's pictures. It is needed to compute with an encoder whose config names
     none, and not to know its shapes. Spectrograms come normalised.
@@ -75,4 +75,4 @@ def build_players(config: RunConfig, *, normalization: Normalization | None = No
     encoder.trunk.checkpointing = config.memory.encoder_checkpointing
     if isinstance(view_policy, Viewmaker):
         view_policy.checkpointing = config.memory.viewmaker_checkpointing
-    return Players(config=config, step=0, encoder=encoder, view_policy=view_policy)
+    return TrainedModules(config=config, step=0, encoder=encoder, view_policy=view_policy)

@@ -7,9 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from math import gcd
-from pathlib import Path
 from typing import TextIO, TypeVar
 
 import torch
@@ -17,19 +15,20 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import difference
 from data_pipeline.loading.resident import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import check_batch_size, num_steps_per_epoch
-from data_pipeline.remote.cache import RemoteShards, is_remote
-from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.restore import Restored, newest_state, restore
-from trainer.checkpoint.run_state import DataIdentity, check_same_data
+from trainer.checkpoint.run_state import check_same_data
 from trainer.checkpoint.save import refuse_link
-from trainer.config import DataConfig, RunConfig, difference, read_config
+from trainer.config import RunConfig, read_config
+from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
 from trainer.distributed.engines.engine import Engine
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
-from trainer.modules import Players
+from trainer.modules import TrainedModules
 from trainer.normalization import normalization_of
 from trainer.objectives import Objective
 from trainer.optim.learning_rates import scaled_learning_rate
@@ -43,29 +42,6 @@ logger = logging.getLogger(__name__)
 _FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Manifests:
-    """What the train set and the test set hold."""
-
-    train: Manifest
-    test: Manifest
-
-    @property
-    def identity(self) -> DataIdentity:
-        return DataIdentity(train_manifest_sha256=self.train.sha256, test_manifest_sha256=self.test.sha256)
-
-
-def read_manifests(data: DataConfig) -> Manifests:
-    """Raises `UserError` where one is missing."""
-
-    def manifest(location: str) -> Manifest:
-        if is_remote(location):
-            return RemoteShards(location, config=data.remote).manifest
-        return load_manifest(Path(location))
-
-    return Manifests(manifest(data.train_dir), manifest(data.test_dir))
 
 
 def check_data(config: RunConfig) -> Manifests:
@@ -264,24 +240,6 @@ def resume(
     return restored
 
 
-def read_agreed_manifests(data: DataConfig) -> Manifests:
-    """Return the manifests, which are the same on all ranks.
-
-    Raises `UserError` if one is missing; and if a rank finds other datasets than the first, which then speaks for all.
-    """
-    manifests = read_manifests(data)
-    found = all_gather_object(manifests.identity)
-    odd = [number for number, identity in enumerate(found) if identity != found[0]]
-    if not odd:
-        return manifests
-    if rank() > 0:
-        raise SystemExit(2)
-    raise UserError(
-        f"rank {odd[0]} finds other datasets at {data.train_dir} and {data.test_dir} than rank 0; copy the same to "
-        "every machine, or use a directory that all of them share"
-    )
-
-
 def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.config.is_file():
         keys = [key for key in difference(read_config(run_dir.config), config) if not key.startswith("watchdog.")]
@@ -320,13 +278,19 @@ def on_first_rank(action: Callable[[], T]) -> T | None:
 
 
 def log_start(
-    config: RunConfig, players: Players, manifest: Manifest, *, device: torch.device, start_step: int, num_steps: int
+    config: RunConfig,
+    modules: TrainedModules,
+    manifest: Manifest,
+    *,
+    device: torch.device,
+    start_step: int,
+    num_steps: int,
 ) -> None:
     if rank() > 0:
         return
     sizes = ", ".join(
         f"{name} {sum(p.numel() for p in module.parameters()):,} parameters"
-        for name, module in players.trained_modules.items()
+        for name, module in modules.trained_modules.items()
     )
     steps_per_epoch = num_steps // config.num_epochs
     logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)
@@ -357,7 +321,7 @@ def log_start(
             "this processor has no instructions for bfloat16, so a step may take longer than with precision=float32"
         )
     _warn_of_foreign_normalization(config, manifest)
-    if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in players.encoder.modules()):
+    if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in modules.encoder.modules()):
         logger.info(
             "batch norm sees micro batches of %d: its statistics, and so the run, depend on memory.micro_batches",
             config.global_batch_size // micro_batches,

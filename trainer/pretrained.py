@@ -8,6 +8,7 @@ loading it runs no code of theirs.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,9 +18,13 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
+from trainer.checkpoint.restore import load_weights
+from trainer.config import read_config
 from trainer.models.encoder import Encoder, EncoderConfig, build_encoder
 from trainer.models.timm_trunk import TimmTrunk
-from trainer.run_dir import open_run
+from trainer.modules import TrainedModules, build_modules
+from trainer.normalization import recorded_normalization
+from trainer.run_dir import RunDir, open_run
 
 EXPORT_SUFFIX = ".safetensors"
 HEADER_KEY = "encoder_export"
@@ -47,8 +52,6 @@ def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
 
     Raises `UserError` if `path` is neither, holds no such checkpoint, or holds other weights than it says.
     """
-    from trainer.checkpoint.restore import load_players
-
     path = Path(path)
     if path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir()):
         if step is not None:
@@ -56,7 +59,21 @@ def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
                 f"{path} is an export, which holds one step; leave out step={step}, or pass a run directory"
             )
         return _load_export(path)
-    return load_players(open_run(path), step=step).encoder
+    return load_modules(open_run(path), step=step).encoder
+
+
+def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool = False) -> TrainedModules:
+    """Return the modules of a run in eval mode on the CPU, at `step` or the newest whole checkpoint.
+
+    Step 0 is the untrained modules, rebuilt from the config and its seed. Training may go on meanwhile. `allow_pipe` is
+    that of `read_config`. Raises `UserError` if there is no such step, or if it cannot be loaded.
+    """
+    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    modules = build_modules(config, normalization=recorded_normalization(run_dir, config))
+    step, trained_on = load_weights(run_dir, modules.trained_modules, step=step)
+    for module in modules.trained_modules.values():
+        module.eval()
+    return replace(modules, step=step, trained_on=trained_on)
 
 
 def named_as_published(encoder: Encoder) -> nn.Module:

@@ -27,14 +27,15 @@ import torch
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.progress import Progress
 from data_pipeline.loading.stream import num_steps_per_epoch
-from trainer.checkpoint.restore import load_players
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_config
+from trainer.data import read_manifests
 from trainer.distributed.collectives import broadcast_object, rank
 from trainer.distributed.environment import choose_device, process_group, read_env
-from trainer.modules import Players
+from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
-from trainer.preflight import on_first_rank, read_manifests
+from trainer.preflight import on_first_rank
+from trainer.pretrained import load_modules
 from trainer.probes.curve import Curve, read_curves
 from trainer.probes.features import LABEL_SPACES, TRAIN_DRAW, LabelSpace, Pictures, read_pictures
 from trainer.probes.heads import Heads, write_heads
@@ -219,7 +220,7 @@ class Readout:
 
 
 def probe(
-    players: Players,
+    players: TrainedModules,
     *,
     train: Pictures,
     test: Pictures,
@@ -342,14 +343,14 @@ def curve_table(curves: Sequence[Curve]) -> str:
     return "\n".join(lines)
 
 
-def _load(run_dir: RunDir, step: int | None) -> Players:
+def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
     """The players that the first rank finds, on every rank."""
-    players = on_first_rank(lambda: load_players(run_dir, step=step))
+    players = on_first_rank(lambda: load_modules(run_dir, step=step))
     found = broadcast_object(None if players is None else players.step)
-    return load_players(run_dir, step=found) if players is None else players
+    return load_modules(run_dir, step=found) if players is None else players
 
 
-def _warn_of_other_data(players: Players, *, train: Pictures, test: Pictures) -> None:
+def _warn_of_other_data(players: TrainedModules, *, train: Pictures, test: Pictures) -> None:
     """Print a warning for each dataset that is not that of the training. The results hold the hashes of both."""
     data = players.config.data
     for warning in (

@@ -19,8 +19,8 @@ import torch
 
 from data_pipeline.core.environment import variable
 from trainer.config import RunConfig
+from trainer.data import Manifests
 from trainer.normalization import RECORDED_NORMALIZATION, normalization_of
-from trainer.preflight import Manifests
 from trainer.run_dir import RunDir, write_json
 
 logger = logging.getLogger(__name__)

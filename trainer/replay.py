@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.stream import Stream
-from trainer.build import DDPConfig, build_engines
+from trainer.build import build_training
 from trainer.config import RunConfig, read_config
+from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.nonfinite import NonFiniteRecord, read_record
-from trainer.modules import build_players, build_run_objective
 from trainer.normalization import recorded_normalization
 from trainer.optim.loss_scale import LossScale
 from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run
-from trainer.step import StepOutput, TrainingStep
+from trainer.step import StepOutput
 
 _NUM_SAMPLES_LISTED = 10
 _NUM_PARAMETERS_LISTED = 3
@@ -172,7 +172,7 @@ def replay(
 ) -> Replay:
     """The recorded step in one process. Raises `UserError` where the dataset or the state are not those of the run."""
     config = read_config(run_dir.config, allow_pipe=allow_pipe)
-    config = config.model_copy(update={"engine": DDPConfig()})  # one process needs no more
+    config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
     where = torch.device(device)
     stream = Stream(
         config.data.train_dir,
@@ -192,10 +192,13 @@ def replay(
             f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded, but another one; "
             "put that back"
         )
-    players = build_players(config, normalization=recorded_normalization(run_dir, config))
-    players = players.to(where, config.parameter_dtype)
-    objective = build_run_objective(config, players.encoder, num_samples=stream.manifest.num_samples, device=where)
-    modules = dict(players.trained_modules)
+    training = build_training(
+        config,
+        num_samples=stream.manifest.num_samples,
+        device=where,
+        normalization=recorded_normalization(run_dir, config),
+    )
+    modules, objective = training.modules.trained_modules, training.objective
     try:
         for name, module in modules.items():
             module.load_state_dict(states[name])
@@ -203,10 +206,8 @@ def replay(
     except (KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"the recorded state of step {record.step} does not fit the config ({reason})") from None
-    engines = build_engines(config, modules, objective)
-    training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
-    training_step.loss_scale = LossScale(enabled=False, device=where)  # a search for the scale overflows by design
-    watched = {"views": players.view_policy} | modules | {"objective": objective}
+    training.step.loss_scale = LossScale(enabled=False, device=where)  # a search for the scale overflows by design
+    watched = {"views": training.modules.view_policy} | modules | {"objective": objective}
     if "viewmaker" in modules:
         del watched["views"]
     bad_parameters = {
@@ -216,10 +217,10 @@ def replay(
         if not _is_finite(tensor)
     }
     inspector = Inspector(watched, config, batch_size=len(batch))
-    output = training_step(batch, learning_rates=record.learning_rates)
+    output = training.step(batch, learning_rates=record.learning_rates)
     too_long = [
         name
-        for name in engines
+        for name in training.engines
         if inspector.backward is None and not bool(output.metrics[f"train/{name}_gradient_norm"].isfinite())
     ]
     return Replay(

@@ -19,27 +19,26 @@ import torch
 
 from data_pipeline.core.progress import Progress
 from data_pipeline.loading.stream import Stream, num_steps_per_epoch
-from trainer.build import build_engines
+from trainer.build import build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
+from trainer.data import read_agreed_manifests
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import settle_running_statistics
-from trainer.modules import build_players, build_run_objective
 from trainer.normalization import normalization_of
 from trainer.observability.alarms import Alarms
 from trainer.observability.step_pictures import step_pictures
 from trainer.observability.tracking import Tracker, memory_in_use
 from trainer.optim.learning_rates import learning_rates_at
-from trainer.preflight import claim, log_start, node_share, on_first_rank, read_agreed_manifests, resume
+from trainer.preflight import claim, log_start, node_share, on_first_rank, resume
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, slowest
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
-from trainer.step import TrainingStep
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +81,18 @@ def _train(
     steps_per_epoch = num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     num_steps = config.num_epochs * steps_per_epoch
 
-    players = build_players(config, normalization=normalization_of(manifests.train))
-    players = players.to(device, config.parameter_dtype)
-    objective = build_run_objective(config, players.encoder, num_samples=manifests.train.num_samples, device=device)
-    engines = build_engines(config, players.trained_modules, objective)
-    if config.compile:
-        players.encoder.compile()
-    follow_networks(config, players, objective)
-    training_step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
-    loss_scale = training_step.loss_scale.state
+    training = build_training(
+        config,
+        num_samples=manifests.train.num_samples,
+        device=device,
+        normalization=normalization_of(manifests.train),
+    )
+    modules, objective, engines = training.modules, training.objective, training.engines
+    follow_networks(config, modules, objective)
+    loss_scale = training.step.loss_scale.state
     restored = resume(run_dir, config, manifests, engines, objective, extra=loss_scale(), accepted_data=accepted_data)
     start_step = restored.step
-    log_start(config, players, manifests.train, device=device, start_step=start_step, num_steps=num_steps)
+    log_start(config, modules, manifests.train, device=device, start_step=start_step, num_steps=num_steps)
     if start_step == num_steps:
         return None
     stream = Stream(
@@ -116,10 +115,10 @@ def _train(
     if first:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start_step)
     tracker = Tracker(run_dir, config=config, start_step=start_step) if first else None
-    pictures = step_pictures(config, players.view_policy, device=device) if first else None
+    pictures = step_pictures(config, modules.view_policy, device=device) if first else None
     optimizers = {name: config.engine_optimizers[name] for name in engines}
     rates_at = partial(learning_rates_at, optimizers, num_steps=num_steps, global_batch_size=config.global_batch_size)
-    probe, probe_every = online_probe(config, players.encoder, device=device), config.probe.online_every_steps or 1
+    probe, probe_every = online_probe(config, modules.encoder, device=device), config.probe.online_every_steps or 1
     alarms = Alarms(config.alarms)
 
     def is_logged(num_done: int) -> bool:
@@ -136,7 +135,7 @@ def _train(
             progress.tell_meanwhile(watchdog.step_at_hand)  # not before: the first batch may have forked data workers
             rates = rates_at(batch.step)
             with watch.training(batch.step):
-                output = training_step(batch, learning_rates=rates)
+                output = training.step(batch, learning_rates=rates)
             with watch.waiting_for_device():
                 counters.add(batch, output, rates)
             completed, note = batch.step + 1, ""
@@ -162,7 +161,7 @@ def _train(
             stops = stop_requests.agreed() and completed < num_steps
             is_due = completed % config.checkpoint_every_steps == 0 or completed == num_steps or stops
             if is_due and (state := counters.state_to_save(completed, num_steps=num_steps)) is not None:
-                settle_running_statistics(players.encoder)
+                settle_running_statistics(modules.encoder)
                 with watchdog.patience(CHECKPOINT_SECONDS, "writing a checkpoint"):
                     checkpoints.save(
                         completed,

@@ -123,3 +123,21 @@ class Schema(BaseModel):
         values = apply_overrides(self.model_dump(mode="json"), overrides, model=type(self))
         given = "".join(f" --set {override}" for override in overrides)
         return self.parse(values, where=f"{where} with{given}" if given else where)
+
+
+def flatten(config: Schema) -> dict[str, Any]:
+    """Every setting by its dotted path, e.g. "optimizer.learning_rate"."""
+
+    def walk(value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {path: value}
+        return {name: leaf for key, inner in value.items() for name, leaf in walk(inner, f"{path}.{key}").items()}
+
+    return {path.removeprefix("."): leaf for path, leaf in walk(config.model_dump(mode="json"), "").items()}
+
+
+def difference(a: Schema, b: Schema) -> list[str]:
+    """Dotted paths of the settings in which two configs differ."""
+    left, right = flatten(a), flatten(b)
+    missing = object()
+    return [path for path in {**left, **right} if left.get(path, missing) != right.get(path, missing)]

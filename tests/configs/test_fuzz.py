@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from configs.resolve import explain, resolve_recipe
 from data_pipeline.core.errors import UserError, printable
-from trainer.config import RunConfig, flatten, read_config
+from data_pipeline.core.schema import flatten
+from trainer.config import RunConfig, read_config
 
 RECIPES = ("debug:image", "debug:viewmaker", "debug:audio_viewmaker", "audio:waveform", "moco:cifar10")
 BASES = {name: resolve_recipe(name).model_dump(mode="json") for name in RECIPES}

@@ -8,7 +8,7 @@ import pytest
 
 from configs.resolve import explain, resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
-from trainer.config import difference
+from data_pipeline.core.schema import difference
 from trainer.objectives import NTXentConfig, SplitLossConfig
 from trainer.optim.optimizers import AdamConfig
 from trainer.optim.schedules import ConstantConfig, CosineConfig

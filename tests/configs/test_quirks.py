@@ -7,8 +7,8 @@ import re
 import pytest
 
 from configs.resolve import recipes, resolve_recipe
+from data_pipeline.core.schema import flatten
 from tests.real_data import REPOSITORY
-from trainer.config import flatten
 
 PAGE = (REPOSITORY / "docs" / "quirks.md").read_text()
 

@@ -10,8 +10,9 @@ import pytest
 from configs.resolve import explain, recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.building.catalogue import NOISE_VOLUME
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import difference
 from trainer.adversary import AdversaryConfig
-from trainer.config import difference, read_config
+from trainer.config import read_config
 from trainer.models.encoder import build_encoder
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives import PublishedNTXentConfig

@@ -21,7 +21,7 @@ from trainer.analyses.figures import GAP, LEFT, TOP, GridRow, difference_gain, d
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views, choose_pictures, draw_views, mean_change
 from trainer.analyze import ANALYSES, main
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.probes.features import read_pictures
 from trainer.run_dir import RunDir
 
@@ -93,7 +93,7 @@ def test_shown_pictures_take_the_classes_in_turn() -> None:
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:
     png_path, json_path = analyze_views(run_dir, options=AnalysisOptions(step=0))
     result = json.loads(json_path.read_text())
-    players = build_players(debug.viewmaker())
+    players = build_modules(debug.viewmaker())
     test = read_pictures(Path(run_dir.path / "test"))
     images = test.images_NCHW.float() / 255
     with torch.no_grad():

@@ -20,11 +20,9 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.sample import NO_LABEL, Batch
 from tests.gloo import run_ranks
+from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
-from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.modules import build_players, build_run_objective
-from trainer.step import TrainingStep
 
 BATCH_SIZE = 8
 OBJECTIVES = {
@@ -79,18 +77,8 @@ def own_part() -> Batch:
 
 def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
     """The loss, every gradient, and every buffer and frozen parameter after one step on this rank's part."""
-    torch.manual_seed(0)
-    players = build_players(config)
-    for module in players.trained_modules.values():
-        module.double().train()
-    objective = build_run_objective(config, players.encoder, num_samples=BATCH_SIZE, device=torch.device("cpu"))
-    modules = players.trained_modules | {"objective": objective}
-    engines = {
-        name: DDPEngine(module, optimizer=config.optimizer)
-        for name, module in modules.items()
-        if any(parameter.requires_grad for parameter in module.parameters())
-    }
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    training = build_training(config, num_samples=BATCH_SIZE, device=torch.device("cpu"))
+    engines = training.engines
     found: dict[str, torch.Tensor] = {}
 
     def note_gradients(engine: str, **_: object) -> None:
@@ -101,11 +89,11 @@ def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
 
     for name, engine in engines.items():
         engine.step = functools.partial(note_gradients, name)  # type: ignore[method-assign]
-    output = step(own_part(), learning_rates=dict.fromkeys(engines, 0.0))
+    output = training.step(own_part(), learning_rates=dict.fromkeys(engines, 0.0))
     assert not output.skipped
     found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
-    found |= {f"encoder/{name}": buffer.clone() for name, buffer in players.encoder.named_buffers()}
-    found |= {f"objective state/{name}": tensor.clone() for name, tensor in objective.saved_state().items()}
+    found |= {f"encoder/{name}": buffer.clone() for name, buffer in training.modules.encoder.named_buffers()}
+    found |= {f"objective state/{name}": tensor.clone() for name, tensor in training.objective.saved_state().items()}
     return found
 
 

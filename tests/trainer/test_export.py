@@ -26,7 +26,7 @@ from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.export import export, main
 from trainer.models import Encoder, ResNetConfig, TimmConfig, load_encoder
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.optim.optimizers import SGDConfig
 from trainer.pretrained import HEADER_KEY
 from trainer.run_dir import RunDir, write_json
@@ -43,7 +43,7 @@ def make_run(directory: Path, encoder_config: Any = TINY, *, steps: tuple[int, .
     )
     run_dir = RunDir(directory)
     write_json(run_dir.config, config.model_dump(mode="json"))
-    engine = DDPEngine(build_players(config).encoder.train(), optimizer=config.optimizer)
+    engine = DDPEngine(build_modules(config).encoder.train(), optimizer=config.optimizer)
     draw = torch.Generator().manual_seed(0)
     with CheckpointWriter(run_dir, keep=len(steps)) as writer:
         for step in steps:

@@ -16,14 +16,14 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.tiny_data import write_tiny_pair
-from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
 from trainer.export import export
 from trainer.models import Encoder, Normalization, load_encoder
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.normalization import normalization_of
 from trainer.planning.plan import plan
 from trainer.preflight import log_start
+from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -115,7 +115,7 @@ def test_a_run_with_numbers_of_its_own_needs_no_record(trained: RunDir, tmp_path
     config["encoder"] |= {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
     run_dir.config.write_text(json.dumps(config))
     run_dir.provenance.unlink()
-    assert numbers_of(load_players(run_dir).encoder) == ([0.5] * 3, [0.25] * 3)
+    assert numbers_of(load_modules(run_dir).encoder) == ([0.5] * 3, [0.25] * 3)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_plan_needs_no_data() -> None:
 
 def test_spectrograms_come_normalised() -> None:
     config = resolve_recipe("debug:audio", OF_THE_DATA)
-    assert numbers_of(build_players(config).encoder) == ([0.0], [1.0])
+    assert numbers_of(build_modules(config).encoder) == ([0.0], [1.0])
 
 
 def test_a_channel_that_never_changes_is_divided_by_one(data: Path) -> None:
@@ -176,5 +176,5 @@ def test_numbers_of_other_pictures_are_said(
     manifest = manifest_of(data).model_copy(update=numbers)
     config = configure(data, *settings)
     with caplog.at_level(logging.WARNING):
-        log_start(config, build_players(config), manifest, device=CPU, start_step=0, num_steps=3)
+        log_start(config, build_modules(config), manifest, device=CPU, start_step=0, num_steps=3)
     assert ("set both to null to take those" in caplog.text) is is_said

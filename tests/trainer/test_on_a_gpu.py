@@ -29,14 +29,14 @@ from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.letters import Letters
 from data_pipeline.overlays.shapes import Shapes
+from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.distributed.fake_process_group import fake_ranks
-from trainer.modules import build_players, build_run_objective
+from trainer.modules import build_modules, build_run_objective
 from trainer.objectives import ObjectiveOutput
 from trainer.objectives.nt_xent import NTXent
 from trainer.optim.optimizers import LAMBConfig, LARSConfig, OptimizerConfig
-from trainer.step import TrainingStep
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
@@ -127,27 +127,21 @@ def what_waits(monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str
     config = resolve_recipe(
         recipe, ["tracking.wandb=disabled", f"global_batch_size={num_ranks * NUM_ROWS}", *overrides]
     )
-    players = build_players(config)
+    modules = build_modules(config)
     with fake_ranks(num_ranks):
-        objective = build_run_objective(config, players.encoder, num_samples=64, device=torch.device("cpu"))
-    modules = {**players.trained_modules, "objective": objective}
-    optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
+        objective = build_run_objective(config, modules.encoder, num_samples=64, device=torch.device("cpu"))
     monkeypatch.setattr(torch.autograd, "backward", give_gradients)
     if config.data.mel is not None:
         monkeypatch.setattr(log_mel, "_filters", filters_on_the_gpu(config.data.mel))
     with FakeTensorMode(), Waits() as waits:
-        for module in {*modules.values(), players.view_policy}:
+        for module in (modules.encoder, modules.view_policy, objective):
             on_the_gpu(module)
-        trained = {
-            name: module for name, module in modules.items() if any(p.requires_grad for p in module.parameters())
-        }
-        engines = {name: DDPEngine(module.train(), optimizer=optimizers[name]) for name, module in trained.items()}
-        for engine in engines.values():
+        training = assemble(config, modules, objective)  # outside of the group, where an engine is the bare module
+        for engine in training.engines.values():
             monkeypatch.setattr(engine, "step", lambda **_: None)  # a fused kernel
         with fake_ranks(num_ranks, sums_by_gathering=False):
-            step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
             waits.found.clear()
-            step(batch(config), learning_rates=defaultdict(float)).read()
+            training.step(batch(config), learning_rates=defaultdict(float)).read()
     found: list[str] = waits.found
     return found
 

@@ -28,7 +28,7 @@ from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.models import Encoder, build_encoder
 from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
 from trainer.preflight import check_data, claim, log_start, on_first_rank
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held
@@ -57,7 +57,7 @@ def test_bfloat16_on_a_processor_without_it_is_called_slow(
     pair = write_tiny_pair(tmp_path, num_train=16, num_test=16)
     config = resolve_recipe("debug:image", [f"precision={precision}"])
     manifest = load_manifest(pair / "train")
-    log_start(config, build_players(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
+    log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
     assert ("no instructions for bfloat16" in caplog.text) is is_slow
 
 
@@ -68,7 +68,7 @@ def test_a_loss_that_is_negative_by_design_is_explained(
     manifest = load_manifest(write_tiny_pair(tmp_path, num_train=16, num_test=16) / "train")
     config = resolve_recipe("debug:image").model_copy(update={"objective": objective, "global_batch_size": 256})
     with caplog.at_level(logging.INFO):
-        log_start(config, build_players(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
+        log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
     assert len([line for line in caplog.messages if "negative by design" in line]) == lines
     assert ("is -5.545, not 0" in caplog.text) is (lines == 1)
 

@@ -22,11 +22,11 @@ from data_pipeline.core.sample import Batch
 from tests.trainer.objectives import test_barlow_twins, test_moco, test_simsiam
 from tests.trainer.objectives.references import nt_xent_by_loop, published_by_loop
 from tests.trainer.views.viewmaker_as_written import AsWritten
-from trainer.build import build_engines
+from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.models.encoder import Encoder, ResNetConfig
-from trainer.modules import Players, build_players, build_run_objective
+from trainer.modules import TrainedModules, build_modules
 from trainer.objectives import Objective
 from trainer.step import TrainingStep
 from trainer.views.viewmaker import ViewmakerConfig
@@ -61,17 +61,9 @@ def batches(num: int) -> Iterator[Batch]:
         yield Batch(step, 0, index_B, images, images, None, None, label_B, label_B)
 
 
-def ours(config: RunConfig) -> tuple[Players, Objective, TrainingStep]:
-    players = build_players(config).to(CPU, torch.float64)
-    for module in players.trained_modules.values():
-        module.train()
-    objective = build_run_objective(config, players.encoder, num_samples=1, device=CPU)
-    engines = build_engines(config, players.trained_modules, objective)
-    return (
-        players,
-        objective,
-        TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective),
-    )
+def ours(config: RunConfig) -> tuple[TrainedModules, Objective, TrainingStep]:
+    training = build_training(config, num_samples=1, device=CPU)
+    return training.modules, training.objective, training.step
 
 
 class AsTorchHasIt(nn.Module):
@@ -181,7 +173,7 @@ def test_four_steps_of_a_game_are_those_of_the_loop_as_written(update: str, weig
         torch.testing.assert_close(output.metrics["train/viewmaker_loss"], -weight * loss.detach(), rtol=0, atol=1e-11)
     assert_same_encoder(players.encoder, written, atol=1e-11)
     images, keys = batch.inputs_a.double() / 255, draw_keys(config, batch, 7)
-    before = AsWritten(build_players(config).to(CPU, torch.float64).view_policy)(images, keys)  # type: ignore[arg-type]
+    before = AsWritten(build_modules(config).to(CPU, torch.float64).view_policy)(images, keys)  # type: ignore[arg-type]
     views = players.viewmaker(images, keys)
     torch.testing.assert_close(views, their_viewmaker(images, keys), rtol=0, atol=1e-11)
     assert (views - before).abs().max() > 1e-4

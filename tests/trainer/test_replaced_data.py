@@ -26,8 +26,9 @@ from trainer.analyses.loaded_run import AnalysisOptions, load_run
 from trainer.checkpoint.files import INDEX_NAME
 from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
+from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
-from trainer.preflight import claim, read_agreed_manifests, read_manifests
+from trainer.preflight import claim
 from trainer.probe import _warn_of_other_data
 from trainer.reports.runs import read_runs
 from trainer.reports.tables import _FACTS

@@ -17,16 +17,14 @@ from data_pipeline.loading.stream import Stream, batch_indices
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay
-from trainer.build import build_engines
+from trainer.build import build_training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank, world_size
 from trainer.fault_tolerance.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_nonfinite, recorded_steps
 from trainer.fault_tolerance.skipped_steps import SkipLog
-from trainer.modules import build_players, build_run_objective
 from trainer.replay import Inspector
 from trainer.run_dir import RunDir, write_json
-from trainer.step import TrainingStep
 
 NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
 RATES = {"encoder": 0.01, "viewmaker": 0.001, "objective": 0.01}
@@ -54,13 +52,8 @@ def configure(data: Path, recipe: str, *overrides: str) -> RunConfig:
 def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value: float, num_steps: int) -> list[bool]:
     """A few steps; before `BAD_STEP` one value of a parameter is overwritten. Returns which steps were skipped."""
     run_dir = RunDir(directory)
-    players = build_players(config)
-    modules = players.trained_modules
-    for module in modules.values():
-        module.train()
-    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    engines = build_engines(config, modules, objective)
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    modules, objective, engines = training.modules.trained_modules, training.objective, training.engines
     stream = Stream(
         config.data.train_dir,
         read=config.data,
@@ -77,7 +70,7 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
             parameter = modules[player].get_parameter(name)
             with torch.no_grad():
                 parameter.view(-1)[0] = value
-        output = step(batch, learning_rates=RATES)
+        output = training.step(batch, learning_rates=RATES)
         skipped.append(bool(output.skipped))
         if output.skipped:
             record_nonfinite(
@@ -114,9 +107,8 @@ def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
     )
     states, skipped = [], []
     for config in (bad, good):
-        players = build_players(config)
-        objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-        engines = build_engines(config, players.trained_modules, objective)
+        training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+        engines = training.engines
         calls = 0
 
         def poison(gradient: Tensor, config: RunConfig = config) -> Tensor:
@@ -125,8 +117,7 @@ def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
             return gradient * math.inf if config is bad and calls == bad_step else gradient
 
         next(engines["viewmaker"].module.parameters()).register_hook(poison)  # type: ignore[no-untyped-call]
-        step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
-        skipped.append(bool(step(batch, learning_rates=RATES).skipped))
+        skipped.append(bool(training.step(batch, learning_rates=RATES).skipped))
         states.append({f"{name}.{key}": value.clone() for name, engine in engines.items()
                        for key, value in (engine.module_state() | engine.optimizer_state()).items()})  # fmt: skip
     assert skipped == [True, False]
@@ -143,9 +134,8 @@ def test_a_record_says_whether_the_encoder_had_taken_its_step(
     data: Path, tmp_path: Path, update: str, bad: str, state_step: int
 ) -> None:
     config = configure(data, "debug:viewmaker", "objective.kind=simsiam", f"adversary.update={update}")
-    players = build_players(config)
-    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    engines = build_engines(config, players.trained_modules, objective)
+    training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    objective, engines = training.objective, training.engines
     (batch,) = Stream(
         config.data.train_dir,
         read=config.data,
@@ -156,13 +146,12 @@ def test_a_record_says_whether_the_encoder_had_taken_its_step(
         start_step=4,
         end_step=5,
     )
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
     parameter = next(engines[bad].module.parameters())
     parameter.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
     log = SkipLog(
         RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
     )
-    log.add(batch, step(batch, learning_rates=RATES), RATES)
+    log.add(batch, training.step(batch, learning_rates=RATES), RATES)
     record, _ = read_record(RunDir(tmp_path), 4)
     assert record.state_step == state_step
 
@@ -261,13 +250,11 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
 ) -> None:
     """The first layer of the head is made tiny and the second one huge: the embedding stays as it was."""
     config = configure(data, "debug:image", "encoder.head.hidden_sizes=[32]")
-    players = build_players(config)
-    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    objective, engines = training.objective, training.engines
     with torch.no_grad():
         for name, factor in {"0.weight": 1e-22, "0.bias": 1e-22, "2.weight": 1e22}.items():
-            players.encoder.head.get_parameter(name).mul_(factor)
-    engines = build_engines(config, players.trained_modules, objective)
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+            training.modules.encoder.head.get_parameter(name).mul_(factor)
     (batch,) = Stream(
         config.data.train_dir,
         read=config.data,
@@ -281,7 +268,7 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
     log = SkipLog(
         RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
     )
-    log.add(batch, step(batch, learning_rates=RATES), RATES)
+    log.add(batch, training.step(batch, learning_rates=RATES), RATES)
     assert log.counts.total == 1
     said = explained(config, RunDir(tmp_path), monkeypatch, capsys)
     assert "every loss was finite, a gradient or its length was not" in said

@@ -16,11 +16,10 @@ from data_pipeline.core.sample import Batch
 from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from trainer.build import build_training
 from trainer.config import RunConfig
-from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.modules import build_players, build_run_objective
+from trainer.modules import build_modules
 from trainer.run_dir import RunDir
-from trainer.step import TrainingStep
 from trainer.train import train
 
 NUM_STEPS = 20
@@ -114,7 +113,7 @@ def test_ranks_follow_one_process(
     np.testing.assert_allclose(curves[together], curves[alone], rtol=1e-9)
     for player in config.player_optimizers:
         expected, found = final_state(alone, player), final_state(together, player)
-        untrained = build_players(config).trained_modules[player].state_dict()
+        untrained = build_modules(config).trained_modules[player].state_dict()
         for name, tensor in expected.items():
             if not has_no_effect(player, name):
                 moved = (tensor - untrained[name]).double().norm()
@@ -226,7 +225,7 @@ def test_a_compiled_encoder_trains_alike(data: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses["true"], losses["false"], rtol=1e-9)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     state = safetensors.torch.load_file(RunDir(tmp_path / "true").checkpoint(5) / "encoder.safetensors")
-    assert state.keys() == build_players(config).encoder.state_dict().keys()
+    assert state.keys() == build_modules(config).encoder.state_dict().keys()
 
 
 def test_expert_views_are_the_same_in_bfloat16(data: Path) -> None:
@@ -239,18 +238,12 @@ def test_expert_views_are_the_same_in_bfloat16(data: Path) -> None:
 
 
 def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
-    players = build_players(config)
-    engines = {
-        name: DDPEngine(module.train(), optimizer=config.player_optimizers[name])
-        for name, module in players.trained_modules.items()
-    }
-    objective = build_run_objective(config, players.encoder, num_samples=83, device=torch.device("cpu"))
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
+    training = build_training(config, num_samples=83, device=torch.device("cpu"))
     before = {
         name: {key: value.clone() for key, value in module.state_dict().items()}
-        for name, module in players.trained_modules.items()
+        for name, module in training.modules.trained_modules.items()
     }
-    return before, (players, engines, step)
+    return before, (training.modules, training.engines, training.step)
 
 
 def first_batch(config: RunConfig) -> Any:

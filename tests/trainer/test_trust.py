@@ -19,10 +19,11 @@ import trainer.replay
 import trainer.report
 from configs import debug, resolve_recipe
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import difference
 from launch.status import resubmit
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
-from trainer.config import difference, read_config
+from trainer.config import read_config
 from trainer.fault_tolerance.nonfinite import NonFiniteRecord
 from trainer.models import load_encoder
 from trainer.run_dir import RunDir, write_json

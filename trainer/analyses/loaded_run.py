@@ -19,10 +19,10 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Schema
-from trainer.checkpoint.restore import load_players
 from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_config
-from trainer.modules import Players
+from trainer.modules import TrainedModules
+from trainer.pretrained import load_modules
 from trainer.probes.features import (
     LABEL_SPACES,
     TRAIN_DRAW,
@@ -60,7 +60,7 @@ class LoadedRun:
     """A run at one checkpoint. Its modules are on `device`, in eval mode."""
 
     run_dir: RunDir
-    players: Players
+    players: TrainedModules
     device: torch.device
     seed: int
 
@@ -101,7 +101,7 @@ class ViewBatch:
 
 def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
     """Load a run's players. Raises `UserError` where there is no such checkpoint."""
-    players = load_players(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
+    players = load_modules(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
     return LoadedRun(run_dir, players, options.device, seed_of(players.config, options))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,11 +26,8 @@ from trainer.checkpoint.files import (
     read_tensors,
 )
 from trainer.checkpoint.run_state import DataIdentity, RunState, identity_in_provenance
-from trainer.config import read_config
 from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
 from trainer.distributed.engines.engine import Engine
-from trainer.modules import Players, build_players
-from trainer.normalization import recorded_normalization
 from trainer.objectives import Objective
 from trainer.run_dir import RunDir
 
@@ -110,15 +107,14 @@ def restore(
     return found
 
 
-def load_players(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool = False) -> Players:
-    """The players of a run in eval mode on the CPU, at `step` or the newest whole checkpoint; training may go on.
+def load_weights(
+    run_dir: RunDir, modules: Mapping[str, nn.Module], *, step: int | None = None
+) -> tuple[int, DataIdentity | None]:
+    """Load the weights of modules at `step` (None: the newest whole checkpoint); step 0 leaves them as they are.
 
-    Step 0 is the untrained players, rebuilt from the config and its seed. `allow_pipe` is that of `read_config`. Raises
-    `UserError` if there is no such step, or it cannot be loaded.
+    Returns the step, and the datasets behind it (None if they are not known). Training may go on meanwhile. Raises
+    `UserError` if there is no such step, or if it cannot be loaded.
     """
-    config = read_config(run_dir.config, allow_pipe=allow_pipe)
-    players = build_players(config, normalization=recorded_normalization(run_dir, config))
-    modules = players.trained_modules
     if step is None:
         step = _load_newest(run_dir, modules)
     elif step > 0:
@@ -126,13 +122,11 @@ def load_players(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool =
             steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
             raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has those of steps {steps}")
         try:
-            _check_players(run_dir.checkpoint(step), modules)
+            _check_modules(run_dir.checkpoint(step), modules)
             _load_modules(run_dir.checkpoint(step), modules)
         except DamagedError as error:
             raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
-    for module in modules.values():
-        module.eval()
-    return replace(players, step=step, trained_on=_trained_on(run_dir, step))
+    return step, _trained_on(run_dir, step)
 
 
 def _trained_on(run_dir: RunDir, step: int) -> DataIdentity | None:
@@ -166,10 +160,11 @@ def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
         module.load_state_dict(state)
 
 
-def _check_players(directory: Path, players: Collection[str]) -> None:
-    """Raises `DamagedError` unless these players can be read. A checkpoint from before there was an index has none to
-    be checked by; its files are taken as they are."""
-    files = [f"{name}{SUFFIX}" for name in players]
+def _check_modules(directory: Path, names: Collection[str]) -> None:
+    """Raise `DamagedError` unless these modules can be read. A checkpoint from before there was an index has none to be
+    checked by; its files are taken as they are.
+    """
+    files = [f"{name}{SUFFIX}" for name in names]
     if (directory / INDEX_NAME).is_file():
         check_whole(directory, only=files)
     for name in files:
@@ -178,7 +173,7 @@ def _check_players(directory: Path, players: Collection[str]) -> None:
 
 def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
     """Step of the checkpoint to go on from: the one that `LATEST` names, or else the newest that is whole; None where
-    there is none at all. `only`: look no further than at these players.
+    there is none at all. `only`: look no further than at these modules.
 
     Logs what was passed over and why. Raises `UserError` if none is whole, or a newer version wrote the first choice.
     """
@@ -191,7 +186,7 @@ def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> in
             if only is None:
                 check_whole(directory)
             else:
-                _check_players(directory, only)
+                _check_modules(directory, only)
         except DamagedError as error:
             skipped.append(f"that of step {step} is damaged: {error}")
             continue

@@ -10,11 +10,11 @@ from data_pipeline.core.sample import BadSample, Batch
 from trainer.checkpoint.restore import Restored
 from trainer.checkpoint.run_state import DataIdentity, RunState, SkipCounts
 from trainer.config import RunConfig
+from trainer.data import Manifests
 from trainer.distributed.engines.engine import Engine
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.skipped_steps import SkipLog
 from trainer.objectives import Objective
-from trainer.preflight import Manifests
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 

@@ -13,7 +13,7 @@ from data_pipeline.remote.cache import is_remote
 from trainer.config import RunConfig
 from trainer.fault_tolerance import liveness
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.modules import Players
+from trainer.modules import TrainedModules
 from trainer.objectives import Objective
 
 
@@ -42,11 +42,11 @@ class RunWatch:
         )
 
 
-def follow_networks(config: RunConfig, players: Players, objective: Objective) -> None:
+def follow_networks(config: RunConfig, modules: TrainedModules, objective: Objective) -> None:
     """Let all networks give signs of life, except an encoder that is compiled: it runs as a single operation."""
-    networks: list[nn.Module] = [objective, *players.trained_modules.values()]
+    networks: list[nn.Module] = [objective, *modules.trained_modules.values()]
     for network in networks:
-        if not (config.compile and network is players.encoder):
+        if not (config.compile and network is modules.encoder):
             liveness.follow(network)
 
 

@@ -5,6 +5,8 @@ for the linear probe, pooled features (B, C) for kNN, all float32. What may neve
 on how many ranks share the batch, unless the config asks for `batch_norm="local"`.
 """
 
+from typing import TYPE_CHECKING
+
 from trainer.models.encoder import (
     Encoder,
     EncoderConfig,
@@ -15,7 +17,19 @@ from trainer.models.encoder import (
     build_encoder,
 )
 from trainer.models.heads import HeadConfig, build_head
-from trainer.pretrained import load_encoder
+
+if TYPE_CHECKING:
+    from trainer.pretrained import load_encoder
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import `load_encoder` at first use: it reads run directories, of which this room knows nothing otherwise."""
+        if name != "load_encoder":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from trainer.pretrained import load_encoder
+
+        return load_encoder
+
 
 __all__ = [
     "Encoder",

@@ -32,7 +32,7 @@ from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, deepsp
 from trainer.distributed.fake_process_group import fake_ranks
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import Encoder
-from trainer.modules import build_players, build_run_objective
+from trainer.modules import build_modules, build_run_objective
 from trainer.objectives import InstanceDiscriminationConfig, Objective, build_objective
 from trainer.planning.accounting import Accounts
 from trainer.preflight import check_batch_norm, check_input_shape
@@ -302,7 +302,7 @@ def _account(
 ) -> Plan:
     """The plan at the config's own number of micro batches."""
     size = config.global_batch_size // world_size
-    players = build_players(config)
+    players = build_modules(config)
     policy, learned = _view_policy(config, players.view_policy)
     memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
     for module in (players.encoder, policy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.source_digests import SharedSources, read_source_digests, shared_sources
-from trainer.config import DataConfig
+from trainer.data import DataConfig
 
 
 def find_shared(data: DataConfig, *, train: Manifest, test: Manifest) -> SharedSources | None:

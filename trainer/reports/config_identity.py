@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from trainer.config import RunConfig, flatten
+from data_pipeline.core.schema import flatten
+from trainer.config import RunConfig
 
 # Settings that do not change what an encoder learns, so that runs which differ in them alone are repetitions.
 NOT_SCIENCE = (

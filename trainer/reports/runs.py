@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.core.errors import UserError, storage_problem
+from data_pipeline.core.schema import flatten
 from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
-from trainer.config import RunConfig, flatten, read_config
+from trainer.config import RunConfig, read_config
 from trainer.observability.records import read_metrics, read_provenance
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.linear import ProbeConfig

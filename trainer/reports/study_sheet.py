@@ -15,8 +15,8 @@ from typing import Literal
 from scipy.stats import spearmanr
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import difference
 from trainer.analyses.concentration import ConcentrationResult
-from trainer.config import difference
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.reports.findings import Score, resolution

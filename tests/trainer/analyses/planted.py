@@ -16,7 +16,7 @@ from data_pipeline.core.counter_rng import DrawKeys, uniform
 from trainer.analyses.loaded_run import CPU, AnalysisOptions, LoadedRun
 from trainer.config import RunConfig, read_config
 from trainer.models.encoder import Encoder
-from trainer.modules import Players
+from trainer.modules import TrainedModules
 from trainer.run_dir import RunDir
 from trainer.views import ViewPolicy
 
@@ -73,7 +73,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: str, **policies: nn.Module) -
 
     def open_planted(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
         policy = cast(ViewPolicy, policies[run_dir.path.name])
-        players = Players(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
+        players = TrainedModules(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
         return LoadedRun(run_dir, players, CPU, options.seed or 0)
 
     monkeypatch.setattr(f"trainer.analyses.{module}.load_run", open_planted)

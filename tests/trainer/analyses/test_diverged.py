@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.reports.test_report import report
 from trainer.config import RunConfig
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.run_dir import RunDir, write_json
 
 SMALL = {
@@ -45,7 +45,7 @@ def diverged_run(directory: Path, data: Path, players: set[str]) -> RunDir:
     run_dir = RunDir(directory)
     run_dir.checkpoint(10).mkdir(parents=True)
     write_json(run_dir.config, config)
-    for name, module in build_players(RunConfig.model_validate(config)).trained_modules.items():
+    for name, module in build_modules(RunConfig.model_validate(config)).trained_modules.items():
         state = {
             key: tensor * math.nan if name in players and tensor.is_floating_point() else tensor
             for key, tensor in module.state_dict().items()

@@ -24,19 +24,22 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
+from trainer.build import build_training
 from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, write_files, write_tensors
-from trainer.checkpoint.restore import load_players, restore
+from trainer.checkpoint.restore import restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_gather_object, rank
+from trainer.distributed.engines import Engine
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.models import load_encoder
-from trainer.modules import build_players, build_run_objective
+from trainer.modules import build_modules
 from trainer.objectives import NTXent, NTXentConfig, ObjectiveConfig
 from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
 from trainer.objectives.moco import MoCoConfig
 from trainer.objectives.simsiam import SimSiamConfig
 from trainer.optim.optimizers import AdamConfig
+from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir, write_json
 
 
@@ -50,7 +53,7 @@ def start(run_dir: RunDir, config: RunConfig) -> dict[str, DDPEngine]:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return {
         name: DDPEngine(module, optimizer=config.player_optimizers[name])
-        for name, module in build_players(config).trained_modules.items()
+        for name, module in build_modules(config).trained_modules.items()
     }
 
 
@@ -64,7 +67,7 @@ def restored_step(run_dir: RunDir, config: RunConfig) -> int:
     return restore(run_dir, start(run_dir, config), NTXent(NTXentConfig())).step
 
 
-def fake_step(engines: dict[str, DDPEngine], seed: int) -> None:
+def fake_step(engines: Mapping[str, Engine], seed: int) -> None:
     """A step with random gradients, so that weights and optimizer state both move."""
     draw = torch.Generator().manual_seed(seed)
     for engine in engines.values():
@@ -114,7 +117,7 @@ def test_step_0_is_the_untrained_encoder_whatever_the_ambient_random_state(confi
     states = []
     for ambient in (1, 2):
         torch.manual_seed(ambient)
-        states.append(load_players(run_dir, step=0).encoder.state_dict())
+        states.append(load_modules(run_dir, step=0).encoder.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -140,14 +143,14 @@ def test_a_damaged_checkpoint_is_named(damage: str, config: RunConfig, tmp_path:
     else:
         path.unlink()
     with pytest.raises(UserError, match=r"encoder\.safetensors"):
-        load_players(run_dir)
+        load_modules(run_dir)
 
 
 def test_a_step_that_is_not_there_names_those_that_are(config: RunConfig, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     save(run_dir, 7, engines=start(run_dir, config), keep=1)
     with pytest.raises(UserError, match="steps 0, 7"):
-        load_players(run_dir, step=3)
+        load_modules(run_dir, step=3)
 
 
 def tiny(seed: int = 0, *, num_columns: int = 3) -> dict[str, DDPEngine]:
@@ -403,7 +406,7 @@ def test_players_of_another_architecture_are_named_too(config: RunConfig, tmp_pa
     other = resolve_recipe("debug:viewmaker", ["encoder.embedding_size=24"])
     write_json(run_dir.config, other.model_dump(mode="json"))
     with pytest.raises(UserError, match=r"encoder\.safetensors is of another architecture \(.* \(24, "):
-        load_players(run_dir)
+        load_modules(run_dir)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -432,7 +435,7 @@ def test_players_are_read_while_training_writes(keep: int, config: RunConfig, tm
         deadline = time.monotonic() + 8
         while len(set(steps)) < 4:
             assert time.monotonic() < deadline
-            players = load_players(run_dir)
+            players = load_modules(run_dir)
             steps.append(players.step)
             for module in players.trained_modules.values():
                 assert all((tensor == players.step).all() for tensor in module.state_dict().values())
@@ -468,8 +471,8 @@ def test_a_strangers_code_is_not_run(form: str, config: RunConfig, tmp_path: Pat
     (run_dir.checkpoint(1) / "checkpoint.json").write_text(json.dumps(index))
     for load in (
         lambda: restored_step(run_dir, config),
-        lambda: load_players(run_dir),
-        lambda: load_players(run_dir, step=1),
+        lambda: load_modules(run_dir),
+        lambda: load_modules(run_dir, step=1),
     ):
         with pytest.raises(UserError, match=r"\.safetensors cannot be read"):
             load()
@@ -495,14 +498,8 @@ NUM_SAMPLES = 37  # no multiple of any number of ranks, so a bank's parts are un
 
 def whole_state(config: RunConfig, run_dir: RunDir, *, trains: bool) -> dict[str, str]:
     """Of a run on this rank, after a step and a save or after a restore: the SHA-256 of all state by name."""
-    players = build_players(config)
-    engines = {
-        name: DDPEngine(module, optimizer=config.player_optimizers[name])
-        for name, module in players.trained_modules.items()
-    }
-    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    if any(parameter.requires_grad for parameter in objective.parameters()):
-        engines["objective"] = DDPEngine(objective, optimizer=config.optimizer)
+    training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    objective, engines = training.objective, training.engines
     if trains:
         fake_step(engines, 0)
         if config.objective.kind == "instance_discrimination":  # whose state is a part of the whole, on each rank

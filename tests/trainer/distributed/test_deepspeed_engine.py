@@ -21,15 +21,14 @@ from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import reverse_gradient
+from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank, world_size
 from trainer.distributed.engines import deepspeed_engine
-from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.distributed.engines.ddp_engine import DDPConfig, DDPEngine
 from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine, check, deepspeed_dictionary
-from trainer.distributed.engines.engine import Engine
-from trainer.modules import build_players, build_run_objective
+from trainer.modules import build_modules, build_run_objective
 from trainer.optim.optimizers import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig, build_optimizer
-from trainer.step import TrainingStep
 
 BATCH_SIZE = 8
 NUM_STEPS = 20
@@ -346,26 +345,15 @@ REAL_RUNS: dict[str, tuple[str, list[str], Literal[0, 1, 2, 3]]] = {
 
 def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"]) -> dict[str, Any]:
     """The first steps of a run on its data, as the loop takes them."""
-    config = run.config
-    built = build_players(config)
-    objective = build_run_objective(config, built.encoder, num_samples=40, device=torch.device("cpu"))
-    modules = built.trained_modules
-    optimizers: dict[str, OptimizerConfig] = {**config.player_optimizers}
+    engines = {"ddp": DDPConfig(), "deepspeed": DeepSpeedConfig(zero_stage=run.stage)}
+    config = run.config.model_copy(update={"engine": engines[engine], "global_batch_size": 16})
+    modules = build_modules(config)
+    objective = build_run_objective(config, modules.encoder, num_samples=40, device=torch.device("cpu"))
+    trained = modules.trained_modules
     if any(parameter.requires_grad for parameter in objective.parameters()):
-        modules["objective"], optimizers["objective"] = objective, config.optimizer
-    start = {name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in modules.items()}
-    engines: dict[str, Engine] = {}
-    for name, module in modules.items():
-        if engine == "ddp":
-            engines[name] = DDPEngine(module.train(), optimizer=optimizers[name])
-        else:
-            engines[name] = DeepSpeedEngine(
-                module.train(),
-                optimizer=optimizers[name],
-                config=DeepSpeedConfig(zero_stage=run.stage),
-                global_batch_size=16,
-            )
-    step = TrainingStep(config, engines=engines, view_policy=built.view_policy, objective=objective)
+        trained["objective"] = objective
+    start = {name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in trained.items()}
+    training = assemble(config, modules, objective)
     stream = Stream(
         config.data.train_dir,
         read=config.data,
@@ -376,8 +364,8 @@ def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"]) -> dict[str
         end_step=4,
     )
     rates = {"encoder": 0.01, "objective": 0.01, "viewmaker": 1e-4}
-    losses = [step(batch, learning_rates=rates).metrics["train/loss"] for batch in stream]
-    return {"losses": torch.stack(losses), "states": states_of(engines), "start": start}
+    losses = [training.step(batch, learning_rates=rates).metrics["train/loss"] for batch in stream]
+    return {"losses": torch.stack(losses), "states": states_of(training.engines), "start": start}
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from tests.gloo import run_ranks
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.checkpoint.restore import newest_state
+from trainer.data import read_manifests
 from trainer.distributed.collectives import rank
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
-from trainer.preflight import read_manifests
 from trainer.run_dir import RunDir
 from trainer.train import train as run
 

@@ -14,7 +14,7 @@ from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys
 from trainer.fault_tolerance import liveness
 from trainer.models.encoder import build_encoder
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.profiling import stage
 
 
@@ -73,7 +73,7 @@ def signs_of(network: nn.Module, forward: Callable[[], Tensor]) -> tuple[int, in
 def test_every_block_of_an_encoder_gives_a_sign_forward_and_backward(checkpointing: str | int) -> None:
     """A stem, four blocks and the head, for each of two views. A block that is computed again gives one more."""
     config = resolve_recipe("debug:image", [f"memory.encoder_checkpointing={checkpointing}"])
-    encoder = build_players(config).encoder
+    encoder = build_modules(config).encoder
     views_BCHW = torch.rand(4, 3, 32, 32)
     num_forward, num_backward = signs_of(encoder, lambda: encoder(views_BCHW, 2))
     assert num_forward >= 2 * 6
@@ -82,7 +82,7 @@ def test_every_block_of_an_encoder_gives_a_sign_forward_and_backward(checkpointi
 
 def test_every_block_of_a_viewmaker_gives_a_sign_forward_and_backward() -> None:
     config = resolve_recipe("debug:viewmaker", [])
-    viewmaker = build_players(config).viewmaker
+    viewmaker = build_modules(config).viewmaker
     assert viewmaker is not None
     images_BCHW = torch.rand(2, 3, 32, 32)
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(2), view=0)

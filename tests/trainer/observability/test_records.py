@@ -19,9 +19,9 @@ from launch.submitted import run_status
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.reports.test_report import Page, make_run, probe_result, report
 from trainer.checkpoint.files import all_steps
+from trainer.data import read_manifests
 from trainer.observability.records import read_metrics, read_provenance
 from trainer.observability.tracking import Tracker
-from trainer.preflight import read_manifests
 from trainer.probe import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.reports.as_markdown import as_markdown

@@ -10,7 +10,7 @@ import torch
 
 from configs import debug
 from data_pipeline.building.build import build_dataset
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.observability.step_pictures import NUM_MEASURED, step_pictures
 
 
@@ -29,7 +29,7 @@ def test_pictures_come_when_due_and_leave_training_as_it_was(data_dir: Path) -> 
             "tracking": recipe.tracking.model_copy(update={"pictures_every_steps": 3}),
         }
     )
-    policy = build_players(config).view_policy
+    policy = build_modules(config).view_policy
     policy.train()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     state = torch.get_rng_state()

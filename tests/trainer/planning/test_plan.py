@@ -14,16 +14,16 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Batch
 from data_pipeline.core.schema import Schema
 from tests.gloo import run_ranks
+from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import is_distributed, rank, world_size
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine
 from trainer.distributed.engines.engine import Engine
-from trainer.modules import build_players, build_run_objective
+from trainer.modules import build_modules
 from trainer.optim.optimizers import OptimizerConfig
 from trainer.planning.accounting import Accounts
 from trainer.planning.plan import MARGIN, Plan, describe, plan, room_on
-from trainer.step import TrainingStep
 
 BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
 RUNS = {
@@ -82,25 +82,17 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
     index_B = torch.arange(size) + rank() * size
     batch = Batch(0, 0, index_B, pictures, pictures, masks, masks, labels, labels.clone())
 
-    players = build_players(config).to(torch.device("cpu"), config.parameter_dtype)
-    objective = build_run_objective(config, players.encoder, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    modules = players.trained_modules | {"objective": objective}
-    optimizers = config.player_optimizers | {"objective": config.objective_optimizer}
-    engines = {
-        name: build_engine(config, module, optimizer=optimizers[name])
-        for name, module in modules.items()
-        if any(parameter.requires_grad for parameter in module.parameters())
-    }
+    training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    modules = [*training.modules.trained_modules.values(), training.objective]
     state = [
-        *(tensor for module in modules.values() for tensor in [*module.parameters(), *module.buffers()]),
-        *(tensor for engine in engines.values() for tensor in engine.optimizer_state().values()),
+        *(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]),
+        *(tensor for engine in training.engines.values() for tensor in engine.optimizer_state().values()),
         *(pictures, masks, labels, labels.clone(), index_B),
     ]
-    step = TrainingStep(config, engines=engines, view_policy=players.view_policy, objective=objective)
     for _ in range(num_before):
-        step(batch, learning_rates=defaultdict(float))
+        training.step(batch, learning_rates=defaultdict(float))
     with Accounts() as accounts:
-        output = step(batch, learning_rates=defaultdict(float))
+        output = training.step(batch, learning_rates=defaultdict(float))
         assert not output.skipped
         at_the_end = accounts.live_bytes
         del output
@@ -179,7 +171,7 @@ def test_a_whole_matrix_of_similarities_is_in_the_loss() -> None:
 def test_the_optimizer_keeps_its_states(optimizer: str) -> None:
     found = planned(configure("chunked", f"optimizer={{kind: {optimizer}}}"))
     (num,) = found.num_parameters.values()
-    num_tensors = sum(1 for _ in build_players(configure("chunked")).encoder.parameters())
+    num_tensors = sum(1 for _ in build_modules(configure("chunked")).encoder.parameters())
     assert found.optimizer_bytes == (2 * num * 4 + num_tensors * 4 if optimizer == "adam" else num * 4)
 
 

@@ -16,10 +16,10 @@ from data_pipeline.remote.cache import RemoteConfig
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.probes.toy import toy_pictures
-from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
-from trainer.modules import build_players
+from trainer.modules import build_modules
+from trainer.pretrained import load_modules
 from trainer.probes.features import LABEL_SPACES, read_pictures, read_some
 from trainer.probes.knn import probe_knn
 from trainer.probes.online import OnlineProbe, online_probe
@@ -40,7 +40,7 @@ def recipe(batch_norm: str, **probe: Any) -> RunConfig:
 
 def train_some_steps(batch_norm: str, probes: bool) -> dict[str, Any]:
     """Everything that a probe must not touch, after steps on this rank's own pictures; and what the probes said."""
-    encoder = build_players(recipe(batch_norm)).encoder.train()
+    encoder = build_modules(recipe(batch_norm)).encoder.train()
     encoder.trunk.eval()  # some parts do not train: they must come back as they were
     encoder.trunk.layer4.train()  # type: ignore[union-attr]
     for parameter in list(encoder.parameters())[:3]:
@@ -80,7 +80,7 @@ def test_training_has_the_same_bits_with_and_without_probes(batch_norm: str, wor
 
 
 def metrics_of_ranks(batch_norm: str) -> dict[str, float]:
-    encoder = build_players(recipe(batch_norm)).encoder.train()
+    encoder = build_modules(recipe(batch_norm)).encoder.train()
     metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
     assert metrics.pop("probe/seconds") > 0
     return metrics
@@ -94,7 +94,7 @@ def test_the_numbers_do_not_depend_on_the_ranks() -> None:
 
 
 def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
-    encoder = build_players(recipe("synchronized")).encoder
+    encoder = build_modules(recipe("synchronized")).encoder
     metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
     whole = probe_knn(encoder, train=TRAIN, test=TEST, targets=label_targets(TRAIN, TEST), device=CPU)
     assert {space: metrics[f"probe/{space}/knn"] for space in whole} == {s: r.accuracy for s, r in whole.items()}
@@ -104,7 +104,7 @@ def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
 @pytest.mark.parametrize("value", [0.0, 3.0, float("nan"), float("inf")])
 def test_features_without_information_end_nothing(value: float) -> None:
     """A collapsed encoder, and one that diverged: training goes on, with an accuracy at or below chance."""
-    encoder = build_players(recipe("synchronized")).encoder
+    encoder = build_modules(recipe("synchronized")).encoder
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.fill_(value)
@@ -148,7 +148,7 @@ def test_a_run_has_the_probe_that_its_config_asks_for(tmp_path: Path) -> None:
     where = {"train_dir": str(tmp_path / "train"), "test_dir": str(tmp_path / "test")}
     config = recipe("synchronized", online_every_steps=3, online_num_train=30, online_num_test=10)
     config = config.model_copy(update={"data": config.data.model_copy(update=where)})
-    probe = online_probe(config, build_players(config).encoder, device=CPU)
+    probe = online_probe(config, build_modules(config).encoder, device=CPU)
     assert probe is not None
     assert all(
         10 * value == pytest.approx(round(10 * value)) for name, value in probe().items() if name != "probe/seconds"
@@ -158,7 +158,7 @@ def test_a_run_has_the_probe_that_its_config_asks_for(tmp_path: Path) -> None:
 def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
     off = recipe("synchronized")
     assert off.probe.online_every_steps is None
-    encoder = build_players(off).encoder
+    encoder = build_modules(off).encoder
     assert online_probe(off, encoder, device=CPU) is None
     with pytest.raises(UserError, match="data/debug/train does not exist; build it"):
         online_probe(recipe("synchronized", online_every_steps=1), encoder, device=CPU)
@@ -191,5 +191,5 @@ def test_the_training_loop_probes_at_its_steps_and_learns_the_same(tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "with" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 3, 4, 6, 8, 9, 10]
     assert [line["step"] for line in lines if "probe/base/knn" in line and "probe/overlay/ridge" in line] == [3, 6, 9]
-    without, with_probes = (load_players(RunDir(tmp_path / name)).encoder.state_dict() for name in ("without", "with"))
+    without, with_probes = (load_modules(RunDir(tmp_path / name)).encoder.state_dict() for name in ("without", "with"))
     assert all(torch.equal(without[name], value) for name, value in with_probes.items())

@@ -24,9 +24,9 @@ from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME
 from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
-from trainer.checkpoint.restore import load_players
 from trainer.config import RunConfig
-from trainer.modules import build_players
+from trainer.modules import build_modules
+from trainer.pretrained import load_modules
 from trainer.probe import main, majority_share, probe, runs_table
 from trainer.probes.curve import Curve, Curves, Point, curve_of
 from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
@@ -44,7 +44,7 @@ def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
     run_dir = RunDir(directory)
     run_dir.checkpoint(10).mkdir(parents=True)
     run_dir.config.write_text(json.dumps(config))
-    state = build_players(RunConfig.model_validate(config)).encoder.state_dict()
+    state = build_modules(RunConfig.model_validate(config)).encoder.state_dict()
     doubled = {name: 2 * tensor for name, tensor in state.items()}
     safetensors.torch.save_file(doubled, run_dir.checkpoint(10) / "encoder.safetensors")
     run_dir.latest.write_text("step_00000010\n")
@@ -145,7 +145,7 @@ def test_doing_it_again_changes_nothing_but_the_seconds(
 
 @pytest.mark.parametrize("recipe", [debug.image, debug.viewmaker])
 def test_real_players_come_out_as_they_went_in(recipe: Any, data: Path) -> None:
-    players = build_players(recipe())
+    players = build_modules(recipe())
     for module in players.trained_modules.values():
         module.train()
     before = {name: copy.deepcopy(module.state_dict()) for name, module in players.trained_modules.items()}
@@ -164,7 +164,7 @@ def test_the_heads_that_are_kept_score_what_was_reported(
     run_dir = make_run(tmp_path / "run", data)
     call(monkeypatch, run_dir.path, "--step", 0)
     heads, test = read_heads(run_dir.probes(0) / "heads.safetensors"), read_pictures(data / "test")
-    encoder = build_players(debug.image()).encoder.eval()
+    encoder = build_modules(debug.image()).encoder.eval()
     with torch.no_grad():
         features_NF = encoder.features(test.images_NCHW / 255)
     for space, head in heads.by_label.items():
@@ -296,7 +296,7 @@ def test_draws_of_the_test_overlays_and_their_spread(
         assert torch.equal(again.labels("overlay"), read.labels("overlay"))
         assert torch.equal(again.images_NCHW, test.images_NCHW) == (draw == 0)
     heads = read_heads(run_dir.probes(10) / "heads.safetensors").by_label
-    encoder = load_players(run_dir).encoder
+    encoder = load_modules(run_dir).encoder
     third = test.with_draw(3)
     with torch.no_grad():
         features_NF = encoder.features(third.images_NCHW / 255)

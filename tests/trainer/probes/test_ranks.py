@@ -13,7 +13,7 @@ from configs import debug
 from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.probe import probe
 from trainer.probes.features import extract, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies
@@ -41,7 +41,7 @@ def test_each_sample_comes_once_and_in_its_place(world_size: int) -> None:
 def read_out(directory: Path, views: str) -> Any:
     """Results and heads of a real encoder; 103 test samples, and some steps left over for two and three ranks."""
     recipe = debug.image()
-    players = build_players(recipe)
+    players = build_modules(recipe)
     config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})
     train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
     found = probe(
@@ -64,7 +64,7 @@ def test_probes_do_not_depend_on_the_ranks(views: str, tmp_path: Path) -> None:
 
 def encode_and_vote(chunk_size: int) -> Any:
     train, test = toy_pictures(103, seed=0), toy_pictures(103, seed=1)
-    encoder = build_players(debug.image()).encoder.eval()
+    encoder = build_modules(debug.image()).encoder.eval()
     with frozen(encoder):
         bank_NC, queries_MC = (
             extract(encoder.pooled, pictures.images_NCHW, device=CPU, batch_size=chunk_size)
@@ -91,4 +91,4 @@ def with_batch_statistics(directory: Path) -> None:
     recipe = debug.image()
     config = recipe.probe.model_copy(update={"batch_norm": "train"})
     train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
-    probe(build_players(recipe), train=train, test=test, device=CPU, config=config)
+    probe(build_modules(recipe), train=train, test=test, device=CPU, config=config)

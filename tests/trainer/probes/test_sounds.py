@@ -19,7 +19,7 @@ from data_pipeline.loading.stream import ReadConfig, Stream, read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views
-from trainer.modules import build_players
+from trainer.modules import build_modules
 from trainer.probe import main, probe
 from trainer.probes.features import read_pictures
 from trainer.probes.knn import probe_knn
@@ -117,7 +117,7 @@ def test_probes_of_a_run_are_the_same_again_and_leave_the_players_alone(data: Pa
     config = recipe.model_copy(
         update={"probe": recipe.probe.model_copy(update={"num_epochs": 2, "batch_norm": batch_norm})}
     )
-    players = build_players(config)
+    players = build_modules(config)
     before = {key: value.clone() for key, value in players.encoder.state_dict().items()}
     train, test = read_pictures(data / "train"), read_pictures(data / "test")
     results = []

@@ -5,15 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from data_pipeline.core.schema import Schema
 from trainer.distributed.collectives import sum_in_rank_order, world_size
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer, step_unless
+
+
+class DDPConfig(Schema):
+    """torch's DistributedDataParallel: every rank keeps everything."""
+
+    kind: Literal["ddp"] = "ddp"
 
 
 class DDPEngine:

@@ -29,8 +29,7 @@ from torch import Tensor
 from data_pipeline.core import counter_rng
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.schema import Schema, Seed
-from trainer.config import difference
+from data_pipeline.core.schema import Schema, Seed, difference
 from trainer.provenance import command_line, cpu_name, this_code
 from trainer.run_dir import write_atomically, write_json
 from trainer.theory.framework.claim import ClaimResult
