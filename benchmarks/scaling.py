@@ -43,7 +43,6 @@ from data_pipeline.core.sample import NO_LABEL, Batch
 from launch.ports import free_ports
 from trainer.distributed.collectives import barrier
 from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group
-from trainer.distributed.neighbours import Doorbell, Neighbours
 from trainer.memory import keep_freed_memory
 from trainer.modules import build_modules
 from trainer.planning.accounting import Accounts
@@ -61,14 +60,15 @@ def held_batch(rank: int, size: int) -> Batch:
 
 
 @contextmanager
-def waiting_in_batch_norm(line: Neighbours) -> Iterator[None]:
-    """While open, every batch norm waits for the other process where that of ranks would: forward and backward, once
+def waiting_in_batch_norm(other: Connection) -> Iterator[None]:
+    """Let every batch norm inside wait for the `other` process where that of ranks would: forward and backward, once
     for both views.
     """
     calls: collections.Counter[nn.Module] = collections.Counter()
 
     def wait(*_: object) -> None:
-        line.all_reduce_sum(torch.zeros(2))
+        other.send_bytes(b".")
+        other.recv_bytes()
 
     def hook(module: nn.Module, _: object, out: Tensor) -> None:
         if isinstance(module, nn.BatchNorm2d):
@@ -82,12 +82,11 @@ def waiting_in_batch_norm(line: Neighbours) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-        line.close()
 
 
-def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection) -> None:
-    """Answers "together", "local", "in step" and "apart" with the seconds of so many steps; "count", with the bytes of
-    one.
+def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, other: Connection) -> None:
+    """Answer "together", "local", "in step" and "apart" with the seconds of so many steps; "count", with the bytes of
+    one. `other` leads to the other process.
     """
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -98,9 +97,7 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection) ->
         apart = asked in {"apart", "in step"}
         waiting: AbstractContextManager[None] = nullcontext()
         if asked == "in step":
-            doorbell = Doorbell(rank)
-            pipe.send(doorbell.name)
-            waiting = waiting_in_batch_norm(doorbell.connect(pipe.recv(), timeout_seconds=60))
+            waiting = waiting_in_batch_norm(other)
         elif not apart:
             port = pipe.recv()
             world = WorldEnv(rank, NUM_PROCESSES, rank, NUM_PROCESSES, 0, "127.0.0.1", port, "torchrun", {})
@@ -153,9 +150,9 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(NUM_PROCESSES)
     pipes: list[Connection] = []
-    for rank in range(NUM_PROCESSES):
+    for rank, other in enumerate(context.Pipe()):
         ours, theirs = context.Pipe()
-        context.Process(target=worker, args=(rank, cores[rank], size, start, theirs), daemon=True).start()
+        context.Process(target=worker, args=(rank, cores[rank], size, start, theirs, other), daemon=True).start()
         pipes.append(ours)
 
     def ask(what: str) -> list[Any]:
@@ -164,10 +161,6 @@ def main() -> None:
             pipe.send(what)
             if what in {"together", "local", "count"}:
                 pipe.send(port)
-        if what == "in step":
-            names = [pipe.recv() for pipe in pipes]
-            for pipe in pipes:
-                pipe.send(names)
         return [pipe.recv() for pipe in pipes]
 
     def rate(how: str) -> float:

@@ -113,7 +113,7 @@ class TrainJob:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(self.local_port),
                 # It was free when the job was submitted; if it no longer is, ranks with this token meet at another.
-                FEATURE_DROPOUT_MEETING=f"local/{job.job_id}/{self.local_port}",
+                FEATURE_DROPOUT_RENDEZVOUS=f"local/{job.job_id}/{self.local_port}",
             )
         ending = Ending()
         try:

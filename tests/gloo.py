@@ -39,14 +39,11 @@ class RankError(AssertionError):
     """A rank raised, died or hung; the message carries what is known, with the rank's own traceback."""
 
 
-def run_ranks(
-    function: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 60.0, neighbours: bool = True
-) -> list[T]:
+def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[T]:
     """Call `function(*args)` on each of `world_size` ranks, and return the results in rank order.
 
     `function`, `args` and results are pickled, so `function` lives at the top of an importable module. Each rank runs
-    on one thread. `neighbours`: the ranks share memory, as those of one machine do in a run; else they use gloo alone,
-    as those of several. Raises `RankError`.
+    on one thread. Raises `RankError`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -59,7 +56,7 @@ def run_ranks(
                 ours, theirs = context.Pipe()
                 process: BaseProcess = context.Process(
                     target=_rank_main,
-                    args=(theirs, task, rank, world_size, str(Path(directory) / "store"), timeout_s, neighbours),
+                    args=(theirs, task, rank, world_size, str(Path(directory) / "store"), timeout_s),
                 )
                 process.start()
                 theirs.close()
@@ -99,14 +96,10 @@ def _collect(pipes: list[Connection], *, world_size: int, timeout_s: float) -> d
     return results
 
 
-def _rank_main(
-    pipe: Connection, task: bytes, rank: int, world_size: int, store: str, timeout_s: float, neighbours: bool
-) -> None:
+def _rank_main(pipe: Connection, task: bytes, rank: int, world_size: int, store: str, timeout_s: float) -> None:
     try:
         import torch
         import torch.distributed as dist
-
-        from trainer.distributed.collectives import meet_neighbours
 
         torch.set_num_threads(1)
         function, args = pickle.loads(task)
@@ -117,8 +110,6 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        if neighbours and world_size > 1:
-            assert meet_neighbours(timeout_seconds=timeout_s)
         # Plain pickle instead of `pipe.send`: torch would pass tensors in shared memory that dies with this process.
         reply = pickle.dumps((False, function(*args)))
     except BaseException:

@@ -24,7 +24,7 @@ NUM_STEPS = 8
 
 WORLD_PROGRAM = """
 import dataclasses, json, os
-from trainer.distributed.env import read_env
+from trainer.distributed.environment import read_env
 print(json.dumps(dataclasses.asdict(read_env(os.environ))))
 """
 

@@ -18,7 +18,6 @@ from data_pipeline.storage.store import SampleStore
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.distributed.neighbours import Neighbours
 from trainer.models.encoder import Encoder
 from trainer.profiling import Clock, slowest, stage
 from trainer.run_dir import RunDir
@@ -34,7 +33,7 @@ DELAYED: dict[str, tuple[Any, str]] = {
     "forward": (Encoder, "forward"),
     "backward": (DDPEngine, "backward"),
     "optimizer": (DDPEngine, "step"),
-    "communication": (Neighbours, "_meet"),
+    "communication": (torch.distributed, "all_gather_into_tensor"),
 }
 
 

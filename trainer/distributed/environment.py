@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from data_pipeline.core.environment import set_variables
 from data_pipeline.core.errors import UserError
-from trainer.distributed import meeting
-from trainer.distributed.collectives import leave_neighbours, meet_neighbours
+from trainer.distributed import rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
 _NUM_PORTS_TRIED, _NEXT_PORT = 16, 769  # far from the ports of the next job ids
 # Set by a launcher that has proposed MASTER_PORT itself: the same for all ranks of this start, and for nobody else.
-_MEETING_NAME = "FEATURE_DROPOUT_MEETING"
+_RENDEZVOUS_NAME = "FEATURE_DROPOUT_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
@@ -165,8 +164,6 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
         gathered: list[_RankRow | None] | None = [None] * world.world_size if world.rank == 0 else None
         dist.gather_object(row, gathered)
         rows = [row for row in gathered or () if row is not None]
-    if device.type == "cpu" and world.world_size == world.local_world_size:
-        meet_neighbours(timeout_seconds=timeout_seconds)
     if world.rank == 0:
         for line in _rank_table(rows, world.launcher):
             logger.info(line)
@@ -185,13 +182,13 @@ def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
     timeout = timedelta(seconds=timeout_seconds)
     tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # absent from torch's annotations
     if world.rank > 0:
-        port = meeting.ask(world.master_addr, world.ports, token=world.start, timeout_seconds=timeout_seconds)
+        port = rendezvous.ask(world.master_addr, world.ports, token=world.start, timeout_seconds=timeout_seconds)
         store = tcp_store(world.master_addr, port, world.world_size, is_master=False, timeout=timeout)
         store.set(f"met/{world.rank}", "")
         return store
     # Rank 0 may not wait for the others before they can learn its port.
     store = tcp_store(world.master_addr, 0, world.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-    with meeting.answering(world.ports, token=world.start, answer=store.port) as port:
+    with rendezvous.answering(world.ports, token=world.start, answer=store.port) as port:
         if port != world.master_port:
             host = socket.gethostname()
             logger.info("port %d is in use on %s, so the ranks meet at %d", world.master_port, host, port)
@@ -201,16 +198,15 @@ def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
 
 @contextlib.contextmanager
 def process_group(world: WorldEnv, device: torch.device) -> Iterator[None]:
-    """`init_process_group`, and at the end its opposite.
+    """Join the process group inside, and leave it at the end.
 
-    A rank that leaves by an exception hangs up on its neighbours, but leaves NCCL's group to the end of the process: to
-    take that down it would wait for the others, who may wait for it, and nobody would hear what went wrong.
+    A rank that leaves by an exception does not take down NCCL's group: that would wait for the other ranks, which may
+    wait for this one, and the exception would not be printed. The end of the process takes it down.
     """
     init_process_group(world, device)
     try:
         yield
     except BaseException:
-        leave_neighbours()
         if device.type == "cpu":
             destroy_process_group()
         raise
@@ -219,7 +215,6 @@ def process_group(world: WorldEnv, device: torch.device) -> Iterator[None]:
 
 def destroy_process_group() -> None:
     """Leave the process group, if there is one."""
-    leave_neighbours()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -316,7 +311,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> WorldEnv:
         master_port=_whole(environ, "MASTER_PORT"),
         launcher="torchrun",
         sources=sources,
-        start=environ.get(_MEETING_NAME, ""),
+        start=environ.get(_RENDEZVOUS_NAME, ""),
     )
 
 

@@ -49,8 +49,8 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in {"c10d", "neighbours"}:
-            name = func.name().partition("::")[2].strip("_").removesuffix("_base").removesuffix("_sum")
+        if func.namespace == "c10d":
+            name = func.name().partition("::")[2].strip("_").removesuffix("_base")
             self.sent_bytes[name] += _sent(func, args)
         # What `torch.tensor` makes of Python's numbers is first seen as an argument.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)

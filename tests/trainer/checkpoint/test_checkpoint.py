@@ -539,7 +539,7 @@ def save_on_four_and_load(directory: Path) -> list[tuple[int, str, dict[str, str
 
 
 def test_the_state_of_4_ranks_is_taken_up_by_1_2_and_8(tmp_path: Path) -> None:
-    per_rank = run_ranks(save_on_four_and_load, 8, tmp_path, neighbours=False)  # which are of one group
+    per_rank = run_ranks(save_on_four_and_load, 8, tmp_path)
     saved = {kind: state for world_size, kind, state in per_rank[0] if world_size == 4}
     assert saved.keys() == OBJECTIVES.keys()
     for kind, state in saved.items():
