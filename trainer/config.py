@@ -132,6 +132,14 @@ class RunConfig(Schema):
         return torch.float64 if self.precision == "float64" else torch.float32
 
     @property
+    def recompile_step(self) -> int | None:
+        """The step at which a compiled encoder is compiled again; None if there is none.
+
+        When the viewmaker freezes, the encoder's input needs no gradient any more.
+        """
+        return self.adversary.freeze_step if self.compile and self.adversary is not None else None
+
+    @property
     def objective_optimizer(self) -> OptimizerConfig:
         """The optimizer of what the objective itself trains."""
         if isinstance(self.objective, SimSiamConfig) and self.objective.predictor_rate == "constant":

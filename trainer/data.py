@@ -37,6 +37,11 @@ class DataConfig(ReadConfig):
         return "per_view" if self.overlay == "online_per_view" else "per_item"
 
     @property
+    def fetch_seconds(self) -> float:
+        """How long fetching a shard of the train set may take; 0 if the train set is not fetched."""
+        return self.remote.file_seconds if is_remote(self.train_dir) else 0.0
+
+    @property
     def mel(self) -> MelConfig | None:
         """The spectrogram of the sounds; None for pictures. Raises `UserError` where there is none for their rate."""
         return None if self.sample_rate is None else mel_config(self.sample_rate)

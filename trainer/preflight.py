@@ -11,7 +11,6 @@ from math import gcd
 from typing import TextIO, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
@@ -19,18 +18,17 @@ from data_pipeline.core.schema import difference
 from data_pipeline.loading.resident import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import check_batch_size, num_steps_per_epoch
 from data_pipeline.storage.manifest import Manifest
+from trainer.build import Training
 from trainer.checkpoint.restore import Restored, newest_state, restore
 from trainer.checkpoint.run_state import check_same_data
 from trainer.checkpoint.save import refuse_link
 from trainer.config import RunConfig, read_config
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
-from trainer.distributed.engines.engine import Engine
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.modules import TrainedModules
 from trainer.normalization import normalization_of
-from trainer.objectives import Objective
 from trainer.optim.learning_rates import scaled_learning_rate
 from trainer.probes.shared import check_shared, find_shared
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
@@ -221,10 +219,8 @@ def resume(
     run_dir: RunDir,
     config: RunConfig,
     manifests: Manifests,
-    engines: Mapping[str, Engine],
-    objective: Objective,
+    training: Training,
     *,
-    extra: Mapping[str, Tensor],
     accepted_data: Collection[str],
 ) -> Restored:
     """Load the newest whole checkpoint, as `restore` does, and check that it goes with the data. Every rank calls this.
@@ -232,7 +228,7 @@ def resume(
     `claim` has checked the newest one; this may be an older one, if that is damaged. Raises as `restore` and
     `check_resumed` do.
     """
-    restored = restore(run_dir, engines, objective, extra=extra)
+    restored = restore(run_dir, training.engines, training.objective, extra=training.step.loss_scale.state())
     if on_first_rank(lambda: check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
         logger.warning(
             "the data were replaced after step %d and are accepted: going on with those of now", restored.step

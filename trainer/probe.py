@@ -180,7 +180,7 @@ def probe_run(
                     for space, result in readout.results.items()
                     for method in ("linear", "knn")
                 }
-                summarize(run_dir, config, final)
+                summarize(run_dir, config.tracking, final)
             print(table(readout.results))
             print(directory)
 

@@ -11,6 +11,7 @@ sums) counts where the computation waits for it.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -156,3 +157,14 @@ def slowest(metrics: dict[str, float]) -> str:
     """The stage that takes most of the time, of what `Clock.read` gives: "backward 52 %"."""
     name = max(_NAMES, key=lambda stage: metrics[f"perf/{stage}_fraction"])
     return f"{name} {100 * metrics[f'perf/{name}_fraction']:.0f} %"
+
+
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """Return metrics: the most memory that this process has held so far, in gigabytes of 10^9 bytes.
+
+    On a GPU also the most that its tensors have held there.
+    """
+    metrics = {"memory/resident_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    if device.type == "cuda":
+        metrics["memory/gpu_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return metrics

@@ -79,7 +79,8 @@ def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again(
 
     watchdog = Patient(RunDir(Path("unused")), config.watchdog, rank=0, world_size=1, start="0")
     for step in range(5):
-        with time_to_compile_again(config, step, watchdog):
+        seconds = config.watchdog.startup_seconds
+        with time_to_compile_again(watchdog, step, recompile_step=config.recompile_step, seconds=seconds):
             assert len(asked) == (step >= 3)
     assert asked == [(config.watchdog.startup_seconds, "compiling")]
 

@@ -17,11 +17,12 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.probes.toy import toy_pictures
-from trainer.analyses.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.analyses.loaded_run import AnalysisOptions
-from trainer.analyses.views import analyze_views, choose_pictures, draw_views, mean_change
+from trainer.analyses.views import analyze_views, mean_change
 from trainer.analyze import ANALYSES, main
 from trainer.modules import build_modules
+from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
+from trainer.observability.view_grid import choose_pictures, draw_views
 from trainer.probes.features import read_pictures
 from trainer.run_dir import RunDir
 

@@ -94,7 +94,7 @@ def test_looking_at_the_lock_neither_takes_it_nor_refuses_it_to_a_trainer(tmp_pa
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from trainer.rundir import RunDir, hold
+from trainer.run_dir import RunDir, hold
 held = hold(RunDir(Path(sys.argv[1])))
 worker = os.fork()
 if worker == 0:

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
-from trainer.analyses.figures import to_png
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, view_batches, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.objectives.health import effective_rank, uniformity
+from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, Pictures, extract, frozen
+from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
 Space = Literal["embedding", "pooled"]

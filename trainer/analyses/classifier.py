@@ -16,11 +16,12 @@ import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from trainer.analyses.loaded_run import LoadedRun, choose_rows, view_batches
+from trainer.analyses.loaded_run import LoadedRun, choose_rows
 from trainer.probes.features import extract, frozen
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import PROBE_VIEW, FeatureBatch, Target, epoch_rows, fit_linear_probe
 from trainer.probes.targets import readable_labels
+from trainer.probes.view_batches import view_batches
 
 NUM_QUICK = 10_000  # train samples, one view of each
 NUM_QUICK_EPOCHS = 20

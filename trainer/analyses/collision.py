@@ -21,8 +21,8 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema
-from trainer.analyses.figures import to_png
 from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
+from trainer.observability.figures import to_png
 from trainer.probes.features import ViewFunction, to_float
 from trainer.run_dir import RunDir
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig

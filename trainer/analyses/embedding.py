@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Measured, Schema
-from trainer.analyses.figures import to_png
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
+from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, extract, frozen
 from trainer.run_dir import RunDir
 

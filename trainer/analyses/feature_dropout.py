@@ -25,12 +25,13 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, shown
 from trainer.analyses.classifier import heads_of
 from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
-from trainer.analyses.figures import to_png
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, view_batches, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.analyses.views import Change, mean_change, ratio
+from trainer.observability.figures import to_png
 from trainer.probes.features import LABEL_SPACES, LabelSpace, frozen
 from trainer.probes.heads import Heads
 from trainer.probes.linear import LinearHead
+from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
 LOW, HIGH = 0.1, 0.9

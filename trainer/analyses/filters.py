@@ -22,8 +22,8 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Count, LearningRate, Measured, Schema
 from trainer.analyses.embedding import silhouette
-from trainer.analyses.figures import GridRow, picture_grid
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, refuse_sounds, write_result
+from trainer.observability.figures import GridRow, picture_grid
 from trainer.probes.features import LabelSpace, frozen, to_float
 from trainer.run_dir import RunDir
 

@@ -6,7 +6,6 @@ Shapes: N samples, B batch, C channels, H height, W width.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Schema
@@ -28,16 +26,12 @@ from trainer.probes.features import (
     TRAIN_DRAW,
     LabelSpace,
     Pictures,
-    ViewFunction,
-    frozen,
     read_pictures,
-    to_float,
 )
 from trainer.run_dir import RunDir, write_atomically, write_json
 from trainer.views import expert_image
 
 CPU = torch.device("cpu")
-_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -87,18 +81,6 @@ class LoadedRun:
         return tuple(space for space in LABEL_SPACES if self.test.class_names(space))
 
 
-@dataclass(frozen=True)
-class ViewBatch:
-    """Samples as the encoder sees them without a view, and one view of each: (B, C, H, W) float32 on the device.
-
-    `masks_BHW` are on the host, None for sounds.
-    """
-
-    seen_BCHW: Tensor
-    views_BCHW: Tensor
-    masks_BHW: Tensor | None
-
-
 def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
     """Load a run's players. Raises `UserError` where there is no such checkpoint."""
     players = load_modules(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
@@ -134,30 +116,6 @@ def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:
     """Rows of `num` samples, or all if there are fewer, drawn without replacement; (num,) int64, ascending."""
     order = generator(seed, "samples of an analysis").permutation(num_samples)
     return torch.from_numpy(order[:num]).sort().values
-
-
-def view_batches(
-    policy: ViewFunction,
-    pictures: Pictures,
-    rows_N: Tensor,
-    *,
-    seed: int,
-    view: int,
-    device: torch.device,
-    index_N: Tensor | None = None,
-) -> Iterator[ViewBatch]:
-    """The samples of `rows_N` in order, each with its view number `view`, drawn as in the first epoch of training, or,
-    with `index_N`, as if the samples had those indices.
-    """
-    index_N = pictures.index_N[rows_N] if index_N is None else index_N
-    with frozen(policy):
-        for rows_B, index_B in zip(torch.split(rows_N, _BATCH_SIZE), torch.split(index_N, _BATCH_SIZE), strict=True):
-            batch = pictures.inputs(rows_B)
-            inputs = to_float(batch.inputs, device)
-            keys = DrawKeys(seed=seed, epoch=0, index_B=index_B.to(device), view=view)
-            masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
-            views_BCHW = policy(inputs, keys, masks_BHW).float()
-            yield ViewBatch(pictures.seen(inputs), views_BCHW, batch.masks_BHW)
 
 
 def write_result(run_dir: RunDir, name: str, result: Schema, png: bytes) -> list[Path]:

@@ -9,21 +9,37 @@ import torch
 from torch import nn
 
 from data_pipeline.loading.stream import Stream
-from data_pipeline.remote.cache import is_remote
-from trainer.config import RunConfig
 from trainer.fault_tolerance import liveness
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.modules import TrainedModules
 from trainer.objectives import Objective
 
+# What a slow disk, a large probe and a slow server may take.
+_CHECKPOINT_SECONDS, _PROBE_SECONDS, _CLOSING_SECONDS = 600.0, 600.0, 60.0
+
 
 class RunWatch:
-    """Announces the parts of a training step to a watchdog, by the run's config."""
+    """Announces the parts of a training step to a watchdog.
 
-    def __init__(self, config: RunConfig, watchdog: Watchdog, *, stream: Stream, device: torch.device) -> None:
-        self._config, self._watchdog, self._stream, self._device = config, watchdog, stream, device
-        # A location that is fetched from has a time limit of its own, and a sentence for it.
-        self._fetch_seconds = config.data.remote.file_seconds if is_remote(config.data.train_dir) else 0.0
+    Args:
+        fetch_seconds: that reading a shard may take, because it has a time limit and an error of its own.
+        recompile_step: the step at which the encoder is compiled again; None if there is none.
+        compile_seconds: that this may take.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        *,
+        stream: Stream,
+        device: torch.device,
+        fetch_seconds: float,
+        recompile_step: int | None,
+        compile_seconds: float,
+    ) -> None:
+        self._watchdog, self._stream, self._device = watchdog, stream, device
+        self._fetch_seconds = fetch_seconds
+        self._recompile_step, self._compile_seconds = recompile_step, compile_seconds
 
     def reading(self, step: int) -> None:
         """Announce that the batch of `step` is read now."""
@@ -33,7 +49,9 @@ class RunWatch:
     def training(self, step: int) -> AbstractContextManager[None]:
         """Announce that the batch of `step` is there; what trains on it goes inside."""
         self._watchdog.beat(step, doing="training")
-        return time_to_compile_again(self._config, step, self._watchdog)
+        return time_to_compile_again(
+            self._watchdog, step, recompile_step=self._recompile_step, seconds=self._compile_seconds
+        )
 
     def waiting_for_device(self) -> AbstractContextManager[None]:
         """Report that the host waits for its GPU, which computes long after the host has asked it to."""
@@ -41,17 +59,29 @@ class RunWatch:
             liveness.inside("waiting for GPU", waits=True) if self._device.type == "cuda" else contextlib.nullcontext()
         )
 
+    def probing(self) -> AbstractContextManager[None]:
+        """Give the probe inside more time than a step has."""
+        return self._watchdog.patience(_PROBE_SECONDS, "probing")
 
-def follow_networks(config: RunConfig, modules: TrainedModules, objective: Objective) -> None:
+    def saving(self) -> AbstractContextManager[None]:
+        """Give the checkpoint inside more time than a step has."""
+        return self._watchdog.patience(_CHECKPOINT_SECONDS, "writing a checkpoint")
+
+    def closing_log(self) -> AbstractContextManager[None]:
+        """Give the servers of the log time to take what is left."""
+        return self._watchdog.patience(_CLOSING_SECONDS, "closing the log")
+
+
+def follow_networks(modules: TrainedModules, objective: Objective) -> None:
     """Let all networks give signs of life, except an encoder that is compiled: it runs as a single operation."""
     networks: list[nn.Module] = [objective, *modules.trained_modules.values()]
     for network in networks:
-        if not (config.compile and network is modules.encoder):
+        if not (modules.config.compile and network is modules.encoder):
             liveness.follow(network)
 
 
-def time_to_compile_again(config: RunConfig, step: int, watchdog: Watchdog) -> AbstractContextManager[None]:
-    """When the viewmaker freezes, the encoder's input needs no gradient any more, for which it is compiled anew."""
-    if config.compile and config.adversary is not None and step == config.adversary.freeze_step:
-        return watchdog.patience(config.watchdog.startup_seconds, "compiling")
-    return contextlib.nullcontext()
+def time_to_compile_again(
+    watchdog: Watchdog, step: int, *, recompile_step: int | None, seconds: float
+) -> AbstractContextManager[None]:
+    """Give the step at which the encoder is compiled again the time for that; the others none."""
+    return watchdog.patience(seconds, "compiling") if step == recompile_step else contextlib.nullcontext()

@@ -16,13 +16,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import wandb
 from wandb.util import get_core_path
 
 from data_pipeline.core.environment import forget_empty_variables, variable
-from trainer.config import RunConfig
 from trainer.fault_tolerance.preemption import WARNINGS
 from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
 from trainer.run_dir import RunDir, write_atomically
@@ -38,15 +37,16 @@ _HEAD_CHARACTERS = 80  # of a line that W&B's reader prints, in which it says wh
 class WandbRun:
     """What W&B is told of one run. No method raises: the first failure is reported and ends W&B for this process."""
 
-    def __init__(self, run_dir: RunDir, config: RunConfig) -> None:
+    def __init__(self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any]) -> None:
         """Starts the run, or goes on with it; what W&B lacks of metrics.jsonl is sent."""
         forget_empty_variables("WANDB_")
+        self._name, self._settings = name, dict(settings)
         self._run: wandb.Run | None = None
         self._folder = run_dir.path.absolute() / "wandb"
         self._last_step = 0  # that W&B has
         if not run_dir.wandb_run_id.is_file():
             write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
-        if not (_mode(config.tracking) == "online" and self._goes_online(run_dir, config)):
+        if not (_mode(config) == "online" and self._goes_online(run_dir, config)):
             self._guard(lambda: self._start(run_dir, config, "offline"))
         for entry in run_dir.read_metrics():
             self.log(entry["step"], {name: value for name, value in entry.items() if name != "step"})
@@ -71,7 +71,7 @@ class WandbRun:
             if run.offline:
                 self._tell_how_to_sync("Weights & Biases: the run is in")
 
-    def _start(self, run_dir: RunDir, config: RunConfig, mode: Literal["online", "offline"]) -> None:
+    def _start(self, run_dir: RunDir, config: TrackingConfig, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
             self._last_step = _last_offline_step(run_dir)
         # W&B's own process takes over what is blocked here: a warning to all processes of a job must not end it.
@@ -80,13 +80,13 @@ class WandbRun:
         try:
             self._run = wandb.init(
                 dir=run_dir.path,
-                project=config.tracking.wandb_project,
+                project=config.wandb_project,
                 id=run_dir.wandb_run_id.read_text().strip(),
                 name=run_dir.path.name,
-                group=config.name,
+                group=self._name,
                 job_type="train",
-                tags=config.tracking.tags,
-                config=config.model_dump(mode="json"),
+                tags=config.tags,
+                config=self._settings,
                 mode=mode,
                 resume="allow",
                 settings=_settings(),
@@ -104,7 +104,7 @@ class WandbRun:
         where = shlex.quote(str(folders[0])) if len(folders) == 1 else f"{shlex.quote(str(self._folder))}/offline-run-*"
         logger.info("%s %s; from a machine that reaches the server: wandb sync %s", what, self._folder, where)
 
-    def _goes_online(self, run_dir: RunDir, config: RunConfig) -> bool:
+    def _goes_online(self, run_dir: RunDir, config: TrackingConfig) -> bool:
         try:
             self._start(run_dir, config, "online")
         except Exception as error:
@@ -162,21 +162,21 @@ def _leave_inherited_process() -> None:
     os.environ.pop("WANDB_SERVICE", None)
 
 
-def summarize(run_dir: RunDir, config: RunConfig, numbers: Mapping[str, float]) -> None:
+def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, float]) -> None:
     """Put numbers that were measured after training, such as those of the probes, into the summary of the W&B run.
 
     Nothing where the run has no W&B run. A failure is told and forgotten.
     """
-    if not (uses_wandb(config.tracking) and run_dir.wandb_run_id.is_file()):
+    if not (uses_wandb(config) and run_dir.wandb_run_id.is_file()):
         return
     forget_empty_variables("WANDB_")
     _leave_inherited_process()
     try:
         with wandb.init(
             dir=run_dir.path,
-            project=config.tracking.wandb_project,
+            project=config.wandb_project,
             id=run_dir.wandb_run_id.read_text().strip(),
-            mode=_mode(config.tracking),
+            mode=_mode(config),
             resume="allow",
             settings=_settings(x_disable_stats=True),
         ) as run:

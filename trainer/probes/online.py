@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.config import RunConfig
+from trainer.data import DataConfig
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_accuracies
-from trainer.probes.linear import Target
+from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.targets import label_targets
 
 RIDGE_PENALTY = 1e-3
@@ -99,15 +99,16 @@ def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[Labe
     return {f"probe/{space}/ridge": num / len(queries_MC) for space, num in zip(targets, num_right, strict=True)}
 
 
-def online_probe(config: RunConfig, encoder: Encoder, *, device: torch.device) -> OnlineProbe | None:
-    """The probe that a run's config wants, its samples read; None where it wants none.
+def online_probe(
+    config: ProbeConfig, encoder: Encoder, *, data: DataConfig, precision: str, device: torch.device
+) -> OnlineProbe | None:
+    """Return the probe that a run's config wants, its samples read; None if it wants none.
 
-    Raises `UserError` where the samples cannot be had.
+    Raises `UserError` if the samples cannot be read.
     """
-    if config.probe.online_every_steps is None:
+    if config.online_every_steps is None:
         return None
-    data, num_train, num_test = config.data, config.probe.online_num_train, config.probe.online_num_test
-    train = read_some(data.train_dir, num=num_train, read=data, draw=TRAIN_DRAW)
-    test = read_some(data.test_dir, num=num_test, read=data)
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
+    train = read_some(data.train_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
+    test = read_some(data.test_dir, num=config.online_num_test, read=data)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype)

@@ -17,11 +17,11 @@ from data_pipeline.core.errors import UserError
 from launch.status import table
 from launch.submitted import run_status
 from tests.tiny_data import write_tiny_pair
+from tests.trainer.observability.tracked import open_tracker
 from tests.trainer.reports.test_report import Page, make_run, probe_result, report
 from trainer.checkpoint.files import all_steps
 from trainer.data import read_manifests
 from trainer.observability.records import read_metrics, read_provenance
-from trainer.observability.tracking import Tracker
 from trainer.probe import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.reports.as_markdown import as_markdown
@@ -93,7 +93,7 @@ def test_of_many_damaged_lines_some_are_named_and_the_others_counted(tmp_path: P
 
 def restart(run_dir: RunDir) -> None:
     config = resolve_recipe("debug:image", ["tracking.wandb=disabled"])
-    tracker = Tracker(run_dir, config=config, start_step=4)
+    tracker = open_tracker(run_dir, config, start_step=4)
     tracker.log(5, {"epoch": 1, "train/loss": 0.5})
     tracker.close()
 

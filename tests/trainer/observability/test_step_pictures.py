@@ -13,6 +13,8 @@ from data_pipeline.building.build import build_dataset
 from trainer.modules import build_modules
 from trainer.observability.step_pictures import NUM_MEASURED, step_pictures
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,7 +35,7 @@ def test_pictures_come_when_due_and_leave_training_as_it_was(data_dir: Path) -> 
     policy.train()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     state = torch.get_rng_state()
-    make = step_pictures(config, policy, device=torch.device("cpu"))
+    make = step_pictures(config.tracking, policy, data=config.data, seed=config.seed, device=CPU)
     assert make(2) is None
     made, again = make(3), make(6)
     assert made is not None
@@ -56,4 +58,5 @@ def test_pictures_come_when_due_and_leave_training_as_it_was(data_dir: Path) -> 
 def test_without_wish_no_sample_is_read(tracking: dict[str, object]) -> None:
     recipe = debug.viewmaker()  # whose data are not there
     config = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update=tracking)})
-    assert step_pictures(config, torch.nn.Identity(), device=torch.device("cpu"))(500) is None
+    pictures = step_pictures(config.tracking, torch.nn.Identity(), data=config.data, seed=0, device=CPU)
+    assert pictures(500) is None

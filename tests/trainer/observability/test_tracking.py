@@ -11,7 +11,7 @@ import pytest
 import wandb
 
 from configs import resolve_recipe
-from trainer.observability.tracking import Tracker
+from tests.trainer.observability.tracked import open_tracker
 from trainer.observability.wandb_run import offline_steps
 from trainer.run_dir import RunDir
 
@@ -20,9 +20,9 @@ ENDED_WITH_ITS_JOB = """
 import os, signal, sys, time
 from pathlib import Path
 from configs import resolve_recipe
-from trainer.rundir import RunDir
-from trainer.tracking import Tracker
-tracker = Tracker(RunDir(Path(sys.argv[1])), config=resolve_recipe("debug:image"), start_step=0)
+from tests.trainer.observability.tracked import open_tracker
+from trainer.run_dir import RunDir
+tracker = open_tracker(RunDir(Path(sys.argv[1])), resolve_recipe("debug:image"))
 for step in range(1, 5):
     tracker.log(step, {"train/loss": 1.0 / step})
 (core,) = (
@@ -41,9 +41,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from configs import resolve_recipe
-from trainer.rundir import RunDir
-from trainer.tracking import Tracker
-tracker = Tracker(RunDir(Path(sys.argv[1])), config=resolve_recipe("debug:image"), start_step=0)
+from tests.trainer.observability.tracked import open_tracker
+from trainer.run_dir import RunDir
+tracker = open_tracker(RunDir(Path(sys.argv[1])), resolve_recipe("debug:image"))
 tracker.log(1, {"train/loss": 1.0})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -70,12 +70,12 @@ def wandb_steps(run_dir: RunDir) -> list[int]:
 def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     config = resolve_recipe("debug:image", ["tracking.wandb=disabled"])
-    first = Tracker(run_dir, config=config, start_step=0)
+    first = open_tracker(run_dir, config)
     for step in range(1, 8):
         first.log(step, {"train/loss": float(step)})
     with run_dir.metrics.open("a") as file:
         file.write('{"step": 8, "train/lo')  # a kill in the middle of a line
-    second = Tracker(run_dir, config=config, start_step=5)
+    second = open_tracker(run_dir, config, start_step=5)
     second.log(6, {"train/loss": -6.0})
     second.close()
     assert [(entry["step"], entry["train/loss"]) for entry in run_dir.read_metrics()] == [
@@ -94,7 +94,7 @@ def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
     run_dir.path.mkdir()
     config = resolve_recipe("debug:image")
     for start_step in (0, 2):
-        tracker = Tracker(run_dir, config=config, start_step=start_step)
+        tracker = open_tracker(run_dir, config, start_step=start_step)
         for step in (start_step + 1, start_step + 2):
             tracker.log(step, {"train/loss": 1.0 / step})
         tracker.close()
@@ -118,7 +118,7 @@ def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_ne
     run_dir = RunDir(tmp_path)
     subprocess.run([sys.executable, "-c", ENDED_WITH_ITS_JOB, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
     assert wandb_steps(run_dir) != [1, 2, 3, 4, 5], "nothing was lost, so this test shows nothing"
-    tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=5)
+    tracker = open_tracker(run_dir, resolve_recipe("debug:image"), start_step=5)
     tracker.log(6, {"train/loss": 0.1})
     tracker.close()
     assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
@@ -141,7 +141,7 @@ def test_wandb_gets_no_step_twice_where_a_run_goes_back(tmp_path: Path, monkeypa
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = RunDir(tmp_path)
     for start_step, last in ((0, 4), (2, 6)):
-        tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=start_step)
+        tracker = open_tracker(run_dir, resolve_recipe("debug:image"), start_step=start_step)
         for step in range(start_step + 1, last + 1):
             tracker.log(step, {"train/loss": 1.0})
         tracker.close()
@@ -156,7 +156,7 @@ def test_a_failing_wandb_is_reported_once_and_training_goes_on(
 
     monkeypatch.setattr(wandb, "init", fail)
     run_dir = RunDir(tmp_path)
-    tracker = Tracker(run_dir, config=resolve_recipe("debug:image", ["tracking.wandb=offline"]), start_step=0)
+    tracker = open_tracker(run_dir, resolve_recipe("debug:image", ["tracking.wandb=offline"]))
     tracker.log(1, {"train/loss": 1.0})
     tracker.log(2, {"train/loss": 0.5})
     tracker.close()

@@ -18,10 +18,12 @@ import torch
 from configs import resolve_recipe
 from configs.resolve import resolve_study
 from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
+from tests.trainer.observability.tracked import open_tracker
 from trainer.config import RunConfig
 from trainer.observability import wandb_run
-from trainer.observability.tracking import StepPictures, Tracker, memory_in_use
+from trainer.observability.tracking import StepPictures
 from trainer.observability.wandb_run import offline_steps, summarize
+from trainer.profiling import memory_in_use
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[3]
@@ -29,11 +31,12 @@ TWO_STEPS = """
 import sys
 from pathlib import Path
 from configs import resolve_recipe
-from trainer import tracking, wandb_run
-from trainer.rundir import RunDir
+from tests.trainer.observability.tracked import open_tracker
+from trainer.observability import wandb_run
+from trainer.run_dir import RunDir
 wandb_run.INIT_SECONDS = 3
 config = resolve_recipe("debug:image", [f"tracking.wandb={sys.argv[2]}"])
-tracker = tracking.Tracker(RunDir(Path(sys.argv[1])), config=config, start_step=0)
+tracker = open_tracker(RunDir(Path(sys.argv[1])), config)
 for step in (1, 2):
     tracker.log(step, {"train/loss": 1.0})
 tracker.close()
@@ -54,7 +57,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 def train(run_dir: RunDir, config: RunConfig, *, start_step: int, last: int) -> list[float]:
     """Seconds that each step's log took."""
-    tracker, seconds = Tracker(run_dir, config=config, start_step=start_step), []
+    tracker, seconds = open_tracker(run_dir, config, start_step=start_step), []
     for step in range(start_step + 1, last + 1):
         started = time.perf_counter()
         tracker.log(step, {"train/loss": 1.0 / step})
@@ -68,7 +71,7 @@ def test_two_starts_online_are_one_run_with_its_study_pictures_and_summary(serve
     run_dir, config = RunDir(tmp_path), resolve_study("studies:table1_small")[0]
     train(run_dir, config, start_step=0, last=4)
     train(run_dir, config, start_step=4, last=6)
-    summarize(run_dir, config, {"probe/base/linear": 0.5, "probe/overlay/linear": 0.25})
+    summarize(run_dir, config.tracking, {"probe/base/linear": 0.5, "probe/overlay/linear": 0.25})
     ((run_id, run),) = server.runs.items()
     assert run_id == run_dir.wandb_run_id.read_text().strip()
     assert run.steps == [1, 2, 3, 4, 5, 6]
@@ -99,7 +102,7 @@ def test_what_was_written_offline_is_synchronised_as_wandb_documents(
 
 def test_a_slow_server_costs_a_step_nothing(server: StandIn, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    tracker = Tracker(run_dir, config=resolve_recipe("debug:image"), start_step=0)
+    tracker = open_tracker(run_dir, resolve_recipe("debug:image"))
     server.delay = 5.0
     started = time.perf_counter()
     for step in range(1, 101):
@@ -115,7 +118,7 @@ def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
     server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wandb_run, "FINISH_SECONDS", 1.0)
-    tracker = Tracker(RunDir(tmp_path), config=resolve_recipe("debug:image"), start_step=0)
+    tracker = open_tracker(RunDir(tmp_path), resolve_recipe("debug:image"))
     server.delay = 60.0
     tracker.log(1, {"train/loss": 1.0})
     started = time.perf_counter()

@@ -18,6 +18,7 @@ from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_soun
 from tests.trainer.probes.toy import toy_pictures
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
+from trainer.models import Encoder
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probes.features import LABEL_SPACES, read_pictures, read_some
@@ -143,12 +144,16 @@ def test_of_a_remote_dataset_a_few_shards_are_fetched(tmp_path: Path) -> None:
     assert 0 < len(list((tmp_path / "cache").rglob("shard-*.tar"))) <= 8
 
 
+def probe_of(config: RunConfig, encoder: Encoder) -> OnlineProbe | None:
+    return online_probe(config.probe, encoder, data=config.data, precision=config.precision, device=CPU)
+
+
 def test_a_run_has_the_probe_that_its_config_asks_for(tmp_path: Path) -> None:
     write_tiny_pair(tmp_path, num_train=40, num_test=20)
     where = {"train_dir": str(tmp_path / "train"), "test_dir": str(tmp_path / "test")}
     config = recipe("synchronized", online_every_steps=3, online_num_train=30, online_num_test=10)
     config = config.model_copy(update={"data": config.data.model_copy(update=where)})
-    probe = online_probe(config, build_modules(config).encoder, device=CPU)
+    probe = probe_of(config, build_modules(config).encoder)
     assert probe is not None
     assert all(
         10 * value == pytest.approx(round(10 * value)) for name, value in probe().items() if name != "probe/seconds"
@@ -159,9 +164,9 @@ def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
     off = recipe("synchronized")
     assert off.probe.online_every_steps is None
     encoder = build_modules(off).encoder
-    assert online_probe(off, encoder, device=CPU) is None
+    assert probe_of(off, encoder) is None
     with pytest.raises(UserError, match="data/debug/train does not exist; build it"):
-        online_probe(recipe("synchronized", online_every_steps=1), encoder, device=CPU)
+        probe_of(recipe("synchronized", online_every_steps=1), encoder)
     with pytest.raises(UserError, match="label_base has classes dark, bright in the train set but"):
         OnlineProbe(encoder, train=TRAIN, test=_renamed(), device=CPU, dtype=torch.float32)
 

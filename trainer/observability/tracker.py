@@ -1,0 +1,95 @@
+"""Write metrics: always to RUN_DIR/metrics.jsonl, and to Weights & Biases and TensorBoard if the config wants them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from data_pipeline.core.errors import about
+from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
+from trainer.run_dir import RunDir, write_atomically
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from trainer.observability.wandb_run import WandbRun
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes the metrics of one run. Only the first rank has one.
+
+    Args:
+        name: of the run; W&B groups runs by it.
+        settings: the whole config, which W&B shows beside the metrics.
+        start_step: the step from which a restart goes on.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any], start_step: int
+    ) -> None:
+        _forget_steps_after(run_dir, start_step)
+        self._path = run_dir.metrics
+        self._file = run_dir.metrics.open("a")
+        self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tensorboard else None
+        self._wandb = _wandb_run(run_dir, config, name, settings) if uses_wandb(config) else None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics after `step` steps, one line in metrics.jsonl; names are paths such as train/loss."""
+        with about(self._path):
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(step, metrics)
+
+    def log_pictures(self, step: int, pictures: StepPictures) -> None:
+        """Send pictures to W&B and TensorBoard; to be called after the metrics of the same step."""
+        pictures = pictures.finite()
+        if self._tensorboard is not None:
+            for name, array_HWC in pictures.images.items():
+                self._tensorboard.add_image(name, array_HWC, step, dataformats="HWC")
+            for name, values in pictures.histograms.items():
+                self._tensorboard.add_histogram(name, values, step)
+        if self._wandb is not None:
+            self._wandb.log_pictures(step, pictures)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+
+def _wandb_run(run_dir: RunDir, config: TrackingConfig, name: str, settings: Mapping[str, Any]) -> WandbRun:
+    # Imported here, because it takes half a second and only the first rank needs it.
+    from trainer.observability.wandb_run import WandbRun
+
+    return WandbRun(run_dir, config, name=name, settings=settings)
+
+
+def _tensorboard_writer(run_dir: RunDir, start_step: int) -> SummaryWriter | None:
+    """Return a writer; if TensorBoard is not installed, log that and return None."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
+        logger.warning(
+            "tracking.tensorboard needs TensorBoard, which is not installed; going on without it "
+            "(`pip install -e '.[tensorboard]'`)"
+        )
+        return None
+    # Purge the steps that a restart repeats, so that each is shown once.
+    return SummaryWriter(str(run_dir.path / "tensorboard"), purge_step=start_step + 1, flush_secs=30)
+
+
+def _forget_steps_after(run_dir: RunDir, step: int) -> None:
+    """Remove the lines of steps after `step`, which a restart repeats, so that metrics.jsonl has each step once."""
+    if run_dir.metrics.is_file():
+        lines = [json.dumps(entry) + "\n" for entry in run_dir.read_metrics() if entry["step"] <= step]
+        write_atomically(run_dir.metrics, "".join(lines))

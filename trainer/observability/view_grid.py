@@ -1,0 +1,72 @@
+"""The grid of pictures, their views and what the views changed.
+
+Shapes: N pictures, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.observability.figures import GridRow, difference_gain, difference_pictures, picture_grid
+from trainer.probes.features import Pictures, ViewFunction
+from trainer.probes.view_batches import view_batches
+
+CPU = torch.device("cpu")
+
+
+def draw_views(
+    policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, view: int, device: torch.device = CPU
+) -> tuple[Tensor, Tensor]:
+    """Pictures of `rows_N` and one view of each, both (N, C, H, W) float32 on the CPU, drawn as in the first epoch."""
+    batches = view_batches(policy, pictures, rows_N, seed=seed, view=view, device=device)
+    image_parts, view_parts = zip(*((batch.seen_BCHW.cpu(), batch.views_BCHW.cpu()) for batch in batches), strict=True)
+    return torch.cat(image_parts), torch.cat(view_parts)
+
+
+def choose_pictures(pictures: Pictures, num: int) -> Tensor:
+    """Rows of up to `num` pictures that show every class in turn: the first of each, then the second of each, ..."""
+    seen: dict[int, int] = {}
+    turn: list[tuple[int, int, int]] = []
+    for row, label in enumerate(pictures.label_base_N.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        turn.append((seen[label], label, row))
+    return torch.tensor([row for _, _, row in sorted(turn)[:num]])
+
+
+def view_grid(
+    policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, device: torch.device = CPU
+) -> tuple[bytes, int]:
+    """The grid as PNG and the gain of its difference rows: picture, view 1, difference, view 2, difference.
+
+    Spectrograms are shown in grey from their lowest value in black to their highest in white, low bands below; the gain
+    is then of that range.
+    """
+    picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0, device=device)
+    _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1, device=device)
+    parts = [picture_NCHW, first_NCHW, second_NCHW]
+    if pictures.sounds is not None:
+        low, high = picture_NCHW.min(), picture_NCHW.max()
+        parts = [((part - low) / (high - low)).flip(2) for part in parts]
+    picture, first, second = (_to_nhwc(part) for part in parts)
+    gain = difference_gain(first - picture, second - picture)
+    rows = [GridRow("picture", picture)]
+    for number, view in ((1, first), (2, second)):
+        rows.append(GridRow(f"view {number}", np.clip(view, 0.0, 1.0)))
+        rows.append(GridRow(f"difference\n× {gain}", difference_pictures(view - picture, gain=gain)))
+    return picture_grid(rows, column_titles=[_title(pictures, row) for row in rows_N.tolist()]), gain
+
+
+def _title(pictures: Pictures, row: int) -> str:
+    """The class of the picture, and that of the object drawn on it."""
+    base = pictures.class_names("base")[int(pictures.label_base_N[row])]
+    overlay = pictures.class_names("overlay")
+    return f"{base} · {overlay[int(pictures.label_overlay_N[row])]}" if overlay else base
+
+
+def _to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
+    """(N, H, W, 3); one channel is shown in grey."""
+    array: NDArray[np.float32] = pictures_NCHW.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    return array
