@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import configs
 from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.overrides import set_paths
 from data_pipeline.core.schema import flatten
@@ -81,7 +80,7 @@ def explain(name: str, overrides: Sequence[str] = ()) -> str:
 def recipes() -> list[str]:
     """Every recipe there is, as module:function."""
     names = []
-    for module_info in pkgutil.iter_modules(configs.__path__):
+    for module_info in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if module_info.name not in {"resolve", "base", STUDIES}:
             module = importlib.import_module(f"configs.{module_info.name}")
             names += [f"{module_info.name}:{function}" for function in _functions(module)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -57,6 +58,87 @@ def test_imports_point_one_way(room: str) -> None:
     assert files
     wrong = [f"{path}: {name}" for path in files for name in imports_of(path) if name.split(".")[0] in forbidden]
     assert not wrong
+
+
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """For each of our modules, those that it imports, at the top or inside functions, other than for type checking."""
+    files = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in python_files(*ROOMS)}
+    graph = {}
+    for module, path in files.items():
+        tree = WithoutTypeChecking().visit(ast.parse((ROOT / path).read_text()))
+        names = imported_modules(ast.unparse(tree), package=".".join(path.parts[:-1]))
+        graph[module] = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
+    return graph
+
+
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Leaves out what stands under `if TYPE_CHECKING`."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            return self.generic_visit(node)
+        return [self.visit(each) for each in node.orelse]
+
+
+def modules_of(room: str) -> set[str]:
+    return {module for module in import_graph() if f"{module}.".startswith(f"{room}.")}
+
+
+def reached_from(modules: set[str], *, but_for: tuple[str, str] | None = None) -> set[str]:
+    """All that these modules import, and what those import, and so on; `but_for` is an import that does not count."""
+    reached, waiting = set(modules), list(modules)
+    while waiting:
+        module = waiting.pop()
+        new = {each for each in import_graph()[module] if (module, each) != but_for} - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def test_the_import_graph_sees_functions_and_no_type_checking() -> None:
+    graph = import_graph()
+    assert "trainer.observability.wandb_run" in graph["trainer.observability.tracker"]  # inside a function
+    assert "trainer.pretrained" in graph["trainer.models"]  # in the `else` of a type check
+    assert "trainer.models.encoder" in reached_from({"trainer.train"})
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    try:
+        TopologicalSorter(import_graph()).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+# `trainer.models.load_encoder` is a name for the outside, imported when it is first used.
+LOAD_ENCODER = ("trainer.models", "trainer.pretrained")
+
+
+@pytest.mark.parametrize(
+    ("room", "never"),
+    [
+        ("trainer.objectives", ("trainer.distributed.engines", "trainer.checkpoint")),
+        ("trainer.models", ("trainer.distributed.engines", "trainer.checkpoint")),
+        ("trainer.distributed", ("trainer.objectives",)),
+        ("trainer.train", ("trainer.analyses", "trainer.reports", "trainer.theory")),
+    ],
+)
+def test_a_room_knows_nothing_of(room: str, never: tuple[str, ...]) -> None:
+    """Not by way of another room either."""
+    reached = reached_from(modules_of(room), but_for=LOAD_ENCODER)
+    assert len(reached) > 5
+    assert not [module for other in never for module in reached & modules_of(other)]
+
+
+# Planning builds a training from a whole config; analyses and reports read the config of a run.
+MAY_IMPORT_THE_WHOLE_CONFIG = {"planning", "analyses", "reports", "fault_tolerance"}
+
+
+def test_a_room_takes_its_section_of_the_config() -> None:
+    """The modules at the root of trainer/ take the whole."""
+    importing = {module for module, imported in import_graph().items() if "trainer.config" in imported}
+    inside = {module.split(".")[1] for module in importing if module.startswith("trainer.") and module.count(".") > 1}
+    assert inside == MAY_IMPORT_THE_WHOLE_CONFIG
 
 
 def test_only_the_distributed_folder_calls_torch_distributed() -> None:

@@ -7,21 +7,16 @@ from collections import defaultdict
 
 import pytest
 import torch
-from torch import nn
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Batch
-from data_pipeline.core.schema import Schema
 from tests.gloo import run_ranks
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import is_distributed, rank, world_size
-from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, DeepSpeedEngine
-from trainer.distributed.engines.engine import Engine
+from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig
 from trainer.modules import build_modules
-from trainer.optim.optimizers import OptimizerConfig
 from trainer.planning.accounting import Accounts
 from trainer.planning.plan import MARGIN, Plan, describe, plan, room_on
 
@@ -63,14 +58,6 @@ class Real:
     step_bytes: int
     output_bytes: int
     sent_bytes: dict[str, int]
-
-
-def build_engine(config: RunConfig, module: nn.Module, *, optimizer: OptimizerConfig) -> Engine:
-    engine: Schema = config.engine
-    if isinstance(engine, DeepSpeedConfig):
-        size = config.global_batch_size
-        return DeepSpeedEngine(module, optimizer=optimizer, config=engine, global_batch_size=size)
-    return DDPEngine(module, optimizer=optimizer)
 
 
 def measured(config: RunConfig, num_before: int = 0) -> Real:
