@@ -25,11 +25,12 @@ from data_pipeline.core.sample import Batch
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.engines.engine import Engine
+from trainer.fault_tolerance.skipping import StateSnapshot, any_not_finite
 from trainer.memory import interleave
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
-from trainer.optim.loss_scale import HeldState, LossScale, any_not_finite
+from trainer.optim.loss_scale import LossScale
 from trainer.profiling import stage
 from trainer.views import ViewPolicy
 from trainer.views.expert_audio import clean_spectrogram
@@ -134,7 +135,7 @@ class TrainingStep:
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        self._held = HeldState([self._encoder.module, objective])
+        self._snapshot = StateSnapshot([self._encoder.module, objective])
         device = next(self._encoder.module.parameters()).device
         self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
 
@@ -215,14 +216,14 @@ class TrainingStep:
             skip = not_finite if skip is None else skip | not_finite
             for name, engine in engines.items():
                 engine.step(learning_rate=learning_rates[name], skip=skip, gradient_scale=scale)
-            self._held.roll_back(skip)
+            self._snapshot.restore(skip)
         for name in engines:
             compared.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
         return skip
 
     def _learn(self, batch: Batch, turn: Turn) -> Compared:
         """Forward, objective and backward; the gradients of those who learn are there afterwards, for `_step`."""
-        self._held.hold()
+        self._snapshot.take()
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
             views = self._two_views(batch, first=turn.first)

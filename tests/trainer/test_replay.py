@@ -21,9 +21,9 @@ from trainer.build import build_training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank, world_size
-from trainer.fault_tolerance.nonfinite import MAX_RECORDS, SkippedSteps, read_record, record_nonfinite, recorded_steps
-from trainer.fault_tolerance.skipped_steps import SkipLog
-from trainer.replay import Inspector
+from trainer.fault_tolerance.first_nonfinite import Inspector
+from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
+from trainer.fault_tolerance.step_record import MAX_RECORDS, read_record, recorded_steps
 from trainer.run_dir import RunDir, write_json
 
 NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
@@ -63,6 +63,15 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
         world_size=world_size(),
         end_step=num_steps,
     )
+    log = SkippedSteps(
+        run_dir,
+        config,
+        device=torch.device("cpu"),
+        engines=engines,
+        objective=objective,
+        command="train",
+        train_manifest_sha256=stream.manifest.sha256,
+    )
     skipped = []
     for batch in stream:
         if batch.step == BAD_STEP:
@@ -72,22 +81,7 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
                 parameter.view(-1)[0] = value
         output = training.step(batch, learning_rates=RATES)
         skipped.append(bool(output.skipped))
-        if output.skipped:
-            record_nonfinite(
-                run_dir,
-                step=batch.step,
-                state_step=batch.step,
-                epoch=batch.epoch,
-                seed=config.seed,
-                index_B=batch.index_B,
-                metrics=output.metrics,
-                learning_rates=RATES,
-                precision=config.precision,
-                command="train",
-                train_manifest_sha256=stream.manifest.sha256,
-                engines=engines,
-                objective=objective,
-            )
+        log.add(batch, output, RATES)
     return skipped
 
 
@@ -148,7 +142,7 @@ def test_a_record_says_whether_the_encoder_had_taken_its_step(
     )
     parameter = next(engines[bad].module.parameters())
     parameter.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
-    log = SkipLog(
+    log = SkippedSteps(
         RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
     )
     log.add(batch, training.step(batch, learning_rates=RATES), RATES)
@@ -265,11 +259,11 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
         start_step=BAD_STEP,
         end_step=BAD_STEP + 1,
     )
-    log = SkipLog(
+    log = SkippedSteps(
         RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
     )
     log.add(batch, training.step(batch, learning_rates=RATES), RATES)
-    assert log.counts.total == 1
+    assert log.counter.counts.total == 1
     said = explained(config, RunDir(tmp_path), monkeypatch, capsys)
     assert "every loss was finite, a gradient or its length was not" in said
     assert "going back, every gradient is finite, but the length of the whole gradient of encoder is " in said
@@ -280,7 +274,7 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
 
 def test_a_gradient_that_overflows_when_parts_are_added_up_is_named(data: Path) -> None:
     net = nn.Linear(1, 1, bias=False)
-    inspector = Inspector({"net": net}, configure(data, "debug:image"), batch_size=4)
+    inspector = Inspector({"net": net}, batch_size=4)
     for _ in range(2):
         net(torch.full((1, 1), 3e38)).sum().backward()
     assert inspector.backward is not None
@@ -332,7 +326,7 @@ def test_a_gradient_alone_that_is_not_finite(data: Path) -> None:
     net = nn.Sequential(nn.Linear(3, 3, bias=False), Root(), nn.Linear(3, 1))
     with torch.no_grad():
         net[0].get_parameter("weight").zero_()
-    inspector = Inspector({"net": net}, configure(data, "debug:image"), batch_size=4)
+    inspector = Inspector({"net": net}, batch_size=4)
     net(torch.ones(4, 3)).sum().backward()
     assert inspector.forward is None
     assert inspector.backward is not None
@@ -347,8 +341,7 @@ def test_the_samples_of_a_row_that_is_not_finite(
 ) -> None:
     """4 samples whose two views come one after the other; a part of two micro batches holds every second sample."""
     net = nn.Linear(3, 2)
-    config = configure(data, "debug:image", f"memory.micro_batches={micro_batches}")
-    inspector = Inspector({"net": net}, config, batch_size=4)
+    inspector = Inspector({"net": net}, batch_size=4, num_parts=micro_batches)
     for number in range(2 * micro_batches):
         given = torch.ones(4 // micro_batches, 3)
         if number == call:
@@ -361,7 +354,7 @@ def test_the_samples_of_a_row_that_is_not_finite(
 
 def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "nonfinite" / "step_00000004").mkdir(parents=True)
-    skipped = SkippedSteps(RunDir(tmp_path), max_in_a_row=3)
+    skipped = SkipCounter(RunDir(tmp_path), max_in_a_row=3)
     for step, bad in enumerate([True, True, False, False, True, True]):
         skipped.add(step, skipped=bad)
     assert skipped.counts == SkipCounts(total=4, in_a_row=2)

@@ -24,7 +24,7 @@ from launch.status import resubmit
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
 from trainer.config import read_config
-from trainer.fault_tolerance.nonfinite import NonFiniteRecord
+from trainer.fault_tolerance.step_record import NonFiniteRecord
 from trainer.models import load_encoder
 from trainer.run_dir import RunDir, write_json
 

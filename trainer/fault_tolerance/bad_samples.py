@@ -1,8 +1,8 @@
 """Samples that could not be read: counted over all ranks, listed in the run directory, and too many end the run.
 
-Comes in: `Batch.bad` of every batch of every rank. Goes out: a metric, RUN_DIR/bad_samples.jsonl with one line a
-sample, and a `UserError` on every rank at the same step once their share of the dataset is above `data.max_bad_share`.
-What may never happen: a rank that stops alone.
+Input: `Batch.bad` of every batch of every rank. Output: a metric, RUN_DIR/bad_samples.jsonl with one line a sample, and
+a `UserError` once their share of the dataset is above `data.max_bad_share`. Invariant: all ranks raise it at the same
+step; no rank stops alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BadSamples:
-    """The bad samples that the ranks of a run have met, each once; `before`: up to the checkpoint it goes on from."""
+    """The bad samples that the ranks of a run have met, each once; `before` are those in the checkpoint."""
 
     def __init__(
         self, run_dir: RunDir, *, num_samples: int, max_share: float, where: str, before: Iterable[BadSample] = ()
@@ -33,17 +33,17 @@ class BadSamples:
 
     @property
     def found(self) -> tuple[BadSample, ...]:
-        """Return the bad samples of all ranks up to the last `settle`, sorted by index."""
+        """Return the bad samples of all ranks up to the last `flush`, sorted by index."""
         return tuple(self._found[index] for index in sorted(self._found))
 
     def add(self, bad: Iterable[BadSample]) -> None:
-        """Take note of what this rank has met; costs nothing where there is nothing."""
+        """Take note of bad samples that this rank has met."""
         self._new += [sample for sample in bad if sample.index not in self._found]
 
-    def settle(self) -> int:
-        """The number of bad samples over all ranks; every rank calls this at the same step.
+    def flush(self) -> int:
+        """Gather the bad samples of all ranks, list the new ones, and return their number.
 
-        Raises `UserError` on every rank where their share is above the limit.
+        Every rank calls this at the same step. Raises `UserError` on every rank if their share is above the limit.
         """
         if any_rank(bool(self._new)):
             together = {sample.index: sample for part in all_gather_object(self._new) for sample in part}
@@ -70,7 +70,7 @@ class BadSamples:
 
 
 def _keys(text: str) -> set[str]:
-    """Those of the samples that are listed already. A line that a power cut has torn lists none."""
+    """Return the keys of the samples that are listed. A line that a power cut has torn is passed over."""
     keys = set()
     for line in text.splitlines():
         with contextlib.suppress(ValueError):

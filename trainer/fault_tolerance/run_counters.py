@@ -13,7 +13,7 @@ from trainer.config import RunConfig
 from trainer.data import Manifests
 from trainer.distributed.engines.engine import Engine
 from trainer.fault_tolerance.bad_samples import BadSamples
-from trainer.fault_tolerance.skipped_steps import SkipLog
+from trainer.fault_tolerance.skipped_steps import SkippedSteps
 from trainer.objectives import Objective
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
@@ -40,7 +40,7 @@ class RunCounters:
     ) -> None:
         self._data = now = manifests.identity
         before = restored.run
-        self._skipped = SkipLog(
+        self._skipped = SkippedSteps(
             run_dir,
             config,
             device=device,
@@ -66,7 +66,7 @@ class RunCounters:
 
     def metrics(self) -> dict[str, float]:
         """Return the counts for the log. Raises `UserError` if the share of bad samples is above its limit."""
-        return {"train/skipped_steps": self._skipped.counts.total, "data/bad_samples": self._bad.settle()}
+        return {"train/skipped_steps": self._skipped.counter.counts.total, "data/bad_samples": self._bad.flush()}
 
     def state_to_save(self, num_done: int, *, num_steps: int) -> RunState | None:
         """Return the state for the checkpoint after `num_done` of `num_steps` steps; None if there is to be none.
@@ -76,13 +76,13 @@ class RunCounters:
         """
         if not self._skipped.may_save(num_done, num_steps=num_steps):
             return None
-        self._bad.settle()
-        return RunState(data=self._data, skipped=self._skipped.counts, bad_samples=self._bad.found)
+        self._bad.flush()
+        return RunState(data=self._data, skipped=self._skipped.counter.counts, bad_samples=self._bad.found)
 
     @property
     def saved_step(self) -> int:
         """The step of the checkpoint from which the run would go on; 0 if there is none."""
-        return self._skipped.saved_step
+        return self._skipped.counter.saved_step
 
 
 def _bad_samples_of(before: RunState | None, now: DataIdentity) -> tuple[BadSample, ...]:

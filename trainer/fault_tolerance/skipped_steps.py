@@ -1,4 +1,8 @@
-"""Count and record skipped steps without making a GPU wait."""
+"""Count skipped steps, record the first of them for replay, and end a run that skips too many.
+
+`trainer.fault_tolerance.skipping` decides which steps are skipped. All ranks make the same calls in the same order, so
+a run that fails raises `UserError` on every rank at the same step.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
-from trainer.distributed.collectives import any_rank, rank
+from trainer.distributed.collectives import all_gather_object, any_rank, broadcast_object, rank
 from trainer.distributed.engines.engine import Engine
-from trainer.fault_tolerance.nonfinite import SkippedSteps, record_nonfinite
+from trainer.fault_tolerance.step_record import NonFiniteRecord, RankValues, has_room, recorded_steps, write_record
 from trainer.objectives import Objective
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
@@ -24,9 +29,72 @@ from trainer.step import StepOutput
 logger = logging.getLogger(__name__)
 
 
+class SkipCounter:
+    """The number of skipped steps of a run, over all its starts.
+
+    Attributes:
+        counts: starts from `before`, the counts in the checkpoint of `saved_step`.
+        saved_step: the step of the checkpoint from which the run would go on; 0 if there is none.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, *, max_in_a_row: int, before: SkipCounts | None = None, saved_step: int = 0
+    ) -> None:
+        self._run_dir, self._max_in_a_row = run_dir, max_in_a_row
+        self.counts = SkipCounts() if before is None else before
+        self.saved_step = saved_step
+        self._has_learned = False  # since that checkpoint
+
+    def add(self, step: int, *, skipped: bool) -> None:
+        """Count step `step`. Call it for every step, in order.
+
+        Raises `UserError` if `max_in_a_row` steps in a row were skipped.
+        """
+        total, in_a_row = self.counts.total + skipped, self.counts.in_a_row + 1 if skipped else 0
+        self.counts = SkipCounts(total=total, in_a_row=in_a_row)
+        self._has_learned |= not skipped
+        if in_a_row >= self._max_in_a_row:
+            raise UserError(
+                f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; "
+                f"{self._advice()}"
+            )
+
+    def may_save(self, step: int) -> bool:
+        """Return whether a checkpoint after `step` steps would hold anything new; if so, count it as saved.
+
+        If every step since the last checkpoint was skipped, a new one would let a restart continue past the fault.
+        """
+        if not self._has_learned:
+            logger.warning(
+                "no checkpoint of step %d: every step since that of step %d was skipped", step, self.saved_step
+            )
+            return False
+        self.saved_step, self._has_learned = step, False
+        return True
+
+    def check_end(self, num_steps: int, *, overflows_by_design: bool) -> None:
+        """Raise `UserError` if more steps of the run were skipped than taken. Call it before the last save.
+
+        `overflows_by_design`: the search for float16's loss scale skips steps too, more than a short run takes.
+        """
+        total, in_a_row = self.counts.total, self.counts.in_a_row
+        if 2 * total > num_steps and not overflows_by_design:
+            raise UserError(
+                f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; "
+                f"{self._advice()}"
+            )
+        if in_a_row:
+            logger.warning("the run ends in a row of %d skipped steps: look at what it has learned", in_a_row)
+
+    def _advice(self) -> str:
+        recorded = recorded_steps(self._run_dir)
+        look = f"{_replay_command(self._run_dir, recorded[-1])} shows where; " if recorded else ""
+        return f"{look}lower the learning rate or use precision float32, with another --run-dir"
+
+
 @dataclass(frozen=True)
-class _Done:
-    """What is kept of a step until it is known whether it was skipped: `skipped` holds once `known` has happened."""
+class _PendingStep:
+    """A step of which the host does not know yet whether it was skipped: `skipped` may be read after `known`."""
 
     step: int
     epoch: int
@@ -37,11 +105,11 @@ class _Done:
     learning_rates: Mapping[str, float]
 
 
-class SkipLog:
-    """A record of skipped steps. All ranks add the same steps, in order.
+class SkippedSteps:
+    """Counts and records skipped steps without waiting for the GPU.
 
-    On the CPU whether a step was skipped is known at once. A GPU is asked about a step when the next one is under way,
-    so it never stands still for the answer; the recorded state is then one step older.
+    On the CPU it is known at once whether a step was skipped. On a GPU it is asked for when the next step is under way,
+    so the recorded state may be one step later. `counter` holds the counts.
     """
 
     def __init__(
@@ -57,96 +125,99 @@ class SkipLog:
         before: SkipCounts | None = None,
         saved_step: int = 0,
     ) -> None:
-        """Start from what a checkpoint holds: `before` and `saved_step` are as in `SkippedSteps`."""
+        """Start from a checkpoint: `before` and `saved_step` are as in `SkipCounter`."""
         self._run_dir, self._config, self._command = run_dir, config, command
         self._train_manifest_sha256 = train_manifest_sha256
         self._engines, self._objective = engines, objective
-        self._counts = SkippedSteps(
+        self.counter = SkipCounter(
             run_dir, max_in_a_row=config.max_skipped_in_a_row, before=before, saved_step=saved_step
         )
         self._lag = 1 if device.type == "cuda" else 0
-        self._unknown: deque[_Done] = deque()
-
-    @property
-    def counts(self) -> SkipCounts:
-        """The skipped steps of the run, as far as they are known."""
-        return self._counts.counts
-
-    @property
-    def saved_step(self) -> int:
-        """The step of the checkpoint from which the run would go on; 0 if there is none."""
-        return self._counts.saved_step
+        self._pending: deque[_PendingStep] = deque()
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
-        """Raises `UserError` where too many steps in a row were skipped."""
-        skipped, known = _on_its_way_to_the_host(output.skipped)
-        done = _Done(batch.step, batch.epoch, batch.index_B, skipped, known, output.metrics, learning_rates)
-        self._unknown.append(done)
-        if len(self._unknown) > self._lag:
-            self._look_at(self._unknown.popleft(), state_step=batch.step + 1)
+        """Take note of a step. Raises `UserError` if too many in a row were skipped."""
+        skipped, known = _copy_to_host(output.skipped)
+        self._pending.append(
+            _PendingStep(batch.step, batch.epoch, batch.index_B, skipped, known, output.metrics, learning_rates)
+        )
+        if len(self._pending) > self._lag:
+            self._judge(self._pending.popleft(), num_done=batch.step + 1)
 
     def may_save(self, num_done: int, *, num_steps: int) -> bool:
-        """Return whether the state after `num_done` of `num_steps` steps is to be saved; it is taken as saved then.
+        """Return whether the state after `num_done` of `num_steps` steps is to be saved; if so, count it as saved.
 
-        Waits until it is known whether the last step was skipped. The last state of a run is always saved, unless the
-        run has failed: raises `UserError` if too many steps were skipped.
+        Waits for the last step. The last state of a run is always saved, unless the run has failed: raises `UserError`
+        if too many steps were skipped.
         """
-        self.settle()
+        self.flush()
         if num_done < num_steps:
-            return self._counts.may_save(num_done)
-        self._counts.check_end(num_steps, overflows_by_design=self._config.precision == "float16")
+            return self.counter.may_save(num_done)
+        self.counter.check_end(num_steps, overflows_by_design=self._config.precision == "float16")
         return True
 
-    def settle(self) -> None:
-        """Look at every step that was added."""
-        while self._unknown:
-            done = self._unknown.popleft()
-            self._look_at(done, state_step=done.step + 1)
+    def flush(self) -> None:
+        """Judge every step that was added; waits for the GPU."""
+        while self._pending:
+            pending = self._pending.popleft()
+            self._judge(pending, num_done=pending.step + 1)
 
-    def _look_at(self, done: _Done, *, state_step: int) -> None:
-        if done.known is not None:
-            done.known.synchronize()
-        skipped = bool(done.skipped)
-        # In float16 gradients overflow by design, until the scale of the loss is found.
+    def _judge(self, pending: _PendingStep, *, num_done: int) -> None:
+        """Count a step, and record it if it was skipped; the training has done `num_done` steps."""
+        if pending.known is not None:
+            pending.known.synchronize()
+        skipped = bool(pending.skipped)
+        # In float16 gradients overflow by design until the scale of the loss is found.
         if skipped and (
-            self._config.precision != "float16" or any_rank(not math.isfinite(float(done.metrics["train/loss"])))
+            self._config.precision != "float16" or any_rank(not math.isfinite(float(pending.metrics["train/loss"])))
         ):
-            recorded = record_nonfinite(
-                self._run_dir,
-                step=done.step,
-                # A skipped step leaves the state of before it.
-                state_step=done.step if state_step == done.step + 1 and self._is_undone(done) else state_step,
-                epoch=done.epoch,
-                seed=self._config.seed,
-                index_B=done.index_B,
-                metrics=done.metrics,
-                learning_rates=done.learning_rates,
-                precision=self._config.precision,
-                command=self._command,
-                train_manifest_sha256=self._train_manifest_sha256,
-                engines=self._engines,
-                objective=self._objective,
-            )
+            is_recorded = self._record(pending, num_done=num_done)
             if rank() == 0:
-                look = f"; python -m trainer.replay {self._run_dir.path} --step {done.step} shows where"
+                look = f"; {_replay_command(self._run_dir, pending.step)} shows where" if is_recorded else ""
                 logger.warning(
-                    "step %d was skipped: a loss, a gradient or its length was not finite%s",
-                    done.step,
-                    look if recorded else "",
+                    "step %d was skipped: a loss, a gradient or its length was not finite%s", pending.step, look
                 )
-        self._counts.add(done.step, skipped=skipped)
+        self.counter.add(pending.step, skipped=skipped)
 
-    def _is_undone(self, done: _Done) -> bool:
-        """Whether all of a skipped step was skipped: of players that alternate, the encoder may have taken its own."""
+    def _record(self, pending: _PendingStep, *, num_done: int) -> bool:
+        """Write the record of a skipped step, with the state as it is now; return False if there is no room for it."""
+        if not broadcast_object(rank() == 0 and has_room(self._run_dir, pending.step)):
+            return False
+        is_as_before = num_done == pending.step + 1 and self._is_undone(pending)
+        record = NonFiniteRecord(
+            step=pending.step,
+            state_step=pending.step if is_as_before else num_done,
+            epoch=pending.epoch,
+            seed=self._config.seed,
+            precision=self._config.precision,
+            command=self._command,
+            learning_rates=dict(pending.learning_rates),
+            train_manifest_sha256=self._train_manifest_sha256,
+            ranks=tuple(all_gather_object(RankValues.of(pending.index_B, pending.metrics))),
+        )
+        states = {name: engine.module_state() for name, engine in self._engines.items()}
+        states["objective"] = self._objective.saved_state()
+        if rank() == 0:
+            write_record(self._run_dir, record, states)
+        return True
+
+    def _is_undone(self, pending: _PendingStep) -> bool:
+        """Return whether all of a skipped step was skipped. In the alternating game the encoder may have stepped."""
         if self._config.adversary is None or self._config.adversary.update == "simultaneous":
             return True
         learners = [name for name in self._engines if name != "viewmaker"]
-        return not all(done.metrics[f"train/{name}_gradient_norm"].isfinite() for name in learners)
+        return not all(pending.metrics[f"train/{name}_gradient_norm"].isfinite() for name in learners)
 
 
-def _on_its_way_to_the_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The flag in host memory, and when it will be there; asked for later, it would come after all that was begun
-    since."""
+def _replay_command(run_dir: RunDir, step: int) -> str:
+    return f"`python -m trainer.replay {run_dir.path} --step {step}`"
+
+
+def _copy_to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Begin to copy a flag to the host; return the copy and the event after which it may be read.
+
+    A copy that begins later would wait for all kernels that were queued in between.
+    """
     if flag.device.type == "cpu":
         return flag, None
     on_host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)

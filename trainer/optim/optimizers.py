@@ -1,4 +1,4 @@
-"""Optimizers: their configs, their construction, and a step that a flag can cancel."""
+"""Optimizers: their configs and their construction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import BatchSize, Decay, Epsilon, LearningRate, PositiveFactor, Schema, ShareBelowOne
-from trainer.optim.loss_scale import roll_back
 from trainer.optim.schedules import ConstantConfig, ScheduleConfig
 
 Decayed = Literal["all", "matrices"]
@@ -115,8 +114,8 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     a checkpoint before it, need no case of their own. All of its state is tensors of parameters: "momentum_buffer",
     "step", "exp_avg", "exp_avg_sq".
 
-    On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. For
-    those of LARS and LAMB, which are not, there is `step_unless`.
+    On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. LARS
+    and LAMB have no fused kernels; see `trainer.fault_tolerance.skipping.step_unless`.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fused = parameters[0].device.type == "cuda"
@@ -167,7 +166,7 @@ def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dic
 
 
 def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
-    """What a step that changes nothing would leave."""
+    """Return the optimizer state of `parameter` before the first step."""
 
     def zeros() -> Tensor:
         return torch.zeros_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
@@ -200,25 +199,3 @@ def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(tell_groups)
     optimizer.register_step_post_hook(ask_groups)
-
-
-def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step, where `skip`, a bool scalar, is false; where it is true, parameters and state stay as they are.
-
-    On a GPU the host does not wait for the flag: the step is taken, and taken back, which needs memory for a copy of
-    both. LAMB counts its steps on the host, which therefore waits.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors = [*parameters, *(value for each in parameters for value in optimizer.state[each].values())]
-    if skip.device.type == "cpu" or any(tensor.device != skip.device for tensor in tensors):
-        if not skip:
-            optimizer.step()
-    else:
-        _step_and_take_back(skip, optimizer, tensors)
-
-
-def _step_and_take_back(skip: Tensor, optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> None:
-    """One step, after which each of `tensors`, all that it changes, is as before where `skip` is true."""
-    held = [tensor.detach().clone() for tensor in tensors]
-    optimizer.step()
-    roll_back(tensors, held, skip)

@@ -96,29 +96,29 @@ def test_too_many_end_the_run_in_one_sentence(data: Path, tmp_path: Path, num_ra
     assert BAD_KEYS[0] in errors[0] or BAD_KEYS[1] in errors[0]
 
 
-def settle_on_two_ranks(directory: Path, max_share: float) -> list[int] | str:
+def flush_on_two_ranks(directory: Path, max_share: float) -> list[int] | str:
     """Rank 0 meets samples 1 and 2, rank 1 meets 2 and 3, then both meet 1 again."""
     ledger = BadSamples(RunDir(directory), num_samples=100, max_share=max_share, where="the data")
-    counts = [ledger.settle()]
+    counts = [ledger.flush()]
     try:
         for met in ([(1, 2), (2, 3)][rank()], (1,)):
             ledger.add(BadSample(index, "shard-00000.tar", "torn") for index in met)
-            counts.append(ledger.settle())
+            counts.append(ledger.flush())
     except UserError as error:
         return str(error)
     return counts
 
 
 def test_what_any_rank_met_counts_once_on_every_rank(tmp_path: Path) -> None:
-    assert run_ranks(settle_on_two_ranks, 2, tmp_path, 0.03) == [[0, 3, 3]] * 2
+    assert run_ranks(flush_on_two_ranks, 2, tmp_path, 0.03) == [[0, 3, 3]] * 2
     lines = [json.loads(line) for line in RunDir(tmp_path).bad_samples.read_text().splitlines()]
     assert [line["key"] for line in lines] == ["00000001", "00000002", "00000003"]
-    run_ranks(settle_on_two_ranks, 2, tmp_path, 0.03)  # a restart meets them again and lists none twice
+    run_ranks(flush_on_two_ranks, 2, tmp_path, 0.03)  # a restart meets them again and lists none twice
     assert len(RunDir(tmp_path).bad_samples.read_text().splitlines()) == 3
 
 
 def test_no_rank_stops_alone(tmp_path: Path) -> None:
-    first, second = run_ranks(settle_on_two_ranks, 2, tmp_path, 0.02)
+    first, second = run_ranks(flush_on_two_ranks, 2, tmp_path, 0.02)
     assert isinstance(first, str)
     assert first == second
 
@@ -129,7 +129,7 @@ def test_a_list_that_a_power_cut_has_torn_is_gone_on_with(tmp_path: Path) -> Non
     path.write_bytes(whole.encode() + b'{"key": "0000\0\0\xff')
     ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.1, where="the data")
     ledger.add(BadSample(index, "shard-00000.tar", "torn") for index in (1, 2))
-    assert ledger.settle() == 2
+    assert ledger.flush() == 2
     first, _, last = path.read_bytes().splitlines(keepends=True)
     assert [first.decode(), last.decode()] == [whole, whole.replace("1", "2")]
 
@@ -140,13 +140,13 @@ def test_bad_samples_of_earlier_starts_count_towards_the_limit(tmp_path: Path) -
     for index in (1, 2):
         ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.02, where="the data", before=found)
         ledger.add([BadSample(index, "shard-00000.tar", "torn"), *found])
-        assert ledger.settle() == index
+        assert ledger.flush() == index
         found = ledger.found
     ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.02, where="the data", before=found)
-    assert ledger.settle() == 2
+    assert ledger.flush() == 2
     ledger.add([BadSample(3, "shard-00000.tar", "torn")])
     with pytest.raises(UserError, match="the data: 3 of 100 samples"):
-        ledger.settle()
+        ledger.flush()
 
 
 def test_a_checkpoint_holds_them_and_accepted_data_forget_them(

@@ -18,8 +18,8 @@ from tests.tiny_data import write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
-from trainer.fault_tolerance.nonfinite import SkippedSteps
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
+from trainer.fault_tolerance.skipped_steps import SkipCounter
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -162,7 +162,7 @@ def test_the_search_for_a_loss_scale_may_skip_most_steps_of_a_short_run(
 
 
 def test_what_is_counted_before_and_what_was_saved_decide_the_next_save(tmp_path: Path) -> None:
-    skipped = SkippedSteps(RunDir(tmp_path), max_in_a_row=4, before=SkipCounts(total=9, in_a_row=2), saved_step=20)
+    skipped = SkipCounter(RunDir(tmp_path), max_in_a_row=4, before=SkipCounts(total=9, in_a_row=2), saved_step=20)
     skipped.add(20, skipped=True)
     assert not skipped.may_save(21)
     assert skipped.saved_step == 20

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.optim import optimizers as optim
+from trainer.fault_tolerance import skipping
 from trainer.optim.learning_rates import learning_rate_at, scaled_learning_rate
 from trainer.optim.optimizers import (
     AdamConfig,
@@ -262,7 +262,7 @@ def test_a_step_that_is_taken_back_was_never_taken(config: OptimizerConfig) -> N
         for skip in skips:
             for parameter, gradient in zip(net.parameters(), gradients(net, number), strict=True):
                 parameter.grad = gradient * (math.nan if skip else 1.0)
-            optim._step_and_take_back(torch.tensor(skip), optimizer, tensors)
+            skipping._step_and_take_back(optimizer.step, tensors, torch.tensor(skip))
             number += not skip
         return [tensor.detach() for tensor in tensors]
 

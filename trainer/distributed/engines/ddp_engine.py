@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data_pipeline.core.schema import Schema
 from trainer.distributed.collectives import sum_in_rank_order, world_size
-from trainer.optim.optimizers import OptimizerConfig, build_optimizer, step_unless
+from trainer.fault_tolerance.skipping import step_unless
+from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
 
 class DDPConfig(Schema):
@@ -62,20 +63,7 @@ class DDPEngine:
     def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._optimizer.defaults.get("fused"):
-            # The kernel itself reads both: on a GPU nothing waits for them.
-            self._optimizer.grad_scale = gradient_scale  # type: ignore[attr-defined]
-            self._optimizer.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
-            self._optimizer.step()
-        else:
-            if gradient_scale is not None:
-                for parameter in self.module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.div_(gradient_scale)
-            if skip is None:
-                self._optimizer.step()
-            else:
-                step_unless(skip, self._optimizer)
+        step_unless(self._optimizer, skip, gradient_scale=gradient_scale)
         self._optimizer.zero_grad(set_to_none=True)
 
     @contextmanager

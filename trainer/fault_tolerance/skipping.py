@@ -1,0 +1,93 @@
+"""Skip a step whose gradient is not finite: decide it, and undo what the step has changed.
+
+A gradient also counts as not finite if its numbers are finite but its length overflows float32. The optimizers square
+gradients in float32: such a step would leave inf in the moments of Adam, and these parameters would never move again.
+
+Every flag is a bool scalar on the training device. Guarantees: the host never waits for a GPU here, except for LAMB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def any_not_finite(norms: Iterable[Tensor]) -> Tensor:
+    """Return whether one of these scalars is inf or nan, as a bool scalar on their device."""
+    return ~torch.stack(list(norms)).isfinite().all()
+
+
+class StateSnapshot:
+    """The state that a forward changes without a gradient: batch norm's statistics, queues, banks, momentum encoders.
+
+    Parameters that are frozen after this object was made are not in it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._untrained = [p for module in self._modules for p in module.parameters() if not p.requires_grad]
+        self._copies: list[Tensor] = []
+
+    def take(self) -> None:
+        """Copy the state as it is now; drops the previous copy."""
+        self._copies = [tensor.clone() for tensor in self._tensors()]
+
+    def restore(self, skip: Tensor) -> None:
+        """Write the copies back if `skip` is true."""
+        _restore(self._tensors(), self._copies, skip)
+
+    def _tensors(self) -> list[Tensor]:
+        """Return the tensors in a fixed order, listed anew: a module may replace a buffer by a new tensor."""
+        buffers = [buffer for module in self._modules for buffer in module.buffers()]
+        return [tensor.detach() for tensor in [*buffers, *self._untrained]]
+
+
+def step_unless(
+    optimizer: torch.optim.Optimizer,
+    skip: Tensor | None,
+    *,
+    gradient_scale: Tensor | None = None,
+    step: Callable[[], object] | None = None,
+) -> None:
+    """Take one step unless `skip` is true; then parameters and optimizer state stay as they are.
+
+    `gradient_scale` is a float32 scalar by which gradients are divided first. `step` is called instead of
+    `optimizer.step`. A fused kernel reads both scalars itself. Any other optimizer on a GPU takes the step and takes it
+    back, which needs memory for a copy of parameters and state. LAMB counts its steps on the host, which has to wait.
+    """
+    step = optimizer.step if step is None else step
+    if optimizer.defaults.get("fused"):
+        optimizer.grad_scale = gradient_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
+        step()
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if gradient_scale is not None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(gradient_scale)
+    if skip is None:
+        step()
+        return
+    tensors = [*parameters, *(value for each in parameters for value in optimizer.state.get(each, {}).values())]
+    if skip.device.type == "cpu" or any(tensor.device != skip.device for tensor in tensors):
+        if not skip:
+            step()
+    else:
+        _step_and_take_back(step, tensors, skip)
+
+
+def _step_and_take_back(step: Callable[[], object], tensors: Sequence[Tensor], skip: Tensor) -> None:
+    """Call `step`, which changes no more than `tensors`, and undo it if `skip` is true."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    step()
+    _restore(tensors, copies, skip)
+
+
+@torch.no_grad()
+def _restore(tensors: Sequence[Tensor], copies: Sequence[Tensor], skip: Tensor) -> None:
+    if skip.device.type != "cpu" or skip:  # on the CPU the flag can be read for free
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(torch.where(skip, copy, tensor))

@@ -1,0 +1,119 @@
+"""Records of skipped steps, for `python -m trainer.replay`.
+
+RUN_DIR/nonfinite/step_00000123/ holds record.json and the state of each module and of the objective, as safetensors
+files. Invariant: a run keeps at most `MAX_RECORDS` records, so they cannot fill a disk.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+import safetensors.torch
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
+from trainer.run_dir import RunDir, write_json
+
+MAX_RECORDS: Final = 5
+_RECORD_NAME: Final = "record.json"
+
+Value = float | Literal["inf", "-inf", "nan"]  # JSON has no numbers for the last three
+
+
+class RankValues(Schema):
+    """What one rank contributed: the keys of its samples, and its loss and other metrics of the step."""
+
+    keys: tuple[str, ...]
+    metrics: dict[str, Value]
+
+    @classmethod
+    def of(cls, index_B: Tensor, metrics: Mapping[str, Tensor]) -> RankValues:
+        """Return the values of a rank with samples `index_B` (B,) int64 and scalar `metrics`."""
+        values = {name: float(tensor) for name, tensor in metrics.items()}
+        return cls.model_validate(
+            {
+                "keys": tuple(f"{index:08d}" for index in index_B.tolist()),
+                "metrics": {name: value if math.isfinite(value) else str(value) for name, value in values.items()},
+            }
+        )
+
+
+class NonFiniteRecord(Schema):
+    """record.json: a skipped step.
+
+    Attributes:
+        step: from 0, as in `Batch.step`.
+        state_step: the number of steps done in the recorded state. It is above `step` if the loop had gone on before it
+            knew, or if the encoder had taken its step before the viewmaker's was skipped.
+        train_manifest_sha256: of the dataset of the samples; None in records of an earlier version.
+        ranks: in rank order; their keys together are the global batch.
+    """
+
+    step: int
+    state_step: int
+    epoch: int
+    seed: int
+    precision: str
+    command: str
+    learning_rates: dict[str, float]
+    train_manifest_sha256: str | None = None
+    ranks: tuple[RankValues, ...]
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the global batch, in its order."""
+        return [key for values in self.ranks for key in values.keys]
+
+    @property
+    def bad_ranks(self) -> list[int]:
+        """The ranks whose own loss was not finite; empty if only a gradient was not."""
+        return [number for number, values in enumerate(self.ranks) if isinstance(values.metrics["train/loss"], str)]
+
+
+def has_room(run_dir: RunDir, step: int) -> bool:
+    """Return whether a record of `step` is to be written: it has none yet, and the run has fewer than `MAX_RECORDS`."""
+    recorded = recorded_steps(run_dir)
+    return step not in recorded and len(recorded) < MAX_RECORDS
+
+
+def write_record(run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write a record whole or not at all; `states` is by module name, with "objective" among them."""
+    directory = _directory(run_dir, record.step)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name, state in states.items():
+        on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+        safetensors.torch.save_file(on_host, partial / f"{name}.safetensors")
+    write_json(partial / _RECORD_NAME, record.model_dump(mode="json"))
+    partial.replace(directory)
+
+
+def recorded_steps(run_dir: RunDir) -> list[int]:
+    """Return the steps that can be replayed, ascending."""
+    matches = [re.fullmatch(r"step_(\d+)", path.name) for path in (run_dir.path / "nonfinite").glob("step_*")]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_record(run_dir: RunDir, step: int) -> tuple[NonFiniteRecord, dict[str, dict[str, Tensor]]]:
+    """Return the record of a step and its states, as in `write_record`. Raises `UserError` if there is none."""
+    directory, steps = _directory(run_dir, step), recorded_steps(run_dir)
+    if step not in steps:
+        have = f"it has those of steps {', '.join(map(str, steps))}" if steps else "no step of it was skipped"
+        raise UserError(f"{run_dir.path} has no record of step {step}; {have}")
+    try:
+        record = NonFiniteRecord.model_validate_json((directory / _RECORD_NAME).read_text())
+        states = {path.stem: safetensors.torch.load_file(path) for path in directory.glob("*.safetensors")}
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"cannot read {directory} ({str(error).splitlines()[0]}); remove it") from None
+    return record, states
+
+
+def _directory(run_dir: RunDir, step: int) -> Path:
+    return run_dir.path / "nonfinite" / f"step_{step:08d}"
