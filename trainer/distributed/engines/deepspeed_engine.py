@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
+from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
 _STEP_COUNT = "step"  # of all that torch's optimizers keep, what is one number a parameter
@@ -161,7 +162,6 @@ class DeepSpeedEngine:
         self._take_optimizer_step = self._optimizer.step
         self._optimizer.step = self._step_unless_skipped  # type: ignore[assignment]
         self._skip: Tensor | None = None
-        self._gradient_scale: Tensor | None = None
         self._deepspeed = _join(device)
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
@@ -203,12 +203,13 @@ class DeepSpeedEngine:
         return all_reduce_sum(torch.nn.utils.get_total_norm(gradients).to(device).square()).sqrt()
 
     def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
+        assert gradient_scale is None, "float16, which scales its loss, is refused by `check`"
         self._average_gradients()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._skip, self._gradient_scale = skip, gradient_scale
+        self._skip = skip.cpu() if skip is not None and self._offloads else skip  # where the step is computed
         self._engine.step()  # which clears the gradients
-        self._skip = self._gradient_scale = None
+        self._skip = None
         self._is_averaged = False
 
     @contextmanager
@@ -261,21 +262,8 @@ class DeepSpeedEngine:
         return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
 
     def _step_unless_skipped(self, closure: None = None) -> None:
-        """What DeepSpeed calls as the optimizer's step, once for each flat tensor."""
-        skip, scale = self._skip, self._gradient_scale
-        if self._optimizer.defaults.get("fused"):
-            # The kernel itself reads both: on a GPU nothing waits for them, unless the step is the host's.
-            where = "cpu" if self._offloads else None
-            self._optimizer.grad_scale = None if scale is None else scale.to(where)  # type: ignore[attr-defined]
-            self._optimizer.found_inf = None if skip is None else skip.to(where, torch.float32)  # type: ignore[attr-defined]
-            self._take_optimizer_step()
-        elif skip is None or not skip:
-            if scale is not None:
-                for group in self._optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.div_(scale)
-            self._take_optimizer_step()
+        """Stand in for the optimizer's step, which DeepSpeed calls once for each flat tensor."""
+        step_unless(self._optimizer, self._skip, step=self._take_optimizer_step)
 
     def _cut_optimizer_state(self) -> dict[str, _Piece]:
         """Give the optimizer the state of its flat tensors instead of that of the parameters; returns where they lie.
