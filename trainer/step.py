@@ -1,10 +1,9 @@
 """One training step: two views of each sample, their embeddings, the objective, one step of each player.
 
-A sample is a picture, or a waveform whose views are spectrograms: pictures of one channel.
+A sample is a picture, or a waveform whose views are spectrograms, which are pictures of one channel.
 
-The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself (between ranks
-they go through together all the same: see `Encoder.forward`); or in one, where the config says so: faster, and batch
-norm sees both.
+The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself (see
+`Encoder.forward` for how ranks then communicate); or in one forward, if the config says so, which is faster.
 Shape suffixes: B samples of this rank, C channels, H height, W width, D embedding size.
 """
 
@@ -39,8 +38,9 @@ from trainer.views.health import view_health
 
 @dataclass(frozen=True)
 class InputPair:
-    """What the two views are made from: pictures (B, C, H, W) in [0, 1], or waveforms (B, T). One tensor, unless the
-    overlay is drawn for each view.
+    """The inputs of the two views: pictures (B, C, H, W) in [0, 1], or waveforms (B, T).
+
+    Both are the same tensor, unless the overlay is drawn for each view.
     """
 
     a: Tensor
@@ -48,16 +48,20 @@ class InputPair:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One backward of a step: the views numbered `first` and `first + 1`, and what their loss does to whom.
+class BackwardPass:
+    """One backward of a step: which views it uses, and the weight of the loss for each module.
 
-    `engine` is one of those that learn from it. The encoder learns from `loss_weight` times the loss; the viewmaker,
-    where `views_learn`, too, or, with a `reversal`, from minus `reversal` times as much. `updates_state`: as in
-    `ViewPair`.
+    Attributes:
+        engine: one of those that learn from the loss.
+        first_view: the views are number `first_view` and `first_view + 1`.
+        loss_weight: of the loss for the encoder, and for the viewmaker if `views_learn`.
+        reversal: if given, the viewmaker learns from minus `reversal` times that loss.
+        views_learn: whether the viewmaker learns.
+        updates_state: as in `ViewPair`.
     """
 
     engine: Engine
-    first: int = 0
+    first_view: int = 0
     loss_weight: float = 1.0
     reversal: float | None = None
     views_learn: bool = False
@@ -65,8 +69,8 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The objective's answer to two views, all detached: its loss, metrics, the views and their embeddings (B, D)."""
+class StepResult:
+    """The loss and metrics of the objective, the two views and their embeddings (B, D), all detached."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -78,13 +82,18 @@ class Compared:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves for the log, all detached: metric tensors, and this rank's views with a way to the inputs that
-    the first were made from; `mel` says how inputs that are waveforms are seen, `bounded` whether the views are
-    pictures in [0, 1]. `views_b_BCHW` and `masks_BHW` are None where they are of other inputs than the first views, or
-    absent.
+    """What a step leaves for the log, all detached.
 
-    `skipped` is a bool scalar, equal on all ranks: a gradient was not finite, and nothing was learned or changed; where
-    the players alternate, nothing from that update on.
+    Attributes:
+        metrics: scalars, of this rank's part of the batch.
+        skipped: a bool scalar, equal on all ranks: a gradient was not finite, so nothing was learned or changed. If the
+            players alternate, this holds from that update on.
+        inputs: returns the inputs that the views were made from.
+        mel: the spectrogram of inputs that are waveforms; None for pictures.
+        bounded: whether the views are pictures in [0, 1].
+        views_a_BCHW, views_b_BCHW: this rank's views; the second is None if its inputs are not those of the first.
+        masks_BHW: of the first inputs; None if there are none.
+        z_a_BD, z_b_BD: the embeddings of the views.
     """
 
     metrics: dict[str, Tensor]
@@ -99,9 +108,9 @@ class StepOutput:
     z_b_BD: Tensor
 
     def read(self) -> dict[str, Tensor]:
-        """The metrics, those of views and embeddings included; every rank asks for them at the same steps.
+        """Return the metrics, including those of views and embeddings. Every rank calls this at the same steps.
 
-        Costs a little, so only logged steps ask.
+        Computing them costs some time, so only logged steps do.
         """
         inputs = self.inputs().a
         images_BCHW = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
@@ -115,13 +124,13 @@ class StepOutput:
 
 
 class TrainingStep:
-    """Runs steps of one run; `engines` holds "encoder", and "viewmaker" where the views are learned.
+    """The steps of one run; `engines` holds "encoder", and "viewmaker" if the views are learned.
 
-    What the objective itself trains (a predictor) is under the engine "objective", and steps with the encoder.
+    If the objective itself trains something (a predictor), its engine is "objective", which steps with the encoder.
 
-    With `memory.micro_batches` above 1 the batch is encoded in parts without gradients first; the objective, given all
-    embeddings, says the gradient of each; then each part is encoded again and takes its embeddings' gradient on
-    (Gao et al. 2021). Views are functions of their keys, so those of the second time are those of the first.
+    With `memory.micro_batches` above 1 the batch is first encoded in parts, without gradients. The objective computes
+    the gradient of each embedding from all of them. Then each part is encoded again, and its embeddings' gradient goes
+    on backward (Gao et al. 2021). Views are functions of their keys, so both times they are the same.
     """
 
     def __init__(
@@ -140,74 +149,76 @@ class TrainingStep:
         self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
 
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
-        """One step on this rank's part of a global batch, already on the training device.
+        """Train on this rank's part of a global batch, which is on the training device.
 
-        `learning_rates` is by engine. The loss in the metrics is this rank's; its mean over ranks is the global loss.
+        `learning_rates` are by the name of the engine. The loss in the metrics is this rank's; its mean over ranks is
+        the global loss.
         """
         adversary = self._config.adversary
         if adversary is None:
-            compared, skip = self._learner_step(batch, learning_rates)
+            result, skip = self._learner_step(batch, learning_rates)
         elif adversary.freeze_step is not None and batch.step >= adversary.freeze_step:
             assert self._viewmaker is not None
             with self._viewmaker.frozen():
-                compared, skip = self._learner_step(batch, learning_rates)
+                result, skip = self._learner_step(batch, learning_rates)
         elif adversary.update == "simultaneous":
-            compared, skip = self._simultaneous_step(batch, learning_rates, adversary)
+            result, skip = self._simultaneous_step(batch, learning_rates, adversary)
         else:
-            compared, skip = self._alternating_step(batch, learning_rates, adversary)
+            result, skip = self._alternating_step(batch, learning_rates, adversary)
         self.loss_scale.update(skip)
-        return self._output(batch, compared, skip)
+        return self._output(batch, result, skip)
 
-    def _learner_step(self, batch: Batch, learning_rates: Mapping[str, float]) -> tuple[Compared, Tensor]:
-        """The views do not learn."""
-        compared = self._learn(batch, Turn(self._encoder))
-        return compared, self._step(self._learner, learning_rates, compared)
+    def _learner_step(self, batch: Batch, learning_rates: Mapping[str, float]) -> tuple[StepResult, Tensor]:
+        """Train the encoder, and what the objective trains, but not the views."""
+        result = self._learn(batch, BackwardPass(self._encoder))
+        return result, self._step(self._learner, learning_rates, result)
 
     def _simultaneous_step(
         self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
-    ) -> tuple[Compared, Tensor]:
-        """One forward and one backward for both players: the viewmaker gets the gradient of -weight * loss."""
+    ) -> tuple[StepResult, Tensor]:
+        """Train both players with one forward and one backward: the viewmaker on the gradient of -weight * loss."""
         assert self._viewmaker is not None
-        compared = self._learn(batch, Turn(self._encoder, reversal=adversary.weight, views_learn=True))
-        compared.metrics["train/viewmaker_loss"] = -adversary.weight * compared.loss
-        return compared, self._step({**self._learner, "viewmaker": self._viewmaker}, learning_rates, compared)
+        result = self._learn(batch, BackwardPass(self._encoder, reversal=adversary.weight, views_learn=True))
+        result.metrics["train/viewmaker_loss"] = -adversary.weight * result.loss
+        return result, self._step({**self._learner, "viewmaker": self._viewmaker}, learning_rates, result)
 
     def _alternating_step(
         self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
-    ) -> tuple[Compared, Tensor]:
-        """The published order: the encoder steps, then the viewmaker on new draws seen by the updated encoder.
+    ) -> tuple[StepResult, Tensor]:
+        """Train in the published order: the encoder steps, then the viewmaker, on new views, against the new encoder.
 
-        These are updates of their own: from the first that is skipped on it is as if none of them had been.
+        Each step of a player is an update of its own. If one is skipped, so are all that follow it.
         """
         assert self._viewmaker is not None
         with self._viewmaker.frozen():
-            compared, skip = self._learner_step(batch, learning_rates)
+            result, skip = self._learner_step(batch, learning_rates)
         with contextlib.ExitStack() as stack:
             for engine in self._learner.values():
                 stack.enter_context(engine.frozen())
             for number in range(1, adversary.viewmaker_steps + 1):
-                turn = Turn(
+                spec = BackwardPass(
                     self._viewmaker,
-                    first=2 * number,
+                    first_view=2 * number,
                     loss_weight=-adversary.weight,
                     views_learn=True,
                     updates_state=False,
                 )
-                after = self._learn(batch, turn)
-                skip = self._step({"viewmaker": self._viewmaker}, learning_rates, compared, skip=skip)
-        compared.metrics["train/viewmaker_loss"] = -adversary.weight * after.loss
-        return compared, skip
+                after = self._learn(batch, spec)
+                skip = self._step({"viewmaker": self._viewmaker}, learning_rates, result, skip=skip)
+        result.metrics["train/viewmaker_loss"] = -adversary.weight * after.loss
+        return result, skip
 
     def _step(
         self,
         engines: Mapping[str, Engine],
         learning_rates: Mapping[str, float],
-        compared: Compared,
+        result: StepResult,
         *,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Every engine steps, or, where `skip` is set or a gradient is not finite, none, and what `_learn` has changed
-        is undone; returns whether it was skipped.
+        """Let every engine step, or none if `skip` is set or a gradient is not finite; return whether it was skipped.
+
+        A skipped step also undoes what `_learn` has changed.
         """
         scale = self.loss_scale.scale
         with stage("optimizer"):
@@ -218,95 +229,95 @@ class TrainingStep:
                 engine.step(learning_rate=learning_rates[name], skip=skip, gradient_scale=scale)
             self._snapshot.restore(skip)
         for name in engines:
-            compared.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
+            result.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
         return skip
 
-    def _learn(self, batch: Batch, turn: Turn) -> Compared:
-        """Forward, objective and backward; the gradients of those who learn are there afterwards, for `_step`."""
+    def _learn(self, batch: Batch, spec: BackwardPass) -> StepResult:
+        """Run forward, objective and backward, which leaves the gradients for `_step`."""
         self._snapshot.take()
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
-            views = self._two_views(batch, first=turn.first)
-            embeddings = self._encode(views, turn)
-            compared, loss = self._compare(batch, views, embeddings, turn)
+            views = self._two_views(batch, first_view=spec.first_view)
+            embeddings = self._encode(views, spec)
+            result, loss = self._compare(batch, views, embeddings, spec)
             with stage("backward"):
-                turn.engine.backward(loss)
-            return compared
+                spec.engine.backward(loss)
+            return result
 
         parts = [batch.part(number, num_parts) for number in range(num_parts)]
         with torch.no_grad(), buffers_untouched(self._encoder.module):
-            views_by_part = [self._two_views(part, first=turn.first) for part in parts]
-            embeddings_by_part = [self._encode(views, turn) for views in views_by_part]
+            views_by_part = [self._two_views(part, first_view=spec.first_view) for part in parts]
+            embeddings_by_part = [self._encode(views, spec) for views in views_by_part]
         views, (z_a_BD, z_b_BD) = _whole(views_by_part), _whole(embeddings_by_part)
         z_a_BD.requires_grad_()
         z_b_BD.requires_grad_()
-        compared, loss = self._compare(batch, views, (z_a_BD, z_b_BD), turn)
+        result, loss = self._compare(batch, views, (z_a_BD, z_b_BD), spec)
         with stage("backward"):
             torch.autograd.backward(loss)
         for number, part in enumerate(parts):
             with self._accumulating(number < num_parts - 1):
-                views = self._two_views(part, first=turn.first) if turn.views_learn else views_by_part[number]
+                views = self._two_views(part, first_view=spec.first_view) if spec.views_learn else views_by_part[number]
                 products = [
                     (z_part_BD * z_BD.grad[number::num_parts]).sum()
-                    for z_part_BD, z_BD in zip(self._encode(views, turn), (z_a_BD, z_b_BD), strict=True)
-                    if z_BD.grad is not None  # an objective may not ask for one of the views
+                    for z_part_BD, z_BD in zip(self._encode(views, spec), (z_a_BD, z_b_BD), strict=True)
+                    if z_BD.grad is not None  # None if the objective does not use that view
                 ]
                 with stage("backward"):
-                    turn.engine.backward(torch.stack(products).sum())
-        return compared
+                    spec.engine.backward(torch.stack(products).sum())
+        return result
 
-    def _two_views(self, batch: Batch, *, first: int) -> tuple[Tensor, Tensor]:
-        """Views number `first` and `first + 1` of every sample."""
+    def _two_views(self, batch: Batch, *, first_view: int) -> tuple[Tensor, Tensor]:
+        """Return views number `first_view` and `first_view + 1` of every sample."""
         with stage("views"):
             inputs = self._to_inputs(batch)
             a, b = (
                 DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
-                for view in (first, first + 1)
+                for view in (first_view, first_view + 1)
             )
-            # Only a network is worth autocast: the crop's products in bfloat16 would leave a picture fewer shades.
+            # Autocast is for networks only: an expert crop in bfloat16 would lose shades of the picture.
             with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
                 return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
 
-    def _encode(self, views: tuple[Tensor, Tensor], turn: Turn) -> tuple[Tensor, Tensor]:
-        if turn.reversal is not None:
-            views = reverse_gradient(views[0], turn.reversal), reverse_gradient(views[1], turn.reversal)
+    def _encode(self, views: tuple[Tensor, Tensor], spec: BackwardPass) -> tuple[Tensor, Tensor]:
+        if spec.reversal is not None:
+            views = reverse_gradient(views[0], spec.reversal), reverse_gradient(views[1], spec.reversal)
         with stage("forward"), self._autocast(views[0].device):
             num_groups = 2 if self._config.view_forwards == "two" else 1
             z_a_BD, z_b_BD = self._encoder(torch.cat(views), num_groups).chunk(2)
             return z_a_BD, z_b_BD
 
     def _compare(
-        self, batch: Batch, views: tuple[Tensor, Tensor], embeddings: tuple[Tensor, Tensor], turn: Turn
-    ) -> tuple[Compared, Tensor]:
-        """What the objective says, and the loss that goes backward: weighted, and scaled where float16 needs it."""
+        self, batch: Batch, views: tuple[Tensor, Tensor], embeddings: tuple[Tensor, Tensor], spec: BackwardPass
+    ) -> tuple[StepResult, Tensor]:
+        """Return the result of the objective, and the loss that goes backward: weighted, and scaled for float16."""
         views_a, views_b = (each.detach() for each in views)
-        pair = ViewPair(views_a, views_b, batch.index_B, batch.step, turn.updates_state)
-        with stage("forward"), self._autocast(views_a.device):  # losses leave it, a key encoder does not
+        pair = ViewPair(views_a, views_b, batch.index_B, batch.step, spec.updates_state)
+        with stage("forward"), self._autocast(views_a.device):  # losses leave autocast, a key encoder does not
             output: ObjectiveOutput = self._objective(*embeddings, pair)
         metrics = {"train/loss": output.loss.detach()}
         metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
         z_a_BD, z_b_BD = (each.detach() for each in embeddings)
-        loss = turn.loss_weight * output.loss
+        loss = spec.loss_weight * output.loss
         if self.loss_scale.scale is not None:
             loss = loss * self.loss_scale.scale
-        return Compared(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD), loss
+        return StepResult(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD), loss
 
-    def _output(self, batch: Batch, compared: Compared, skip: Tensor) -> StepOutput:
+    def _output(self, batch: Batch, result: StepResult, skip: Tensor) -> StepOutput:
         return StepOutput(
-            metrics=compared.metrics,
+            metrics=result.metrics,
             skipped=skip,
             inputs=partial(self._to_inputs, batch),
             mel=self._mel,
-            bounded=self._mel is None and self._config.views.kind != "random_mask",  # whose views double what they keep
-            views_a_BCHW=compared.views_a_BCHW,
-            views_b_BCHW=compared.views_b_BCHW if batch.inputs_a is batch.inputs_b else None,
+            bounded=self._mel is None and self._config.views.kind != "random_mask",  # which doubles what it keeps
+            views_a_BCHW=result.views_a_BCHW,
+            views_b_BCHW=result.views_b_BCHW if batch.inputs_a is batch.inputs_b else None,
             masks_BHW=batch.masks_BHW,
-            z_a_BD=compared.z_a_BD,
-            z_b_BD=compared.z_b_BD,
+            z_a_BD=result.z_a_BD,
+            z_b_BD=result.z_b_BD,
         )
 
     def _to_inputs(self, batch: Batch) -> InputPair:
-        is_expert_image = self._viewmaker is None and self._mel is None  # whose views are float32
+        is_expert_image = self._viewmaker is None and self._mel is None  # its views are float32
         dtype = torch.float32 if is_expert_image else self._config.parameter_dtype
 
         def to_input(stored: Tensor) -> Tensor:
@@ -332,6 +343,6 @@ class TrainingStep:
 
 
 def _whole(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Of both views, the whole batch in its own order."""
+    """Join the parts of both views to the whole batch, in its own order."""
     a, b = (interleave(of_view) for of_view in zip(*parts, strict=True))
     return a, b

@@ -1,4 +1,4 @@
-"""Learning rates: a pure function of config, batch size and step, so a checkpoint holds none."""
+"""Learning rates: a pure function of config, batch size and step, so no checkpoint needs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.optim.schedules import ConstantConfig, CosineConfig
 
 
 def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:
-    """The rate at its height, for this batch.
+    """Return the highest rate of the schedule for this batch size.
 
     Examples:
         >>> from trainer.optim.optimizers import SGDConfig
@@ -28,7 +28,7 @@ def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> 
 
 
 def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, global_batch_size: int) -> float:
-    """The rate of step `step` (from 0) of `num_steps`.
+    """Return the rate of step `step` (from 0) of `num_steps`.
 
     Examples:
         >>> from trainer.optim.optimizers import SGDConfig

@@ -18,10 +18,10 @@ Decayed = Literal["all", "matrices"]
 
 
 class _Fields(Schema):
-    """What every optimizer takes.
+    """The settings of every optimizer.
 
-    `scaling`: the rate that is used is `learning_rate` as it stands, or times the share r = global batch size /
-    `reference_batch_size` (Goyal et al. 2017), or times the square root of r (Krizhevsky 2014).
+    `scaling`: the rate in use is `learning_rate` itself ("none"), or times r = global batch size /
+    `reference_batch_size` ("linear", Goyal et al. 2017), or times the square root of r (Krizhevsky 2014).
     """
 
     schedule: ScheduleConfig = ConstantConfig()
@@ -30,8 +30,10 @@ class _Fields(Schema):
 
 
 class SGDConfig(_Fields):
-    """SGD with heavy-ball momentum; weight decay acts on every parameter, as published, unless `decay` says "matrices":
-    then on those alone that have two dimensions or more, which leaves out biases and norms.
+    """SGD with heavy-ball momentum.
+
+    `decay`: weight decay acts on "all" parameters, as published, or on "matrices", the parameters of two dimensions or
+    more, which leaves out biases and norms.
     """
 
     kind: Literal["sgd"] = "sgd"
@@ -53,7 +55,7 @@ class AdamConfig(_Fields):
 
 
 class AdamWConfig(_Fields):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019): the weights shrink by rate times decay a step."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019): a step shrinks the weights by rate times decay."""
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: LearningRate = 1e-3
@@ -77,9 +79,9 @@ class _FromTimm(_Fields):
 class LARSConfig(_FromTimm):
     """SGD whose rate is adapted to each parameter: times `trust` |w| / (|g| + weight_decay |w|) (You et al. 2017).
 
-    The rate multiplies the momentum, as in torch's SGD, not the gradient that enters it; at a constant rate it is the
-    same. What `decay` leaves out is not adapted either, as SimCLR has it (Chen et al. 2020, who scale linearly: 0.3 at
-    a batch of 256).
+    The rate multiplies the momentum, as in torch's SGD, and not the gradient that enters it. At a constant rate the two
+    are the same. A parameter that `decay` leaves out is not adapted either, as in SimCLR (Chen et al. 2020, who scale
+    linearly: 0.3 at a batch of 256).
     """
 
     kind: Literal["lars"] = "lars"
@@ -91,10 +93,10 @@ class LARSConfig(_FromTimm):
 
 
 class LAMBConfig(_FromTimm):
-    """Adam whose step u, weight decay included, is brought to the length of each parameter: times |w| / |u| (You et
-    al. 2020, who scale by the square root).
+    """Adam whose step u, weight decay included, is scaled to the length of each parameter: times |w| / |u|.
 
-    What `decay` leaves out is not adapted either. A whole gradient longer than `max_gradient_norm` is cut to it first.
+    See You et al. 2020, who scale the rate by the square root. A parameter that `decay` leaves out is not adapted. A
+    gradient longer than `max_gradient_norm` is first cut to that length.
     """
 
     kind: Literal["lamb"] = "lamb"
@@ -110,9 +112,10 @@ OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | 
 
 
 def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a module's trained parameters, its state there from the start: a first step that is skipped, or
-    a checkpoint before it, need no case of their own. All of its state is tensors of parameters: "momentum_buffer",
-    "step", "exp_avg", "exp_avg_sq".
+    """Return an optimizer of a module's trained parameters, with its state already made.
+
+    So a skipped first step, or a checkpoint before the first step, is no special case. All of the state is tensors, by
+    parameter: "momentum_buffer", "step", "exp_avg", "exp_avg_sq".
 
     On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. LARS
     and LAMB have no fused kernels; see `trainer.fault_tolerance.skipping.step_unless`.
@@ -152,7 +155,7 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
 
 
 def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameters with weight decay and those without, where there are such."""
+    """Return the parameters with weight decay and those without; a group that would be empty is left out."""
     decayed = [parameter for parameter in parameters if config.decay == "all" or parameter.ndim > 1]
     left_out = [parameter for parameter in parameters if not (config.decay == "all" or parameter.ndim > 1)]
     groups: list[dict[str, Any]] = [
@@ -161,7 +164,7 @@ def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dic
     ]
     if isinstance(config, LARSConfig | LAMBConfig):
         for group, adapted in zip(groups, (True, False), strict=True):
-            group["always_adapt"] = adapted  # said, because timm adapts nothing where the decay is zero
+            group["always_adapt"] = adapted  # otherwise timm adapts nothing if the decay is zero
     return [group for group in groups if group["params"]]
 
 
@@ -182,10 +185,10 @@ def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: boo
 
 
 def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that counts its steps in its groups count them in the state of the parameters, as torch's do.
+    """Keep an optimizer's step count in the state of its parameters, as torch's do, and not in its groups.
 
-    Otherwise a run that is taken up again by the state of its parameters would correct the bias of young moments once
-    more.
+    A checkpoint holds the state of the parameters only. Without the count in it, a run that goes on would correct the
+    bias of young moments a second time.
     """
 
     def tell_groups(*_: object) -> None:

@@ -10,8 +10,9 @@ from data_pipeline.core.schema import Schema, ShareBelowOne
 
 
 class ConstantConfig(Schema):
-    """Linear warm-up over the first share of training, then one rate; without warm-up, the published image and audio
-    pretraining of Tamkin et al. 2022.
+    """Linear warm-up over the first share of training, then a constant rate.
+
+    Without warm-up, this is the published image and audio pretraining of Tamkin et al. 2022.
     """
 
     kind: Literal["constant"] = "constant"
