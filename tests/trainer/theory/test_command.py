@@ -111,7 +111,7 @@ def test_parts_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: pyt
     assert CALLS == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("changed", ["linear_contrastive.py", "linear_model.py", "counter_rng.py"])
+@pytest.mark.parametrize("changed", ["command.py", "model.py", "counter_rng.py"])
 def test_the_code_of_an_experiment_includes_what_it_takes_from(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_sha256(EXPERIMENT)
     read = Path.read_bytes

@@ -1,18 +1,27 @@
-"""Claims and their verdicts: a sentence from a paper, an interval that was measured, and what the sentence predicts."""
+"""Claims and their verdicts: a sentence from a paper, an interval that was measured, and what the sentence predicts.
+
+An experiment has a table of claims (claims.yaml, `ClaimRow`) and measures some of them (`Measurement`); `judge_rows`
+joins the two.
+
+Shapes: S seeds, P places (points of a grid, losses, settings) at which the same claim is made.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import NormalDist
-from typing import Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import model_validator
 from scipy.stats import t as student_t
 from torch import Tensor
 
+from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import Schema
 
 Verdict = Literal["holds", "does not hold", "not decidable here"]
@@ -57,6 +66,96 @@ class ClaimResult(Schema):
     at_least: float | None
     at_most: float | None
     verdict: Verdict
+
+
+class ClaimRow(Schema):
+    """One row of a table of claims: the claim, and what it predicts of the value that is measured for it.
+
+    Names in braces in `name`, `statement` and `measured` stand for words that come with the measurement: see
+    `judge_rows`.
+
+    `measured` says what the value is, with its unit and the setting. The value is predicted to be at least `at_least`
+    and at most `at_most`, one of which is given. A text names a word that holds the bound, such as a tolerance of the
+    settings.
+    """
+
+    name: str
+    source: str
+    statement: str
+    measured: str
+    at_least: float | str | None = None
+    at_most: float | str | None = None
+
+
+def read_claims(module: str) -> tuple[ClaimRow, ...]:
+    """Return the table in claims.yaml beside a module, whose file is `module`: the rows by their names."""
+    table = parse_yaml(Path(module).with_name("claims.yaml").read_text())
+    return tuple(ClaimRow.parse({"name": name, **row}, where=f"claim {name}") for name, row in table.items())
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals at P places that all hold together; a claim is judged at the place that speaks most against it."""
+
+    mean_P: Tensor
+    low_P: Tensor
+    high_P: Tensor
+    kind: str
+    places: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured for one claim.
+
+    Attributes:
+        found: one value a seed, (S,), an interval, or intervals at several places.
+        words: for the braces of the row.
+        undecided: why nothing can be concluded, added to the description; "" if the interval decides.
+    """
+
+    found: Tensor | Interval | Intervals
+    words: Mapping[str, object] = field(default_factory=dict)
+    undecided: str = ""
+
+
+Measurements: TypeAlias = Mapping[str, Measurement | Tensor | Interval | Intervals]
+"""What was measured, by the name of the claim."""
+
+
+def judge_rows(rows: Sequence[ClaimRow], measurements: Measurements, **words: object) -> list[ClaimResult]:
+    """Judge the rows that have a measurement, in the order of the table.
+
+    `words` fill the braces of all rows. `place` and `num_places` are words of `Intervals`.
+    """
+    return [
+        _judge_row(row, measured if isinstance(measured, Measurement) else Measurement(measured), words)
+        for row in rows
+        if (measured := measurements.get(row.name)) is not None
+    ]
+
+
+def _judge_row(row: ClaimRow, measurement: Measurement, shared: Mapping[str, object]) -> ClaimResult:
+    words = {**shared, **measurement.words}
+    at_least, at_most = (_bound(bound, words) for bound in (row.at_least, row.at_most))
+    found = measurement.found
+    if isinstance(found, Intervals):
+        at = worst(found.low_P, found.high_P, at_least=at_least, at_most=at_most)
+        words |= {"place": found.places[at], "num_places": len(found.places)}
+        mean, low, high = (part[at].item() for part in (found.mean_P, found.low_P, found.high_P))
+        found = Interval(value=mean, low=low, high=high, kind=found.kind)
+    result = judge(
+        Claim(name=row.name.format(**words), statement=row.statement.format(**words), source=row.source),
+        t_interval(found) if isinstance(found, Tensor) else found,
+        measured=row.measured.format(**words) + measurement.undecided,
+        at_least=at_least,
+        at_most=at_most,
+    )
+    return result.model_copy(update={"verdict": "not decidable here"}) if measurement.undecided else result
+
+
+def _bound(bound: float | str | None, words: Mapping[str, object]) -> float | None:
+    return float(str(words[bound])) if isinstance(bound, str) else bound
 
 
 def judge(
@@ -120,6 +219,23 @@ def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Ten
     mean = values_S.mean(0)
     half = float(student_t.ppf(0.5 + confidence / 2, num - 1)) * values_S.std(0) / math.sqrt(num)
     return mean, mean - half, mean + half
+
+
+def at_places(values_SP: Tensor, places: Sequence[str], *, of: str) -> Intervals:
+    """Return 95 % t-intervals over the seeds for each place, which hold for all places together.
+
+    Raises `ValueError` for fewer than two seeds.
+    """
+    mean_P, low_P, high_P = t_bounds(values_SP, confidence=simultaneous(0.95, len(places)))
+    return Intervals(
+        mean_P, low_P, high_P, f"95 % t-interval for all {len(places)} {of}, {len(values_SP)} seeds", places
+    )
+
+
+def mean_entries(name: str, values_S: Tensor) -> dict[str, Any]:
+    """Return two entries of a table: the mean over seeds, and the bounds of its 95 % t-interval."""
+    mean, low, high = t_bounds(values_S)
+    return {name: mean.item(), f"{name}_95": [low.item(), high.item()]}
 
 
 def moment_bounds(

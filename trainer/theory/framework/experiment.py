@@ -111,6 +111,12 @@ def read_theory_result(path: Path) -> TheoryResult:
     return TheoryResult.parse(value, where=str(path))
 
 
+def seed_blocks(name: str, seeds: Sequence[int], size: int) -> dict[str, Sequence[int]]:
+    """Return the seeds `size` at a time, by the name of the part that computes them."""
+    blocks = [seeds[first : first + size] for first in range(0, len(seeds), size)]
+    return {f"{name}_seeds_{block[0]}_to_{block[-1]}": block for block in blocks}
+
+
 def default_out(name: str, settings: TheorySettings, defaults: TheorySettings) -> Path:
     """runs/theory/NAME for the default settings; any others get a directory of their own beside it."""
     return Path("runs/theory") / (name if settings == defaults else f"{name}-{settings_sha256(settings)[:8]}")
@@ -121,12 +127,14 @@ def settings_sha256(settings: TheorySettings) -> str:
 
 
 def code_sha256(experiment: Experiment[S]) -> str:
-    """Of the module in which the experiment's parts are written, of those of this folder that it takes from, and of
-    the random numbers.
+    """Return the hash of the code that a part depends on.
+
+    That is the module in which the experiment's parts are written, the modules of `trainer.theory` that it imports
+    from, and the random numbers.
     """
-    module = sys.modules[experiment.parts.__module__]
+    module, theory = sys.modules[experiment.parts.__module__], __name__.rpartition(".framework.")[0]
     taken = {getattr(value, "__module__", None) for value in vars(module).values()}
-    names = {module.__name__, *(name for name in taken if isinstance(name, str) and name.startswith(f"{__package__}."))}
+    names = {module.__name__, *(name for name in taken if isinstance(name, str) and name.startswith(f"{theory}."))}
     files = [Path(file) for name in sorted({*names, counter_rng.__name__}) if (file := sys.modules[name].__file__)]
     return hashlib.sha256(b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
 

@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from trainer.theory.framework.claim import t_bounds
+
 Values = Sequence[float] | Tensor
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by most eyes
 _INK, DPI = "#333333", 110
@@ -30,6 +32,14 @@ class Curve:
     marker: str = ""
     low: Values | None = None
     high: Values | None = None
+
+
+def mean_curve(
+    x: Values, values_SX: Tensor, label: str = "", color: int = 0, *, style: str = "-", marker: str = ""
+) -> Curve:
+    """Return the mean over seeds as a curve, with the bounds of its 95 % t-intervals as a band."""
+    mean_X, low_X, high_X = t_bounds(values_SX)
+    return Curve(x, mean_X, label, color, style, marker, low_X, high_X)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Count, LearningRate, PositiveFactor
-from trainer.theory.framework.claim import t_bounds
-from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, TheorySettings
+from trainer.theory.framework.claim import mean_entries, t_bounds
+from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, TheorySettings, seed_blocks
 from trainer.theory.framework.figures import COLORS, Curve, Map, Panel, draw
 from trainer.theory.generalization.bound import BoundSettings, measure_cells
 from trainer.theory.generalization.claims import (
@@ -77,20 +77,15 @@ def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:
     if "identities" in settings.studies:
         named["identities"] = lambda device: measure_identities(settings.identities, seeds=seeds, device=device)
     if "encoders" in settings.studies:
-        for block in _seed_blocks(settings):
-            named[_part_name(block)] = partial(_train_and_measure, settings, block)
+        for name, block in _seed_blocks(settings).items():
+            named[name] = partial(_train_and_measure, settings, block)
     if "bound" in settings.studies:
         named["bound"] = partial(_cells, settings)
     return named
 
 
-def _seed_blocks(settings: GeneralizationSettings) -> list[tuple[int, ...]]:
-    seeds, size = settings.seeds, settings.encoders.seeds_per_part
-    return [seeds[first : first + size] for first in range(0, len(seeds), size)]
-
-
-def _part_name(seeds: Sequence[int]) -> str:
-    return f"encoders_seeds_{seeds[0]}_to_{seeds[-1]}"
+def _seed_blocks(settings: GeneralizationSettings) -> Mapping[str, Sequence[int]]:
+    return seed_blocks("encoders", settings.seeds, settings.encoders.seeds_per_part)
 
 
 def _cells(settings: GeneralizationSettings, device: torch.device) -> Tensors:
@@ -166,7 +161,7 @@ def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> 
     if "encoders" in settings.studies:
         objectives = settings.encoders.objectives
         names = [objective.name for objective in objectives]
-        blocks = [found[_part_name(block)] for block in _seed_blocks(settings)]
+        blocks = [found[name] for name in _seed_blocks(settings)]
         measured = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
         if not bool(measured["loss"].isfinite().all()):
             raise UserError(
@@ -200,8 +195,7 @@ def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list
     for at, name in enumerate(names):
         row: dict[str, Any] = {"loss": name}
         for quantity in quantities:
-            mean, low, high = t_bounds(measured[quantity][:, at])
-            row |= {quantity: mean.item(), f"{quantity}_95": [low.item(), high.item()]}
+            row |= mean_entries(quantity, measured[quantity][:, at])
         loss_SL = measured["loss"][:, at]
         rows.append(row | {"first_loss": loss_SL[:, 0].mean().item(), "last_loss": loss_SL[:, -1].mean().item()})
     return rows
@@ -210,21 +204,18 @@ def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list
 def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
     """Counts over all cells of all seeds, and a row for every share of outliers, gain and strength."""
     met, value, error = cells["met"], cells["bound"], cells["error"]
+    columns = {
+        "met_share": met.double(),
+        "error": error,
+        "bound": value,
+        "bound_without_condition": cells["unconditional"],
+        **{name: cells[name] for name in ("slack", "rho", "centre_shrinkage")},
+        "closest_centres": cells["closest"],
+        "sigma_at_0": cells["sigma_at_0"],
+    }
     rows = [
-        {
-            "outlier_share": share,
-            "gain": gain,
-            "strength": strength,
-            "met_share": met[:, q, g, t].double().mean().item(),
-            "error": error[:, q, g, t].mean().item(),
-            "bound": value[:, q, g, t].mean().item(),
-            "bound_without_condition": cells["unconditional"][:, q, g, t].mean().item(),
-            "slack": cells["slack"][:, q, g, t].mean().item(),
-            "rho": cells["rho"][:, q, g, t].mean().item(),
-            "centre_shrinkage": cells["centre_shrinkage"][:, q, g, t].mean().item(),
-            "closest_centres": cells["closest"][:, q, g, t].mean().item(),
-            "sigma_at_0": cells["sigma_at_0"][:, q, g, t].mean().item(),
-        }
+        {"outlier_share": share, "gain": gain, "strength": strength}
+        | {name: values[:, q, g, t].mean().item() for name, values in columns.items()}
         for q, share in enumerate(bound.outlier_shares)
         for g, gain in enumerate(bound.gains)
         for t, strength in enumerate(bound.strengths)

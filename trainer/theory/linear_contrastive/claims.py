@@ -1,4 +1,4 @@
-"""The claims of Tamkin et al. 2022 about its linear model (section 4, appendices D and E), and how they are judged.
+"""Measurements of the claims in claims.yaml: those of Tamkin et al. 2022 about its linear model.
 
 Shapes: S seeds, A arms, T steps, P and Q states of two features, G points of their grid, C correlations of the other
 feature.
@@ -6,6 +6,7 @@ feature.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,203 +15,103 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from trainer.theory.framework.claim import (
-    Claim,
-    ClaimResult,
-    Interval,
+    Intervals,
+    Measurement,
+    Measurements,
+    at_places,
     decide,
     exactly,
-    judge,
+    mean_entries,
     moment_bounds,
+    read_claims,
     simultaneous,
-    t_bounds,
-    t_interval,
     worst,
 )
 from trainer.theory.framework.experiment import Tensors
 from trainer.theory.linear_contrastive.settings import (
     GRID_AXES,
     ErrorSettings,
-    GradientSettings,
     TheoremSettings,
     TrainingSettings,
 )
 
-PAPER = "Tamkin et al. 2022"
-
-GRADIENT = Claim(
-    name="gradient",
-    statement=(
-        "The gradient of the loss is 1/M sum_ij (p_ij - [i = j]) (<theta_k, v_k^j> x_k^i + <theta_k, x_k^i> v_k^j)."
-    ),
-    source=f"by calculus from the model of {PAPER}, section 4",
-)
-GAIN = Claim(
-    name="theorem at a point",
-    statement="A feature turns faster towards its direction where another feature's correlation is lowered.",
-    source=f"{PAPER}, Theorem 4.1",
-)
-MONOTONE = Claim(
-    name="theorem, step by step",
-    statement="The speed rises with every step by which the other feature's correlation is lowered.",
-    source=f"{PAPER}, Theorem 4.1",
-)
-UNLEARNED = Claim(
-    name="nothing from an unlearned feature",
-    statement="Noise on a feature that has not been learned at all does not change the speed of the others.",
-    source=f"{PAPER}, Theorem 4.1 (its condition that the other feature is partly learned)",
-)
-SOLVED = Claim(
-    name="the task gets harder",
-    statement="Noise on the other feature makes the pairs harder to tell apart: the mean p_ii falls.",
-    source=f"{PAPER}, section 4",
-)
-GRID = Claim(
-    name="theorem over the grid",
-    statement="Lowering the other feature's correlation speeds the feature up at every point of the grid.",
-    source=f"{PAPER}, Theorem 4.1",
-)
-WEAK_FASTER = Claim(
-    name="weak feature",
-    statement="Noise on the dominant features makes the weak one be learned better in the same number of steps.",
-    source=f"{PAPER}, appendix D",
-)
-LITTLE_COST = Claim(
-    name="dominant features",
-    statement="The noise costs the dominant features little.",
-    source=f"{PAPER}, appendix D (how little is not said; the bound is ours)",
-)
-P_DROPS = Claim(
-    name="p_ii drops",
-    statement="The mean p_ii drops sharply when the noise starts.",
-    source=f"{PAPER}, appendix D (how sharply is not said; the bound is ours)",
-)
-FEWER = Claim(
-    name="fewer dominant features",
-    statement="With fewer dominant features the effect is the same but smaller.",
-    source=f"{PAPER}, appendix D",
-)
-ALL_NOISE = Claim(
-    name="total noise",
-    statement="Where nothing of the dominant features is left in a view (beta = 0), what was learned of them is lost.",
-    source=f"the limit of the noise of {PAPER}, appendix D; not in the paper",
-)
-ERROR = Claim(
-    name="error is the angle",
-    statement="The test error of task k is the angle between theta_k and mu_k over pi.",
-    source=f"{PAPER}, Lemma E.1",
-)
+CLAIMS = read_claims(__file__)
 
 
-def judge_gradient(check: GradientSettings, error_S: Tensor) -> ClaimResult:
-    return judge(
-        GRADIENT,
-        exactly(error_S.max().item(), kind=f"largest of {len(error_S)} seeds"),
-        measured="largest deviation from autograd over the largest entry, float64",
-        at_most=check.relative_tolerance,
-    )
+def measure_error(error: ErrorSettings, error_SP: Tensor) -> Intervals:
+    """Return the deviation of the test error from angle / pi at every angle."""
+    expected_P = torch.tensor(error.angles_degrees, dtype=torch.float64) / 180
+    return at_places(error_SP - expected_P, [f"{angle:g}" for angle in error.angles_degrees], of="angles")
 
 
-def judge_error(error: ErrorSettings, error_SP: Tensor) -> ClaimResult:
-    angles = torch.tensor(error.angles_degrees, dtype=torch.float64)
-    deviation_SP = error_SP - angles / 180
-    mean_P, low_P, high_P = t_bounds(deviation_SP, confidence=simultaneous(0.95, len(angles)))
-    place = worst(low_P, high_P, at_least=-error.tolerance, at_most=error.tolerance)
-    return judge(
-        ERROR,
-        _at(place, mean_P, low_P, high_P, kind=_of_seeds(len(error_SP), len(angles), "angles")),
-        measured=f"error - angle / pi at the worst of {len(angles)} angles, {angles[place]:g} degrees",
-        at_least=-error.tolerance,
-        at_most=error.tolerance,
-    )
-
-
-def judge_point(theorem: TheoremSettings, found: Tensors) -> tuple[list[ClaimResult], list[dict[str, float]]]:
+def measure_point(theorem: TheoremSettings, found: Tensors) -> tuple[Measurements, list[dict[str, float]]]:
+    """Return the measurements of the claims at one point, and a table of its correlations."""
     speed_S2C, p_positive_S2C = found["speed_S2C"], found["p_positive_S2C"]
     correlations = theorem.point_other_correlations
-    lowered = f"correlation {correlations[-1]:g} lowered to {correlations[0]:g}"
+    lowered = {"lowered": f"correlation {correlations[-1]:g} lowered to {correlations[0]:g}"}
     gain_SC = 100 * (speed_S2C[:, 0] / speed_S2C[:, 0, -1:] - 1)
-    step_SC = gain_SC[:, :-1] - gain_SC[:, 1:]
-    mean_C, low_C, high_C = t_bounds(step_SC, confidence=simultaneous(0.95, step_SC.shape[1]))
-    smallest = worst(low_C, high_C, at_least=0)
+    steps = [f"{high:g} to {low:g}" for low, high in itertools.pairwise(correlations)]
     unlearned = (speed_S2C[:, 1] - speed_S2C[:, 1, -1:]).abs().max().item()
-    claims = [
-        judge(GAIN, t_interval(gain_SC[:, 0]), measured=f"gain in speed in %, {lowered}", at_least=0),
-        judge(
-            MONOTONE,
-            _at(smallest, mean_C, low_C, high_C, kind=_of_seeds(len(gain_SC), len(mean_C), "steps")),
-            measured=f"gain in % at the worst step, {correlations[smallest + 1]:g} to {correlations[smallest]:g}",
-            at_least=0,
+    measured: Measurements = {
+        "theorem at a point": Measurement(gain_SC[:, 0], lowered),
+        "theorem, step by step": at_places(gain_SC[:, :-1] - gain_SC[:, 1:], steps, of="steps"),
+        "nothing from an unlearned feature": exactly(
+            unlearned, kind=f"largest of {len(gain_SC)} seeds and {len(correlations)} correlations"
         ),
-        judge(
-            UNLEARNED,
-            exactly(unlearned, kind=f"largest of {len(gain_SC)} seeds and {len(correlations)} correlations"),
-            measured="change in speed with the other feature at 90 degrees",
-            at_most=1e-12,
-        ),
-        judge(
-            SOLVED,
-            t_interval(p_positive_S2C[:, 0, -1] - p_positive_S2C[:, 0, 0]),
-            measured=f"fall of the mean p_ii, {lowered}",
-            at_least=0,
-        ),
-    ]
+        "the task gets harder": Measurement(p_positive_S2C[:, 0, -1] - p_positive_S2C[:, 0, 0], lowered),
+    }
     table = [
         {
             "other_correlation": correlation,
             "speed": speed_S2C[:, 0, place].mean().item(),
-            **bounds("gain_percent", gain_SC[:, place]),
+            **mean_entries("gain_percent", gain_SC[:, place]),
             "p_positive": p_positive_S2C[:, 0, place].mean().item(),
         }
         for place, correlation in enumerate(correlations)
     ]
-    return claims, table
+    return measured, table
 
 
-def judge_grid(theorem: TheoremSettings, found: Tensors, *, num: int) -> tuple[ClaimResult, dict[str, Any]]:
-    """Every weak state with every other one, at each correlation but the reference."""
+def measure_grid(theorem: TheoremSettings, found: Tensors, *, num: int) -> tuple[Intervals, dict[str, Any]]:
+    """Return the gain of every weak state with every other one, at each correlation but the reference, and a table.
+
+    `num` is the number of batches.
+    """
     shape = theorem.grid_shape
     mean, square, speed = (found[name].view(shape) for name in ("gain_PQ", "gain_square_PQ", "speed_PQ"))
-    lowered = tuple(part[..., :-1].flatten() for part in (mean, square, speed[..., -1:].expand(shape)))
-    mean_G, square_G, reference_G = lowered
-    confidence = simultaneous(0.95, len(mean_G))
-    low_G, high_G = moment_bounds(mean_G, square_G, num=num, confidence=confidence)
+    mean_G, square_G, reference_G = (part[..., :-1].flatten() for part in (mean, square, speed[..., -1:].expand(shape)))
+    low_G, high_G = moment_bounds(mean_G, square_G, num=num, confidence=simultaneous(0.95, len(mean_G)))
     mean_G, low_G, high_G = (100 * part / reference_G for part in (mean_G, low_G, high_G))
-    place = worst(low_G, high_G, at_least=0)
-    verdicts = [decide(low, high, at_least=0) for low, high in zip(low_G.tolist(), high_G.tolist(), strict=True)]
-    coordinates = [int(part) for part in torch.unravel_index(torch.tensor(place), (*shape[:-1], shape[-1] - 1))]
-    where = {name: getattr(theorem, name)[at] for name, at in zip(GRID_AXES, coordinates, strict=True)}
-    text = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in where.items())
-    claim = judge(
-        GRID,
-        _at(place, mean_G, low_G, high_G, kind=f"95 % normal interval for all {len(mean_G)} points, {num} batches"),
-        measured=f"gain in speed in % at the worst point ({text})",
-        at_least=0,
+    *others, last = (getattr(theorem, name) for name in GRID_AXES)
+    points = [dict(zip(GRID_AXES, point, strict=True)) for point in itertools.product(*others, last[:-1])]
+    gains = Intervals(
+        mean_G,
+        low_G,
+        high_G,
+        kind=f"95 % normal interval for all {len(mean_G)} points, {num} batches",
+        places=[", ".join(f"{name.replace('_', ' ')} {at:g}" for name, at in point.items()) for point in points],
     )
-    counts = {verdict: verdicts.count(verdict) for verdict in ("holds", "not decidable here", "does not hold")}
-    quantiles = torch.quantile(mean_G, torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)).tolist()
-    return claim, {
+    verdicts = [decide(low, high, at_least=0) for low, high in zip(low_G.tolist(), high_G.tolist(), strict=True)]
+    return gains, {
         "points": len(mean_G),
-        "points_by_verdict": counts,
+        "points_by_verdict": {one: verdicts.count(one) for one in ("holds", "not decidable here", "does not hold")},
         "batches": num,
-        "gain_percent_least_median_greatest": quantiles,
-        "worst_point": where,
+        "gain_percent_least_median_greatest": torch.quantile(mean_G, torch.tensor([0, 0.5, 1]).double()).tolist(),
+        "worst_point": points[worst(low_G, high_G, at_least=0)],
     }
 
 
-def judge_training(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[ClaimResult]:
+def measure_training(training: TrainingSettings, found: Mapping[str, Tensors]) -> Measurements:
+    """Return the measurements of the claims on trainings. Raises `UserError` if one of them diverged."""
     by_weak, by_beta, start = found["weak_correlation"], found["noise"], training.noise_from_step
     num = len(training.weak_correlations)
     if not all(bool(history.isfinite().all()) for histories in (by_weak, by_beta) for history in histories.values()):
         raise UserError(f"the training diverged at training.learning_rate {training.learning_rate:g}; set a lower one")
     judged_P = torch.tensor(training.weak_correlations) < training.dominant_correlation
-    judged = [value for value in training.weak_correlations if value < training.dominant_correlation]
+    places = [f"{value:g}" for value in training.weak_correlations if value < training.dominant_correlation]
 
-    def over_weak(claim: Claim, values_PS: Tensor, measured: str, **bound: float) -> ClaimResult:
-        mean_P, low_P, high_P = t_bounds(values_PS[judged_P].T, confidence=simultaneous(0.95, len(judged)))
-        place = worst(low_P, high_P, **bound)
-        kind = _of_seeds(values_PS.shape[1], len(judged), "correlations")
-        where = f"{measured}, at the worst of {len(judged)} correlations of the weak feature, {judged[place]:g}"
-        return judge(claim, _at(place, mean_P, low_P, high_P, kind=kind), measured=where, **bound)
+    def over_weak(values_PS: Tensor) -> Intervals:
+        return at_places(values_PS[judged_P].T, places, of="correlations")
 
     weak_PS, dominant_PS = (
         last_AS[:num] - last_AS[num:] for last_AS in (by_weak[name][:, :, -1] for name in ("weak_AST", "dominant_AST"))
@@ -218,55 +119,19 @@ def judge_training(training: TrainingSettings, found: Mapping[str, Tensors]) -> 
     p_AST = by_weak["p_positive_AST"][num:]
     around = min(10, start, training.num_steps - start)
     drop_PS = p_AST[:, :, start - around : start].mean(-1) - p_AST[:, :, start : start + around].mean(-1)
-    claims = [
-        over_weak(WEAK_FASTER, weak_PS, "degrees less of the weak feature's angle", at_least=0),
-        over_weak(
-            LITTLE_COST,
-            -dominant_PS,
-            "degrees more of the dominant features' mean angle",
-            at_most=training.cost_at_most_degrees,
-        ),
-        over_weak(
-            P_DROPS,
-            drop_PS,
-            f"mean p_ii of the {around} steps before the noise less that of the {around} after",
-            at_least=training.p_drop_at_least,
-        ),
-    ]
+    measured: dict[str, Measurement | Tensor | Intervals] = {
+        "weak feature": over_weak(weak_PS),
+        "dominant features": over_weak(-dominant_PS),
+        "p_ii drops": Measurement(over_weak(drop_PS), {"around": around}),
+    }
     if training.fewer_dominant:
         fewest = min(training.fewer_dominant)
         few_AS = found[f"dominant_{fewest}"]["weak_AST"][:, :, -1]
         many_AS = training.two_of(by_beta)["weak_AST"][:, :, -1]
-        claims.append(
-            judge(
-                FEWER,
-                t_interval((many_AS[0] - many_AS[1]) - (few_AS[0] - few_AS[1])),
-                measured=f"degrees gained with {training.num_dominant} dominant features less those with {fewest}",
-                at_least=0,
-            )
+        measured["fewer dominant features"] = Measurement(
+            (many_AS[0] - many_AS[1]) - (few_AS[0] - few_AS[1]), {"fewest": fewest}
         )
     if 0 in training.other_betas:
         dominant_ST = by_beta["dominant_AST"][training.betas.index(0)]
-        claims.append(
-            judge(
-                ALL_NOISE,
-                t_interval(dominant_ST[:, -1] - dominant_ST[:, start]),
-                measured="degrees by which the dominant features' mean angle grows after the noise starts",
-                at_least=0,
-            )
-        )
-    return claims
-
-
-def bounds(name: str, values_S: Tensor) -> dict[str, Any]:
-    """Entries of a table: the mean over seeds, and the bounds of its 95 % t-interval."""
-    mean, low, high = t_bounds(values_S)
-    return {name: mean.item(), f"{name}_95": [low.item(), high.item()]}
-
-
-def _at(place: int, mean_P: Tensor, low_P: Tensor, high_P: Tensor, *, kind: str) -> Interval:
-    return Interval(value=mean_P[place].item(), low=low_P[place].item(), high=high_P[place].item(), kind=kind)
-
-
-def _of_seeds(num_seeds: int, num_places: int, places: str) -> str:
-    return f"95 % t-interval for all {num_places} {places}, {num_seeds} seeds"
+        measured["total noise"] = dominant_ST[:, -1] - dominant_ST[:, start]
+    return measured

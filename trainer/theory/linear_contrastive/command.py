@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from trainer.theory.framework.claim import ClaimResult
+from trainer.theory.framework.claim import Measurements, exactly, judge_rows, mean_entries
 from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors
 from trainer.theory.framework.figures import draw
 from trainer.theory.linear_contrastive.claims import (
-    bounds,
-    judge_error,
-    judge_gradient,
-    judge_grid,
-    judge_point,
-    judge_training,
+    CLAIMS,
+    measure_error,
+    measure_grid,
+    measure_point,
+    measure_training,
 )
 from trainer.theory.linear_contrastive.figures import error_panel, sweep_panels, theorem_panels, training_panels
 from trainer.theory.linear_contrastive.model import (
@@ -180,27 +179,38 @@ def _grid_of_a_seed(
 
 def conclude(settings: LinearContrastiveSettings, found: Mapping[str, Tensors]) -> Outcome:
     theorem, training, error = settings.theorem, settings.training, settings.error
-    claims: list[ClaimResult] = []
+    measured: Measurements = {}
     figures: dict[str, bytes] = {}
     tables: dict[str, Any] = {}
     if "gradient" in settings.studies:
-        claims.append(judge_gradient(settings.gradient, found["gradient"]["error_S"]))
+        error_S = found["gradient"]["error_S"]
+        measured = {"gradient": exactly(error_S.max().item(), kind=f"largest of {len(error_S)} seeds")}
     if "theorem" in settings.studies:
         num_batches = theorem.num_batches_a_seed * settings.num_seeds
-        at_point, tables["theorem_point"] = judge_point(theorem, found["theorem_point"])
-        over_grid, tables["theorem_grid"] = judge_grid(theorem, found["theorem_grid"], num=num_batches)
-        claims += [*at_point, over_grid]
+        at_point, tables["theorem_point"] = measure_point(theorem, found["theorem_point"])
+        over_grid, tables["theorem_grid"] = measure_grid(theorem, found["theorem_grid"], num=num_batches)
+        measured = {**measured, **at_point, "theorem over the grid": over_grid}
         panels = theorem_panels(theorem, found)
         figures["linear_contrastive_theorem"] = draw(panels, num_columns=2, panel_size=(4.6, 3.2))
     if "training" in settings.studies:
-        claims += judge_training(training, found)
+        measured = {**measured, **measure_training(training, found)}
         figures["linear_contrastive_training"] = draw(training_panels(training, found))
         figures["linear_contrastive_sweeps"] = draw(sweep_panels(training, found))
         tables["training"] = _training_tables(training, found)
     if "error" in settings.studies:
-        claims.append(judge_error(error, found["downstream_error"]["error_SP"]))
-        panel = error_panel(error, found)
-        figures["linear_contrastive_error"] = draw([panel], num_columns=1, panel_size=(4.6, 3.2))
+        error_SP = found["downstream_error"]["error_SP"]
+        measured = {**measured, "error is the angle": measure_error(error, error_SP)}
+        figures["linear_contrastive_error"] = draw([error_panel(error, error_SP)], num_columns=1, panel_size=(4.6, 3.2))
+    claims = judge_rows(
+        CLAIMS,
+        measured,
+        gradient_tolerance=settings.gradient.relative_tolerance,
+        error_tolerance=error.tolerance,
+        least_error=-error.tolerance,
+        cost_at_most_degrees=training.cost_at_most_degrees,
+        p_drop_at_least=training.p_drop_at_least,
+        num_dominant=training.num_dominant,
+    )
     return Outcome(claims, figures, tables)
 
 
@@ -211,8 +221,8 @@ def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -
     def arm(history: Tensors, place: int) -> dict[str, Any]:
         p_ST, loss_ST = history["p_positive_AST"][place], history["loss_AST"][place]
         return {
-            **bounds("weak_degrees", history["weak_AST"][place][:, -1]),
-            **bounds("dominant_degrees", history["dominant_AST"][place][:, -1]),
+            **mean_entries("weak_degrees", history["weak_AST"][place][:, -1]),
+            **mean_entries("dominant_degrees", history["dominant_AST"][place][:, -1]),
             "p_positive_before_noise": p_ST[:, start - 1].mean().item(),
             "p_positive_at_its_start": p_ST[:, start].mean().item(),
             "p_positive": p_ST[:, -1].mean().item(),
@@ -221,7 +231,7 @@ def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -
 
     def pair(history: Tensors, without: int = 0, noisy: int = 1) -> dict[str, Any]:
         last_AS = history["weak_AST"][:, :, -1]
-        benefit = bounds("benefit_degrees", last_AS[without] - last_AS[noisy])
+        benefit = mean_entries("benefit_degrees", last_AS[without] - last_AS[noisy])
         return {"without_noise": arm(history, without), "with_noise": arm(history, noisy), **benefit}
 
     by_weak, base, betas = found["weak_correlation"], training.two_of(found["noise"]), training.betas

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.theory.framework.claim import t_bounds
 from trainer.theory.framework.experiment import Tensors
-from trainer.theory.framework.figures import Curve, Map, Panel
+from trainer.theory.framework.figures import Curve, Map, Panel, mean_curve
 from trainer.theory.linear_contrastive.settings import ErrorSettings, TheoremSettings, TrainingSettings
 
 
@@ -23,7 +22,6 @@ def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> li
     gain = 100 * (speed[..., 0] / speed[..., -1] - 1)
     middle = [size // 2 for size in gain.shape]
     point = found["theorem_point"]["speed_S2C"][:, 0]
-    mean_C, low_C, high_C = t_bounds(100 * (point / point[:, -1:] - 1))
 
     def over(y: int, x: int) -> Tensor:
         at: list[Any] = list(middle)
@@ -37,7 +35,7 @@ def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> li
             "Gain in speed at the point (%)",
             "correlation of the other feature",
             "gain (%)",
-            [Curve(theorem.point_other_correlations, mean_C, marker="o", low=low_C, high=high_C)],
+            [mean_curve(theorem.point_other_correlations, 100 * (point / point[:, -1:] - 1), marker="o")],
         ),
         Map(
             f"Gain (%), correlation {lowered}: angles",
@@ -81,8 +79,8 @@ def training_panels(training: TrainingSettings, found: Mapping[str, Tensors]) ->
         for title, (y_label, name) in zip(titles, kinds, strict=True):
             curves = []
             for color, (arm, label) in enumerate(zip(arms, ("no noise", "noise on the dominant"), strict=True)):
-                mean_T, low_T, high_T = t_bounds(history[name][arm])
-                curves.append(Curve(range(len(mean_T)), mean_T, label, color, low=low_T, high=high_T))
+                values_ST = history[name][arm]
+                curves.append(mean_curve(range(values_ST.shape[1]), values_ST, label, color))
             bottom = (0, None) if name != "p_positive_AST" else (0, 1.02)
             panels.append(Panel(title, "step", y_label, curves, (training.noise_from_step,), bottom))
     return panels
@@ -96,8 +94,7 @@ def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> li
     by_count = [base if n == training.num_dominant else found[f"dominant_{n}"] for n in counts]
 
     def curve(x: Sequence[float], last_PS: Tensor, label: str, color: int) -> Curve:
-        mean_P, low_P, high_P = t_bounds(last_PS.T)
-        return Curve(x, mean_P, label, color, marker="o", low=low_P, high=high_P)
+        return mean_curve(x, last_PS.T, label, color, marker="o")
 
     def last(history: Tensors, name: str) -> Tensor:
         return history[name][:, :, -1]
@@ -140,9 +137,8 @@ def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> li
     ]
 
 
-def error_panel(error: ErrorSettings, found: Mapping[str, Tensors]) -> Panel:
-    mean_P, low_P, high_P = t_bounds(found["downstream_error"]["error_SP"])
-    angles = error.angles_degrees
-    measured = Curve(angles, mean_P, "counted", 1, "", "o", low_P, high_P)
+def error_panel(error: ErrorSettings, error_SP: Tensor) -> Panel:
+    """Return the counted errors beside the line of Lemma E.1."""
+    measured = mean_curve(error.angles_degrees, error_SP, "counted", 1, style="", marker="o")
     line = Curve((0, 90), (0, 0.5), "angle / pi")
     return Panel("Test error of a feature against its angle", "angle (degrees)", "test error", [line, measured])

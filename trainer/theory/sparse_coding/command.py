@@ -15,11 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from trainer.theory.framework.claim import t_bounds
-from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors
-from trainer.theory.framework.figures import Curve, Map, Panel, draw
+from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, seed_blocks
+from trainer.theory.framework.figures import Curve, Map, Panel, draw, mean_curve
 from trainer.theory.sparse_coding.claims import Arms, arm_claims, gap_claim, growth_claims
 from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
@@ -33,8 +31,8 @@ def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
         for masked in (True, False):
             named[_growth_name(masked)] = partial(_growth, settings, masked)
     for number, problem in enumerate(problems(settings)):
-        for seeds in _seed_blocks(settings):
-            named[_part_name(number, seeds)] = partial(_trained, problem, settings, seeds)
+        for name, seeds in _seed_blocks(number, settings).items():
+            named[name] = partial(_trained, problem, settings, seeds)
     return named
 
 
@@ -51,13 +49,8 @@ def _growth_name(masked: bool) -> str:
     return "growth_with_mask" if masked else "growth_without_mask"
 
 
-def _part_name(number: int, seeds: Sequence[int]) -> str:
-    return f"problem_{number}_seeds_{seeds[0]}_to_{seeds[-1]}"
-
-
-def _seed_blocks(settings: SparseCodingSettings) -> list[tuple[int, ...]]:
-    seeds, size = settings.seeds, settings.seeds_per_part
-    return [seeds[first : first + size] for first in range(0, len(seeds), size)]
+def _seed_blocks(number: int, settings: SparseCodingSettings) -> Mapping[str, Sequence[int]]:
+    return seed_blocks(f"problem_{number}", settings.seeds, settings.seeds_per_part)
 
 
 def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[Arms]:
@@ -65,7 +58,7 @@ def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list
     grid = []
     for number, problem in enumerate(problems(settings)):
         levels = len(problem.noise_variances)
-        blocks = [found[_part_name(number, seeds)] for seeds in _seed_blocks(settings)]
+        blocks = [found[name] for name in _seed_blocks(number, settings)]
         joined = {
             name: torch.cat([block[name].view(levels, -1, *block[name].shape[1:]) for block in blocks], dim=1)
             for name in blocks[0]
@@ -124,11 +117,6 @@ def _table(arms: Arms, settings: SparseCodingSettings) -> dict[str, Any]:
     }
 
 
-def _band(x: Sequence[float], values_SX: Tensor, label: str, color: int, *, marker: str = "") -> Curve:
-    mean_X, low_X, high_X = t_bounds(values_SX)
-    return Curve(x, mean_X, label, color, marker=marker, low=low_X, high=high_X)
-
-
 def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]:
     problem, counts = arms.problem, settings.label_counts
     steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
@@ -139,7 +127,7 @@ def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]
             "step",
             title.split(":")[0].lower(),
             [
-                _band(steps, arms.of(arm, f"{name}_log"), arm.name if name == "loss" else "", color)
+                mean_curve(steps, arms.of(arm, f"{name}_log"), arm.name if name == "loss" else "", color)
                 for color, arm in enumerate(problem.arms)
             ],
             vertical=[start] if start >= 0 else [],
@@ -154,11 +142,11 @@ def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]
     labels = []
     for name, title in (("r2", "Regression of <w*, z>: R²"), ("accuracy", "Classification: right signs")):
         curves = [
-            _band(counts, arms.of(arm, f"{name}_labels"), "" if name == "r2" else arm.name, color, marker="o")
+            mean_curve(counts, arms.of(arm, f"{name}_labels"), "" if name == "r2" else arm.name, color, marker="o")
             for color, arm in enumerate(problem.arms)
         ]
         raw_SC = arms.metrics[f"raw_{name}_labels"][:, 0]
-        curves.append(_band(counts, raw_SC, "" if name == "r2" else "x itself", 4, marker="s"))
+        curves.append(mean_curve(counts, raw_SC, "" if name == "r2" else "x itself", 4, marker="s"))
         if name == "r2":
             ceiling = [arms.linear_ceiling] * len(counts)
             curves.append(Curve(counts, ceiling, "best linear function of x", 6, ":"))
@@ -183,7 +171,9 @@ def _neurons_by_cosine(arms: Arms) -> Panel:
     """Of every arm, the neurons from the one closest to an atom to the one farthest from all."""
     M = arms.problem.num_neurons
     curves = [
-        _band(range(1, M + 1), arms.of(arm, "atom_cosine").amax(-1).sort(-1, descending=True).values, arm.name, color)
+        mean_curve(
+            range(1, M + 1), arms.of(arm, "atom_cosine").amax(-1).sort(-1, descending=True).values, arm.name, color
+        )
         for color, arm in enumerate(arms.problem.arms)
     ]
     return Panel("Largest cosine to an atom, all neurons", "neuron, by its largest cosine", "largest cosine", curves)
@@ -206,7 +196,7 @@ def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[
         for color, arm in ((0, MASK_BIAS), (2, NONE_BIAS)):
             scale_X = torch.tensor([arms.problem.num_features if name == "coverage" else 1 for arms in grid])
             values_SX = torch.stack([arms.of(arm, name).double() for arms in grid], dim=1) / scale_X
-            curves.append(_band(x, values_SX, arm.name, color, marker="o"))
+            curves.append(mean_curve(x, values_SX, arm.name, color, marker="o"))
         if name == "r2":
             curves.append(Curve(x, [arms.linear_ceiling for arms in grid], "best linear function of x", 6, ":"))
         if name == "loss":
