@@ -36,7 +36,7 @@ from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.preflight import on_first_rank
 from trainer.pretrained import load_modules
-from trainer.probes.curve import Curve, read_curves
+from trainer.probes.curve import ProbeCurve, read_curves
 from trainer.probes.features import LABEL_SPACES, TRAIN_DRAW, LabelSpace, Pictures, read_pictures
 from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
@@ -334,7 +334,7 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
     return "\n".join(lines) or "no two of the runs are of one configuration and dataset, so there is no mean over them"
 
 
-def curve_table(curves: Sequence[Curve]) -> str:
+def curve_table(curves: Sequence[ProbeCurve]) -> str:
     """The last and the best checkpoint of each curve, in per cent."""
     lines = [f"{'over checkpoints, %':26}{'last (step)':>18}{'best on the test set (step)':>30}"]
     for curve in curves:

@@ -24,7 +24,7 @@ class Point(Schema):
     accuracy: float
 
 
-class Curve(Schema):
+class ProbeCurve(Schema):
     """`last` is the one to report. `best`, the first of the highest, was chosen on the test set, as Huang et al. 2023
     choose theirs: it is optimistic. `online_` methods read some of the samples while the encoder is trained.
     """
@@ -38,14 +38,14 @@ class Curve(Schema):
 
 
 class Curves(Schema):
-    curves: tuple[Curve, ...]
+    curves: tuple[ProbeCurve, ...]
 
 
-def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> Curve:
+def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> ProbeCurve:
     """The curve through at least one point, which come in any order."""
     in_order = sorted(points, key=lambda point: point.step)
     best = max(in_order, key=lambda point: point.accuracy)
-    return Curve(label=label, method=method, points=tuple(in_order), last=in_order[-1], best=best)
+    return ProbeCurve(label=label, method=method, points=tuple(in_order), last=in_order[-1], best=best)
 
 
 def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:

@@ -28,7 +28,7 @@ from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probe import main, majority_share, probe, runs_table
-from trainer.probes.curve import Curve, Curves, Point, curve_of
+from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
 from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
@@ -65,7 +65,7 @@ def add_checkpoint(run_dir: RunDir, step: int, factor: float) -> None:
     run_dir.latest.write_text(f"step_{step:08d}\n")
 
 
-def read_curves_file(path: Path) -> dict[tuple[str, str], Curve]:
+def read_curves_file(path: Path) -> dict[tuple[str, str], ProbeCurve]:
     curves = Curves.parse(json.loads(path.read_text()), where=path.name).curves
     return {(curve.label, curve.method): curve for curve in curves}
 

@@ -20,10 +20,10 @@ from trainer.theory.framework.experiment import (
     Outcome,
     Part,
     Tensors,
+    TheoryResult,
     TheorySettings,
     code_sha256,
     default_out,
-    read_theory_result,
     run_experiment,
 )
 from trainer.theory.linear_contrastive.command import EXPERIMENT
@@ -84,7 +84,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def test_a_result_is_written_and_read_again(tmp_path: Path) -> None:
     assert run(tmp_path, SquaresSettings()) == "holds"
-    result = read_theory_result(tmp_path / "result.json")
+    result = TheoryResult.model_validate_json((tmp_path / "result.json").read_text())
     assert result.tables == {"total": 5.0}
     assert result.settings == {"seed": 0, "num_seeds": 10, "count": 3}
     assert result.seeds == tuple(range(10))

@@ -100,17 +100,6 @@ class TheoryResult(Schema):
     git_commit: str | None
 
 
-def read_theory_result(path: Path) -> TheoryResult:
-    """Read one result; raises `UserError` where the file is not one."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a result; run `python -m trainer.theory` again")
-    return TheoryResult.parse(value, where=str(path))
-
-
 def seed_blocks(name: str, seeds: Sequence[int], size: int) -> dict[str, Sequence[int]]:
     """Return the seeds `size` at a time, by the name of the part that computes them."""
     blocks = [seeds[first : first + size] for first in range(0, len(seeds), size)]
@@ -208,17 +197,11 @@ def _claim_directory(name: str, settings: TheorySettings, out: Path) -> None:
     if not isinstance(held, dict) or held.get("experiment") != name:
         raise UserError(f"--out {out} belongs to something else than {name}; pass another directory")
     if held["settings"] != wanted["settings"]:
-        earlier = type(settings).model_validate(held["settings"]) if _valid(held["settings"], settings) else None
-        differing = difference(earlier, settings) if earlier is not None else ["the names of its settings"]
+        try:
+            differing = difference(type(settings).model_validate(held["settings"]), settings)
+        except ValueError:
+            differing = ["the names of its settings"]
         raise UserError(f"--out {out} holds the result of other settings ({', '.join(differing)}); pass another --out")
-
-
-def _valid(value: object, settings: TheorySettings) -> bool:
-    try:
-        type(settings).model_validate(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,7 +8,6 @@ Shapes: S seeds, O objectives, M = S O encoders, Q shares of outliers, G gains, 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -89,8 +88,7 @@ def _seed_blocks(settings: GeneralizationSettings) -> Mapping[str, Sequence[int]
 
 
 def _cells(settings: GeneralizationSettings, device: torch.device) -> Tensors:
-    cells = measure_cells(settings.bound, seeds=settings.seeds, device=device)
-    return {field.name: getattr(cells, field.name) for field in dataclasses.fields(cells)}
+    return dict(vars(measure_cells(settings.bound, seeds=settings.seeds, device=device)))
 
 
 def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], device: torch.device) -> Tensors:

@@ -5,8 +5,8 @@ Shapes: S seeds, A arms, K features, T steps, P and Q states of two features, C 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,49 +42,42 @@ from trainer.theory.linear_contrastive.settings import (
 
 
 def parts(settings: LinearContrastiveSettings) -> Mapping[str, Part]:
-    theorem, seeds = settings.theorem, settings.seeds
-    check, error = settings.gradient, settings.error
-
-    def gradient(device: torch.device) -> Tensors:
-        sizes = {"num_pairs": check.num_pairs, "num_features": check.num_features, "dim": check.dim}
-        return {"error_S": gradient_error(seeds=seeds, device=device, **sizes)}
-
-    def errors(device: torch.device) -> Tensors:
-        counted = downstream_error(
-            error.angles_degrees, seeds=seeds, num_samples=error.num_samples_a_seed, device=device
-        )
-        return {"error_SP": counted}
-
+    """Return the parts of the chosen studies."""
+    seeds, check, error = settings.seeds, settings.gradient, settings.error
+    sizes = {"num_pairs": check.num_pairs, "num_features": check.num_features, "dim": check.dim}
     by_study: dict[Study, Mapping[str, Part]] = {
-        "gradient": {"gradient": gradient},
+        "gradient": {"gradient": lambda device: {"error_S": gradient_error(seeds=seeds, device=device, **sizes)}},
         "theorem": {
-            "theorem_point": partial(_theorem_point, theorem, seeds),
-            "theorem_grid": partial(_theorem_grid, theorem, seeds),
+            "theorem_point": partial(_theorem_point, settings.theorem, seeds),
+            "theorem_grid": partial(_theorem_grid, settings.theorem, seeds),
         },
         "training": _training_parts(settings.training, seeds),
-        "error": {"downstream_error": errors},
+        "error": {
+            "downstream_error": lambda device: {
+                "error_SP": downstream_error(
+                    error.angles_degrees, seeds=seeds, num_samples=error.num_samples_a_seed, device=device
+                )
+            }
+        },
     }
     return {name: part for study in STUDIES if study in settings.studies for name, part in by_study[study].items()}
 
 
 def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping[str, Part]:
-    def train(changed: TrainingSettings, arms: Sequence[Arm], num_dominant: int) -> Part:
-        return partial(_train, changed, seeds, arms, num_dominant)
-
-    trained = {
-        "weak_correlation": train(training, _weak_correlation_arms(training), training.num_dominant),
-        "noise": train(training, _noise_arms(training), training.num_dominant),
+    trained: dict[str, Part] = {
+        "weak_correlation": partial(_train, training, seeds, _weak_correlation_arms(training)),
+        "noise": partial(_train, training, seeds, _noise_arms(training)),
     }
     for num in training.fewer_dominant:
-        trained[f"dominant_{num}"] = train(training, _two_arms(training, num), num)
+        trained[f"dominant_{num}"] = partial(_train, training, seeds, _two_arms(training, num), num_dominant=num)
     for one in training.variations:
         varied = training.varied(one)
-        trained[f"vary_{one.name}"] = train(varied, _two_arms(varied, varied.num_dominant), varied.num_dominant)
+        trained[f"vary_{one.name}"] = partial(_train, varied, seeds, _two_arms(varied, varied.num_dominant))
     return trained
 
 
-@dataclasses.dataclass(frozen=True)
-class Arm:
+@dataclass(frozen=True)
+class NoiseArm:
     """One training: the weak feature's correlation, beta of the noise (1: none), how many dominant features get it."""
 
     weak_correlation: float
@@ -92,44 +85,42 @@ class Arm:
     num_noised: int
 
 
-def _weak_correlation_arms(training: TrainingSettings) -> list[Arm]:
+def _weak_correlation_arms(training: TrainingSettings) -> list[NoiseArm]:
     """Without noise, then with it."""
     betas = (1.0, training.noise_beta)
-    return [Arm(value, beta, training.num_dominant) for beta in betas for value in training.weak_correlations]
+    return [NoiseArm(value, beta, training.num_dominant) for beta in betas for value in training.weak_correlations]
 
 
-def _noise_arms(training: TrainingSettings) -> list[Arm]:
+def _noise_arms(training: TrainingSettings) -> list[NoiseArm]:
     """Of `betas`, then of `fewer_noised`."""
     counts = [(beta, training.num_dominant) for beta in training.betas]
     counts += [(training.noise_beta, num) for num in training.fewer_noised]
-    return [Arm(training.weak_correlation, beta, num) for beta, num in counts]
+    return [NoiseArm(training.weak_correlation, beta, num) for beta, num in counts]
 
 
-def _two_arms(training: TrainingSettings, num_dominant: int) -> list[Arm]:
+def _two_arms(training: TrainingSettings, num_dominant: int) -> list[NoiseArm]:
     """Without noise, and with it."""
-    return [Arm(training.weak_correlation, beta, num_dominant) for beta in (1.0, training.noise_beta)]
+    return [NoiseArm(training.weak_correlation, beta, num_dominant) for beta in (1.0, training.noise_beta)]
 
 
 def _train(
-    training: TrainingSettings, seeds: Sequence[int], arms: Sequence[Arm], num_dominant: int, device: torch.device
+    training: TrainingSettings,
+    seeds: Sequence[int],
+    arms: Sequence[NoiseArm],
+    device: torch.device,
+    *,
+    num_dominant: int | None = None,
 ) -> Tensors:
-    alpha_AK = torch.full((len(arms), 1 + num_dominant), training.dominant_correlation, dtype=torch.float64)
+    """Train the arms side by side, with `num_dominant` features beside the weak one; None: those of the settings."""
+    num = training.num_dominant if num_dominant is None else num_dominant
+    alpha_AK = torch.full((len(arms), 1 + num), training.dominant_correlation, dtype=torch.float64)
     beta_AK = torch.ones_like(alpha_AK)
     for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
         alpha_K[0] = arm.weak_correlation
         beta_K[1 : 1 + arm.num_noised] = arm.beta
-    together = Training(
-        alpha_AK=alpha_AK,
-        beta_AK=beta_AK,
-        dim=training.dim,
-        num_pairs=training.num_pairs,
-        learning_rate=training.learning_rate,
-        initial_scale=training.initial_scale,
-        num_steps=training.num_steps,
-        noise_from_step=training.noise_from_step,
-    )
-    history = train_arms(together, seeds=seeds, device=device)
-    return {field.name: getattr(history, field.name) for field in dataclasses.fields(history)}
+    shared = {"dim", "num_pairs", "learning_rate", "initial_scale", "num_steps", "noise_from_step"}
+    together = Training(alpha_AK=alpha_AK, beta_AK=beta_AK, **training.model_dump(include=shared))
+    return dict(vars(train_arms(together, seeds=seeds, device=device)))
 
 
 def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
@@ -152,8 +143,7 @@ def _theorem_grid(theorem: TheoremSettings, seeds: Sequence[int], device: torch.
     weak = FeatureStates.product(theorem.weak_angles_degrees, theorem.weak_norms, theorem.weak_correlations)
     other = FeatureStates.product(theorem.other_angles_degrees, theorem.other_norms, theorem.other_correlations)
     found = [_grid_of_a_seed(theorem, weak, other, len(theorem.other_correlations), seed, device) for seed in seeds]
-    names = [field.name for field in dataclasses.fields(found[0])]
-    return {name: torch.stack([getattr(one, name) for one in found]).mean(0) for name in names}
+    return {name: torch.stack([vars(one)[name] for one in found]).mean(0) for name in vars(found[0])}
 
 
 def _grid_of_a_seed(

@@ -14,8 +14,8 @@ P and Q states of two features, ... any leading dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -263,34 +263,17 @@ def speed_grid(
     """
     reference_Q = reference_Q.to(device)
     total: list[Tensor] = []
-    for g_RKM2 in _pair_chunks(weak, other, rest, seed, num_batches, num_pairs, device):
+    num_features = 2 + len(rest)
+    numbers = num_pairs * (num_pairs * (len(weak) + len(other)) + len(weak) * len(other))
+    at_once = max(1, CHUNK_NUMBERS[device.type] // numbers)
+    for first in range(0, num_batches, at_once):
+        num = min(at_once, num_batches - first)
+        g_RKM2 = draw_pairs(seed, first, num, num_pairs=num_pairs, num_features=num_features, device=device)
         found = angular_speeds(weak, other, rest, g_RKM2)
         gain_RPQ = found.speed_RPQ - found.speed_RPQ[:, :, reference_Q]
         sums = [part.sum(0) for part in (found.speed_RPQ, found.p_positive_RPQ, gain_RPQ, gain_RPQ**2)]
         total = [one + other_one for one, other_one in zip(total, sums, strict=True)] if total else sums
     return GridMoments(*(one / num_batches for one in total))
-
-
-def _pair_chunks(
-    weak: FeatureStates,
-    other: FeatureStates,
-    rest: FeatureStates,
-    seed: int,
-    num_batches: int,
-    num_pairs: int,
-    device: torch.device,
-) -> Iterator[Tensor]:
-    numbers = num_pairs * (num_pairs * (len(weak) + len(other)) + len(weak) * len(other))
-    num = max(1, CHUNK_NUMBERS[device.type] // numbers)
-    for first in range(0, num_batches, num):
-        yield draw_pairs(
-            seed,
-            first,
-            min(num, num_batches - first),
-            num_pairs=num_pairs,
-            num_features=2 + len(rest),
-            device=device,
-        )
 
 
 @dataclass(frozen=True)
@@ -306,9 +289,6 @@ class History:
     dominant_AST: Tensor
     p_positive_AST: Tensor
     loss_AST: Tensor
-
-    def parts(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -348,7 +328,7 @@ def train_arms(training: Training, *, seeds: Sequence[int], device: torch.device
         _train_together(training, seeds=seeds[first : first + num_at_once], device=device)
         for first in range(0, len(seeds), num_at_once)
     ]
-    return History(*(torch.cat(parts, dim=1) for parts in zip(*(one.parts() for one in histories), strict=True)))
+    return History(*(torch.cat(parts, dim=1) for parts in zip(*(vars(one).values() for one in histories), strict=True)))
 
 
 def _train_together(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
