@@ -89,7 +89,7 @@ def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer
     batches = clock.timed(stream)
     rates = {
         name: learning_rate_at(each, step=0, num_steps=1, global_batch_size=config.global_batch_size)
-        for name, each in config.player_optimizers.items()
+        for name, each in config.module_optimizers.items()
     }
     return Peer(lambda: void(step(next(batches), learning_rates=rates)), clock)
 

@@ -66,7 +66,7 @@ def our_step(config: RunConfig) -> tuple[Step, TrainedModules]:
     training = build_training(config, num_samples=50_000, device=torch.device("cpu"))
     rates = {
         name: learning_rate_at(each, step=0, num_steps=1, global_batch_size=config.global_batch_size)
-        for name, each in config.player_optimizers.items()
+        for name, each in config.module_optimizers.items()
     }
     return lambda batch: training.step(batch, learning_rates=rates).metrics["train/loss"].item(), training.modules
 
@@ -82,7 +82,7 @@ class StepAsWritten:
         self.viewmaker = AsWritten(players.viewmaker).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
         self.encoder = resnet_of(players).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
         self.mean, self.std = (players.encoder.mean_C11.clone(), players.encoder.std_C11.clone())
-        optimizers = config.player_optimizers
+        optimizers = config.module_optimizers
         sgd, adam = optimizers["encoder"], optimizers["viewmaker"]
         assert isinstance(sgd, SGDConfig)
         assert isinstance(adam, AdamConfig)

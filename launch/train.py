@@ -26,7 +26,8 @@ from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, deepsp
 from trainer.distributed.environment import choose_device, process_group, read_env
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
-from trainer.planning.plan import describe, plan
+from trainer.planning.describe import describe
+from trainer.planning.fit import plan
 from trainer.provenance import command_line
 from trainer.run_dir import RunDir
 from trainer.train import train

@@ -1,10 +1,9 @@
 """The second player: how the viewmaker is trained against the encoder.
 
-Simultaneous, the default here: one forward and one backward serve both players. The views pass through
-`reverse_gradient`, so the encoder receives the gradient of the loss and the viewmaker that of minus `weight` times the
-loss, both at the same parameters.
-Alternating, the published order: the viewmaker's step comes after the encoder's, on new views, with a forward and a
-backward of its own. The two are different algorithms.
+Simultaneous (the default): one forward and one backward serve both players. The views pass through `reverse_gradient`,
+so the encoder gets the gradient of the loss, and the viewmaker gets the gradient of minus `weight` times the loss.
+Alternating (the published order): the viewmaker steps after the encoder, on new views, with a forward and a backward of
+its own. The two are different algorithms.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from trainer.optim.optimizers import AdamConfig, OptimizerConfig
 
 
 class AdversaryConfig(Schema):
-    """`weight` multiplies the viewmaker's share of the loss (Tamkin et al. 2021 call it the adversarial weight: 1).
+    """How the viewmaker is trained.
 
-    From `freeze_step` on the viewmaker stays as it is. In the alternating game it takes `viewmaker_steps` steps for one
-    of the encoder, each on new views.
+    weight: of the loss for the viewmaker; the adversarial weight of Tamkin et al. 2021, who take 1.
+    freeze_step: from this step on the viewmaker stays as it is.
+    viewmaker_steps: steps of the viewmaker for one of the encoder, each on new views; in the alternating game only.
     """
 
     update: Literal["simultaneous", "alternating"] = "simultaneous"
@@ -40,7 +40,7 @@ class AdversaryConfig(Schema):
 
 
 def reverse_gradient(x: Tensor, weight: float) -> Tensor:
-    """`x` itself; going backward, its gradient is multiplied by `-weight` (Ganin & Lempitsky 2015)."""
+    """Return `x`; in backward, multiply its gradient by `-weight` (Ganin & Lempitsky 2015)."""
     reversed_x: Tensor = _ReverseGradient.apply(x, weight)  # type: ignore[no-untyped-call]
     return reversed_x
 

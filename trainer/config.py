@@ -1,7 +1,8 @@
-"""RunConfig: everything that decides a run's science. Each section's config sits beside the class that consumes it.
+"""RunConfig: every setting that decides the result of a run. Each section's config sits beside the class that uses it.
 
-A recipe (a function in configs/) returns a RunConfig; it is resolved once into RUN_DIR/config.json, and nothing is ever
-written back into it. What depends on the machine (batch of a rank, device) is derived from (config, world).
+A recipe (a function in configs/) returns a RunConfig. It is resolved once, into RUN_DIR/config.json, and nothing is
+written back into it. Values that depend on the machine, such as the batch of a rank, are computed from the config and
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from trainer.views import ViewsConfig, check_views_fit
 
 
 class RunConfig(Schema):
-    """One run. `global_batch_size` is the knob: the number of ranks and nodes never changes the science.
+    """One run. Set the `global_batch_size`: the number of ranks and nodes does not change the result.
 
-    `precision` is the type of parameters, embeddings and losses; "bfloat16" means float32 with autocast to bfloat16
-    inside encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits; in less,
-    a ReLU that rounding pushes over zero parts them after some steps, as it parts two runs of one process.
-    `view_forwards`: the two views are encoded in two forwards, as published, or in one, where batch norm sees both.
-    `compile`: torch.compile makes kernels of the encoder (of the viewmaker's padding it makes none that run); the first
-    step then takes a minute or more.
-    `max_skipped_in_a_row`: a step whose loss or gradient is not finite is skipped; so many in a row end training.
-    A checkpoint is written every `checkpoint_every_steps` and at the end, and the newest `keep_checkpoints` are kept;
-    metrics are logged every `log_every_steps`.
+    precision: the type of parameters, embeddings and losses. "bfloat16" means float32 with autocast to bfloat16 inside
+        encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits. In lower
+        precision, rounding can push a ReLU over zero, and the runs part after some steps, as two runs on one rank do.
+    view_forwards: encode the two views in two forwards, as published, or in one, in which batch norm sees both.
+    compile: compile the encoder with torch.compile; the first step then takes a minute or more. The viewmaker is left
+        out, because the kernels that torch makes of its padding do not run.
+    max_skipped_in_a_row: a step whose loss or gradient is not finite is skipped; this many in a row end training.
+    checkpoint_every_steps, keep_checkpoints: how often a checkpoint is written, besides at the end, and how many of
+        the newest are kept.
+    log_every_steps: how often metrics are logged.
     """
 
     name: Name
@@ -100,7 +102,7 @@ class RunConfig(Schema):
         if isinstance(self.engine, DeepSpeedConfig):
             deepspeed_engine.check(
                 self.engine,
-                num_players=len(self.player_optimizers),
+                num_players=len(self.module_optimizers),
                 precision=self.precision,
                 optimizer_kinds=[optimizer.kind for optimizer in self.engine_optimizers.values()],
                 copies_encoder=isinstance(self.objective, MoCoConfig),
@@ -141,28 +143,28 @@ class RunConfig(Schema):
 
     @property
     def objective_optimizer(self) -> OptimizerConfig:
-        """The optimizer of what the objective itself trains."""
+        """The optimizer of the modules that the objective itself trains."""
         if isinstance(self.objective, SimSiamConfig) and self.objective.predictor_rate == "constant":
             return self.optimizer.model_copy(update={"schedule": ConstantConfig()})
         return self.optimizer
 
     @property
-    def player_optimizers(self) -> dict[str, OptimizerConfig]:
-        """The optimizer of each trained player, by the player's name."""
+    def module_optimizers(self) -> dict[str, OptimizerConfig]:
+        """The optimizers of encoder and viewmaker, by name."""
         viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
         return {"encoder": self.optimizer, **viewmaker}
 
     @property
     def engine_optimizers(self) -> dict[str, OptimizerConfig]:
-        """The optimizer of each engine that there may be: of the players, and of what the objective trains."""
-        return self.player_optimizers | {"objective": self.objective_optimizer}
+        """The optimizers of all engines that a run may have, by name."""
+        return self.module_optimizers | {"objective": self.objective_optimizer}
 
 
 def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
     """Return the RunConfig of a .json or .yaml file, such as an earlier run's config.json.
 
-    Whoever wrote the file may be a stranger. So without `allow_pipe`, reading data from a `pipe:` location of it raises
-    `UserError`; all else can be done with the config. Raises `UserError` if the file cannot be read or is no config.
+    The file may come from a stranger. So without `allow_pipe`, reading data from one of its `pipe:` locations raises
+    `UserError`; everything else works. Raises `UserError` if the file cannot be read or is not a config.
     """
     parse, language = (parse_yaml, "YAML") if path.suffix in {".yaml", ".yml"} else (parse_json, "JSON")
     try:
@@ -179,7 +181,7 @@ def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
 
 
 def refuse_commands(config: RunConfig) -> None:
-    """Raise `UserError` if a location of the config is a command that was read from a file without `allow_pipe`."""
+    """Raise `UserError` if a location of the config is a command from a file that was read without `allow_pipe`."""
     for location in (config.data.train_dir, config.data.test_dir):
         refuse_untyped_command(location, config.data.remote)
 

@@ -17,14 +17,14 @@ from trainer.distributed.collectives import all_gather_object, rank
 
 
 class DataConfig(ReadConfig):
-    """Where the shards are: a directory, `http(s)://...` or `pipe:COMMAND {name}`; and how a rank reads them.
+    """Where the shards are, and how a rank reads them.
 
-    `overlay` says what the science is, and the train set must have been built for it: `baked` into the shards, the same
-    at each reading; `online`, drawn from (seed, epoch, sample index), so that both views of a sample share a draw that
-    is new in every epoch; or `online_per_view`, where the views of a sample do not share it (the published code mixes
-    its background sounds so). Where nothing is drawn it has no effect.
-    `sample_rate` is that of sounds, points a second, and decides how their spectrograms are made; None says that the
-    samples are pictures.
+    train_dir, test_dir: a directory, `http(s)://...` or `pipe:COMMAND {name}`.
+    overlay: how the overlay is drawn; the train set must have been built for it. "baked" is drawn into the shards, the
+        same at each reading. "online" is drawn from (seed, epoch, sample index): the two views of a sample share one
+        draw, which is new in each epoch. With "online_per_view" each view has a draw of its own, as in the published
+        code that mixes background sounds. Data without an overlay ignore this.
+    sample_rate: of sounds, in points a second, which decides how spectrograms are made; None means pictures.
     """
 
     train_dir: Line
@@ -43,13 +43,13 @@ class DataConfig(ReadConfig):
 
     @property
     def mel(self) -> MelConfig | None:
-        """The spectrogram of the sounds; None for pictures. Raises `UserError` where there is none for their rate."""
+        """The spectrogram of the sounds; None for pictures. Raises `UserError` if their rate has none."""
         return None if self.sample_rate is None else mel_config(self.sample_rate)
 
 
 @dataclass(frozen=True)
 class Manifests:
-    """What the train set and the test set hold."""
+    """The manifests of the train set and the test set."""
 
     train: Manifest
     test: Manifest
@@ -60,7 +60,7 @@ class Manifests:
 
 
 def read_manifests(data: DataConfig) -> Manifests:
-    """Raises `UserError` where one is missing."""
+    """Return the manifests of both datasets. Raises `UserError` if one is missing."""
 
     def manifest(location: str) -> Manifest:
         if is_remote(location):
@@ -71,9 +71,10 @@ def read_manifests(data: DataConfig) -> Manifests:
 
 
 def read_agreed_manifests(data: DataConfig) -> Manifests:
-    """Return the manifests, which are the same on all ranks.
+    """Return the manifests, after a check that all ranks find the same. Every rank calls this.
 
-    Raises `UserError` if one is missing; and if a rank finds other datasets than the first, which then speaks for all.
+    Raises `UserError` if one is missing. If a rank finds other datasets than rank 0, rank 0 raises `UserError`, and the
+    others exit.
     """
     manifests = read_manifests(data)
     found = all_gather_object(manifests.identity)

@@ -1,8 +1,8 @@
-"""How training uses memory: what is recomputed instead of kept, and what the process gives back.
+"""Trade time for memory: what is recomputed instead of kept, and what the process gives back to the system.
 
-Gradient checkpointing keeps the input of every few blocks and computes what is between again while going backward (Chen
-et al. 2016). A batch in micro batches keeps the activations of one part at a time (Gao et al. 2021; see
-`trainer.step`). Neither changes a gradient.
+Activation checkpointing keeps the input of every few blocks, and computes the rest again during backward (Chen et al.
+2016). Micro batches keep the activations of one part of the batch at a time (Gao et al. 2021; see `trainer.step`).
+Neither changes a gradient.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from data_pipeline.core.schema import BatchSize, Schema
 from trainer.models.activation_checkpointing import Checkpointing
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # an int of C
 
 
 class MemoryConfig(Schema):
-    """What is traded for memory.
+    """What is recomputed to save memory.
 
-    micro_batches: the batch is encoded in so many parts, with the activations of one part in memory; the loss is still
-        that of the whole batch. Every part is spread over all ranks, so results do not depend on their number; batch
-        norm sees one part at a time, and so its statistics do depend on this setting.
-    encoder_checkpointing, viewmaker_checkpointing: "whole" keeps the network's input alone and computes everything else
-        again for backward; n keeps the input of every n-th block.
+    micro_batches: the batch is encoded in this many parts, with the activations of one part in memory. The loss is
+        still that of the whole batch. Every part is spread over all ranks, so results do not depend on the number of
+        ranks. Batch norm sees one part at a time, so its statistics depend on this setting.
+    encoder_checkpointing, viewmaker_checkpointing: "whole" keeps only the network's input and computes the rest again
+        during backward; n keeps the input of every n-th block.
     """
 
     micro_batches: BatchSize = 1
@@ -39,15 +37,16 @@ class MemoryConfig(Schema):
 
 
 def interleave(parts: Sequence[Tensor]) -> Tensor:
-    """Undo the cut into micro batches: of k tensors (B / k, ...) part i holds the rows i, i + k, i + 2 k, ..."""
+    """Join k micro batches (B / k, ...) to a batch (B, ...); part i holds the rows i, i + k, i + 2 k, ..."""
     return parts[0] if len(parts) == 1 else torch.stack(list(parts), dim=1).flatten(0, 1)
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep the memory that it frees instead of giving it back to the system at once.
+    """Let the process keep the memory that it frees, instead of giving it back to the system at once.
 
-    A training step on the CPU frees and takes the same large blocks again and again. By default glibc maps and unmaps
-    each of them, and clearing the fresh pages is a quarter of a viewmaker's step. Elsewhere this does nothing.
+    A training step on the CPU frees and allocates the same large blocks again and again. By default glibc maps and
+    unmaps each of them, and clearing the fresh pages takes a quarter of a viewmaker's step. Without glibc this does
+    nothing.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

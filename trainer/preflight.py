@@ -1,4 +1,4 @@
-"""What is settled before step 0: the data fit the config, the run directory is this config's, and the log says so."""
+"""Check everything before step 0: the data fit the config, and the run directory belongs to it."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from trainer.views.policy import check_image_size
 
 logger = logging.getLogger(__name__)
 
-# How far a config's normalisation may be from the data's without a warning: ImageNet's on CIFAR-10 is not too far.
+# A config's normalisation that differs more than this from the data's gives a warning; ImageNet's on CIFAR-10 does not.
 _FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 
 T = TypeVar("T")
 
 
 def check_data(config: RunConfig) -> Manifests:
-    """Return the manifests of both datasets.
+    """Return the manifests of both datasets, after all checks of the data against the config.
 
-    Raises `UserError` unless both are there, belong together, share few enough sources and are what the config asks
-    for, and the ranks divide the global batch.
+    Raises `UserError` if a dataset is missing, if the two do not belong together or share too many sources, if they do
+    not fit the config, or if the ranks do not divide the global batch.
     """
     manifests = read_manifests(config.data)
     train, test = manifests.train, manifests.test
@@ -62,8 +62,8 @@ def check_data(config: RunConfig) -> Manifests:
     check_input_shape(config, height=height, width=width, where=train_dir)
     if config.views.kind == "viewmaker" and config.views.mask != "none" and train.overlay is None:
         raise UserError(
-            f"views.mask={config.views.mask} protects what is drawn on a picture, and nothing is drawn on those of "
-            f"{train_dir}; set views.mask=none, or build a dataset with an overlay"
+            f"views.mask={config.views.mask} protects the overlay of a picture, and the pictures of {train_dir} have "
+            "none; set views.mask=none, or build a dataset with an overlay"
         )
     asked = "baked" if config.data.overlay == "baked" else "online"
     if train.overlay is not None and train.overlay.drawn != asked:
@@ -73,23 +73,10 @@ def check_data(config: RunConfig) -> Manifests:
         )
     if config.data.overlay == "online_per_view" and train.overlay is None:
         raise UserError(
-            f"nothing is drawn on the samples of {train_dir}, so its views cannot have one of their own each; set "
+            f"the samples of {train_dir} have no overlay, which data.overlay=online_per_view draws for each view; set "
             "data.overlay=online, or build a dataset with an overlay"
         )
-    check_batch_size(train.num_samples, global_batch_size=config.global_batch_size, world_size=world_size())
-    if config.encoder.batch_norm == "split":
-        check_splits(
-            config.encoder.batch_norm_splits,
-            global_batch_size=config.global_batch_size // config.memory.micro_batches,
-            num_ranks=world_size(),
-            forwards=2 if config.view_forwards == "two" else 1,
-        )
-    local_batch_size = config.global_batch_size // world_size()
-    if local_batch_size % config.memory.micro_batches:
-        raise UserError(
-            f"memory.micro_batches {config.memory.micro_batches} does not divide the {local_batch_size} samples that "
-            f"each of {world_size()} ranks has of a batch; use {gcd(local_batch_size, config.memory.micro_batches)}"
-        )
+    check_batch(config, num_samples=train.num_samples, num_ranks=world_size())
     check_batch_norm(config, height=height, width=width, num_ranks=world_size())
     shared = find_shared(config.data, train=train, test=test)
     if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
@@ -97,8 +84,27 @@ def check_data(config: RunConfig) -> Manifests:
     return manifests
 
 
+def check_batch(config: RunConfig, *, num_samples: int, num_ranks: int) -> None:
+    """Raise `UserError` unless ranks, micro batches and the parts of split batch norm divide the global batch."""
+    size, num_parts = config.global_batch_size, config.memory.micro_batches
+    check_batch_size(num_samples, global_batch_size=size, world_size=num_ranks)
+    if config.encoder.batch_norm == "split":
+        check_splits(
+            config.encoder.batch_norm_splits,
+            global_batch_size=size // num_parts,
+            num_ranks=num_ranks,
+            forwards=2 if config.view_forwards == "two" else 1,
+        )
+    rank_batch_size = size // num_ranks
+    if rank_batch_size % num_parts:
+        raise UserError(
+            f"memory.micro_batches {num_parts} does not divide the {rank_batch_size} samples that each of {num_ranks} "
+            f"ranks has of a batch; set memory.micro_batches={gcd(rank_batch_size, num_parts)}"
+        )
+
+
 def check_input_shape(config: RunConfig, *, height: int, width: int, where: str) -> None:
-    """Raise `UserError` unless views and encoder take pictures or spectrograms of that size, which `where` holds."""
+    """Raise `UserError` unless views and encoder take inputs of this size; `where` is the dataset that has them."""
     try:
         check_image_size(config.views, height=height, width=width)
         check_input_size(config.encoder, height=height, width=width)
@@ -109,7 +115,7 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
 
 
 def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: int) -> None:
-    """Raise `UserError` if a batch norm would see one value a channel, for inputs of that size on that many ranks."""
+    """Raise `UserError` if some batch norm would see a single value in each channel."""
     together = config.global_batch_size // config.memory.micro_batches * (2 if config.view_forwards == "one" else 1)
     trunk_rows, head_rows = {
         "synchronized": (together, together),
@@ -120,7 +126,7 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
 
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
-    """The height and width of what the encoder sees; raises `UserError` where the samples are not what config says."""
+    """Return the height and width of the encoder's input; raise `UserError` if the samples are of another kind."""
     where, mel, rate = config.data.train_dir, config.data.mel, config.data.sample_rate
     if train.sample_rate != rate:
         if train.sample_rate is None:
@@ -151,7 +157,7 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
 
 
 def node_share() -> NodeShare | None:
-    """How the ranks of one machine hold resident data together; None for a process by itself.
+    """Return how the ranks of one machine share data in memory; None if there is one rank only.
 
     Ranks are on one machine if they see the same /dev/shm, whatever the launcher calls a node.
     """
@@ -163,17 +169,17 @@ def node_share() -> NodeShare | None:
 
 
 def claim(run_dir: RunDir, config: RunConfig, *, accepted_data: Collection[str] = ()) -> TextIO:
-    """Make `run_dir` this config's, once its data are known to be there; hold it until the returned file is closed.
+    """Check the data, then take the run directory for this config, until the returned file is closed.
 
-    `accepted_data` are names of new datasets (`DataIdentity.name`) that the run may go on with. Raises `UserError` for
-    data that do not fit or were replaced, for a directory with another config, other files or another trainer, and for
-    one that cannot be made or written.
+    `accepted_data` are names of new datasets (`DataIdentity.name`) with which the run may go on. Raises `UserError` if
+    the data do not fit or were replaced, if the directory holds another config or other files, if another process
+    trains in it, or if it cannot be written.
     """
     manifests = check_data(config)
     try:
         held = _claim(run_dir, config)
     except OSError as error:
-        if error.errno == errno.ENOSPC:  # which has a sentence of its own
+        if error.errno == errno.ENOSPC:  # which has an error message of its own
             raise
         raise UserError(
             f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another --run-dir"
@@ -191,9 +197,9 @@ def check_resumed(
 ) -> bool:
     """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
 
-    Its state is a number of steps, so with another number of samples the epoch, the order and the learning rate are
-    those which this step has with the new data. Raises `UserError` for new data that were not accepted, and for those
-    with which the run would have ended before this step.
+    The position of a run is its step. So with new data, the epoch, the order and the learning rate are those that the
+    new data have at this step. Raises `UserError` if the new data were not accepted, or if a run on them would have
+    ended before this step.
     """
     is_new = check_same_data(
         run_dir,
@@ -223,15 +229,15 @@ def resume(
     *,
     accepted_data: Collection[str],
 ) -> Restored:
-    """Load the newest whole checkpoint, as `restore` does, and check that it goes with the data. Every rank calls this.
+    """Load the newest whole checkpoint into a training, and check that it fits the data. Every rank calls this.
 
-    `claim` has checked the newest one; this may be an older one, if that is damaged. Raises as `restore` and
+    `claim` has checked the newest checkpoint; if that is damaged, this loads an older one. Raises as `restore` and
     `check_resumed` do.
     """
     restored = restore(run_dir, training.engines, training.objective, extra=training.step.loss_scale.state())
     if on_first_rank(lambda: check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
         logger.warning(
-            "the data were replaced after step %d and are accepted: going on with those of now", restored.step
+            "the data were replaced after step %d, and you accepted the new ones: going on with them", restored.step
         )
     return restored
 
@@ -250,16 +256,16 @@ def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
-    # How long a rank may be silent changes no result, and the watchdog's own message asks for another value.
+    # The settings of the watchdog change no result, and its own message asks for other values.
     if not run_dir.config.is_file() or read_config(run_dir.config) != config:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return held
 
 
 def on_first_rank(action: Callable[[], T]) -> T | None:
-    """Run `action` on the first rank, and return its result there; elsewhere None.
+    """Run `action` on rank 0, and return its result there; None on other ranks.
 
-    An error in it ends every rank, and only the first one speaks.
+    If it raises, rank 0 raises the same, and the other ranks exit without a message.
     """
     error: Exception | None = None
     result: T | None = None
@@ -307,14 +313,14 @@ def log_start(
         config.engine.kind,
         ", ".join(
             f"{name} {scaled_learning_rate(optimizer, global_batch_size=config.global_batch_size):.4g}"
-            for name, optimizer in config.player_optimizers.items()
+            for name, optimizer in config.module_optimizers.items()
         ),
     )
     if (note := config.objective.note(global_batch_size=config.global_batch_size)) is not None:
         logger.info("%s", note)
     if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
         logger.warning(
-            "this processor has no instructions for bfloat16, so a step may take longer than with precision=float32"
+            "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
         )
     _warn_of_foreign_normalization(config, manifest)
     if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in modules.encoder.modules()):
@@ -339,7 +345,7 @@ def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
     )
     if is_far:
         logger.warning(
-            "encoder.mean=%s and encoder.std=%s are not those of %s (%s and %s); set both to null to take those",
+            "encoder.mean=%s and encoder.std=%s are far from those of %s (%s and %s); set both to null to use its own",
             *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (named.mean, named.std)),
             config.data.train_dir,
             *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (own.mean, own.std)),
@@ -347,6 +353,6 @@ def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
 
 
 def _lacks_bfloat16(capabilities: Mapping[str, bool | int | str]) -> bool:
-    """Whether a processor emulates the products of bfloat16; of others than x86 it is not known, and so not said."""
+    """Return whether an x86 processor emulates products of bfloat16; False for others, where it is not known."""
     instructions = ("avx512_bf16", "amx_bf16")
     return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(name) for name in instructions)

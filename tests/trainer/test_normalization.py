@@ -21,7 +21,7 @@ from trainer.export import export
 from trainer.models import Encoder, Normalization, load_encoder
 from trainer.modules import build_modules
 from trainer.normalization import normalization_of
-from trainer.planning.plan import plan
+from trainer.planning.fit import plan
 from trainer.preflight import log_start
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir

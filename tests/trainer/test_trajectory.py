@@ -111,7 +111,7 @@ def test_ranks_follow_one_process(
     assert len(curves[alone]) == NUM_STEPS
     assert np.ptp(curves[alone]) > 0.1  # the runs moved
     np.testing.assert_allclose(curves[together], curves[alone], rtol=1e-9)
-    for player in config.player_optimizers:
+    for player in config.module_optimizers:
         expected, found = final_state(alone, player), final_state(together, player)
         untrained = build_modules(config).trained_modules[player].state_dict()
         for name, tensor in expected.items():

@@ -1,7 +1,7 @@
-"""Exact accounts of a piece of training: the bytes of the tensors that are alive at once, and what collectives send.
+"""Count, for any piece of training, the bytes of the tensors that are alive at once, and what collectives send.
 
-Both are counted from the operations that torch runs, so they hold for real tensors and for `FakeTensorMode`'s, which
-have no data: a step can be accounted for without the memory or the GPUs that it needs.
+Both are counted from the operations that torch runs. So the counts are exact, for real tensors and for those of
+`FakeTensorMode`, which have no data: a step can be counted without the memory or the GPUs that it needs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager; what happens while it is open is counted.
+    """A context manager that counts what happens while it is open.
 
     Attributes:
-        live_bytes: of the tensors made since it was opened that are still alive; tensors that share memory count once.
-        peak_bytes: the most that `live_bytes` has been.
-        recent_peak_bytes: the same since `restart_peak` was last called.
-        sent_bytes: by collective, the bytes of the tensors that this process put into it.
+        live_bytes: of the tensors that were made since it was opened and are still alive; shared memory counts once.
+        peak_bytes: the highest value of `live_bytes`.
+        recent_peak_bytes: the same since the last call of `restart_peak`.
+        sent_bytes: by collective, the bytes of the tensors that this process sent.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def ignore(self, tensors: Iterator[Tensor]) -> Self:
-        """Leave the memory of these tensors out (a model's parameters that an operation hands on as views)."""
+        """Do not count these tensors, such as parameters that an operation passes on as views; return the accounts."""
         self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
         return self
 
@@ -52,7 +52,7 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             name = func.name().partition("::")[2].strip("_").removesuffix("_base")
             self.sent_bytes[name] += _sent(func, args)
-        # What `torch.tensor` makes of Python's numbers is first seen as an argument.
+        # A tensor that `torch.tensor` makes of a Python number is first seen as an argument.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
@@ -78,7 +78,7 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _sent(func: Any, args: tuple[Any, ...]) -> int:
-    """The bytes of what goes in: of a gather into one tensor and a scatter from one, that is the second argument."""
+    """Return the bytes of the input, which is the second argument of some collectives."""
     takes_output_first = any(word in func.name() for word in ("allgather", "reduce_scatter"))
     given = args[1] if takes_output_first and len(args) > 1 else args[0]
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(given) if isinstance(leaf, Tensor))

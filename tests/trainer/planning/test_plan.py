@@ -18,7 +18,9 @@ from trainer.distributed.collectives import is_distributed, rank, world_size
 from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig
 from trainer.modules import build_modules
 from trainer.planning.accounting import Accounts
-from trainer.planning.plan import MARGIN, Plan, describe, plan, room_on
+from trainer.planning.describe import describe
+from trainer.planning.fit import MARGIN, plan, room_on
+from trainer.planning.measure import TrainingPlan
 
 BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
 RUNS = {
@@ -39,7 +41,7 @@ def configure(run: str, *more: str) -> RunConfig:
     return resolve_recipe(recipe, [f"global_batch_size={BATCH_SIZE}", *overrides, *more])
 
 
-def planned(config: RunConfig, *, ranks: int = 1, device_gigabytes: float | None = None) -> Plan:
+def planned(config: RunConfig, *, ranks: int = 1, device_gigabytes: float | None = None) -> TrainingPlan:
     return plan(
         config,
         world_size=ranks,

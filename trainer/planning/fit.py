@@ -1,0 +1,123 @@
+"""Plan a training: check its config, measure a step, and find the micro batches that fit a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from data_pipeline.core.errors import UserError
+from trainer.config import RunConfig
+from trainer.objectives import InstanceDiscriminationConfig
+from trainer.planning.engine_costs import Backend
+from trainer.planning.measure import Fit, TrainingPlan, measure
+from trainer.preflight import check_batch, check_batch_norm, check_input_shape
+
+MARGIN = 0.15  # the share of a device that is left for what a plan does not count
+_ASSUMED_SIZE = 32  # height and width of pictures if there is no manifest
+
+
+def plan(
+    config: RunConfig,
+    *,
+    world_size: int,
+    num_samples: int | None,
+    device_gigabytes: float | None,
+    input_shape: tuple[int, ...] | None = None,
+    backend: Backend = "nccl",
+) -> TrainingPlan:
+    """Return what the run of `config` takes on `world_size` ranks.
+
+    Leaves no process group, and must not be called inside one.
+
+    Args:
+        num_samples: of the train set; None if it is not built yet.
+        device_gigabytes: memory of a device in 10^9 bytes, to which the micro batches are fitted; None fits nothing.
+        input_shape: of a sample, as in the manifest; None takes pictures of 32 x 32. Sounds need none.
+        backend: of the collectives. It changes their names, not their bytes.
+
+    Raises:
+        UserError: ranks or micro batches do not divide the batch, a bank needs a number of samples that is not known,
+            or views or encoder cannot take inputs of this size.
+    """
+    _check(config, world_size=world_size, num_samples=num_samples)
+    shape = input_shape
+    if shape is None:
+        mel, channels = config.data.mel, config.encoder.in_channels
+        shape = (channels, _ASSUMED_SIZE, _ASSUMED_SIZE) if mel is None else (mel.num_points,)
+    _check_input(config, shape, world_size=world_size, is_known=input_shape is not None)
+
+    def at(micro_batches: int) -> TrainingPlan:
+        memory = config.memory.model_copy(update={"micro_batches": micro_batches})
+        return measure(
+            config.model_copy(update={"memory": memory}),
+            world_size,
+            num_samples=num_samples,
+            shape=shape,
+            backend=backend,
+        )
+
+    found = at(config.memory.micro_batches)
+    found = replace(found, input_shape_is_known=input_shape is not None or config.data.mel is not None)
+    if device_gigabytes is None:
+        return found
+    device_bytes = int(device_gigabytes * 1e9)
+    return replace(found, device_bytes=device_bytes, fit=_find_fit(found, config, at, room=room_on(device_bytes)))
+
+
+def room_on(device_bytes: int) -> int:
+    """Return the bytes of a device that a plan gives to tensors."""
+    return int((1 - MARGIN) * device_bytes)
+
+
+def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> None:
+    # If the dataset is not there, check one batch.
+    check_batch(config, num_samples=num_samples or config.global_batch_size, num_ranks=world_size)
+    if isinstance(config.objective, InstanceDiscriminationConfig) and num_samples is None:
+        raise UserError(
+            "objective.kind=instance_discrimination keeps a row for each sample, and their number is not known; build "
+            f"{config.data.train_dir} first"
+        )
+
+
+def _check_input(config: RunConfig, shape: tuple[int, ...], *, world_size: int, is_known: bool) -> None:
+    mel = config.data.mel
+    height, width = shape[1:] if mel is None else (mel.num_mels, mel.num_frames)
+    where = config.data.train_dir if is_known or mel is not None else f"{config.data.train_dir}, which is not built yet"
+    check_input_shape(config, height=height, width=width, where=where)
+    check_batch_norm(config, height=height, width=width, num_ranks=world_size)
+
+
+def _find_fit(planned: TrainingPlan, config: RunConfig, at: Callable[[int], TrainingPlan], *, room: int) -> Fit:
+    """Return the fewest micro batches whose peak is within `room`; the next fewer are measured too, and do not fit."""
+    choices = [
+        number
+        for number in range(1, planned.rank_batch_size + 1)
+        if planned.rank_batch_size % number == 0 and _can_be_cut(config, planned.rank_batch_size, number)
+    ]
+    peaks = {planned.micro_batches: planned.peak_bytes}
+
+    def fits(number: int) -> bool:
+        if number not in peaks:
+            peaks[number] = at(number).peak_bytes
+        return peaks[number] <= room
+
+    if planned.resident_bytes + planned.loss_bytes > room:  # micro batches make neither smaller
+        return Fit(None, None)
+    # Start from a guess, because many parts take long to measure: activations shrink with the size of a part.
+    step_bytes = planned.step_bytes * planned.micro_batches
+    guesses = (place for place, number in enumerate(choices) if planned.resident_bytes + step_bytes / number <= room)
+    place = next(guesses, len(choices) - 1)
+    while place > 0 and fits(choices[place - 1]):
+        place -= 1
+    while place < len(choices) and not fits(choices[place]):
+        place += 1
+    return Fit(choices[place], peaks[choices[place]]) if place < len(choices) else Fit(None, None)
+
+
+def _can_be_cut(config: RunConfig, rank_batch_size: int, micro_batches: int) -> bool:
+    """Return whether batch norm allows these parts: of two samples or more; if it is split, of whole, equal groups."""
+    size, left = divmod(rank_batch_size, micro_batches)
+    if config.encoder.batch_norm == "split":
+        num_ranks = config.global_batch_size // rank_batch_size
+        left += size * (2 if config.view_forwards == "one" else 1) % (config.encoder.batch_norm_splits // num_ranks)
+    return left == 0 and (size > 1 or micro_batches == 1)

@@ -1,0 +1,322 @@
+"""Measure what a training step takes on every rank, without training, data or a GPU.
+
+The real modules, objective and step run on fake tensors, which have shapes but no data, as rank 0 of a process group
+whose other ranks do not exist. `Accounts` counts the bytes that are alive and the bytes that are sent. So there are few
+formulas here that could fall behind the code: only for what the engines do between the ranks.
+
+The step is that of a CPU. Expert views and spectrograms count as given, because how they are made depends on the data.
+If a number of rows depends on the data, the largest is taken.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.sample import Batch
+from data_pipeline.loading.stream import num_steps_per_epoch
+from trainer.build import assemble
+from trainer.config import RunConfig
+from trainer.distributed.engines import DDPConfig
+from trainer.distributed.fake_process_group import fake_ranks
+from trainer.models.encoder import Encoder
+from trainer.modules import build_modules, build_run_objective
+from trainer.objectives import InstanceDiscriminationConfig, Objective, build_objective
+from trainer.planning.accounting import Accounts
+from trainer.planning.engine_costs import Backend, cut_gradients, kept_by_engines, sent_by_engines, zero_stage_of
+from trainer.views import ViewPolicy
+from trainer.views.random_mask import RandomMask
+from trainer.views.viewmaker import Viewmaker
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fewest `micro_batches` with which a step fits a device, and the bytes of a rank then; None if none fit."""
+
+    micro_batches: int | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What a training takes on each rank. Bytes are those of tensors; a number that is not known is None.
+
+    Attributes:
+        micro_batch_size: samples of a rank that are encoded at once.
+        num_parameters: trained parameters, by engine.
+        module_bytes: parameters and buffers of the modules, and the objective's parameters, queue, bank, momentum copy.
+        engine_bytes: kept by the engine itself: DDP's buckets, DeepSpeed's copy of its piece of the parameters.
+        optimizer_bytes, host_bytes: the optimizer's state, on the device and, if it is offloaded, in host memory.
+        batch_bytes: the batch as it comes from the stream.
+        gradient_bytes: all gradients, as they are kept for the optimizer.
+        activation_bytes: the most that is alive at the end of an encoder forward with gradients: inputs, views, and
+            what backward needs.
+        loss_bytes: the most that the objective adds, forward and backward, to what was alive when it was called.
+        output_bytes: what the last step leaves for the log.
+        step_bytes: the most that a step has alive at once, including gradients, activations and loss.
+        sent_bytes: by collective, what a rank sends in a step.
+        device_bytes, fit: the device of the request, and what fits it.
+    """
+
+    name: str
+    world_size: int
+    engine: str
+    backend: Backend
+    global_batch_size: int
+    rank_batch_size: int
+    micro_batches: int
+    micro_batch_size: int
+    input_shape: tuple[int, ...]
+    input_shape_is_known: bool
+    num_parameters: dict[str, int]
+    module_bytes: int
+    engine_bytes: int
+    optimizer_bytes: int
+    host_bytes: int
+    batch_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    loss_bytes: int
+    output_bytes: int
+    step_bytes: int
+    sent_bytes: dict[str, int]
+    num_samples: int | None
+    steps_per_epoch: int | None
+    num_steps: int | None
+    device_bytes: int | None = None
+    fit: Fit | None = None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that are in use all the time."""
+        return self.module_bytes + self.engine_bytes + self.optimizer_bytes + self.batch_bytes + self.output_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the tensors of a rank take."""
+        return self.resident_bytes + self.step_bytes
+
+
+def measure(
+    config: RunConfig, world_size: int, *, num_samples: int | None, shape: tuple[int, ...], backend: Backend
+) -> TrainingPlan:
+    """Return the plan at the config's own number of micro batches.
+
+    Leaves no process group, and must not be called inside one.
+    """
+    size, zero_stage = config.global_batch_size // world_size, zero_stage_of(config)
+    modules = build_modules(config)
+    modules = replace(modules, view_policy=_fake_policy(config, modules.view_policy))
+    modules = modules.to(torch.device("cpu"), config.parameter_dtype)
+    mode, answers = FakeTensorMode(), _Answers()
+    with fake_ranks(world_size):
+        objective = _build_objective(config, modules.encoder, num_samples, mode)
+    for module in (modules.encoder, modules.view_policy, objective):
+        _make_fake(module, mode)
+    with mode, answers:
+        # Assembled outside the group, where an engine is the bare module with its optimizer.
+        bare = config.model_copy(update={"engine": DDPConfig(), "compile": False})
+        training = assemble(bare, modules, objective)
+        engines = training.engines
+        gradients = {name: _size(_trained(engine.module)) for name, engine in engines.items()}
+        optimizer_bytes = _size(tensor for engine in engines.values() for tensor in engine.optimizer_state().values())
+        cuts = cut_gradients(engines, world_size) if zero_stage >= 2 else nullcontext()
+        with fake_ranks(world_size, sums_by_gathering=backend == "gloo"), cuts:
+            batch = _batch(config, size, shape)
+            phases = _Phases(modules.encoder, objective)
+            with phases.accounts:
+                output = training.step(batch, learning_rates=defaultdict(float))
+            at_the_end = phases.accounts.live_bytes
+            del output
+    sent = phases.accounts.sent_bytes + sent_by_engines(config, gradients, world_size=world_size, backend=backend)
+    kept = kept_by_engines(config, sum(gradients.values()), optimizer_bytes, world_size=world_size)
+    steps_per_epoch = None if num_samples is None else num_steps_per_epoch(num_samples, config.global_batch_size)
+    return TrainingPlan(
+        name=config.name,
+        world_size=world_size,
+        engine=config.engine.kind if zero_stage < 0 else f"{config.engine.kind}, ZeRO {zero_stage}",
+        backend=backend,
+        global_batch_size=config.global_batch_size,
+        rank_batch_size=size,
+        micro_batches=config.memory.micro_batches,
+        micro_batch_size=size // config.memory.micro_batches,
+        input_shape=shape,
+        input_shape_is_known=True,
+        num_parameters={
+            name: sum(parameter.numel() for parameter in _trained(engine.module)) for name, engine in engines.items()
+        },
+        module_bytes=_size(
+            tensor
+            for module in (modules.encoder, modules.view_policy, objective)
+            for tensor in (*module.parameters(), *module.buffers())
+        ),
+        engine_bytes=kept.engine_bytes,
+        optimizer_bytes=kept.optimizer_bytes,
+        host_bytes=kept.host_bytes,
+        batch_bytes=_size(tensor for tensor in vars(batch).values() if isinstance(tensor, Tensor)),
+        gradient_bytes=kept.gradient_bytes,
+        activation_bytes=phases.activation_bytes,
+        loss_bytes=phases.loss_bytes,
+        output_bytes=at_the_end - phases.accounts.live_bytes,
+        step_bytes=phases.accounts.peak_bytes,
+        sent_bytes={name: num for name, num in sent.items() if num},
+        num_samples=num_samples,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=None if steps_per_epoch is None else config.num_epochs * steps_per_epoch,
+    )
+
+
+def _build_objective(config: RunConfig, encoder: Encoder, num_samples: int | None, mode: FakeTensorMode) -> Objective:
+    """Return the objective: a bank, which may be large, is fake from the start; a momentum encoder needs a real one."""
+    if not isinstance(config.objective, InstanceDiscriminationConfig):
+        return build_run_objective(config, encoder, num_samples=num_samples or 0, device=torch.device("cpu"))
+    assert num_samples is not None
+    size = config.encoder.embedding_size
+    with mode:
+        objective = build_objective(
+            config.objective, encoder=encoder, embedding_size=size, num_samples=num_samples, seed=config.seed
+        )
+        for name, buffer in list(objective.named_buffers()):
+            objective.register_buffer(name, buffer.to(config.parameter_dtype))
+    return objective
+
+
+def _fake_policy(config: RunConfig, policy: ViewPolicy) -> ViewPolicy:
+    """Return a view policy that runs on fake tensors."""
+    mel = config.data.mel
+    if isinstance(policy, RandomMask):
+        return policy
+    if not isinstance(policy, Viewmaker):
+        return _ReadyViews(mel)  # type: ignore[return-value]
+    if mel is None:
+        return policy
+    viewmaker = Viewmaker(policy.config, image_channels=1)
+    viewmaker.checkpointing = policy.checkpointing
+    viewmaker.register_forward_pre_hook(lambda _, given: (_spectrograms(given[0], mel), *given[1:]))
+    return viewmaker
+
+
+class _ReadyViews(nn.Module):
+    """A stand-in for expert views: it takes their memory, and does no work."""
+
+    def __init__(self, mel: MelConfig | None) -> None:
+        super().__init__()
+        self._mel = mel
+
+    def forward(self, inputs: Tensor, *_: object) -> Tensor:
+        return torch.empty_like(inputs) if self._mel is None else _spectrograms(inputs, self._mel)
+
+
+def _spectrograms(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
+    return waveforms_BT.new_empty(len(waveforms_BT), 1, mel.num_mels, mel.num_frames)
+
+
+def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace a module's tensors by fake ones."""
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and not isinstance(parameter, FakeTensor):
+                fake = mode.from_tensor(parameter.detach())
+                inner._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                inner._buffers[name] = mode.from_tensor(buffer)
+
+
+def _batch(config: RunConfig, size: int, shape: tuple[int, ...]) -> Batch:
+    is_sound = config.data.mel is not None
+
+    def inputs() -> Tensor:
+        return torch.empty((size, *shape), dtype=torch.float32 if is_sound else torch.uint8)
+
+    def masks() -> Tensor | None:
+        return None if is_sound else torch.empty((size, *shape[1:]), dtype=torch.uint8)
+
+    inputs_a, masks_BHW = inputs(), masks()
+    per_view = config.data.overlay_draw == "per_view"
+    numbers = [torch.empty(size, dtype=torch.int64) for _ in range(3)]
+    return Batch(
+        step=0,
+        epoch=0,
+        index_B=numbers[0],
+        inputs_a=inputs_a,
+        inputs_b=inputs() if per_view else inputs_a,
+        masks_BHW=masks_BHW,
+        masks_b_BHW=masks() if per_view else masks_BHW,
+        label_base_B=numbers[1],
+        label_overlay_B=numbers[2],
+    )
+
+
+class _Answers(TorchDispatchMode):
+    """Values of tensors without data: a flag is false (no step is skipped), a number is 1, a mask picks every row."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 1
+        if func is torch.ops.aten.index.Tensor:
+            rows: list[Tensor | None] = []
+            for index in args[1]:
+                is_mask = index is not None and index.dtype == torch.bool
+                rows += [torch.empty(index.numel(), dtype=torch.int64)] * index.dim() if is_mask else [index]
+            return func(args[0], rows)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
+            # Fake kernels return statistics in the type of the input, real ones in the type of the weights.
+            result = (result[0], *(statistics.to(args[1].dtype) for statistics in result[1:]))
+        return result
+
+
+class _Phases:
+    """The accounts of a step, with the bytes that are alive after the encoder and around the loss."""
+
+    def __init__(self, encoder: nn.Module, objective: nn.Module) -> None:
+        self.accounts = Accounts()
+        self.activation_bytes = 0
+        self.loss_bytes = 0
+        self._before_loss = 0
+        encoder.register_forward_hook(self._encoded)
+        objective.register_forward_pre_hook(self._asked)
+
+    def _encoded(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self.activation_bytes = max(self.activation_bytes, self.accounts.live_bytes)
+
+    def _asked(self, _: nn.Module, given: tuple[Any, ...]) -> None:
+        self._before_loss = self.accounts.live_bytes
+        self.accounts.restart_peak()
+        is_over, is_leaf = False, given[0].is_leaf  # a hook that held the embeddings would keep them alive
+
+        def answered(_: Tensor) -> None:
+            nonlocal is_over
+            if not is_over:
+                self.loss_bytes = max(self.loss_bytes, self.accounts.recent_peak_bytes - self._before_loss)
+            # When the gradient of the second embedding arrives, that of the first has already passed the encoder.
+            # The embeddings of micro batches are leaves, with no encoder behind them.
+            is_over = not is_leaf
+
+        for embeddings in given[:2]:
+            embeddings.register_hook(answered)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of memory behind the tensors; memory that two of them share counts once."""
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
