@@ -8,7 +8,10 @@ setup(
     description="Self-supervised learning at scale: do augmentations that destroy features help to learn more of them?",
     python_requires=">=3.11",
     packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
-    package_data={"data_pipeline": ["overlays/assets/*"], "trainer": ["theory/*/claims.yaml"]},
+    package_data={
+        "data_pipeline": ["overlays/assets/*"],
+        "trainer": ["reports/report.css", "reports/templates/*.html", "theory/*/claims.yaml"],
+    },
     install_requires=[
         # Released as a matched set; an unpinned torch breaks the binaries of the others.
         "torch==2.11.0",
