@@ -1,10 +1,10 @@
-"""`python -m trainer.export RUN_DIR --out encoder.safetensors`: the trained encoder, for other people's code.
+"""`python -m trainer.export RUN_DIR --out encoder.safetensors`: export the trained encoder for other people's code.
 
-Comes in: a run directory. Goes out: one safetensors file with the weights of the trunk by the names of its library,
-and a header with the encoder's config (the mean and std to normalise the input by among it), run, step and commit.
-What may never happen: a pickle, a part of a file, or a name that the library does not know.
+Writes one safetensors file: the weights of the trunk, by the names of its library, and a header with run, step, commit
+and the encoder's config, which includes the mean and std to normalise the input by.
+Guarantees: no pickle, no partly written file, and no name that the library does not know.
 
-A standard ResNet loads into torchvision's, whose own classifier is taken out because none was trained:
+A standard ResNet loads into torchvision's, without the classifier, because none was trained:
 
     model = torchvision.models.resnet18()
     model.fc = torch.nn.Identity()
@@ -15,10 +15,10 @@ For the small-image form ("resnet18_small") change its stem before that:
     model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = torch.nn.Identity()
 
-With one input channel `conv1` takes 1 for its 3; where `encoder.stem_relu` is false, the model's first ReLU has to go
-as well (torchvision uses `model.relu` once). ResNet-10 is narrower than torchvision's and, like WRN-34-5, keeps the
-names of this package. A timm backbone loads into `timm.create_model(name, num_classes=0, **options)`. Each takes
-pictures normalised by mean and std. `trainer.models.load_encoder("encoder.safetensors")` does all this itself.
+With one input channel, `conv1` takes 1 instead of 3. If `encoder.stem_relu` is false, remove the model's first ReLU as
+well (torchvision uses `model.relu` once). ResNet-10 is narrower than torchvision's and, like WRN-34-5, keeps the names
+of this package. A timm backbone loads into `timm.create_model(name, num_classes=0, **options)`. Each takes pictures
+normalised by mean and std. `trainer.models.load_encoder("encoder.safetensors")` does all of this for you.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def main() -> None:
 
 
 def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
-    """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`, in place of a file that is there.
+    """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`; replaces an existing file.
 
-    The same encoder gives the same bytes each time. Raises `UserError` if there is no such checkpoint or `out` does not
-    end in .safetensors, and `OSError` if `out` cannot be written.
+    The same encoder gives the same bytes each time. Raises `UserError` if there is no such checkpoint or if `out` does
+    not end in .safetensors, and `OSError` if `out` cannot be written.
     """
     if out.suffix != EXPORT_SUFFIX:
         raise UserError(
@@ -68,19 +68,19 @@ def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
         encoder=modules.config.encoder.model_copy(update=_normalization_of(modules.encoder)),
     )
     weights = {name: tensor.contiguous() for name, tensor in named_as_published(modules.encoder).state_dict().items()}
-    # One key alone, because safetensors writes several in an order that differs from process to process.
+    # One key only: safetensors writes several keys in an order that differs from process to process.
     write_atomically(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
 
 
 def _normalization_of(encoder: Encoder) -> dict[str, tuple[float, ...]]:
-    """Return what the encoder normalises by, as settings, also if the run's config took it from the data."""
+    """Return the mean and std of the encoder as settings, also if they come from the data."""
     named = encoder.normalization
     assert named is not None
     return {"mean": named.mean, "std": named.std}
 
 
 def _git_commit(run_dir: RunDir, modules: TrainedModules) -> str | None:
-    """The commit of the last start that trained towards the step of `modules`; None where provenance does not say."""
+    """Return the commit of the last start that trained towards the step of `modules`; None if it is not recorded."""
     starts: list[dict[str, Any]] = run_dir.read_provenance().get("starts") or []
     before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < modules.step]
     return before[-1] if before else None

@@ -1,4 +1,4 @@
-"""The trained modules of a run: the encoder, and the viewmaker where the views are learned."""
+"""Build the modules of a run: the encoder, the view policy and the objective."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainedModules:
 
 
 def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int, device: torch.device) -> Objective:
-    """The run's objective on `device`, beside an encoder that is there already; weights are drawn from its seed."""
+    """Return the run's objective, on the `device` of its encoder; the config's seed draws its weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         objective = build_objective(
@@ -63,8 +63,8 @@ def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int
 def build_modules(config: RunConfig, *, normalization: Normalization | None = None) -> TrainedModules:
     """Return untrained modules: a function of the arguments alone, because the config's seed draws the initial weights.
 
-    `normalization` is that of the train set's pictures. It is needed to compute with an encoder whose config names
-    none, and not to know its shapes. Spectrograms come normalised.
+    `normalization` is that of the train set's pictures. An encoder whose config names none cannot run without it, but
+    has its parameters. Spectrograms are normalised already.
     """
     if config.data.mel is not None:
         normalization = Normalization(mean=(0.0,), std=(1.0,))

@@ -1,6 +1,6 @@
-"""By what the encoder of a run normalises pictures: as its config says, else by the mean and std of the train set.
+"""The mean and std by which an encoder normalises pictures: those of its config, or else those of the train set.
 
-What is derived from the train set is recorded in provenance.json, so that an encoder can be loaded without its data.
+Numbers of the train set are recorded in provenance.json, so that an encoder can be loaded without its data.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ RECORDED_NORMALIZATION: Final = "normalization"  # the key in provenance.json
 
 
 def normalization_of(manifest: Manifest) -> Normalization | None:
-    """Return by what an encoder normalises the pictures of a dataset unless its config says; None for sounds.
+    """Return the mean and std of a dataset's pictures; None for sounds.
 
-    A channel that has the same value everywhere is divided by 1.
+    A channel with the same value everywhere gets a std of 1.
     """
     if manifest.medium == "sound":
         return None
@@ -27,9 +27,9 @@ def normalization_of(manifest: Manifest) -> Normalization | None:
 
 
 def recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization | None:
-    """Return by what the encoder of a run normalises its pictures if the config does not say, from provenance.json.
+    """Return the mean and std that provenance.json records for the encoder of a run.
 
-    None if the config says, or the samples are sounds. Raises `UserError` if it is needed and not recorded.
+    None if the config names them, or if the samples are sounds. Raises `UserError` if they are needed and not recorded.
     """
     if config.encoder.normalization is not None or config.data.mel is not None:
         return None
@@ -37,7 +37,7 @@ def recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization 
     if not isinstance(value, dict):
         raise UserError(
             f'{run_dir.provenance} does not hold "{RECORDED_NORMALIZATION}", the mean and std by which the encoder '
-            "normalises its input; put back that file, or set encoder.mean and encoder.std in "
+            "normalises its input; restore that file, or set encoder.mean and encoder.std in "
             f"{run_dir.config} to those in the manifest.json of the train set"
         )
     return Normalization.parse(value, where=f'"{RECORDED_NORMALIZATION}" in {run_dir.provenance}')

@@ -1,8 +1,8 @@
-"""Encoders ready for use, for probes, analyses and other people's code: from a run directory, or from an export.
+"""Load encoders, for probes, analyses and other people's code: from a run directory, or from an export.
 
-An export is one safetensors file that `python -m trainer.export` wrote: the trunk's weights, by the names that its
-library gives them, and a header that says how to build the trunk around them. It is data alone; whoever wrote it,
-loading it runs no code of theirs.
+An export is one safetensors file, written by `python -m trainer.export`: the trunk's weights, by the names of its
+library, and a header that says how to build the trunk. It holds data only, so loading a stranger's file runs no code of
+theirs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ HEADER_KEY = "encoder_export"
 
 
 class ExportHeader(Schema):
-    """What an export says besides its weights, as JSON under `HEADER_KEY` of the file's metadata.
+    """The header of an export: JSON under `HEADER_KEY` of the file's metadata.
 
-    `encoder.mean` and `encoder.std` are what to normalise each input channel by. `git_commit` is that of the code that
-    trained up to this step, where it was known.
+    `encoder.mean` and `encoder.std` normalise each input channel. `git_commit` is the commit of the code that trained
+    up to this step; None if it is not known.
     """
 
     version: Literal[1] = 1
@@ -45,12 +45,12 @@ class ExportHeader(Schema):
 
 
 def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
-    """The encoder of a run directory, or of an export, on the CPU in eval mode.
+    """Return the encoder of a run directory, or of an export, on the CPU in eval mode.
 
-    `step` is a checkpoint of the run; None means the newest. An export holds the trunk without the head: its encoder
-    gives features and pooled features, no embeddings.
+    `step` is a checkpoint of the run; None means the newest. An export has no head, so its encoder returns features and
+    pooled features, but no embeddings.
 
-    Raises `UserError` if `path` is neither, holds no such checkpoint, or holds other weights than it says.
+    Raises `UserError` if `path` is neither, has no such checkpoint, or has other weights than its header says.
     """
     path = Path(path)
     if path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir()):
@@ -77,18 +77,18 @@ def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool =
 
 
 def named_as_published(encoder: Encoder) -> nn.Module:
-    """The part of an encoder whose weights bear the names of torchvision, or of timm."""
+    """Return the part of an encoder whose weights have the names of torchvision or timm."""
     return encoder.trunk.model if isinstance(encoder.trunk, TimmTrunk) else encoder.trunk
 
 
 class NoHead(nn.Module):
-    """In the place of a head that was not exported."""
+    """A stand-in for the head, which an export does not have."""
 
     def forward(self, pooled_BC: Tensor) -> Tensor:
-        """Raises `UserError`."""
+        """Raise `UserError`."""
         raise UserError(
-            "this encoder comes from an export, which holds no head and so no embeddings; call its features() or "
-            "pooled(), or load the run directory"
+            "this encoder comes from an export, which has no head and so no embeddings; call features() or pooled(), "
+            "or load the run directory"
         )
 
 
@@ -98,9 +98,11 @@ def _load_export(path: Path) -> Encoder:
         with torch.random.fork_rng(devices=[]):
             encoder = build_encoder(header.encoder)
         named_as_published(encoder).load_state_dict(weights)
-    except Exception as error:  # what a stranger's options lead timm into may raise anything
+    except Exception as error:  # timm may raise anything for a stranger's options
         reason = " ".join(str(error).split())
-        raise UserError(f'{path} does not hold the "{header.encoder.kind}" that it says ({reason})') from None
+        raise UserError(
+            f'{path} does not hold the "{header.encoder.kind}" that its header names ({reason}); export it again'
+        ) from None
     encoder.head = NoHead()
     return encoder.eval()
 

@@ -1,12 +1,12 @@
-"""Where the wall time of the training loop goes: each moment belongs to one stage.
+"""Measure where the wall time of the training loop goes: each moment belongs to one stage.
 
     read -> decode -> overlay -> transfer -> views -> forward -> backward -> optimizer;  communication, other
 
-`stage` is entered where a stage happens, also inside another one, which then does not count that time. Entering and
-leaving one is also a sign of life (see `trainer.fault_tolerance.liveness`). On the CPU a
-stage is timed by the clock; on a GPU by events in its stream, so that nothing waits, and only in steps that are logged:
-there "read" is all that the GPU waits for until it has a batch, and what communicates beside its computation (DDP's
-sums) counts where the computation waits for it.
+Code enters a `stage` around its work. A stage inside another one takes its time from the outer one. Entering and
+leaving a stage is also a sign of life (see `trainer.fault_tolerance.liveness`).
+On the CPU a stage is timed by the clock. On a GPU it is timed by events in its stream, so that nothing waits, and only
+in steps that are logged. There "read" is the time that the GPU waits for a batch, and communication that runs beside
+the computation (DDP's sums) counts only while the computation waits for it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Stage = Literal[
 ]
 _DATA: tuple[Stage, ...] = ("read", "decode", "overlay", "transfer")
 
-_clocks: list[Clock] = []  # the one that runs, if one does
+_clocks: list[Clock] = []  # the running clock, if there is one
 
 
 @contextmanager
 def stage(name: Stage) -> Iterator[None]:
-    """What happens inside is timed as `name` by the clock that runs; without one, nothing is."""
+    """Time the code inside as `name`, if a clock is running."""
     with liveness.inside(name, waits=name == "communication"):
         if not _clocks:
             yield
@@ -56,7 +56,7 @@ def stage(name: Stage) -> Iterator[None]:
 
 
 class Clock:
-    """Times a loop over batches; `is_read` says whether there is a reading when so many steps are done."""
+    """A clock for a loop over batches. `is_read` returns whether the clock is read after a number of steps."""
 
     def __init__(
         self,
@@ -77,10 +77,11 @@ class Clock:
 
     @property
     def total_seconds(self) -> float:
+        """Seconds since the clock was made."""
         return time.perf_counter() - self._started
 
     def timed(self, stream: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches; the time until each is there goes to the stages that made it, by their shares in its making."""
+        """Yield the batches; the time to get each is divided among the stages that made it, by their shares."""
         batches = iter(stream)
         _clocks.append(self)
         try:
@@ -108,7 +109,7 @@ class Clock:
         self._stages.pop()
 
     def read(self, *, num_samples: int) -> dict[str, float]:
-        """Metrics since the last reading; `num_samples` is the size of a global batch. The fractions add up to 1."""
+        """Return metrics since the last reading. `num_samples` is the global batch size; the fractions add up to 1."""
         self._mark()
         self._read_marks()
         now = time.perf_counter()
@@ -125,7 +126,7 @@ class Clock:
         return metrics | {f"perf/{name}_fraction": fraction for name, fraction in fractions.items()}
 
     def _mark(self) -> None:
-        """The time since the last mark belongs to the stage at hand."""
+        """Count the time since the last mark to the current stage."""
         if not self._is_cuda:
             now = time.perf_counter()
             self._seconds[self._stages[-1]] += now - self._last
@@ -154,7 +155,7 @@ _NAMES: tuple[Stage, ...] = (*_DATA, "views", "forward", "backward", "communicat
 
 
 def slowest(metrics: dict[str, float]) -> str:
-    """The stage that takes most of the time, of what `Clock.read` gives: "backward 52 %"."""
+    """Return the stage that takes most of the time in the metrics of `Clock.read`, such as "backward 52 %"."""
     name = max(_NAMES, key=lambda stage: metrics[f"perf/{stage}_fraction"])
     return f"{name} {100 * metrics[f'perf/{name}_fraction']:.0f} %"
 

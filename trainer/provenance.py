@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: code, command, machine, versions, data."""
+"""Record where the numbers of a run come from: code, command, machine, versions, data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "s
 
 @dataclass(frozen=True)
 class Code:
-    """The code that runs: its commit and what was changed since; None where there is no git. A snapshot has a hash."""
+    """The running code: its commit, the changes since (both None without git), and the hash of a snapshot."""
 
     git_commit: str | None
     git_diff: str | None
@@ -40,7 +40,7 @@ class Code:
 
 
 def this_code() -> Code:
-    """A snapshot says for itself what it was taken from: a repository around it may have moved on since."""
+    """Return the running code; a snapshot names its own origin, because the repository may have moved on since."""
     told = REPOSITORY / SNAPSHOT_FILE
     if told.is_file():
         return Code(**json.loads(told.read_text()))
@@ -50,12 +50,12 @@ def this_code() -> Code:
 def write_provenance(
     run_dir: RunDir, config: RunConfig, manifests: Manifests, *, command: str, world_size: int, start_step: int
 ) -> None:
-    """Write provenance.json; a restart keeps what the first start wrote and adds itself to `starts`.
+    """Write provenance.json; a restart keeps the facts of the first start and adds itself to `starts`.
 
-    The manifests at the top are those of the newest start; each start holds its own.
+    Each start has the hashes of its own manifests; those at the top are of the newest start.
     """
     earlier = run_dir.read_provenance()
-    earlier.pop("finished_step", None)  # of a run that goes on, because new data made it longer
+    earlier.pop("finished_step", None)  # the run goes on, because new data made it longer
     code = this_code()
     diff = code.git_diff
     start = {
@@ -92,16 +92,17 @@ def write_provenance(
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:
+    """Write more facts into provenance.json."""
     write_json(run_dir.provenance, run_dir.read_provenance() | facts)
 
 
 def command_line() -> str:
-    """The command this process was started with, as a user would type it."""
+    """Return the command of this process as a user would type it."""
     return " ".join(["python", *sys.orig_argv[1:]])
 
 
 def cpu_name() -> str:
-    """The processor's model name, where the system tells."""
+    """Return the processor's model name, or its architecture if the system has no name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():
@@ -111,12 +112,12 @@ def cpu_name() -> str:
 
 
 def _slurm_restart_count() -> int | None:
-    """How often Slurm had started this job again; it says nothing at a first start. None outside of Slurm."""
+    """Return how often Slurm has restarted this job; None outside of Slurm."""
     return int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of a git command in the repository of this code; None where there is none."""
+    """Return the output of a git command in the repository of this code; None if there is no repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True, errors="replace"

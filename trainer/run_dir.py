@@ -1,7 +1,7 @@
 """The run directory: the only thing that passes from training to probe, analysis, report and restart.
 
 RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled.txt  wandb/  wandb_run_id
-         job.json  code/  logs/  (of a job that was submitted)  ended.json  (of a run that was not)
+         job.json  code/  logs/  (submitted jobs only)  ended.json  (other runs, if they ended early)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
          probes/step_00010000/base.json overlay.json heads.safetensors ...  probes/curves.json
 """
@@ -29,16 +29,16 @@ from trainer.observability.records import Metrics, Provenance, read_metrics, rea
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
-_LOOKS, _LOOK_SECONDS = 10, 0.02
+_LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
 ALLOW_PIPE_HELP = "run the pipe: locations in the run's config.json; for runs of people you trust"
-_WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # what such a file system answers
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # the answers of a file system without locks
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names of everything in a run directory; creates nothing by itself.
+    """The paths of a run directory; creates nothing.
 
-    `probes_at` is where results of probes are, if not in `probes/` of the run directory, which may be read-only.
+    `probes_at` holds the results of probes, if they are not in `probes/` of the run directory, which may be read-only.
     """
 
     path: Path
@@ -95,27 +95,27 @@ class RunDir:
         return steps_in(self.all_probes)
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint, by `LATEST`; None if it is not there, or is damaged."""
+        """Return the step of the newest complete checkpoint, by `LATEST`; None if that file is missing or damaged."""
         text = self.latest.read_bytes() if self.latest.is_file() else b""
         match = re.fullmatch(rb"step_([0-9]{1,18})\s*", text)
         return int(match[1]) if match else None
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the entries of metrics.jsonl by ascending step, as `trainer.observability.records` reads them.
+        """Return the entries of metrics.jsonl by ascending step; see `trainer.observability.records`.
 
         Logs which lines are damaged and left out.
         """
         return _logged(read_metrics(self.metrics)).entries
 
     def read_provenance(self) -> dict[str, Any]:
-        """Return the facts of provenance.json; log what is damaged and left out (`trainer.observability.records`)."""
+        """Return the facts of provenance.json; log which are damaged and left out (`trainer.observability.records`)."""
         return _logged(read_provenance(self.provenance)).facts
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Return the steps that have a directory step_00000500 or so in `directory`, ascending.
+    """Return the steps that have a directory such as step_00000500 in `directory`, ascending.
 
-    Anything else whose name begins with "step_" is named in the log and passed over.
+    Logs and skips anything else whose name begins with "step_".
     """
     steps = []
     for path in sorted(directory.glob("step_*")):
@@ -123,7 +123,7 @@ def steps_in(directory: Path) -> list[int]:
         if match and path.is_dir() and path.name == f"step_{int(match[1]):08d}":
             steps.append(int(match[1]))
         else:
-            logger.warning("%s is no directory of a step, such as step_00000500; passing over it", path)
+            logger.warning("%s is not the directory of a step, such as step_00000500; skipping it", path)
     return steps
 
 
@@ -137,10 +137,10 @@ def _logged(read: _Read) -> _Read:
 
 
 def hold(run_dir: RunDir) -> TextIO:
-    """Take the run directory for this process, until the returned file is closed or the process ends, however it ends.
+    """Lock the run directory for this process, until the returned file is closed or the process ends in any way.
 
-    Where the file system knows no locks, the log says so, and nothing is taken. Raises `UserError` while another
-    process holds it: two that train in one directory would mix their checkpoints.
+    On a file system without locks, logs a warning and locks nothing. Raises `UserError` if another process holds the
+    lock: two processes that train in one directory would mix their checkpoints.
     """
     run_dir.path.mkdir(parents=True, exist_ok=True)
     file = (run_dir.path / LOCK_NAME).open("a+", errors="replace")
@@ -150,14 +150,14 @@ def hold(run_dir: RunDir) -> TextIO:
         with file:
             raise UserError(_refusal(run_dir, file)) from None
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in _NO_LOCKS:
             raise
         logger.warning(
-            "the file system of %s knows no locks (%s): see to it that no other process trains there",
+            "the file system of %s has no locks (%s): make sure that no other process trains there",
             run_dir.path,
             error.strerror,
         )
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    with contextlib.suppress(OSError):  # on a full disk the lock still holds
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()}\n")
         file.flush()
@@ -166,12 +166,12 @@ def hold(run_dir: RunDir) -> TextIO:
 
 
 def is_held(run_dir: RunDir) -> bool:
-    """Tell whether a process trains in the run directory now, by its lock; changes nothing there.
+    """Return whether a process trains in the run directory now, by its lock; changes nothing.
 
-    False if the directory has no lock file, or if its file system knows no locks.
+    False if the directory has no lock file, or if its file system has no locks.
     """
     try:
-        # The file may be read-only for this user, and without O_NONBLOCK a pipe in its place would block.
+        # The file may be read-only for this user; O_NONBLOCK, because a pipe in its place would block.
         descriptor = os.open(run_dir.path / LOCK_NAME, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
@@ -180,7 +180,7 @@ def is_held(run_dir: RunDir) -> bool:
     except BlockingIOError:
         return True
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in _NO_LOCKS:
             raise
         return False
     finally:
@@ -189,17 +189,17 @@ def is_held(run_dir: RunDir) -> bool:
 
 
 def _lock(file: TextIO) -> None:
-    """Raise BlockingIOError if another process holds the lock for longer than `is_held` needs to look at it."""
-    for _ in range(_LOOKS):
+    """Lock a file; raise BlockingIOError if another process keeps the lock longer than `is_held` does."""
+    for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOCK_SECONDS)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _refusal(run_dir: RunDir, lock: TextIO) -> str:
-    """Return which process holds the run directory, by what it wrote into `lock`, and how to end it."""
+    """Return a sentence that names the process in the lock file, and says how to end it."""
     lock.seek(0)
     holder = re.fullmatch(r"(\d+) ([\w.-]+)\n", lock.read(300))
     if holder is None:
@@ -214,25 +214,25 @@ def _refusal(run_dir: RunDir, lock: TextIO) -> str:
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
-def _let_go_of_what_the_parent_holds() -> None:
-    """A lock belongs to all processes that have its file open: a data worker must not keep that of a rank that died."""
+def _close_locks_of_the_parent() -> None:
+    """Close the lock files in a forked process, which would otherwise keep the lock after its parent has died."""
     for file in _held:
         file.close()
 
 
-os.register_at_fork(after_in_child=_let_go_of_what_the_parent_holds)
+os.register_at_fork(after_in_child=_close_locks_of_the_parent)
 
 
 def open_run(path: Path) -> RunDir:
     """Return the run directory at `path`; raises `UserError` if there is none."""
     run_dir = RunDir(path)
     if not run_dir.config.is_file():
-        raise UserError(f"{path} is not a run directory: it holds no config.json; pass the --run-dir of a training run")
+        raise UserError(f"{path} is not a run directory: it has no config.json; pass the --run-dir of a training run")
     return run_dir
 
 
 def runs_of(paths: Sequence[Path]) -> list[Path]:
-    """The paths, with a directory that holds run directories (a study's) replaced by these, in order of their names."""
+    """Return the paths; a directory of run directories (a study) is replaced by these, in the order of their names."""
     found: list[Path] = []
     for path in paths:
         inner = [] if RunDir(path).config.is_file() else sorted(config.parent for config in path.glob("*/config.json"))
@@ -241,21 +241,21 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def places_of_probes(run_dirs: Sequence[RunDir], directory: Path) -> list[RunDir]:
-    """Return the run directories with their probe results in `directory`, by the name of each.
+    """Return the run directories with their probe results in a subdirectory of `directory`, by the name of each.
 
     Raises `UserError` if two have the same name.
     """
     names = [run_dir.path.resolve().name for run_dir in run_dirs]
     for run_dir, name in zip(run_dirs, names, strict=True):
         if names.count(name) > 1:
-            raise UserError(f"{run_dir.path} is not the only run called {name}; give each a directory of its own")
+            raise UserError(f"{run_dir.path} is not the only run called {name}; give each run a directory of its own")
     return [replace(run_dir, probes_at=directory / name) for run_dir, name in zip(run_dirs, names, strict=True)]
 
 
 def read_object(path: Path, *, mend: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds; raises `UserError`, which ends with `mend`, if it holds none."""
+    """Return the JSON object in a file; raise `UserError`, which ends with the advice `mend`, if there is none."""
     if not path.is_file():
-        raise UserError(f"{path} is no file; {mend}")
+        raise UserError(f"{path} is not a file; {mend}")
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -269,8 +269,8 @@ def read_object(path: Path, *, mend: str) -> dict[str, Any]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` so that a reader sees the old file or the new one, never a part, even after a power cut.
 
-    Text that UTF-8 cannot hold, such as a file name of other bytes, is written with backslashes. An `OSError` names
-    `path`.
+    Characters that UTF-8 cannot encode, such as odd bytes of a file name, are written with backslashes. An `OSError`
+    names `path`.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -291,4 +291,5 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object as `write_atomically` does."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")

@@ -135,7 +135,7 @@ def test_a_file_system_without_locks_is_no_reason_not_to_train(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     hold(RunDir(tmp_path)).close()
-    assert f"{tmp_path} knows no locks (No locks available): see to it that no other process trains" in caplog.text
+    assert f"{tmp_path} has no locks (No locks available): make sure that no other process trains" in caplog.text
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Alarms: one sentence when the logged metrics say that training goes on but learns nothing any more.
+"""Alarms: one sentence if the logged metrics show that training goes on but no longer learns.
 
-Comes in: the metrics of logged steps, of views (`trainer.views.health`, under "views/") and of embeddings
-(`trainer.objectives.health`, under "embeddings/"). Goes out: a sentence for each alarm, once. What may never happen: an
-alarm that changes the run.
+Reads the metrics of views (`trainer.views.health`, under "views/") and of embeddings (`trainer.objectives.health`,
+under "embeddings/"). Guarantees: an alarm never changes the run.
 """
 
 from __future__ import annotations
@@ -20,10 +19,12 @@ class AlarmConfig(Schema):
     """Limits of the metrics of the same name, and for how many steps a metric must be beyond its limit.
 
     min_view_change: for "budget_spent" and "diversity", in units of pictures in [0, 1]; half a grey level of 255.
-    Healthy runs stay far inside: SimCLR on small pictures had a uniformity of at most -0.4 from the first step on, an
-    effective rank of 18 and more, and views of an evenness of at most 0.33. A random encoder may start outside.
-    Metrics of views are means over all views, and are judged per view that is changed at all: divided by
-    "changed_share". With a `dropout_rate` below 1 the two views of a picture differ whatever the viewmaker has lost.
+
+    Healthy runs stay far from the limits: SimCLR on small pictures had a uniformity of at most -0.4 from the first step
+    on, an effective rank of at least 18, and an evenness of at most 0.33. A random encoder may start beyond them.
+    Metrics of views are means over all views. They are divided by "changed_share", to judge only views that differ from
+    their picture. With a `dropout_rate` below 1, two views of a picture differ even if the viewmaker has lost its
+    randomness.
     """
 
     after_steps: Count = 50
@@ -36,7 +37,7 @@ class AlarmConfig(Schema):
 
 @dataclass(frozen=True)
 class _Rule:
-    """`metric` must not lie on the `wrong_side` of `limit`; if it does, `meaning` is what has happened."""
+    """A limit of a metric; `meaning` says what has happened if the metric is on the `wrong_side` of it."""
 
     metric: str
     wrong_side: Literal["below", "above"]
@@ -89,14 +90,14 @@ def _rules(config: AlarmConfig) -> tuple[_Rule, ...]:
 
 
 def _per_changed_view(metric: str, metrics: Mapping[str, float]) -> float:
-    """The metric; one of views, which is a mean over them all, as the mean over those that are not their picture."""
+    """Return a metric; a metric of views is turned into the mean over the views that differ from their picture."""
     changed_share = metrics.get("views/changed_share", 1.0) if metric.startswith("views/") else 1.0
     return metrics[metric] / changed_share if changed_share > 0 else metrics[metric]
 
 
 @dataclass
 class _Watch:
-    """A rule, since which step it is broken (None: it is not), and whether that was reported."""
+    """A rule, the step since which it is broken (None: it is not), and whether that was reported."""
 
     rule: _Rule
     since: int | None = None
@@ -105,7 +106,7 @@ class _Watch:
 
 @dataclass
 class Alarms:
-    """Fed with the metrics of every logged step, in order; remembers only what is beyond its limit, and since when."""
+    """Checks the metrics of every logged step, in order."""
 
     config: AlarmConfig = field(default_factory=AlarmConfig)
 
@@ -113,10 +114,10 @@ class Alarms:
         self._watches = [_Watch(rule) for rule in _rules(self.config)]
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
-        """The alarms that `step` sets off, a sentence each.
+        """Return the alarms that `step` sets off, one sentence each.
 
-        An alarm goes off when its metric has been beyond the limit at every check for `after_steps`, and again only
-        after the metric has been back. A metric that is absent says nothing; NaN counts as inside.
+        An alarm goes off when its metric was beyond the limit at every check for `after_steps` steps. It can go off
+        again only after the metric was back inside. A missing metric changes nothing; NaN counts as inside.
         """
         alarms = []
         for watch in self._watches:

@@ -1,4 +1,4 @@
-"""Figures as PNG, and those made of pictures: a grid of inputs, their views and what the views changed.
+"""Write figures as PNG, and draw grids of pictures.
 
 Shapes: N pictures (columns of the grid), H height, W width.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-# Of the grid, in pixels: about how large a picture is shown, the gaps, and the room for the titles.
+# Of the grid, in pixels: the approximate size of a picture, the gaps, and the room for the titles.
 PICTURE_SIZE, GAP, LEFT, TOP, DPI = 128, 6, 128, 44, 100
 
 GAINS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
@@ -67,7 +67,7 @@ def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> by
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as a PNG that holds no date and no version."""
+    """Return the figure as a PNG without date and version."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()

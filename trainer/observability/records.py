@@ -1,6 +1,6 @@
-"""Reading what a run recorded, metrics.jsonl and provenance.json, for restart, report and status alike.
+"""Read the records of a run, metrics.jsonl and provenance.json, for restart, report and status.
 
-Guarantees: nothing that these files may hold raises. What is damaged is left out, and named by file and line.
+Guarantees: no content of these files raises. Damaged parts are left out, and named by file and line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MOST = 2**53  # of a step and of other counts: above it, a float does not hold every whole number
-_LARGEST = 1e100  # of a metric: what is larger cannot be drawn, and is as good as not finite
+_LARGEST = 1e100  # of a metric; larger ones cannot be drawn, and count as not finite
 _NUM_NAMED = 5  # damaged lines that a message names
 
 
@@ -22,7 +22,7 @@ _NUM_NAMED = 5  # damaged lines that a message names
 class Metrics:
     """Entries by ascending step, {"step": int, "epoch": int, "train/loss": float, ...}, with finite numbers only.
 
-    `problems` are sentences that say what was left out and where it stands.
+    `problems` are sentences that say what was left out, and where.
     """
 
     entries: list[dict[str, Any]]
@@ -31,20 +31,20 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The facts of provenance.json; those that are known have the right type. `problems` as in `Metrics`."""
+    """The facts of provenance.json; known facts have the right type. `problems` as in `Metrics`."""
 
     facts: dict[str, Any]
     problems: tuple[str, ...]
 
 
 class _DamagedError(Exception):
-    """The message says what is wrong, as the end of a sentence."""
+    """Damage; the message says what is wrong, as the end of a sentence."""
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a metrics.jsonl; one that is not there has no entries.
+    """Read a metrics.jsonl; a missing file has no entries.
 
-    A last line that a kill cut short is no damage. If a restart repeated a step, its last line wins.
+    A last line that a kill cut short is not damage. If a restart repeated a step, its last line counts.
     """
     if not path.is_file():
         return Metrics([], ())
@@ -66,7 +66,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def read_provenance(path: Path) -> Provenance:
-    """Read a provenance.json; one that is not there has no facts."""
+    """Read a provenance.json; a missing file has no facts."""
     if not path.is_file():
         return Provenance({}, ())
     try:
@@ -94,7 +94,7 @@ def _parse(data: bytes) -> Any:
         return json.loads(data.decode())
     except UnicodeDecodeError:
         raise _DamagedError("is not UTF-8") from None
-    except ValueError:  # among them a number of more digits than Python reads
+    except ValueError:  # also a number with more digits than Python reads
         raise _DamagedError("is not JSON") from None
     except RecursionError:
         raise _DamagedError("is nested too deeply") from None
@@ -135,10 +135,10 @@ def _told(path: Path, wrong: list[str]) -> tuple[str, ...]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value that may be hostile, short and in printable ASCII."""
+    """Return a value, which may be hostile, in short printable ASCII."""
     try:
         text = ascii(value)
-    except (RecursionError, ValueError):  # a whole number of more digits than Python writes
+    except (RecursionError, ValueError):  # a whole number with more digits than Python writes
         text = f"a {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -176,7 +176,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_instant(value: Any) -> bool:
-    """Whether it is a moment with its time zone, in the ISO format."""
+    """Return whether a value is a time with a time zone, in the ISO format."""
     try:
         return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:

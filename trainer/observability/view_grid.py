@@ -20,14 +20,17 @@ CPU = torch.device("cpu")
 def draw_views(
     policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, view: int, device: torch.device = CPU
 ) -> tuple[Tensor, Tensor]:
-    """Pictures of `rows_N` and one view of each, both (N, C, H, W) float32 on the CPU, drawn as in the first epoch."""
+    """Return the pictures of `rows_N` and one view of each, both (N, C, H, W) float32 on the CPU.
+
+    Views are drawn as in the first epoch.
+    """
     batches = view_batches(policy, pictures, rows_N, seed=seed, view=view, device=device)
     image_parts, view_parts = zip(*((batch.seen_BCHW.cpu(), batch.views_BCHW.cpu()) for batch in batches), strict=True)
     return torch.cat(image_parts), torch.cat(view_parts)
 
 
 def choose_pictures(pictures: Pictures, num: int) -> Tensor:
-    """Rows of up to `num` pictures that show every class in turn: the first of each, then the second of each, ..."""
+    """Return the rows of up to `num` pictures: the first of each class, then the second of each, and so on."""
     seen: dict[int, int] = {}
     turn: list[tuple[int, int, int]] = []
     for row, label in enumerate(pictures.label_base_N.tolist()):
@@ -39,10 +42,10 @@ def choose_pictures(pictures: Pictures, num: int) -> Tensor:
 def view_grid(
     policy: ViewFunction, pictures: Pictures, rows_N: Tensor, *, seed: int, device: torch.device = CPU
 ) -> tuple[bytes, int]:
-    """The grid as PNG and the gain of its difference rows: picture, view 1, difference, view 2, difference.
+    """Return the grid as PNG, and the gain of its difference rows.
 
-    Spectrograms are shown in grey from their lowest value in black to their highest in white, low bands below; the gain
-    is then of that range.
+    The rows are: picture, view 1, difference, view 2, difference. Spectrograms are shown in grey, from black for the
+    lowest value to white for the highest, with low bands below; the gain then refers to that range.
     """
     picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0, device=device)
     _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1, device=device)
@@ -60,13 +63,13 @@ def view_grid(
 
 
 def _title(pictures: Pictures, row: int) -> str:
-    """The class of the picture, and that of the object drawn on it."""
+    """Return the class of the picture, and the class of the overlay on it."""
     base = pictures.class_names("base")[int(pictures.label_base_N[row])]
     overlay = pictures.class_names("overlay")
     return f"{base} · {overlay[int(pictures.label_overlay_N[row])]}" if overlay else base
 
 
 def _to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
-    """(N, H, W, 3); one channel is shown in grey."""
+    """Return (N, H, W, 3); a single channel becomes grey."""
     array: NDArray[np.float32] = pictures_NCHW.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
     return array

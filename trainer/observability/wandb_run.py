@@ -1,8 +1,8 @@
 """The Weights & Biases run of a run directory, which may fail without harm to training.
 
-One W&B run for all ranks (only the first rank has one) and all restarts (its id is kept in RUN_DIR/wandb_run_id).
-W&B's own process writes in blocks, and dies of the signals that end a job: what it then had not written is handed to it
-by the next start, from metrics.jsonl. What may never happen: a step that W&B has twice, or never gets.
+There is one W&B run for all ranks (rank 0 has it) and for all restarts (RUN_DIR/wandb_run_id keeps its id). W&B's own
+process writes in blocks, and dies of the signals that end a job. The next start sends it what was lost, from
+metrics.jsonl. Guarantees: W&B gets each step exactly once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from trainer.run_dir import RunDir, write_atomically
 
 logger = logging.getLogger(__name__)
 
-INIT_SECONDS = 30.0  # that W&B's server may take to answer the first question
-FINISH_SECONDS = 20.0  # that W&B's server may take to be told all that is left; W&B itself would wait for ever
+INIT_SECONDS = 30.0  # the time limit for the first answer of W&B's server
+FINISH_SECONDS = 20.0  # the time limit for sending what is left at the end; W&B itself has none
 _READ_SECONDS = 60
-_HEAD_CHARACTERS = 80  # of a line that W&B's reader prints, in which it says what it is
+_HEAD_CHARACTERS = 80  # of a line of W&B's reader; they contain its type
 
 
 class WandbRun:
-    """What W&B is told of one run. No method raises: the first failure is reported and ends W&B for this process."""
+    """The W&B side of one run. No method raises: the first failure is logged and ends W&B for this process."""
 
     def __init__(self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any]) -> None:
-        """Starts the run, or goes on with it; what W&B lacks of metrics.jsonl is sent."""
+        """Start the W&B run or resume it, and send what it lacks of metrics.jsonl."""
         forget_empty_variables("WANDB_")
         self._name, self._settings = name, dict(settings)
         self._run: wandb.Run | None = None
@@ -52,19 +52,19 @@ class WandbRun:
             self.log(entry["step"], {name: value for name, value in entry.items() if name != "step"})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Unless W&B has this step already: from before a node died, and the run went back to a checkpoint."""
+        """Send metrics, unless W&B has this step already, because the run went back to a checkpoint."""
         if self._run is not None and step > self._last_step:
             run, self._last_step = self._run, step
             self._guard(lambda: run.log(dict(metrics), step=step))
 
     def log_pictures(self, step: int, pictures: StepPictures) -> None:
-        """After the metrics of this step, if there are any."""
+        """Send pictures; to be called after the metrics of the same step."""
         if self._run is not None and step >= self._last_step:
             run = self._run
             self._guard(lambda: run.log(_media(pictures), step=step))
 
     def close(self) -> None:
-        """What the server has not taken after `FINISH_SECONDS` stays in RUN_DIR/wandb."""
+        """End the run; what the server has not taken after `FINISH_SECONDS` stays in RUN_DIR/wandb."""
         if self._run is not None:
             run = self._run
             self._guard(lambda: run.finish(), going_on="what it lacks lies in RUN_DIR/wandb, for `wandb sync`")
@@ -74,7 +74,7 @@ class WandbRun:
     def _start(self, run_dir: RunDir, config: TrackingConfig, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
             self._last_step = _last_offline_step(run_dir)
-        # W&B's own process takes over what is blocked here: a warning to all processes of a job must not end it.
+        # W&B's own process inherits the blocked signals, so a warning to all processes of a job does not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         _leave_inherited_process()
         try:
@@ -109,12 +109,12 @@ class WandbRun:
             self._start(run_dir, config, "online")
         except Exception as error:
             logger.warning("Weights & Biases does not answer (%s); going on offline", " ".join(str(error).split()))
-            wandb.teardown()  # its process holds the run's id, and would refuse it to another start
+            wandb.teardown()  # its process keeps the run's id from the next start
             return False
         return True
 
     def _guard(self, call: Callable[[], None], *, going_on: str = "going on with metrics.jsonl alone") -> None:
-        """Tracking may be lost, training may not: the first failure is reported and ends W&B for this process."""
+        """Make a call to W&B; the first failure is logged and ends W&B for this process."""
         try:
             call()
         except Exception as error:
@@ -140,15 +140,15 @@ def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
         return "online"
     try:
         return "online" if wandb.login(prompt=False) else "offline"
-    except Exception as error:  # whatever it raises when no server answers
+    except Exception as error:  # W&B raises many kinds if no server answers
         logger.warning("Weights & Biases does not take the login (%s); going on offline", error)
         return "offline"
 
 
 def _last_offline_step(run_dir: RunDir) -> int:
-    """By W&B's own reader; 0 where there is none. A start may have died before its first step was written."""
+    """Return the last step in W&B's files; 0 if there is none. A start may have died before it wrote a step."""
     run_id = run_dir.wandb_run_id.read_text().strip()
-    files = run_dir.path.glob(f"wandb/*run-*/run-{run_id}.wandb")  # of online starts too
+    files = run_dir.path.glob(f"wandb/*run-*/run-{run_id}.wandb")  # online starts too
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         if steps := offline_steps(path):
             return steps[-1]
@@ -156,16 +156,18 @@ def _last_offline_step(run_dir: RunDir) -> int:
 
 
 def _leave_inherited_process() -> None:
-    """Let W&B start a process for this one. That of who started this one, a notebook or a test, outlives a run that is
-    killed, and then refuses its id to the next start.
+    """Make W&B start a process of its own for this one.
+
+    The W&B process of a parent, such as a notebook or a test, outlives a run that is killed, and then keeps its id from
+    the next start.
     """
     os.environ.pop("WANDB_SERVICE", None)
 
 
 def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, float]) -> None:
-    """Put numbers that were measured after training, such as those of the probes, into the summary of the W&B run.
+    """Write numbers that were measured after training, such as probe accuracies, into the summary of the W&B run.
 
-    Nothing where the run has no W&B run. A failure is told and forgotten.
+    Does nothing if there is no W&B run. A failure is only logged.
     """
     if not (uses_wandb(config) and run_dir.wandb_run_id.is_file()):
         return
@@ -186,7 +188,7 @@ def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, flo
 
 
 def offline_steps(path: Path) -> list[int]:
-    """The steps in a file that W&B has left in RUN_DIR/wandb, as far as it was written."""
+    """Return the steps in a file of RUN_DIR/wandb, which may be incomplete."""
     command = [get_core_path(), "leet", "inspect", "-no-observability", "-json", "-run-file", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_READ_SECONDS)
     lines = (line for line in done.stdout.splitlines() if '"type":"history"' in line[:_HEAD_CHARACTERS])

@@ -357,11 +357,11 @@ def test_what_is_no_step_is_named_and_passed_over(
     for directory in (run / "probes", run / "checkpoints"):
         make(directory / name)
     assert "50.0" in report(monkeypatch, tmp_path / "r.html", run)
-    assert f"{run}/probes/{name} is no directory of a step" in caplog.text
+    assert f"{run}/probes/{name} is not the directory of a step" in caplog.text
     caplog.clear()
     assert checkpoint_steps(run_dir) == [11]
     assert all_steps(run_dir) == [11]
-    assert f"{run}/checkpoints/{name} is no directory of a step" in caplog.text
+    assert f"{run}/checkpoints/{name} is not the directory of a step" in caplog.text
 
 
 def test_a_file_in_the_place_of_a_step_is_named_and_passed_over(
@@ -370,7 +370,7 @@ def test_a_file_in_the_place_of_a_step_is_named_and_passed_over(
     (tmp_path / "probes").mkdir()
     (tmp_path / "probes" / "step_00000005").write_text("stray")
     assert RunDir(tmp_path).probe_steps() == []
-    assert "step_00000005 is no directory of a step" in caplog.text
+    assert "step_00000005 is not the directory of a step" in caplog.text
 
 
 def test_strays_among_the_analyses_are_named_and_passed_over(
