@@ -177,4 +177,4 @@ def test_numbers_of_other_pictures_are_said(
     config = configure(data, *settings)
     with caplog.at_level(logging.WARNING):
         log_start(config, build_modules(config), manifest, device=CPU, start_step=0, num_steps=3)
-    assert ("set both to null to take those" in caplog.text) is is_said
+    assert ("set both to null to use its own" in caplog.text) is is_said
