@@ -361,10 +361,10 @@ def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: 
             train(config, run_dir, device=CPU, command="benchmarks.dropout_rate")
             seconds = time.process_time() - start
             for measured in (setting, *without_training(setting)):
-                players = load_modules(run_dir, step=0 if measured.trained == "not at all" else None)
-                assert players.viewmaker is not None
+                modules = load_modules(run_dir, step=0 if measured.trained == "not at all" else None)
+                assert modules.viewmaker is not None
                 viewmaker = Viewmaker(measured.views, image_channels=3)
-                viewmaker.load_state_dict(players.viewmaker.state_dict())
+                viewmaker.load_state_dict(modules.viewmaker.state_dict())
                 viewmaker.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 result = {
                     "setting": dataclasses.asdict(measured),

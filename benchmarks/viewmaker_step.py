@@ -74,14 +74,14 @@ def our_step(config: RunConfig) -> tuple[Step, TrainedModules]:
 class StepAsWritten:
     """The original's order, with as little as it takes."""
 
-    def __init__(self, config: RunConfig, players: TrainedModules) -> None:
-        assert players.viewmaker is not None
+    def __init__(self, config: RunConfig, modules: TrainedModules) -> None:
+        assert modules.viewmaker is not None
         assert isinstance(config.objective, PublishedNTXentConfig)
         self.config = config
         self.temperature = config.objective.temperature
-        self.viewmaker = AsWritten(players.viewmaker).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
-        self.encoder = resnet_of(players).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
-        self.mean, self.std = (players.encoder.mean_C11.clone(), players.encoder.std_C11.clone())
+        self.viewmaker = AsWritten(modules.viewmaker).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
+        self.encoder = resnet_of(modules).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
+        self.mean, self.std = (modules.encoder.mean_C11.clone(), modules.encoder.std_C11.clone())
         optimizers = config.module_optimizers
         sgd, adam = optimizers["encoder"], optimizers["viewmaker"]
         assert isinstance(sgd, SGDConfig)
@@ -125,10 +125,10 @@ def learn(loss: Tensor, optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def resnet_of(players: TrainedModules) -> nn.Module:
+def resnet_of(modules: TrainedModules) -> nn.Module:
     """torchvision's ResNet-18 with the stem for small pictures and the encoder's weights."""
-    encoder = players.encoder
-    network = resnet18(num_classes=players.config.encoder.embedding_size)
+    encoder = modules.encoder
+    network = resnet18(num_classes=modules.config.encoder.embedding_size)
     network.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     network.maxpool = nn.Identity()
     network.load_state_dict(
@@ -204,13 +204,13 @@ def ratio(name: str, against: str, measured: Measured) -> float:
     return measured[name] / measured[against]
 
 
-def breakdown(step: Step, players: TrainedModules, batch: Batch) -> dict[str, float]:
+def breakdown(step: Step, modules: TrainedModules, batch: Batch) -> dict[str, float]:
     """Shares of the time of one step by player and direction; a backward is that of the player through whose forward it
     goes back.
     """
     spans: dict[nn.Module, Any] = {}
     hooks = []
-    for player, module in players.trained_modules.items():
+    for player, module in modules.trained_modules.items():
 
         def enter(module: nn.Module, _: object, player: str = player) -> None:
             spans[module] = record_function(player)
@@ -229,7 +229,7 @@ def breakdown(step: Step, players: TrainedModules, batch: Batch) -> dict[str, fl
     seconds = {f"{player}, {way}": 0.0 for player in ("viewmaker", "encoder") for way in ("forward", "backward")}
     player_of: dict[int, str] = {}
     for event in events:
-        if event.name in players.trained_modules and not is_within(event, players.trained_modules):
+        if event.name in modules.trained_modules and not is_within(event, modules.trained_modules):
             seconds[f"{event.name}, forward"] += event.cpu_time_total / 1e6
             player_of |= {child.sequence_nr: event.name for child in descendants(event) if child.sequence_nr >= 0}
     for event in events:
@@ -272,9 +272,9 @@ def main() -> None:
         results.append(record.measure(line, num_rounds=args.rounds))
         print(record.table(results[-1]), flush=True)
     parts = {}
-    for name, (step, players) in built.items():
+    for name, (step, modules) in built.items():
         if name not in {WRITTEN, WRITTEN_FAST}:
-            parts[name] = {part: record.rounded(value) for part, value in breakdown(step, players, batch).items()}
+            parts[name] = {part: record.rounded(value) for part, value in breakdown(step, modules, batch).items()}
             print(name, *(f"  {part:<24}{share:>8.1%}" for part, share in parts[name].items()), sep="\n")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)

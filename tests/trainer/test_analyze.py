@@ -94,11 +94,11 @@ def test_shown_pictures_take_the_classes_in_turn() -> None:
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:
     png_path, json_path = analyze_views(run_dir, options=AnalysisOptions(step=0))
     result = json.loads(json_path.read_text())
-    players = build_modules(debug.viewmaker())
+    modules = build_modules(debug.viewmaker())
     test = read_pictures(Path(run_dir.path / "test"))
     images = test.images_NCHW.float() / 255
     with torch.no_grad():
-        views = players.view_policy.eval()(images, DrawKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
+        views = modules.view_policy.eval()(images, DrawKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
     change = (views - images).abs().mean(1).numpy()
     assert result["change"] == pytest.approx(float(change.mean()), rel=1e-4)
     assert test.masks_NHW is not None

@@ -146,9 +146,9 @@ def test_four_steps_of_a_game_are_those_of_the_loop_as_written(update: str, weig
         views=ViewmakerConfig(base_width=4, clamp=False),
         adversary=recipe.adversary.model_copy(update={"update": update, "weight": weight}),
     )
-    players, _, step = ours(config)
-    assert players.viewmaker is not None
-    written, their_viewmaker = AsTorchHasIt(players.encoder, config), AsWritten(players.viewmaker)
+    modules, _, step = ours(config)
+    assert modules.viewmaker is not None
+    written, their_viewmaker = AsTorchHasIt(modules.encoder, config), AsWritten(modules.viewmaker)
     encoder_optimizer = sgd([written], config)
     viewmaker_optimizer = torch.optim.Adam(their_viewmaker.parameters(), lr=1e-3)
     rates = {"encoder": 0.03, "viewmaker": 1e-3}
@@ -171,10 +171,10 @@ def test_four_steps_of_a_game_are_those_of_the_loop_as_written(update: str, weig
             take_step(encoder_optimizer, written, encoder_gradients)
         take_step(viewmaker_optimizer, their_viewmaker, viewmaker_gradients)
         torch.testing.assert_close(output.metrics["train/viewmaker_loss"], -weight * loss.detach(), rtol=0, atol=1e-11)
-    assert_same_encoder(players.encoder, written, atol=1e-11)
+    assert_same_encoder(modules.encoder, written, atol=1e-11)
     images, keys = batch.inputs_a.double() / 255, draw_keys(config, batch, 7)
     before = AsWritten(build_modules(config).to(CPU, torch.float64).view_policy)(images, keys)  # type: ignore[arg-type]
-    views = players.viewmaker(images, keys)
+    views = modules.viewmaker(images, keys)
     torch.testing.assert_close(views, their_viewmaker(images, keys), rtol=0, atol=1e-11)
     assert (views - before).abs().max() > 1e-4
 
@@ -250,21 +250,21 @@ def test_two_steps_of_a_method_of_huang_are_those_of_the_loop_as_written(
         changes["objective"] = published.objective.model_copy(update={"predictor": predictor})
     config = small(published, **changes)
     assert config.optimizer.learning_rate == learning_rate
-    players, objective, step = ours(config)
-    written = AsTorchHasIt(players.encoder, config)
+    modules, objective, step = ours(config)
+    written = AsTorchHasIt(modules.encoder, config)
     loss_of, others = by_loop(objective)
     optimizer = sgd([written, *others], config)
     for batch in batches(2):
         rates = dict.fromkeys(config.engine_optimizers, learning_rate)
         output = step(batch, learning_rates=rates)
         images = batch.inputs_a.float() / 255
-        a, b = (players.view_policy(images, draw_keys(config, batch, view)).double() for view in (0, 1))
+        a, b = (modules.view_policy(images, draw_keys(config, batch, view)).double() for view in (0, 1))
         loss = loss_of(written, a, b)
         torch.testing.assert_close(output.metrics["train/loss"], loss.detach(), rtol=1e-10, atol=1e-10)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-    assert_same_encoder(players.encoder, written, atol=1e-10)
+    assert_same_encoder(modules.encoder, written, atol=1e-10)
     if others:
         for value, their in zip(objective.parameters(), others[0].parameters(), strict=True):
             torch.testing.assert_close(value, their, rtol=0, atol=1e-10)

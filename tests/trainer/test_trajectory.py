@@ -266,10 +266,10 @@ def first_batch(config: RunConfig) -> Any:
 def test_in_the_alternating_game_a_player_moves_in_its_own_half_only(still: str, data: Path) -> None:
     """With a learning rate of 0 for one player, that player stays bit-identical although the other one trains."""
     config = configure(data, *STEPS["alternating"])
-    before, (players, _, step) = one_step(config)
+    before, (modules, _, step) = one_step(config)
     rates = {"encoder": 0.1, "viewmaker": 0.1} | {still: 0.0}
     step(first_batch(config), learning_rates=rates)
-    for name, module in players.trained_modules.items():
+    for name, module in modules.trained_modules.items():
         same = [torch.equal(before[name][key], value) for key, value in dict(module.named_parameters()).items()]
         assert all(same) if name == still else not all(same)
         assert all(parameter.grad is None for parameter in module.parameters())
@@ -291,11 +291,11 @@ def test_the_players_pull_in_opposite_directions(data: Path) -> None:
 
 def test_every_parameter_of_both_players_gets_a_gradient(data: Path) -> None:
     config = configure(data, "debug:viewmaker", [])
-    _, (players, engines, step) = one_step(config)
+    _, (modules, engines, step) = one_step(config)
     seen: dict[str, list[bool]] = {}
     for name, engine in engines.items():
         engine.step = lambda *, name=name, **_: seen.update(  # read the gradients in place of the step
-            {name: [parameter.grad is not None for parameter in players.trained_modules[name].parameters()]}
+            {name: [parameter.grad is not None for parameter in modules.trained_modules[name].parameters()]}
         )
     step(first_batch(config), learning_rates={"encoder": 0.0, "viewmaker": 0.0})
     assert set(seen) == {"encoder", "viewmaker"}

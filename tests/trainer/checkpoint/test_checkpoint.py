@@ -435,10 +435,10 @@ def test_players_are_read_while_training_writes(keep: int, config: RunConfig, tm
         deadline = time.monotonic() + 8
         while len(set(steps)) < 4:
             assert time.monotonic() < deadline
-            players = load_modules(run_dir)
-            steps.append(players.step)
-            for module in players.trained_modules.values():
-                assert all((tensor == players.step).all() for tensor in module.state_dict().values())
+            modules = load_modules(run_dir)
+            steps.append(modules.step)
+            for module in modules.trained_modules.values():
+                assert all((tensor == modules.step).all() for tensor in module.state_dict().values())
     finally:
         stop.set()
         thread.join()

@@ -145,13 +145,13 @@ def test_doing_it_again_changes_nothing_but_the_seconds(
 
 @pytest.mark.parametrize("recipe", [debug.image, debug.viewmaker])
 def test_real_players_come_out_as_they_went_in(recipe: Any, data: Path) -> None:
-    players = build_modules(recipe())
-    for module in players.trained_modules.values():
+    modules = build_modules(recipe())
+    for module in modules.trained_modules.values():
         module.train()
-    before = {name: copy.deepcopy(module.state_dict()) for name, module in players.trained_modules.items()}
+    before = {name: copy.deepcopy(module.state_dict()) for name, module in modules.trained_modules.items()}
     train, test = read_pictures(data / "train"), read_pictures(data / "test")
-    probe(players, train=train, test=test, device=torch.device("cpu"))
-    for name, module in players.trained_modules.items():
+    probe(modules, train=train, test=test, device=torch.device("cpu"))
+    for name, module in modules.trained_modules.items():
         assert all(part.training for part in module.modules())
         assert all(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
         for key, tensor in module.state_dict().items():
@@ -366,7 +366,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
     run_dir.config.write_text(json.dumps(config))
     seen: dict[str, Any] = {}
 
-    def look(players: Any, **pictures: Any) -> Any:
+    def look(modules: Any, **pictures: Any) -> Any:
         seen.update(pictures)
         raise KeyboardInterrupt
 

@@ -41,11 +41,11 @@ def test_each_sample_comes_once_and_in_its_place(world_size: int) -> None:
 def read_out(directory: Path, views: str) -> Any:
     """Results and heads of a real encoder; 103 test samples, and some steps left over for two and three ranks."""
     recipe = debug.image()
-    players = build_modules(recipe)
+    modules = build_modules(recipe)
     config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})
     train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
     found = probe(
-        players, train=train, test=test, device=CPU, config=config, other_draws=[test.with_draw(1), test.with_draw(2)]
+        modules, train=train, test=test, device=CPU, config=config, other_draws=[test.with_draw(1), test.with_draw(2)]
     )
     results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
     heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}

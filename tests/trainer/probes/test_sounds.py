@@ -117,17 +117,17 @@ def test_probes_of_a_run_are_the_same_again_and_leave_the_players_alone(data: Pa
     config = recipe.model_copy(
         update={"probe": recipe.probe.model_copy(update={"num_epochs": 2, "batch_norm": batch_norm})}
     )
-    players = build_modules(config)
-    before = {key: value.clone() for key, value in players.encoder.state_dict().items()}
+    modules = build_modules(config)
+    before = {key: value.clone() for key, value in modules.encoder.state_dict().items()}
     train, test = read_pictures(data / "train"), read_pictures(data / "test")
     results = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        results.append(probe(players, train=train, test=test, device=CPU).results)
+        results.append(probe(modules, train=train, test=test, device=CPU).results)
     for space in ("base", "overlay"):
         first, second = (result[space].model_dump(exclude={"seconds"}) for result in results)
         assert first == second
-    assert all(torch.equal(value, before[key]) for key, value in players.encoder.state_dict().items())
+    assert all(torch.equal(value, before[key]) for key, value in modules.encoder.state_dict().items())
 
 
 @pytest.mark.parametrize("recipe", [debug.audio, debug.audio_viewmaker])
