@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from math import gcd
 from typing import TextIO, TypeVar
-
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
@@ -27,17 +23,11 @@ from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
-from trainer.modules import TrainedModules
-from trainer.normalization import normalization_of
-from trainer.optim.learning_rates import scaled_learning_rate
 from trainer.probes.shared import check_shared, find_shared
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
 
 logger = logging.getLogger(__name__)
-
-# A config's normalisation that differs more than this from the data's gives a warning; ImageNet's on CIFAR-10 does not.
-_FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 
 T = TypeVar("T")
 
@@ -277,82 +267,3 @@ def on_first_rank(action: Callable[[], T]) -> T | None:
     if broadcast_object(error is not None):
         raise error if error is not None else SystemExit(2)
     return result
-
-
-def log_start(
-    config: RunConfig,
-    modules: TrainedModules,
-    manifest: Manifest,
-    *,
-    device: torch.device,
-    start_step: int,
-    num_steps: int,
-) -> None:
-    if rank() > 0:
-        return
-    sizes = ", ".join(
-        f"{name} {sum(p.numel() for p in module.parameters()):,} parameters"
-        for name, module in modules.trained_modules.items()
-    )
-    steps_per_epoch = num_steps // config.num_epochs
-    logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)
-    micro_batches = config.memory.micro_batches
-    logger.info(
-        "global batch %d = %d ranks x %d micro batches x %d, batch norm %s; %d epochs of %d steps from %d samples",
-        config.global_batch_size,
-        world_size(),
-        micro_batches,
-        config.global_batch_size // world_size() // micro_batches,
-        config.encoder.batch_norm,
-        config.num_epochs,
-        steps_per_epoch,
-        manifest.num_samples,
-    )
-    logger.info(
-        "engine %s; learning rates %s",
-        config.engine.kind,
-        ", ".join(
-            f"{name} {scaled_learning_rate(optimizer, global_batch_size=config.global_batch_size):.4g}"
-            for name, optimizer in config.module_optimizers.items()
-        ),
-    )
-    if (note := config.objective.note(global_batch_size=config.global_batch_size)) is not None:
-        logger.info("%s", note)
-    if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
-        logger.warning(
-            "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
-        )
-    _warn_of_foreign_normalization(config, manifest)
-    if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in modules.encoder.modules()):
-        logger.info(
-            "batch norm sees micro batches of %d: its statistics, and so the run, depend on memory.micro_batches",
-            config.global_batch_size // micro_batches,
-        )
-    if start_step == num_steps:
-        logger.info("already at its last step %d; nothing to do", num_steps)
-    elif start_step:
-        logger.info("going on from step %d of %d", start_step, num_steps)
-
-
-def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
-    """Log a warning if the config normalises pictures by numbers that are far from those of the train set."""
-    named, own = config.encoder.normalization, normalization_of(train)
-    if named is None or own is None:
-        return
-    is_far = any(
-        abs(mean - own_mean) > _FAR_MEAN * own_std or abs(math.log(std / own_std)) > _FAR_LOG_STD
-        for mean, std, own_mean, own_std in zip(named.mean, named.std, own.mean, own.std, strict=True)
-    )
-    if is_far:
-        logger.warning(
-            "encoder.mean=%s and encoder.std=%s are far from those of %s (%s and %s); set both to null to use its own",
-            *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (named.mean, named.std)),
-            config.data.train_dir,
-            *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (own.mean, own.std)),
-        )
-
-
-def _lacks_bfloat16(capabilities: Mapping[str, bool | int | str]) -> bool:
-    """Return whether an x86 processor emulates products of bfloat16; False for others, where it is not known."""
-    instructions = ("avx512_bf16", "amx_bf16")
-    return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(name) for name in instructions)

@@ -29,10 +29,10 @@ from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.normalization import normalization_of
 from trainer.optim.learning_rates import learning_rates_at
-from trainer.preflight import claim, log_start, node_share, on_first_rank, resume
+from trainer.preflight import claim, node_share, on_first_rank, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
-from trainer.training_log import TrainingLog
+from trainer.training_log import TrainingLog, log_start
 
 
 def train(

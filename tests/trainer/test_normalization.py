@@ -22,10 +22,10 @@ from trainer.models import Encoder, Normalization, load_encoder
 from trainer.modules import build_modules
 from trainer.normalization import normalization_of
 from trainer.planning.fit import plan
-from trainer.preflight import log_start
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir
 from trainer.train import train
+from trainer.training_log import log_start
 
 CPU = torch.device("cpu")
 OF_THE_DATA = ["encoder.mean=null", "encoder.std=null"]

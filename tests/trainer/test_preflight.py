@@ -30,8 +30,9 @@ from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
 from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
-from trainer.preflight import check_data, claim, log_start, on_first_rank
+from trainer.preflight import check_data, claim, on_first_rank
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held
+from trainer.training_log import log_start
 
 X86 = {"architecture": "x86_64"}
 
