@@ -3,7 +3,7 @@
 `trainer.fault_tolerance.watchdog` starts it beside each rank, as a script that imports nothing but the standard
 library: a few megabytes that sleep. Input: a page of memory in which the rank counts its signs of life. Output:
 nothing, unless a rank stands still or dies. Then every rank writes RUN_DIR/stalled/START/rank_0003.txt, the first rank
-joins these into RUN_DIR/stalled.txt, and all ranks are ended. `Silence` holds the rule by which a rank stands still.
+joins these into RUN_DIR/stalled.txt, and all ranks are ended. `SilenceTimer` decides whether a rank stands still.
 
 Invariant: a sidecar never outlives its rank, and is never held up by the file system that holds up its rank.
 """
@@ -21,12 +21,11 @@ import struct
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 DUMP_SIGNAL = signal.SIGRTMIN + 5  # nobody's: jobs are warned with USR1, USR2 and TERM
 COLLECT_SECONDS = 6.0  # that the ranks have to report once one has raised the alarm
@@ -36,11 +35,10 @@ CHILDREN_SECONDS = 3.0  # and all those that a rank has forked
 ALARM_SECONDS = 2.0  # in which the alarm of another rank is seen that met the same trouble
 ENDING_SECONDS = 5.0  # that a rank with an exception has to print it and leave
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # by which a process is asked to end
-LONGEST_INTERVALS = 5  # silence is no stall before it is so many times the longest that was none
 WORKING_SHARE = 0.05  # of a processor: whoever uses less is not at work
 READING = "read"  # the stage in which data workers and other threads work for the rank
 
-_NUMBERS = struct.Struct("<Qqd??")  # beats, step, patience in seconds, whether gaps are usual, closed
+_NUMBERS = struct.Struct("<Qqd?")  # beats, step, patience in seconds, closed
 _SIZES = {"doing": 64, "shards": 1024, "ending": 1024}  # bytes of text behind the numbers
 # Written many times a step, so it has a place of its own: signs of life, whether the rank waits for others, stage.
 _SIGN = struct.Struct("<Q?15s")
@@ -50,6 +48,8 @@ MEMORY_BYTES = 4096
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # a second, in which the system counts processor time
 
 Activity = Literal["idle", "waiting", "working"]
+
+_PARSERS: dict[object, Callable[[str], Any]] = {"int": int, "float": float, "str": str}  # by annotation
 
 _STATES = {
     "R": "running",
@@ -70,7 +70,6 @@ class Pulse:
     Attributes:
         beats: how often it began something that all ranks do alike.
         patience: how long it asked to be left alone, in seconds; 0: not at all.
-        usual: whether its silence now shows how long a step of this run is silent.
         closed: it has left; `ending` is then its exception, or empty after the last step.
         signs: the signs of life inside a step. Ranks need not give equally many.
         waits: it waits for other ranks or for its device.
@@ -84,7 +83,6 @@ class Pulse:
     doing: str
     shards: str
     ending: str
-    usual: bool = True
     signs: int = 0
     waits: bool = False
     stage: str = ""
@@ -95,11 +93,9 @@ class Pulse:
         return f"{self.doing}, {self.stage}" if self.stage else self.doing
 
 
-def write_numbers(
-    memory: mmap.mmap, *, beats: int, step: int, patience: float, usual: bool = True, closed: bool = False
-) -> None:
+def write_numbers(memory: mmap.mmap, *, beats: int, step: int, patience: float, closed: bool = False) -> None:
     """Write all numbers that a beat changes."""
-    _NUMBERS.pack_into(memory, 0, beats, step, patience, usual, closed)
+    _NUMBERS.pack_into(memory, 0, beats, step, patience, closed)
 
 
 def write_sign(memory: mmap.mmap, signs: int, waits: bool, stage: bytes) -> None:
@@ -117,41 +113,36 @@ def write_text(memory: mmap.mmap, **texts: str) -> None:
 
 
 def read_pulse(memory: mmap.mmap) -> Pulse:
-    beats, step, patience, usual, closed = _NUMBERS.unpack_from(memory, 0)
+    beats, step, patience, closed = _NUMBERS.unpack_from(memory, 0)
     signs, waits, stage = _SIGN.unpack_from(memory, _SIGN_OFFSET)
     start, texts = _NUMBERS.size, {}
     for name, size in _SIZES.items():
         texts[name] = memory[start : start + size].rstrip(b"\0").decode(errors="ignore")
         start += size
     name = stage.rstrip(b"\0").decode(errors="ignore")
-    return Pulse(beats, step, patience, closed, **texts, usual=usual, signs=signs, waits=waits, stage=name)
+    return Pulse(beats, step, patience, closed, **texts, signs=signs, waits=waits, stage=name)
 
 
-class Silence:
-    """How long a rank has given no sign of life, and how long it may.
+class SilenceTimer:
+    """How long a rank has given no sign of life, and whether that is too long.
 
-    Each moment without a sign is one of three kinds, and each kind has a limit of its own:
+    Each moment without a sign is one of three kinds. `limits` holds a limit in seconds for each:
 
     - working: its main thread uses the processor, or would if it got one. While it reads data, so do its other threads
       and its data workers. One large convolution is such a silence.
     - waiting: it is in a collective, or waits for its device. Another rank is late, and that rank's own sidecar judges
-      it. Alone this ends what no other sidecar sees: a host that is gone, a kernel that never ends.
+      it. This limit alone ends what no other sidecar sees: a host that is gone, a kernel that never ends.
     - idle: all else. A process that a signal has stopped is idle wherever it was.
 
-    The limit of a kind is the configured one, or `LONGEST_INTERVALS` times the longest silence of this kind that ended
-    with a sign; the first step counts, what was announced (a checkpoint) does not. No announced patience is cut short.
-
-    Invariant: a rank that gave a sign, or worked, within its limits is never reported. A frozen one is idle, so it is
-    reported after the idle limit. A rank that computes for ever (an endless loop) looks like one large operation, so
-    it has the limit for working. Only time in which the sidecar itself ran is counted: if a whole job is suspended, no
-    rank is late afterwards.
+    A patience that the rank has announced raises all three. Invariant: a rank that gave a sign, or worked, within its
+    limits is never reported. Only time in which the sidecar itself ran is counted: if a whole job is suspended, no rank
+    is late afterwards.
     """
 
     def __init__(self, limits: Mapping[Activity, float]) -> None:
         self._limits = limits
-        self._longest: defaultdict[Activity, float] = defaultdict(float)
-        self._silent: defaultdict[Activity, float] = defaultdict(float)
-        self._last: Pulse | None = None
+        self._silent: dict[Activity, float] = {}
+        self._last = (-1, -1)
 
     @property
     def seconds(self) -> float:
@@ -163,18 +154,12 @@ class Silence:
 
         Call it every second or so. `elapsed` is in seconds, since the last call; `activity` is how the rank spent them.
         """
-        before, self._last = self._last, pulse
-        self._silent[activity] += elapsed
-        if before is None or (pulse.beats, pulse.signs) != (before.beats, before.signs):
-            if before is not None and before.usual and pulse.usual:
-                for kind, seconds in self._silent.items():
-                    self._longest[kind] = max(self._longest[kind], seconds)
+        before, self._last = self._last, (pulse.beats, pulse.signs)
+        if self._last != before:
             self._silent.clear()
-        return next((kind for kind, silent in self._silent.items() if silent > self.limit(pulse, kind)), None)
-
-    def limit(self, pulse: Pulse, kind: Activity = "idle") -> float:
-        """Return how long the rank may be silent in this way, in seconds."""
-        return max(self._limits[kind], LONGEST_INTERVALS * self._longest[kind], pulse.patience)
+            return None
+        silent = self._silent[activity] = self._silent.get(activity, 0.0) + elapsed
+        return activity if silent > max(self._limits[activity], pulse.patience) else None
 
 
 @dataclass(frozen=True)
@@ -212,20 +197,8 @@ class RankReport:
     def parse(cls, text: str) -> RankReport:
         head, _, stacks = text.partition("\n\n")
         values = dict(line.split(": ", 1) for line in head.splitlines())
-        return cls(
-            rank=int(values["rank"]),
-            host=values["host"],
-            pid=int(values["pid"]),
-            why=values["why"],
-            state=values["state"],
-            beats=int(values["beats"]),
-            step=int(values["step"]),
-            doing=values["doing"],
-            silent=float(values["silent"]),
-            shards=values["shards"],
-            stacks=stacks,
-            limit=values["limit"],
-        )
+        names = {field.name: _PARSERS[field.type] for field in fields(cls) if field.name != "stacks"}
+        return cls(stacks=stacks, **{name: parser(values[name]) for name, parser in names.items()})
 
     @property
     def waits_for_others(self) -> bool:
@@ -283,26 +256,16 @@ def merge(reports: Sequence[RankReport], *, world_size: int) -> str:
 
 def summary(reports: Sequence[RankReport], *, world_size: int) -> str:
     header = ("rank", "host", "process", "found", "state", "step", "doing", "silent for", "open shards")
-    rows = [header]
     by_rank = {report.rank: report for report in reports}
+    rows = [header]
     for rank in range(world_size):
-        report = by_rank.get(rank)
-        if report is None:
+        if (one := by_rank.get(rank)) is None:
             rows.append((str(rank), "", "", "no report", "", "", "", "", ""))
-            continue
-        rows.append(
-            (
-                str(rank),
-                report.host,
-                str(report.pid),
-                report.why,
-                report.state,
-                str(report.step),
-                report.doing,
-                f"{report.silent:.1f} s",
-                report.shards or "none",
+        else:
+            silent, shards = f"{one.silent:.1f} s", one.shards or "none"
+            rows.append(
+                (str(rank), one.host, str(one.pid), one.why, one.state, str(one.step), one.doing, silent, shards)
             )
-        )
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     written = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -457,7 +420,7 @@ class Sidecar:
             "waiting": float(task["waiting_seconds"]),
             "working": float(task["working_seconds"]),
         }
-        self._silence = Silence(self._limits)
+        self._silence = SilenceTimer(self._limits)
         self._exceeded: Activity | None = None
         self._tick = min(1.0, self._limits["idle"] / 10)
         self._was_asked_to_end = False

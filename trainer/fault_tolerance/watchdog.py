@@ -5,8 +5,8 @@ stage and every block of a network gives a sign of life (`trainer.fault_toleranc
 each rank reads them (`trainer.fault_tolerance.sidecar`). If they stop and the rank does not work either, or if the
 rank is killed, all ranks report and are ended, so that the launcher ends the job.
 
-Invariant: no run is ended because it is slow, and none waits for ever. `trainer.fault_tolerance.sidecar.Silence` states
-the rule.
+Invariant: no run that gives signs of life is ended, and none waits for ever. The rule is in
+`trainer.fault_tolerance.sidecar.SilenceTimer`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class WatchdogConfig(Schema):
             fails by itself.
         working_seconds: if it uses the processor all the time: one large operation, or an endless loop.
         startup_seconds: until the first step is done, at least this long whatever it does.
-
-    Each of the first three limits grows to five times the longest silence of its kind that the run has shown.
     """
 
     enabled: bool = True
@@ -81,7 +79,6 @@ class Watchdog:
         self._startup_patience = config.startup_seconds  # 0 once the first step is done
         self._signs = 0
         self._waits, self._stage_bytes, self.stage = False, b"", ""
-        self._usual = False  # from the first batch on
         self._step_began, self._doing = time.monotonic(), ""
         liveness.listen(self)
         if not config.enabled:
@@ -140,10 +137,8 @@ class Watchdog:
         if self._startup_patience:
             if self._first_step is None:
                 self._first_step = step
-            else:
-                self._usual = True
-                if step != self._first_step:
-                    self._startup_patience = 0.0
+            elif step != self._first_step:
+                self._startup_patience = 0.0
         if step != self._step:
             self._step_began = time.monotonic()
         self._step, self._allowed = step, may_take_seconds
@@ -184,7 +179,7 @@ class Watchdog:
         if self._memory is None:
             return
         sidecar.write_text(self._memory, ending=ending)
-        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, usual=False, closed=True)
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, closed=True)
         with contextlib.suppress(BrokenPipeError):  # the sidecar was killed
             os.write(self._control, b"closed")
         os.close(self._control)
@@ -222,5 +217,4 @@ class Watchdog:
             named = ", ".join(shards[:_NUM_SHARDS_NAMED]) + (f" and {more} more" if more > 0 else "")
             sidecar.write_text(self._memory, shards=named)
         patience = max(self._patience, self._allowed, self._startup_patience)
-        usual = self._usual and not (self._patience or self._allowed)
-        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience, usual=usual)
+        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience)

@@ -33,12 +33,11 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.fault_tolerance.sidecar import (
-    LONGEST_INTERVALS,
     Activity,
     Pulse,
     Rank,
     RankReport,
-    Silence,
+    SilenceTimer,
     name_the_culprits,
     read_pulse,
 )
@@ -94,13 +93,6 @@ def sidecars(directory: Path, num_ranks: int = 1) -> list[int]:
     return [int((path.read_text() if path.exists() else "") or 0) for path in paths]
 
 
-def limit_of(rank: int, directory: Path) -> float:
-    """Seconds of silence that a toy rank has, by what it was used to: its sidecar looks in every tenth of the limit,
-    and counts no more than twice that between two looks."""
-    longest = float((directory / f"longest_{rank}").read_text())
-    return max(LIMIT_SECONDS, LONGEST_INTERVALS * (longest + 2 * LIMIT_SECONDS / 10))
-
-
 def wait_for_the_end(processes: list[BaseProcess], *, seconds: float) -> None:
     wait_until(lambda: not any(process.is_alive() for process in processes), seconds=seconds)
 
@@ -127,7 +119,7 @@ def test_one_frozen_rank_of_four(tmp_path: Path, trouble: Callable[[], None], sa
         assert own.stacks.strip() in report
         assert (frame if rank == CULPRIT else "in all_reduce") in own.stacks
         assert (own.rank, own.step, own.shards, own.pid) == (rank, BAD_STEP, SHARDS[rank], ranks[rank].pid)
-        assert own.silent < limit_of(rank, tmp_path) + 1
+        assert own.silent < LIMIT_SECONDS + 1
     on_stderr = [(tmp_path / f"stderr_{rank}").read_text() for rank in range(NUM_RANKS)]
     assert [sentence in text for text in on_stderr] == [True, False, False, False]
     wait_until(lambda: not any(map(is_running, sidecars(tmp_path, NUM_RANKS))), seconds=10)
@@ -264,10 +256,9 @@ def test_an_announced_silence_ends_with_the_next_beat(tmp_path: Path) -> None:
         for step in range(2):
             watchdog.beat(step, doing="reading", may_take_seconds=900)
             assert read_pulse(watchdog._memory).patience == 900
-            assert not read_pulse(watchdog._memory).usual
             watchdog.beat(step, doing="training")
         pulse = read_pulse(watchdog._memory)
-        assert (pulse.patience, pulse.usual, pulse.place) == (0, True, "training")
+        assert (pulse.patience, pulse.place) == (0, "training")
         with stage("forward"):
             assert read_pulse(watchdog._memory).place == "training, forward"
             assert watchdog.step_at_hand() == "step 2: forward, 0 s"
@@ -327,46 +318,31 @@ LIMITS: dict[Activity, float] = {"idle": 10, "waiting": 50, "working": 100}
 PULSE = Pulse(beats=1, step=0, patience=0.0, closed=False, doing="", shards="", ending="")
 
 
-def test_silence_is_measured_by_what_a_rank_is_used_to() -> None:
-    silence, pulse = Silence(LIMITS), PULSE
-    assert not silence.too_long(pulse, elapsed=1)
-    assert not silence.too_long(pulse, elapsed=10)
-    assert silence.too_long(pulse, elapsed=0.1) == "idle"
-    pulse = replace(pulse, beats=2)  # after 13.1 s
-    assert not silence.too_long(pulse, elapsed=3)
-    assert silence.limit(pulse) == pytest.approx(5 * 13.1)
-    assert silence.limit(replace(pulse, patience=600)) == 600
-    silence.too_long(replace(pulse, beats=3, patience=600, usual=False), elapsed=1)
-    silence.too_long(replace(pulse, beats=4), elapsed=500)  # an announced pause is no measure
-    assert silence.limit(pulse) == pytest.approx(5 * 13.1)
-
-
-def test_the_first_step_counts_as_what_a_rank_is_used_to() -> None:
-    """It has the patience of a start and is a step like any other."""
-    silence, first = Silence(LIMITS), replace(PULSE, patience=600)
-    silence.too_long(first, elapsed=0)
-    for _ in range(200):
-        assert not silence.too_long(first, elapsed=1, activity="working")
-    assert not silence.too_long(replace(PULSE, beats=2), elapsed=0)
-    assert silence.limit(PULSE, "working") == 5 * 200
-    assert silence.limit(PULSE, "idle") == 10, "a first step that works for long makes no frozen rank late"
+def test_an_announced_patience_raises_the_limit_until_the_next_beat() -> None:
+    timer, patient = SilenceTimer(LIMITS), replace(PULSE, patience=600)
+    timer.too_long(patient, elapsed=0)
+    assert not timer.too_long(patient, elapsed=600)
+    assert timer.too_long(patient, elapsed=0.1) == "idle"
+    assert not timer.too_long(replace(PULSE, beats=2), elapsed=1)
+    assert not timer.too_long(replace(PULSE, beats=2), elapsed=10)
+    assert timer.too_long(replace(PULSE, beats=2), elapsed=0.1) == "idle"
 
 
 def test_a_sign_of_life_ends_a_silence_without_a_beat() -> None:
-    silence = Silence(LIMITS)
+    timer = SilenceTimer(LIMITS)
     for signs in range(10):
-        assert not silence.too_long(replace(PULSE, signs=signs), elapsed=8)
-    assert silence.seconds == 0
+        assert not timer.too_long(replace(PULSE, signs=signs), elapsed=8)
+    assert timer.seconds == 0
 
 
 @pytest.mark.parametrize("activity", LIMITS)
 def test_each_kind_of_silence_has_its_own_limit(activity: Activity) -> None:
-    silence = Silence(LIMITS)
-    silence.too_long(PULSE, elapsed=0)
-    assert not silence.too_long(PULSE, elapsed=LIMITS[activity], activity=activity)
+    timer = SilenceTimer(LIMITS)
+    timer.too_long(PULSE, elapsed=0)
+    assert not timer.too_long(PULSE, elapsed=LIMITS[activity], activity=activity)
     for other in LIMITS.keys() - {activity}:
-        assert not silence.too_long(PULSE, elapsed=LIMITS[other], activity=other)
-    assert silence.too_long(PULSE, elapsed=0.1, activity=activity) == activity
+        assert not timer.too_long(PULSE, elapsed=LIMITS[other], activity=other)
+    assert timer.too_long(PULSE, elapsed=0.1, activity=activity) == activity
 
 
 @pytest.mark.parametrize(
