@@ -102,7 +102,7 @@ class TrainJob:
         config = read_config(open_run(self.run_dir).config, allow_pipe=True)
         for number in WARNINGS:
             signal.signal(number, _send_again)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/deaf_start.py
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/block_signals.py
         if job.cluster == "local":
             # CUDA_VISIBLE_DEVICES stays: every rank sees all GPUs and takes cuda:local_rank, as under torchrun.
             os.environ.update(

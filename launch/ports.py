@@ -1,4 +1,4 @@
-"""Ports of this machine that are free now, for who needs a number before anybody can listen there."""
+"""Find free ports of this machine, for a launcher that has to name a port before any process listens there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANGE = range(20_000, 32_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones, drawn at random, so that two who ask at the same time hardly ever get the same.
+    """Return `count` different free ports, drawn at random: two callers at the same time hardly ever get the same.
 
     Raises `UserError` if there are not so many.
     """
@@ -28,4 +28,7 @@ def free_ports(count: int) -> list[int]:
             except OSError:
                 continue
             found.append(port)
-    raise UserError(f"{count} free ports from {RANGE.start} to {RANGE.stop - 1} are not to be had; end what holds them")
+    raise UserError(
+        f"there are not {count} free ports from {RANGE.start} to {RANGE.stop - 1} on this machine; end a process that "
+        "holds some"
+    )

@@ -154,8 +154,8 @@ def sbatch_script(plan: Plan, *, code: Path) -> str:
 
 
 def _python(code: Path) -> str:
-    """How a rank starts Python: deaf to warnings until it can act on them."""
-    start = code / "launch" / "deaf_start.py"
+    """Return the command by which a rank starts Python, with signals blocked until it can handle them."""
+    start = code / "launch" / "block_signals.py"
     return shlex.join([sys.executable, "-I", "-S", str(start), sys.executable])
 
 

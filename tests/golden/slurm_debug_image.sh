@@ -24,7 +24,7 @@ export PYTHONSAFEPATH=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output RUN_DIR/logs/%j_%t_log.out --cpus-per-task=2 --kill-on-bad-exit=1 PYTHON -I -S RUN_DIR/code/HASH/launch/deaf_start.py PYTHON -u -m submitit.core._submit RUN_DIR/logs
+srun --unbuffered --output RUN_DIR/logs/%j_%t_log.out --cpus-per-task=2 --kill-on-bad-exit=1 PYTHON -I -S RUN_DIR/code/HASH/launch/block_signals.py PYTHON -u -m submitit.core._submit RUN_DIR/logs
 
 
 # teardown

@@ -170,7 +170,7 @@ def test_the_end_of_the_batch_script_asks_only_for_a_dead_node(
 def test_a_warning_during_the_imports_waits() -> None:
     listener = "import os, signal; print('up', flush=True); input(); signal.signal(signal.SIGUSR2, lambda *_: None); "
     listener += "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2]); print('listens')"
-    command = [sys.executable, "launch/deaf_start.py", sys.executable, "-c", listener]
+    command = [sys.executable, "launch/block_signals.py", sys.executable, "-c", listener]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
