@@ -24,22 +24,25 @@ _SHORT = 1 << 16  # numbers
 
 
 def is_distributed() -> bool:
-    """Whether this process belongs to a group of more than one rank."""
+    """Return whether this process belongs to a group of more than one rank."""
     return world_size() > 1
 
 
 def rank() -> int:
-    """Number of this process among all; 0 without a process group."""
+    """Return the number of this process among all; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of processes; 1 without a process group."""
+    """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_gather_rows(x_BD: Tensor) -> Tensor:
-    """The rows of all ranks, (W * B, D), in rank order; a row's gradient is summed over all ranks, at its owner."""
+    """Return the rows of all ranks, (W * B, D), in rank order.
+
+    The gradients that all ranks have for a row are summed at the rank that owns it.
+    """
     if not is_distributed():
         return x_BD
     if not (torch.is_grad_enabled() and x_BD.requires_grad):
@@ -49,7 +52,7 @@ def all_gather_rows(x_BD: Tensor) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """The sum of `x` over all ranks, on every rank; the gradient is the sum of all ranks' gradients."""
+    """Return the sum of `x` over all ranks, on every rank; the gradient is the sum of all ranks' gradients."""
     if not is_distributed():
         return x
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -59,7 +62,10 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 
 
 def all_reduce_mean_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """The mean over the ranks of each scalar, for logging: one collective, no gradient. Ranks pass the same keys."""
+    """Return the mean of each scalar over the ranks, for logging: one collective, no gradient.
+
+    All ranks pass the same keys.
+    """
     names = sorted(scalars)
     if not names:
         return {}
@@ -70,7 +76,7 @@ def all_reduce_mean_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, 
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on at least one rank; every rank gets the same answer."""
+    """Return whether `flag` is true on at least one rank; every rank gets the same answer."""
     if not is_distributed():
         return flag
     flags = torch.tensor(int(flag), device=_device())
@@ -84,7 +90,7 @@ class AnyRank:
     """
 
     def __init__(self) -> None:
-        """Every rank makes one at the same time."""
+        """Make the process group; every rank does so at the same time."""
         self._group = dist.new_group(backend="gloo") if is_distributed() else None
         self._asked: tuple[Tensor, Any] | None = None
 
@@ -107,7 +113,7 @@ class AnyRank:
 
 
 def broadcast_object(value: T, *, source: int = 0) -> T:
-    """The picklable `value` of rank `source`, on every rank; what the other ranks pass is ignored."""
+    """Return the picklable `value` of rank `source` on every rank; the values of the other ranks are ignored."""
     if not is_distributed():
         return value
     box = [value]
@@ -117,7 +123,7 @@ def broadcast_object(value: T, *, source: int = 0) -> T:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """The picklable values of all ranks, in rank order, on every rank."""
+    """Return the picklable values of all ranks, in rank order, on every rank."""
     if not is_distributed():
         return [value]
     values: list[T | None] = [None] * world_size()
@@ -127,16 +133,16 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here."""
+    """Wait until every rank has called this."""
     if is_distributed():
         with stage("communication"):
             dist.barrier()
 
 
 def sum_in_rank_order(x: Tensor) -> Tensor:
-    """The sum of `x` over all ranks, without gradient, each number added up in the order of the ranks.
+    """Return the sum of `x` over all ranks, without gradient; each number is added up in the order of the ranks.
 
-    A backend's own sum adds a number up in an order that depends on its place in the tensor; this one does not.
+    A backend's own sum uses an order that depends on where the number stands in the tensor.
     """
     parts = x.new_empty((world_size(), x.numel()))
     with stage("communication"):
@@ -174,7 +180,7 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def _gathered_rows(x_BD: Tensor) -> Tensor:
-    """The rows of all ranks, without gradient."""
+    """Return the rows of all ranks, without gradient."""
     gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
     with stage("communication"):
         dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
@@ -182,8 +188,11 @@ def _gathered_rows(x_BD: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum, without gradient. On the CPU a short vector is gathered and added up here: gloo gathers some hundred
-    numbers in half of the time that it needs to sum them, and batch norm asks for a sum in every layer."""
+    """Return the sum, without gradient.
+
+    On the CPU a short tensor is gathered and added up here: gloo gathers some hundred numbers in half of the time that
+    it needs to sum them, and batch norm asks for a sum in every layer.
+    """
     if x.device.type == "cpu" and x.numel() * world_size() <= _SHORT:
         return sum_in_rank_order(x)
     with stage("communication"):
@@ -193,6 +202,6 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def _device() -> torch.device:
-    """Where the backend wants its tensors."""
+    """Return the device on which the backend expects its tensors."""
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

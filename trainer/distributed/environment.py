@@ -1,9 +1,9 @@
-"""Where this process stands in the world: one reader of torchrun, Slurm or nothing into one frozen value.
+"""Read the rank of this process from the variables of torchrun or Slurm, and join the process group.
 
-In come environment variables, out goes a `WorldEnv`, and from it the process group. What may never happen: two ranks
-that take themselves for the same one, or a rank that waits for others which nobody started. So a half-set environment
-is refused, and Slurm's variables count only in a task that srun started: a batch script and an interactive allocation
-carry SLURM_NTASKS too, but are a single process.
+Input: environment variables. Output: a `WorldEnv`, and from it the process group. Invariants: no two processes take the
+same rank; no rank waits for ranks that were never started. So a half-set environment is refused. Slurm's variables
+count only in a task that srun started: a batch script and an interactive allocation have SLURM_NTASKS too, but are a
+single process.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ from trainer.distributed import rendezvous
 logger = logging.getLogger(__name__)
 
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF.
+# slurm.h numbers steps that srun did not start (batch script, interactive shell, extern) downward from 0xFFFFFFFF.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-# Below Linux's ephemeral range (from 32768), so that no outgoing connection holds the port by chance.
+# Below Linux's ephemeral range (from 32768), so that no outgoing connection holds the port.
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
 _NUM_PORTS_TRIED, _NEXT_PORT = 16, 769  # far from the ports of the next job ids
-# Set by a launcher that has proposed MASTER_PORT itself: the same for all ranks of this start, and for nobody else.
+# Set by a launcher that proposes MASTER_PORT: a token that all ranks of this start share, and no other process has.
 _RENDEZVOUS_NAME = "FEATURE_DROPOUT_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
 class WorldEnv:
-    """This process among all: `rank` of `world_size`, `local_rank` of the `local_world_size` on node `node_rank`.
+    """The place of this process among all ranks.
 
-    `master_addr` and `master_port` are where rank 0 listens ("" and 0 for a single process). `sources` names, for each
-    of these fields, the variable it was read from. Where the port was not given but derived from a Slurm job, or is no
-    more than a launcher's proposal, `start` tells this start of this job from all others, and rank 0 may as well listen
-    at one of the `ports` after the first.
-    `cpus_asked_for` is the number of cores that Slurm was asked for each task; None where nobody says.
+    Attributes:
+        rank: of `world_size` ranks.
+        local_rank: of the `local_world_size` ranks on node `node_rank`.
+        master_addr, master_port: where rank 0 listens; "" and 0 for a single process.
+        sources: for each of the fields above, the variable that it was read from.
+        start: a token that tells this start of a job from all others. It is set if the port was derived from a Slurm
+            job or proposed by a launcher; then rank 0 may listen at any of `ports`.
+        cpus_asked_for: cores per task that Slurm was asked for; None if that is not known.
     """
 
     rank: int
@@ -62,7 +65,7 @@ class WorldEnv:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Where rank 0 may listen, in the order in which it tries."""
+        """The ports at which rank 0 may listen, in the order in which it tries them."""
         if not self.start:
             return (self.master_port,)
         offset = self.master_port - _FIRST_SLURM_PORT
@@ -74,10 +77,10 @@ _WITHOUT_SOURCE = {"launcher", "sources", "start", "cpus_asked_for"}
 
 
 def read_env(environ: Mapping[str, str]) -> WorldEnv:
-    """Read torchrun's variables, else those of a Slurm step, else a single process.
+    """Read the variables of torchrun, or else of a Slurm step; if there are none, return a single process.
 
     Raises `UserError` if a variable is missing or not a number, if the numbers contradict each other, or if RANK and
-    SLURM_PROCID disagree. One torchrun per Slurm task is no contradiction: there each task is a node of torchrun's.
+    SLURM_PROCID disagree. One torchrun per Slurm task is allowed: each task is then a node of torchrun.
     """
     environ = set_variables(environ)
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & environ.keys():
@@ -94,10 +97,11 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
 
 
 def choose_device(world: WorldEnv) -> torch.device:
-    """cuda:local_rank where there are GPUs, else the CPU; raises `UserError` if ranks would have to share a GPU, and if
-    the environment promises GPUs where torch sees none: training on the CPU would be a slow surprise.
+    """Return cuda:local_rank if there are GPUs, else the CPU.
 
-    Slurm may show each task its own GPU alone (--gpus-per-task); that one is cuda:0 for every local rank.
+    Slurm may show each task only its own GPU (--gpus-per-task); that one is cuda:0 for every local rank. Raises
+    `UserError` if ranks would have to share a GPU, or if the environment names GPUs but torch sees none: training on
+    the CPU would be a slow surprise.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
@@ -105,16 +109,16 @@ def choose_device(world: WorldEnv) -> torch.device:
             if os.environ.get(name, "") not in {"", "-1", "NoDevFiles"}:
                 raise UserError(
                     f"{name}={os.environ[name]} names GPUs, but torch {torch.__version__} sees none on "
-                    f"{socket.gethostname()}; see what nvidia-smi says, or set CUDA_VISIBLE_DEVICES= for the CPU"
+                    f"{socket.gethostname()}; look at nvidia-smi, or set CUDA_VISIBLE_DEVICES= for the CPU"
                 )
-            if name == "CUDA_VISIBLE_DEVICES" and name in os.environ:  # set to nothing: the CPU is what is wanted
+            if name == "CUDA_VISIBLE_DEVICES" and name in os.environ:  # set to nothing: the user wants the CPU
                 break
         return torch.device("cpu")
     if world.launcher == "slurm" and num_gpus == 1:
         return torch.device("cuda", 0)
     if world.local_world_size > num_gpus:
         raise UserError(
-            f"{world.local_world_size} ranks on {socket.gethostname()} but {num_gpus} GPU(s) to be seen there; "
+            f"{world.local_world_size} ranks on {socket.gethostname()} but {num_gpus} GPU(s) visible there; "
             f"start at most {num_gpus} rank(s) a node, or hide the GPUs with CUDA_VISIBLE_DEVICES="
         )
     return torch.device("cuda", world.local_rank)
@@ -123,10 +127,10 @@ def choose_device(world: WorldEnv) -> torch.device:
 def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds: float = 300.0) -> None:
     """Join all ranks (gloo on the CPU, NCCL on GPUs), then log the rank table on rank 0.
 
-    A single process joins nothing, so it needs no port and no network. `timeout_seconds` bounds the wait for the other
-    ranks here, and each collective later. A derived port that is taken is passed over for the next one. Each rank
-    compares the cores it may run on with those it asked for, and rank 0 warns in one line. Raises `UserError` if a
-    given port is taken, the ranks do not meet, or NCCL does not start.
+    A single process joins nothing, so it needs no port and no network. `timeout_seconds` limits the wait for the other
+    ranks here, and each collective later. If a derived port is in use, the next one is tried. Rank 0 warns of ranks
+    that have fewer cores than Slurm was asked for. Raises `UserError` if a given port is in use, if not all ranks
+    connect in time, or if NCCL does not start.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -147,7 +151,7 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
         except dist.DistBackendError as error:
             raise UserError(
                 f"rank {world.rank} of {world.world_size} on {socket.gethostname()} could not start NCCL on {device} "
-                f"({_last_line(error)}); see that every rank has a GPU of its own, and what NCCL_DEBUG=INFO says"
+                f"({_last_line(error)}); see that every rank has its own GPU, and look at the log of NCCL_DEBUG=INFO"
             ) from error
     row = _RankRow(
         rank=world.rank,
@@ -176,8 +180,9 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
 
 
 def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
-    """The TCPStore of all ranks, once all are there: on rank 0 at a port of the system's choice, which the others learn
-    at one of `world.ports`.
+    """Return the TCPStore of all ranks, once all have connected.
+
+    On rank 0 it listens at a port that the system chose. The other ranks learn that port at one of `world.ports`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # absent from torch's annotations
@@ -186,7 +191,7 @@ def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
         store = tcp_store(world.master_addr, port, world.world_size, is_master=False, timeout=timeout)
         store.set(f"met/{world.rank}", "")
         return store
-    # Rank 0 may not wait for the others before they can learn its port.
+    # Rank 0 must not wait for the others before they can learn its port.
     store = tcp_store(world.master_addr, 0, world.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     with rendezvous.answering(world.ports, token=world.start, answer=store.port) as port:
         if port != world.master_port:
@@ -221,8 +226,7 @@ def destroy_process_group() -> None:
 
 @dataclass(frozen=True)
 class _RankRow:
-    """One line of the rank table; `cpus` is the number of cores that this process may run on, if known with the number
-    that was asked for."""
+    """One line of the rank table. `cpus` is the number of cores that this process may run on."""
 
     rank: int
     node: int
@@ -270,7 +274,7 @@ def _describe(sources: Mapping[str, str]) -> str:
 
 
 def _rank_table(rows: list[_RankRow], launcher: str) -> list[str]:
-    """The table in lines; the sources follow it, once where all ranks read the same variables."""
+    """Return the table in lines, then the sources of its numbers, once for all ranks that read the same variables."""
     header = ("rank", "node", "host", "local rank", "device", "cpus")
     cells = [header, *(tuple(str(getattr(row, name.replace(" ", "_"))) for name in header) for row in rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
@@ -320,7 +324,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
-    """The step's own counts are read, not the job's: `srun --ntasks 2` may run in an allocation of four tasks."""
+    """Read the counts of the step, not of the job: `srun --ntasks 2` may run in an allocation of four tasks."""
     names = {
         "rank": "SLURM_PROCID",
         "world_size": "SLURM_STEP_NUM_TASKS",
@@ -369,7 +373,7 @@ def _start(environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     Examples:
         >>> first_host("gpu-[007,009-012],login1")
@@ -382,7 +386,7 @@ def first_host(nodelist: str) -> str:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Slurm's tasks per node, one number a node.
+    """Return the tasks of each node from Slurm's short form.
 
     Examples:
         >>> expand_tasks_per_node("2(x3),1")
@@ -398,7 +402,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 
 
 def _check_agrees_with_slurm(world: WorldEnv, environ: Mapping[str, str]) -> None:
-    """RANK may differ from SLURM_PROCID only where this task's own torchrun set it: its nodes are Slurm's tasks."""
+    """Raise `UserError` if RANK differs from SLURM_PROCID, unless this task's own torchrun has set it."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in environ
     if "SLURM_PROCID" not in environ or (under_torchrun and not _in_slurm_step(environ)):
         return
@@ -440,7 +444,7 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
 
 
 def _last_line(error: Exception) -> str:
-    """NCCL's own words come last."""
+    """Return the last line of an error, in which NCCL names the cause."""
     return str(error).strip().splitlines()[-1].rstrip(".")
 
 
@@ -448,7 +452,7 @@ def _explain(error: Exception, world: WorldEnv, timeout_seconds: float) -> str:
     where = f"{world.master_addr}:{world.master_port}"
     if "EADDRINUSE" in str(error):
         return (
-            f"port {world.master_port} on {socket.gethostname()} is in use, so the ranks cannot meet there; set "
+            f"port {world.master_port} on {socket.gethostname()} is in use, so the ranks cannot connect there; set "
             "MASTER_PORT to a free port for all ranks, or on one machine start with `torchrun --standalone`"
         )
     reason = str(error).splitlines()[0].rstrip(".")

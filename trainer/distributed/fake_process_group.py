@@ -1,4 +1,4 @@
-"""Rank 0 of a process group whose other ranks do not exist: for counting what a step would do there."""
+"""A process group with a single real rank, for counting what a step would compute and send on many."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from trainer.distributed import collectives
 
 @contextmanager
 def fake_ranks(world_size: int, *, sums_by_gathering: bool = True) -> Iterator[None]:
-    """While open, this process is rank 0 of `world_size`; collectives send nothing and leave their outputs as they are.
+    """Make this process rank 0 of `world_size` ranks while open; collectives send nothing and leave outputs unchanged.
 
-    `sums_by_gathering`: sums of few numbers are gathered, as between gloo's ranks, or reduced, as between NCCL's. With
-    one rank there is no group, as in a real run. Must not be opened inside a process group.
+    With `world_size` 1 there is no process group, as in a real run. Must not be opened inside a process group.
+
+    Args:
+        sums_by_gathering: sum short tensors by gathering them, as gloo's ranks do; otherwise reduce, as NCCL's do.
     """
     assert not dist.is_initialized()
     if world_size == 1:

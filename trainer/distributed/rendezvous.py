@@ -1,8 +1,8 @@
-"""Where the ranks of a Slurm job find rank 0, although any port that all of them can derive may be taken.
+"""Let the ranks of a job find rank 0 even if another program holds the port that they all derive.
 
-Rank 0 stands at the first free one of some derived ports and tells who asks the port of the real store, which the
-system chose. The others ask at these ports in turn. An answer counts only with this start's own token, so another job,
-an earlier start of this one, or whatever else listens there is passed over.
+Rank 0 listens at the first free one of several derived ports, and tells every caller the port of the real store, which
+the system chose. The other ranks ask at these ports in turn. An answer counts only with the token of this start.
+Another job, an earlier start of this one, or any other server there is passed over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_ANSWER_BYTES = 200
 
 @contextlib.contextmanager
 def answering(ports: Sequence[int], *, token: str, answer: int) -> Iterator[int]:
-    """Tell everyone who comes to the first free one of `ports` the port `answer`, while open; gives that free port.
+    """Tell every caller at the first free one of `ports` the port `answer`, while open; yields that free port.
 
     Raises `UserError` if none of them is free.
     """
@@ -36,15 +36,18 @@ def answering(ports: Sequence[int], *, token: str, answer: int) -> Iterator[int]
 
 
 def ask(host: str, ports: Sequence[int], *, token: str, timeout_seconds: float) -> int:
-    """The port that `answering` with the same token tells at `host`; raises `TimeoutError` if nobody does in time."""
+    """Return the port that `answering` with the same token tells at `host`.
+
+    Raises `TimeoutError` if there is no such answer in time.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         for port in ports:
-            said = _hear(host, port).split()
-            if len(said) == 2 and said[0] == token and said[1].isdecimal():
-                return int(said[1])
+            words = _read_greeting(host, port).split()
+            if len(words) == 2 and words[0] == token and words[1].isdecimal():
+                return int(words[1])
         if time.monotonic() > deadline:
-            raise TimeoutError("nobody answered for this job")
+            raise TimeoutError("no port gave the answer of this job")
         time.sleep(_PAUSE_SECONDS)
 
 
@@ -55,8 +58,8 @@ def _listen(ports: Sequence[int]) -> socket.socket:
             family = socket.AF_INET6 if both else socket.AF_INET
             return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
     raise UserError(
-        f"the ports {', '.join(map(str, ports))} on {socket.gethostname()} are all in use, so the ranks cannot meet "
-        "there; set MASTER_PORT to a free port for all ranks"
+        f"the ports {', '.join(map(str, ports))} on {socket.gethostname()} are all in use, so the ranks cannot connect "
+        "to rank 0; set MASTER_PORT to a free port for all ranks"
     )
 
 
@@ -71,13 +74,13 @@ def _answer_all(listener: socket.socket, message: bytes) -> None:
             caller.sendall(message)
 
 
-def _hear(host: str, port: int) -> str:
-    """What is said at a port without being asked; "" where nobody speaks."""
-    heard = b""
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_ANSWER_SECONDS) as line:
-        while not heard.endswith(b"\n") and len(heard) < _MAX_ANSWER_BYTES:
-            part = line.recv(_MAX_ANSWER_BYTES)
+def _read_greeting(host: str, port: int) -> str:
+    """Read the greeting that a server sends on connect; "" if there is none."""
+    received = b""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_ANSWER_SECONDS) as connection:
+        while not received.endswith(b"\n") and len(received) < _MAX_ANSWER_BYTES:
+            part = connection.recv(_MAX_ANSWER_BYTES)
             if not part:
                 break
-            heard += part
-    return heard.decode(errors="replace")
+            received += part
+    return received.decode(errors="replace")

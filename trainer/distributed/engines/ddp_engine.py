@@ -1,4 +1,4 @@
-"""A player under torch's DistributedDataParallel, on gloo (CPU) or NCCL (GPU); in one process, the bare module."""
+"""A trained module under torch's DistributedDataParallel; in one process, the bare module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DDPConfig(Schema):
 
 
 class DDPEngine:
-    """Implements `trainer.distributed.engines.engine.Engine`; gradients are averaged over ranks while backward runs."""
+    """An `Engine` that averages gradients over the ranks while backward runs."""
 
     def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
         self.module = module
@@ -39,8 +39,8 @@ class DDPEngine:
                 module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
             )
             if device.type == "cpu":
-                # Of a filter of one pixel either order in memory is true, and which one a gradient comes in depends on
-                # the kernels that torch has for this processor.
+                # A filter of one pixel has the same strides in both memory formats; torch's kernel for this processor
+                # decides which one its gradient reports.
                 warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
                 parallel.register_comm_hook(None, lambda _, bucket: _average_in_rank_order(bucket))
         self._frozen = False
@@ -100,10 +100,10 @@ class DDPEngine:
 
 
 def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket over the ranks, each number added up in the order of the ranks.
+    """Return the mean of a bucket over the ranks; each number is added up in the order of the ranks.
 
-    DDP packs the gradients into other buckets after its first step, and gloo's own sum adds a number up in an order
-    that depends on its place in the bucket. So a restarted run would end in other bits than an undisturbed one.
+    After its first step DDP packs gradients into other buckets, and the order of gloo's own sum depends on the place in
+    the bucket. With it, a restarted run would end in other bits than an undisturbed one.
     """
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(sum_in_rank_order(bucket.buffer()) / world_size())

@@ -1,8 +1,8 @@
-"""A player under DeepSpeed's ZeRO (Rajbhandari et al. 2020), on gloo (CPU) or NCCL (GPU), in one process as well.
+"""A trained module under DeepSpeed's ZeRO (Rajbhandari et al. 2020), on any number of ranks.
 
-Stage 0 keeps everything on every rank, as DDP does; 1 cuts the optimizer's state into one piece a rank, 2 the gradients
-as well, 3 the parameters as well. DeepSpeed runs as a library here: the precision, the accumulation of parts, the
-scaling of the loss and the choice of steps to skip are the caller's, so that a step means the same under every engine.
+Stage 0 keeps everything on every rank, as DDP does. Stage 1 partitions the optimizer's state over the ranks, stage 2
+the gradients as well, stage 3 the parameters as well. DeepSpeed is used as a library: precision, accumulation and the
+choice of steps to skip are up to the caller, so a step means the same under every engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
-_STEP_COUNT = "step"  # of all that torch's optimizers keep, what is one number a parameter
+_STEP_COUNT = "step"  # the only optimizer state that is one number per parameter
 
 
 class DeepSpeedConfig(Schema):
-    """`offload_optimizer` keeps the optimizer's state in host memory, where its steps are then computed."""
+    """ZeRO. `offload_optimizer` keeps the optimizer's state in host memory and computes its steps there."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 2
@@ -52,11 +52,11 @@ def check(
     optimizer_kinds: Iterable[str],
     copies_encoder: bool,
 ) -> None:
-    """Raises `UserError` for a run that DeepSpeed cannot train: the caller need not have it installed to ask.
+    """Raise `UserError` for a run that DeepSpeed cannot train. DeepSpeed need not be installed for this call.
 
     Args:
-        num_players: 2 where the views are learned, else 1.
-        optimizer_kinds: the `kind` of each player's optimizer.
+        num_players: 2 if the views are learned, else 1.
+        optimizer_kinds: the `kind` of each optimizer.
         copies_encoder: whether the objective keeps a momentum copy of the encoder.
     """
     stage = config.zero_stage
@@ -85,9 +85,9 @@ def check(
 
 
 def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
-    """What DeepSpeed is told of a run, as it stands in a DeepSpeed JSON file.
+    """Return the DeepSpeed configuration of a run, as in a DeepSpeed JSON file.
 
-    Every default of DeepSpeed that would change the numbers, or make the host wait for the GPU, is set here.
+    It overrides every default that would change the numbers, or make the host wait for the GPU.
     """
     stage = config.zero_stage
     zero: dict[str, Any] = {"stage": stage}
@@ -95,13 +95,13 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
         zero |= {
             "contiguous_gradients": True,
             "overlap_comm": stage == 3,
-            # In numbers: the default of half a milliard takes 2 GB on every rank.
+            # In numbers: the default of 5e8 takes 2 GB on every rank.
             "reduce_bucket_size": 1 << 24,
             "allgather_bucket_size": 1 << 24,
         }
     if stage in {1, 2}:
-        # Its norm serves its own clipping and skipping alone, but offloading insists on it. Each piece of a gradient is
-        # summed at the rank that keeps it; the default sums all of them on all ranks, and sends twice as much.
+        # DeepSpeed's norm is needed only for its own clipping and skipping, but offloading requires it. Each piece of a
+        # gradient is summed at the rank that keeps it. The default, all on all ranks, sends twice as much.
         zero |= {"compute_grad_norm": config.offload_optimizer, "use_multi_rank_bucket_allreduce": False}
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": 1 << 24, "stage3_param_persistence_threshold": 10_000}
@@ -123,8 +123,9 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where this rank keeps a part of a parameter: `length` numbers, from `start` of the whole flattened parameter, at
-    `flat_start` in the flat tensor that the optimizer steps instead of a group of parameters.
+    """The part of a parameter that this rank keeps: `length` numbers from `start` of the flattened parameter.
+
+    They lie at `flat_start` in `flat`, the tensor that the optimizer steps instead of a group of parameters.
     """
 
     flat: Tensor
@@ -140,14 +141,12 @@ class _Piece:
 
 
 class DeepSpeedEngine:
-    """Implements `trainer.distributed.engines.engine.Engine`.
+    """An `Engine` on DeepSpeed. Stages 2 and 3 send gradients while backward runs, the others after it.
 
-    Stages 2 and 3 send gradients while backward runs, the others after it.
-
-    The module runs by itself, not through DeepSpeed's own engine: that one counts one forward a backward, and a step
-    has two views and two players. Its hooks on the parameters fire all the same, and what it does at the end of a
-    backward is asked for when gradients are first needed. Stage 3, and offloading, skip a step whose gradients are not
-    finite by themselves too. The parameters are made contiguous: DeepSpeed takes no channels_last ones.
+    The module does not run through DeepSpeed's own engine, which expects one forward for each backward; a step has two
+    views and two trained modules. DeepSpeed's hooks on the parameters run all the same. Its work at the end of backward
+    is done when gradients are first needed. Stage 3 and offloading also skip steps that are not finite on their own.
+    The parameters are made contiguous, because DeepSpeed accepts no channels_last ones.
     """
 
     def __init__(
@@ -185,9 +184,9 @@ class DeepSpeedEngine:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         if self._stage == 0:
-            yield  # which sends nothing before the gradients are needed
+            yield  # nothing is sent before the gradients are needed
             return
-        # DeepSpeed's own context of this kind sends all at its end; here the last part of the batch comes after it.
+        # DeepSpeed's own context manager sends everything at its end; here the last part of the batch comes after it.
         self._zero._coalesce_grad_reduction = True
         try:
             yield
@@ -248,13 +247,13 @@ class DeepSpeedEngine:
         self._load_optimizer(optimizer_state)
 
     def _average_gradients(self) -> None:
-        """What is left to do after the last backward of a step; once, however often the gradients are asked for."""
+        """Finish the last backward of a step, once, however often the gradients are needed."""
         if not self._is_averaged:
             self._engine.allreduce_gradients()
             self._is_averaged = True
 
     def _gradients(self) -> list[Tensor]:
-        """The averaged gradients that this rank keeps: all of them in stage 0, else those of its pieces."""
+        """Return the averaged gradients that this rank keeps: all of them in stage 0, else those of its pieces."""
         if self._stage == 0:
             return [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
         if self._offloads:
@@ -266,9 +265,9 @@ class DeepSpeedEngine:
         step_unless(self._optimizer, self._skip, step=self._take_optimizer_step)
 
     def _cut_optimizer_state(self) -> dict[str, _Piece]:
-        """Give the optimizer the state of its flat tensors instead of that of the parameters; returns where they lie.
+        """Replace the optimizer's state of the parameters by a state of its flat tensors; return the pieces by name.
 
-        DeepSpeed would leave the state to the first step that is taken.
+        DeepSpeed would make the state in the first step that is taken.
         """
         names = {id(parameter): name for name, parameter in self._trained.items()}
         state = self._optimizer.state
@@ -330,7 +329,7 @@ class DeepSpeedEngine:
                 raise RuntimeError(f"the optimizer's state does not fit: {path} is not what others of its group have")
 
     def _gathered(self, *, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """While open, every rank has the parameters whole; at the end, `modifier_rank`'s are everybody's."""
+        """Gather whole parameters on every rank while open; at the end all ranks keep those of `modifier_rank`."""
         if self._stage < 3:
             return nullcontext()
         gathered: AbstractContextManager[None] = self._deepspeed.zero.GatheredParameters(
@@ -340,11 +339,11 @@ class DeepSpeedEngine:
 
 
 def _join(device: torch.device) -> Any:
-    """DeepSpeed, on the process group that is there; one process gets a group of its own."""
+    """Return DeepSpeed, set up on the current process group; a single process gets a group of its own."""
     if not dist.is_initialized():
         backend, store = "nccl" if device.type == "cuda" else "gloo", dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    # It finds its device in the environment: when it is imported, when an engine is made, and in stage 3 at each step.
+    # It reads its device from the environment: on import, when an engine is made, and in stage 3 at each step.
     os.environ |= {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
