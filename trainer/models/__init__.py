@@ -1,8 +1,9 @@
-"""Encoders and what they are made of.
+"""Encoders and their parts: trunks, heads, batch norm.
 
-Comes in: views (B, C, H, W), of one or three channels. Goes out: embeddings (B, D) for the objective, features (B, F)
-for the linear probe, pooled features (B, C) for kNN, all float32. What may never happen: batch statistics that depend
-on how many ranks share the batch, unless the config asks for `batch_norm="local"`.
+In: views (B, C, H, W) of one or three channels. Out: embeddings (B, D) for the objective, features (B, F) for the
+linear probe and pooled features (B, C) for kNN, all float32.
+
+Invariant: batch statistics do not depend on the number of ranks, unless the config asks for `batch_norm="local"`.
 """
 
 from typing import TYPE_CHECKING

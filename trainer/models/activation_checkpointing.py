@@ -1,6 +1,6 @@
 """Activation checkpointing: keep the input of every few blocks, and compute the rest again in backward.
 
-Chen et al. 2016. It changes no gradient.
+It saves memory and changes no gradient (Chen et al. 2016).
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ def run_blocks(
     random: bool = False,
     again: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """`x` through all blocks, one after the other. Going backward, segments of blocks are computed again, as
-    `checkpointing` says; buffers (batch norm's statistics) are then left alone.
+    """Run `x` through all blocks, one after the other.
 
-    `random`: the blocks draw from torch's generators, whose state is kept for the second time. `again` makes a context
-    for the second time, where the first has one that is over by then.
+    Backward computes segments of blocks again, as `checkpointing` says. The recomputation leaves buffers (running
+    statistics of batch norm) unchanged.
+
+    `random`: the blocks draw from torch's generators, so their state is restored for the recomputation. `again` returns
+    a context for the recomputation, which runs after the context of the first forward has ended.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return _run(blocks, x)
@@ -64,9 +66,9 @@ def _run(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
 
 @contextmanager
 def buffers_untouched(*modules: nn.Module) -> Iterator[None]:
-    """While open, what the modules write to their buffers goes to copies, which are then forgotten.
+    """Redirect all writes to the modules' buffers to copies, which are dropped at the end.
 
-    The buffers themselves are not written to, not even back: a graph that waits for its backward may hold them.
+    The buffers themselves are never written, not even to restore them: a graph that waits for backward may hold them.
     """
     owners = [inner for module in modules for inner in module.modules() if inner._buffers]
     kept = [dict(owner._buffers) for owner in owners]

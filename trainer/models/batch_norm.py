@@ -1,15 +1,14 @@
 """Batch normalisation over the batch of all ranks, or over equal groups of it, on CPU and GPU.
 
-`torch.nn.SyncBatchNorm` refuses CPU tensors. The synchronised one here is built on the collectives, costs one of them
-forward and one backward, and equals `torch.nn.BatchNorm2d` in one process on the whole batch: outputs, gradients,
-running statistics.
+`torch.nn.SyncBatchNorm` refuses CPU tensors. The synchronised batch norm here takes one collective forward and one
+backward. Outputs, gradients and running statistics equal `torch.nn.BatchNorm2d` in one process on the whole batch.
 
-Split batch norm acts as several devices would that each normalise their own part of a batch: it was made to train MoCo
-on one device (He et al. 2020, whose demonstration on CIFAR has 8 splits, as have Huang et al. 2023). Its groups are
-cut from the batch of all ranks, so that it gives the same on any number of ranks that divides the number of groups.
+Split batch norm imitates several devices that each normalise their own part of a batch. It was made to train MoCo on
+one device (He et al. 2020 show CIFAR with 8 splits, and Huang et al. 2023 use 8 too). Its groups are cut from the batch
+of all ranks, so the result is the same on any number of ranks that divides the number of groups.
 
-The two views of a batch may go through a network together, each with statistics of its own (`grouped_statistics`):
-the same numbers as one after the other, for half of the collectives.
+The two views of a batch may pass a network together, each with its own statistics (`grouped_statistics`). The numbers
+are the same as one after the other, with half of the collectives.
 
 Shapes: B rows of this rank, C channels, H by W pixels, R ranks, S groups of this rank.
 """
@@ -31,13 +30,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
 
-_num_groups = [1]  # of the innermost `grouped_statistics`; not of a thread: backward may compute again in another one
+_num_groups = [1]  # of the innermost `grouped_statistics`; shared by threads: backward may recompute in another one
 
 
 @contextmanager
 def grouped_statistics(num_groups: int) -> Iterator[None]:
-    """While open, synchronised batch norm takes its rows as so many equal runs of neighbours, each a batch of its own,
-    one after the other: outputs, gradients and running statistics are those of as many forwards.
+    """Make synchronised batch norm treat its rows as `num_groups` equal runs, each a batch of its own.
+
+    Outputs, gradients and running statistics equal those of `num_groups` forwards, one after the other.
     """
     _num_groups.append(num_groups)
     try:
@@ -47,7 +47,7 @@ def grouped_statistics(num_groups: int) -> Iterator[None]:
 
 
 def same_groups() -> Callable[[], AbstractContextManager[None]]:
-    """What makes the innermost `grouped_statistics` of now, later; one group outside of any."""
+    """Return a factory that enters the present `grouped_statistics` again, for a later recomputation."""
     return partial(grouped_statistics, _num_groups[-1])
 
 
@@ -60,7 +60,7 @@ def synchronized_batch_norm(
     Each of `num_groups` equal runs of rows is a batch of its own, together with the same run of the other ranks.
 
     Returns the output, like `x_BCHW`, and the mean and the unbiased variance of each channel, (S, C), without gradient.
-    The gradients of weight and bias are this rank's part, as those of every other parameter.
+    The gradients of weight and bias are this rank's part, like the gradient of every other parameter.
 
     Raises `ValueError` if the groups do not divide the rows.
     """
@@ -73,7 +73,7 @@ def synchronized_batch_norm(
 
 
 class SynchronizedBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` whose batch, in training mode, is that of all ranks; the same parameters, buffers and names."""
+    """`nn.BatchNorm2d` over the batch of all ranks in training mode, with the same parameters, buffers and names."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the base class's name
         if not (self.training and is_distributed()):
@@ -94,7 +94,7 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
 
 
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
-    """`nn.BatchNorm1d` of rows (B, C) whose batch, in training mode, is that of all ranks."""
+    """`nn.BatchNorm1d` of rows (B, C) over the batch of all ranks in training mode."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  the base class's name
         if input.dim() != 2:
@@ -102,11 +102,11 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
 
 
 class SplitBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that, in training mode, normalises each of `num_splits` groups of the global batch by itself.
+    """`nn.BatchNorm2d` that normalises each of `num_splits` groups of the global batch by itself in training mode.
 
-    The groups are equal runs of neighbours of the global batch: with R ranks, each rank has `num_splits` / R of them,
-    and needs no other rank. Running statistics are the mean over the groups of what each group would have given. With
-    ranks, a rank's are those of its own groups until `settle_running_statistics` is called on all of them.
+    The groups are equal runs of rows of the global batch. With R ranks each rank has `num_splits` / R of them and needs
+    no collective. Running statistics are the mean of what each group alone would give. A rank knows its own groups
+    only, until every rank calls `settle_running_statistics`.
 
     Forward raises `ValueError` unless the ranks divide `num_splits` and the groups of a rank divide its rows.
     """
@@ -141,9 +141,9 @@ class SplitBatchNorm2d(nn.BatchNorm2d):
 
 
 def check_splits(num_splits: int, *, global_batch_size: int, num_ranks: int, forwards: int = 2) -> None:
-    """Raises `UserError` unless split batch norm gives on that many ranks what it gives in one process.
+    """Raise `UserError` unless split batch norm gives the same result on that many ranks as in one process.
 
-    `forwards`: the two views go through the encoder in two, or in one; then a rank's rows are those of both views.
+    `forwards`: the two views pass the encoder in two forwards, or in one, where a rank's rows hold both views.
     """
     if global_batch_size % num_splits:
         raise UserError(
@@ -166,7 +166,7 @@ def synchronize_batch_norm(module: nn.Module) -> nn.Module:
 
 
 def split_batch_norm(module: nn.Module, *, num_splits: int) -> nn.Module:
-    """As `synchronize_batch_norm`, with `SplitBatchNorm2d`."""
+    """Replace every `nn.BatchNorm2d` inside `module` by a `SplitBatchNorm2d`, in place; a state_dict fits as before."""
     return _replaced(
         module,
         lambda norm: SplitBatchNorm2d(norm.num_features, num_splits=num_splits, eps=norm.eps, momentum=norm.momentum),
@@ -185,16 +185,16 @@ def _replaced(module: nn.Module, twin_of: Callable[[nn.BatchNorm2d], nn.BatchNor
 
 
 def knows_order(module: nn.Module) -> bool:
-    """Whether a row's output in training mode depends on which rows are its neighbours, or on its own rank."""
+    """Return whether a row's output in training mode depends on the order of the rows or on the row's rank."""
     return any(isinstance(m, _BatchNorm) and not isinstance(m, SynchronizedBatchNorm2d) for m in module.modules())
 
 
 @torch.no_grad()
 def settle_running_statistics(module: nn.Module) -> None:
-    """Make the running statistics of split batch norms those of one process: the mean over the ranks.
+    """Replace the running statistics of split batch norms by their mean over the ranks, as one process would have them.
 
-    Every rank calls this before the module is saved or evaluated; it takes one collective for the whole module, and
-    calling it again, or going on training after it, changes nothing but rounding. Other batch norms stay as they are.
+    Every rank calls this before the module is saved or evaluated. It takes one collective for the whole module. A
+    second call, or training after it, changes nothing but rounding. Other batch norms stay unchanged.
     """
     norms = [norm for norm in module.modules() if isinstance(norm, SplitBatchNorm2d)]
     if not (norms and is_distributed()):
@@ -210,7 +210,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Running statistics in the parameters' type make torch accumulate a bfloat16 input in float32.
+        # With running statistics in the parameters' type, torch accumulates a bfloat16 input in float32.
         scratch_C = torch.zeros_like(weight_C)
         groups = x_BCHW.chunk(num_groups)
         own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C.clone(), 0.0)]
@@ -218,7 +218,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         stats_RN = all_gather_rows(torch.cat([*own, scratch_C.new_full((1,), num)])[None])
         num_R1 = stats_RN[:, -1:]
         mean_RSC, var_RSC = stats_RN[:, :-1].view(len(stats_RN), num_groups, 2, -1).unbind(2)
-        # Combined by Chan et al. 1983: a mean of squares minus a squared mean would cancel where the mean is large.
+        # Combined as in Chan et al. 1983: a mean of squares minus a squared mean would cancel for a large mean.
         total = num_R1.sum()
         share_R11 = (num_R1 / total)[..., None]
         mean_SC = (mean_RSC * share_R11).sum(0)
@@ -244,7 +244,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         none = mean_SC.new_empty(0)  # of training's own statistics; CUDA's kernel does not take None
         own = []
         for x, grad, mean_C, var_C in groups:
-            # The sums of grad * normalised x and of grad; the statistics are as constants in them.
+            # The sums of grad * normalised x and of grad, with the statistics as constants.
             _, *grads_C = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight_C, mean_C, var_C, none, none, False, ctx.eps, [False, True, True]
             )
@@ -269,7 +269,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
 def _normalise(
     x: Tensor, mean_C: Tensor, var_C: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, out: Tensor
 ) -> None:
-    """`F.batch_norm` with the given statistics, into `out`, which may be a part of a tensor."""
-    # What training would leave for backward; two tensors, since CUDA's kernel reads from them what it has put there.
+    """Run `F.batch_norm` with the given statistics into `out`, which may be a part of a tensor."""
+    # Outputs for backward, which nothing reads here; two tensors, because CUDA's kernel reads back what it wrote.
     save_mean, save_invstd = mean_C.new_empty(0), mean_C.new_empty(0)
     torch.native_batch_norm(x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=(out, save_mean, save_invstd))

@@ -1,7 +1,7 @@
 """The encoder: a network without its classifier (the trunk) and a head that makes the embedding.
 
-Pictures come in as (B, C, H, W) in [0, 1], spectrograms as their dataset gives them: the encoder itself normalises
-them, so that no view policy has to know the data's mean and deviation.
+Pictures come in as (B, C, H, W) in [0, 1], spectrograms as their dataset gives them. The encoder itself normalises
+them, so that no view policy has to know the mean and deviation of the data.
 
 Shapes: B pictures, C channels of the picture or of the trunk's last map, H by W pixels, F features, D embedding.
 """
@@ -31,25 +31,26 @@ Trunk: TypeAlias = ConvolutionalTrunk | TimmTrunk
 
 
 class Normalization(Schema):
-    """The mean and standard deviation of each input channel: the encoder subtracts the one and divides by the other."""
+    """Mean and standard deviation of each input channel: the encoder subtracts the one and divides by the other."""
 
     mean: tuple[InputMean, ...]
     std: tuple[InputStd, ...]
 
 
-# What a timm model can take: no size or number in it is larger.
+# Bounds of the arguments of a timm model.
 WholeOption = Annotated[int, Field(ge=-(10**6), le=10**6)]
 FloatOption = Annotated[float, Field(ge=-1e6, le=1e6)]
 Option: TypeAlias = bool | WholeOption | FloatOption | Line
 
 
 class _Fields(Schema):
-    """What every encoder takes.
+    """Settings of every encoder.
 
-    `batch_norm`: statistics over the global batch, over each rank's part (then results depend on the number of ranks),
-    or "split", over `batch_norm_splits` equal groups of the global batch; a head's stay synchronised then. `mean` and
-    `std` normalise each input channel, in [0, 1] units for pictures. None takes those of the train set's manifest, for
-    spectrograms 0 and 1, because they come normalised.
+    `batch_norm`: "synchronized" takes statistics over the global batch. "local" takes them over each rank's part, so
+    results depend on the number of ranks. "split" takes them over `batch_norm_splits` equal groups of the global batch;
+    the head stays synchronised.
+    `mean` and `std` normalise each input channel, for pictures in [0, 1] units. None: the values of the train set's
+    manifest; for spectrograms 0 and 1, because they come normalised.
     `probe_reads`: the linear probe reads every value of the trunk's last map, or the pooled map.
     """
 
@@ -67,7 +68,7 @@ class _Fields(Schema):
         if self.mean is None and self.std is None:
             return self
         if self.mean is None or self.std is None:
-            raise ValueError("mean and std belong together; give both, or neither for those of the train set")
+            raise ValueError("mean and std belong together; give both, or neither to use the values of the train set")
         if not len(self.mean) == len(self.std) == self.in_channels:
             raise ValueError(
                 f"in_channels is {self.in_channels}, but there are {len(self.mean)} numbers in mean and "
@@ -77,7 +78,7 @@ class _Fields(Schema):
 
     @property
     def normalization(self) -> Normalization | None:
-        """`mean` and `std`; None if they are those of the data."""
+        """Return `mean` and `std`; None if the values of the data are used."""
         return None if self.mean is None or self.std is None else Normalization(mean=self.mean, std=self.std)
 
 
@@ -140,10 +141,10 @@ class WideResNet34x5Config(_Fields):
 
 
 class TimmConfig(_Fields):
-    """Any backbone of timm (the extra "timm") by its `name` there, untrained.
+    """A backbone of timm (install the extra "timm"), chosen by its `name` in timm, untrained.
 
-    `options` are further arguments of `timm.create_model`, such as {"img_size": 32, "patch_size": 4} of a vision
-    transformer, whose map are its tokens.
+    `options` are further arguments of `timm.create_model`, such as {"img_size": 32, "patch_size": 4} for a vision
+    transformer. The tokens of a transformer take the place of the map.
     """
 
     kind: Literal["timm"] = "timm"
@@ -163,8 +164,8 @@ class TimmConfig(_Fields):
         taken = sorted(OWN_ARGUMENTS & options.keys())
         if taken:
             raise ValueError(
-                f"{taken[0]} is not free: the number of channels and the head are settings of the encoder, and weights "
-                "are never loaded"
+                f"{taken[0]} is not free: the number of channels and the head have settings of their own in the encoder, "
+                "and weights are never loaded"
             )
         return options
 
@@ -173,10 +174,10 @@ EncoderConfig = Annotated[ResNetConfig | WideResNet34x5Config | TimmConfig, Fiel
 
 
 class Encoder(nn.Module):
-    """Pictures to embeddings. `trunk` ends with the last map, before pooling; `trunk`'s parameters bear the names that
-    torchvision gives them, `trunk.model`'s those of timm.
+    """A network from pictures to embeddings. `trunk` ends with the last map, before pooling.
 
-    Under autocast the trunk runs in the autocast type; normalisation, pooling and head, and all outputs, are float32.
+    The parameters of `trunk` have torchvision's names, and the parameters of a timm `trunk.model` have timm's. Under
+    autocast the trunk runs in the autocast type. Normalisation, pooling, head and all outputs are float32.
     """
 
     mean_C11: Tensor
@@ -198,16 +199,16 @@ class Encoder(nn.Module):
         self._probe_reads = probe_reads
         unknown = (math.nan,) * in_channels
         mean, std = (unknown, unknown) if normalization is None else (normalization.mean, normalization.std)
-        # The config or the run's provenance holds these; in a checkpoint they would be a second truth.
+        # Not in the checkpoint: the config or the run's provenance holds these already.
         self.register_buffer("mean_C11", torch.tensor(mean).reshape(-1, 1, 1), persistent=False)
         self.register_buffer("std_C11", torch.tensor(std).reshape(-1, 1, 1), persistent=False)
 
     def forward(self, views_BCHW: Tensor, num_groups: int = 1) -> Tensor:
-        """Embeddings (B, D), not of unit length: what an objective compares.
+        """Return embeddings (B, D), not of unit length, for an objective to compare.
 
-        In training, each of `num_groups` equal runs of rows is a batch of its own for batch norm, and they come one
-        after the other. Where batch norm is synchronised over ranks they go through together all the same, which
-        takes fewer collectives.
+        In training, batch norm treats each of `num_groups` equal runs of rows as a batch of its own, one after the
+        other. If batch norm is synchronised over ranks, the groups pass together, which takes fewer collectives and
+        gives the same numbers.
         """
         if num_groups == 1:
             return self._embed(views_BCHW)
@@ -223,21 +224,22 @@ class Encoder(nn.Module):
         return embeddings_BD
 
     def features(self, views_BCHW: Tensor) -> Tensor:
-        """What the linear probe reads, (B, F): the trunk's last map, flattened, or `pooled`, as the config says."""
+        """Return the input of the linear probe, (B, F): the trunk's last map, flattened, or `pooled`, by the config."""
         if self._probe_reads == "pooled":
             return self.pooled(views_BCHW)
         return _at_least_float32(self._map(views_BCHW)).flatten(1)
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
-        """One vector a picture, (B, C): the mean of the trunk's last map over its pixels, or what a timm model gives
-        its classifier. What kNN reads.
+        """Return one vector for each picture, (B, C), the input of kNN.
+
+        That is the mean of the trunk's last map over its pixels, or what a timm model passes to its classifier.
         """
         map_BCHW = _at_least_float32(self._map(views_BCHW))
         with torch.autocast(map_BCHW.device.type, enabled=False):
             return self.trunk.pool(map_BCHW)
 
     def feature_size(self, height: int, width: int) -> int:
-        """F for pictures of this size. Raises `UserError` if the trunk cannot take them."""
+        """Return F for pictures of this size. Raises `UserError` if the trunk cannot take them."""
         map_1CHW = copy.deepcopy(self).to("meta").eval()._map_of_size(height, width)
         return self.pooled_size if self._probe_reads == "pooled" else map_1CHW[0].numel()
 
@@ -247,7 +249,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def _map_of_size(self, height: int, width: int) -> Tensor:
-        """The map of an input of zeros; raises `UserError` if the trunk cannot take it."""
+        """Return the map of an input of zeros. Raises `UserError` if the trunk cannot take it."""
         refused = f"the encoder cannot take inputs of {height} x {width}"
         try:
             map_1CHW = self._map(torch.zeros(1, len(self.mean_C11), height, width, device=self.mean_C11.device))
@@ -255,11 +257,11 @@ class Encoder(nn.Module):
         except (AssertionError, RuntimeError, ValueError) as error:
             raise UserError(f"{refused}: {' '.join(str(error).split()).rstrip('.')}") from None
         if map_1CHW.numel() == 0:
-            raise UserError(f"{refused}: nothing is left of them")
+            raise UserError(f"{refused}: the map has no pixels left; use larger inputs or another encoder.kind")
         return map_1CHW
 
     def _map(self, views_BCHW: Tensor) -> Tensor:
-        if views_BCHW.shape[1] != len(self.mean_C11):  # it would be broadcast
+        if views_BCHW.shape[1] != len(self.mean_C11):  # otherwise the mean would be broadcast
             raise ValueError(
                 f"the encoder takes {len(self.mean_C11)} channels (in_channels), got views {tuple(views_BCHW.shape)}"
             )
@@ -269,12 +271,12 @@ class Encoder(nn.Module):
 
 
 def build_encoder(config: EncoderConfig, *, normalization: Normalization | None = None) -> Encoder:
-    """Return a freshly initialised encoder; the weights come from torch's default generator.
+    """Return an encoder with new weights from torch's default generator.
 
-    `normalization` is that of the data, for a config that names none. If both are None, the encoder has its shapes, but
-    all its outputs are NaN.
+    `normalization` is the mean and deviation of the data, used if the config names none. If both are None, the encoder
+    has its shapes, but all its outputs are NaN.
 
-    Raises `UserError` where timm does not take the options, or batch norm cannot be had as the config wants it.
+    Raises `UserError` if timm does not take the options, or if the encoder has no batch norm of the kind in the config.
     """
     trunk = _build_trunk(config)
     if config.batch_norm == "split":
@@ -300,8 +302,8 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
 def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
     """Raise `UserError` unless an encoder of this config takes inputs of that size.
 
-    An encoder without data is asked, which takes no time. A real one is asked only before a refusal, because some
-    models of timm cannot be built or run without data.
+    Tries an encoder on the meta device first, which takes no time. Tries a real one only before it refuses, because
+    some models of timm cannot be built or run on the meta device.
     """
     with contextlib.suppress(UserError), torch.device("meta"):
         build_encoder(config).eval()._map_of_size(height, width)
@@ -311,9 +313,10 @@ def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
 
 
 def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_rows: int, head_rows: int) -> None:
-    """Raise `UserError` if a batch norm would see one value a channel, of which there is no deviation.
+    """Raise `UserError` if a batch norm would see a single value of each channel, which has no deviation.
 
-    `trunk_rows` and `head_rows` are the rows that share the statistics of a batch norm in the trunk and in the head.
+    `trunk_rows` and `head_rows` are the numbers of rows that share the statistics of a batch norm in the trunk and in
+    the head.
     """
     if min(trunk_rows, head_rows) > 1:
         return

@@ -1,4 +1,4 @@
-"""Heads: the few layers that follow a trunk, as a projector, or an embedding, as a predictor.
+"""Heads: the few layers after a trunk (a projector) or after an embedding (a predictor).
 
 Shapes: B rows of this rank, C channels.
 """
@@ -16,12 +16,13 @@ from trainer.models.batch_norm import SynchronizedBatchNorm1d
 
 
 class HeadConfig(Schema):
-    """One linear layer, after `hidden_sizes` many hidden ones: linear, batch norm where asked for, ReLU.
+    """Hidden layers of `hidden_sizes`, each followed by a ReLU, then one linear layer.
 
-    `batch_norm`: after every hidden layer. `output_batch_norm`: after the last layer, which has no ReLU.
+    `batch_norm`: after every hidden layer, before its ReLU. `output_batch_norm`: after the last layer, which has no
+    ReLU.
 
     The heads of the papers: SimCLR's (512,); SimSiam's projector (2048,) with both batch norms and its predictor (512,)
-    with `batch_norm` (Chen and He 2021); that of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021).
+    with `batch_norm` (Chen and He 2021); the head of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021).
     """
 
     hidden_sizes: Annotated[tuple[LayerSize, ...], Field(max_length=16)] = ()
@@ -31,14 +32,14 @@ class HeadConfig(Schema):
     @model_validator(mode="after")
     def _batch_norm_has_a_place(self) -> Self:
         if self.batch_norm and not self.hidden_sizes:
-            raise ValueError("batch_norm follows hidden layers, of which there are none; set hidden_sizes as well")
+            raise ValueError("batch_norm follows hidden layers, and there are none; set hidden_sizes as well")
         return self
 
 
 def build_head(
     config: HeadConfig, num_in: int, num_out: int, *, batch_norm: Literal["synchronized", "local"]
 ) -> nn.Module:
-    """A freshly initialised head, (B, num_in) to (B, num_out); the weights come from torch's default generator.
+    """Return a head, (B, num_in) to (B, num_out), with new weights from torch's default generator.
 
     Every linear layer has a bias, also before a batch norm, as in the published code of Huang et al. 2023.
     `batch_norm`: statistics over the batch of all ranks, or over each rank's part.

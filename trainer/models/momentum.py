@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer.models.activation_checkpointing import buffers_untouched
 
 
 class MomentumCopy(nn.Module):
-    """Called as the module it was copied from, without gradient and in training mode.
+    """A copy that is called like its original, without gradient and in training mode.
 
-    Parameters follow those of `online`, which is not a submodule of this one. Buffers do not: batch norm's running
-    statistics are those of the copy's own forwards, because they are statistics of what the copy's weights give, and
-    in training mode a forward reads none of them. An average of the two modules' statistics would belong to neither.
+    The parameters follow the parameters of `online`, which is not a submodule of the copy. The buffers do not: running
+    statistics of batch norm come from the copy's own forwards, because they describe activations under the copy's
+    weights. In training mode no forward reads them. An average of two modules' statistics would fit neither.
     """
 
     def __init__(self, online: nn.Module, *, momentum: float) -> None:
@@ -26,14 +28,12 @@ class MomentumCopy(nn.Module):
         self._average = get_ema_multi_avg_fn(momentum)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """Every parameter p becomes momentum * p + (1 - momentum) * online p; at momentum 0 it is the online one."""
+        """Set every parameter p to momentum * p + (1 - momentum) * online p; with momentum 0 to the online one."""
         (online,) = self._online
         self._average(list(self.module.parameters()), list(online.parameters()), None)
 
     @torch.no_grad()
     def forward(self, *inputs: Any, updates_buffers: bool = True) -> Any:
-        """The module's output; without `updates_buffers` its buffers stay as they are, and the output is the same."""
-        if updates_buffers:
+        """Return the module's output. With `updates_buffers=False` its buffers keep their values."""
+        with nullcontext() if updates_buffers else buffers_untouched(self.module):
             return self.module(*inputs)
-        scratch = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        return functional_call(self.module, scratch, inputs)

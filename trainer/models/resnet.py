@@ -12,13 +12,12 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from trainer.models.trunk import ConvolutionalTrunk, draw_convolutions
 
 Init: TypeAlias = Literal["torch", "torchvision"]
-"""The law of a convolution's first weights.
+"""The distribution of a convolution's first weights.
 
-"torch" keeps what `torch.nn.Conv2d` draws: uniform, with a standard deviation of 1 / sqrt(3 fan_in). "torchvision"
-draws what `torchvision.models.resnet` draws: normal, with a standard deviation of sqrt(2 / fan_out) (He et al. 2015).
-torchvision has no stem for other than three channels, so there the stem keeps torch's weights, as it does where a user
-replaces `conv1`. Under batch norm the law sets the size of the first steps: the gradient of a weight shrinks as its
-norm grows.
+"torch" keeps the draw of `torch.nn.Conv2d`: uniform, with a standard deviation of 1 / sqrt(3 fan_in). "torchvision"
+draws as `torchvision.models.resnet` does: normal, with a standard deviation of sqrt(2 / fan_out) (He et al. 2015).
+torchvision has no stem for one channel, so there the stem keeps torch's weights, as if a user had replaced `conv1`.
+Under batch norm the distribution sets the size of the first steps: the gradient of a weight shrinks as its norm grows.
 """
 
 BLOCKS_OF_DEPTH: Final[Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]]] = {
@@ -40,12 +39,12 @@ def resnet_trunk(
     stem_relu: bool = True,
     init: Init = "torch",
 ) -> ConvolutionalTrunk:
-    """A stem and `len(num_blocks)` stages of widths w, 2w, 4w, ....
+    """Return a stem and `len(num_blocks)` stages of widths w, 2w, 4w, ....
 
     Every stage but the first halves the map. The standard stem is a 7x7 convolution of stride 2 and a max-pooling, so
-    that weights of torchvision's networks load by name; the small one, for small pictures, is a 3x3 convolution of
-    stride 1 (Chen et al. 2020, appendix B.9). `stem_relu` False leaves out the stem's ReLU, as the published code of
-    Huang et al. 2023 does. `init` is the law of the first weights.
+    that weights of torchvision's networks load by name. The small stem is a 3x3 convolution of stride 1, for small
+    pictures (Chen et al. 2020, appendix B.9). `stem_relu=False` leaves out the ReLU after the stem, as the published
+    code of Huang et al. 2023 does. `init` is the distribution of the first weights.
     """
     small = form == "small"
     stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False) if small else _large_stem(in_channels, width)

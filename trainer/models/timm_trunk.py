@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, same_groups, synchronize_batch_norm
 
-# Those that the encoder decides, and those that would name weights to load: a config may come from a stranger.
+# The encoder sets the first three. The others would load weights, and a config may come from a stranger.
 OWN_ARGUMENTS = frozenset(
     {"features_only", "in_chans", "num_classes"}
     | {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
@@ -26,7 +26,7 @@ OWN_ARGUMENTS = frozenset(
 
 
 def check_timm_name(name: str) -> None:
-    """Raises `UserError` if timm is not installed or has no such model."""
+    """Raise `UserError` if timm is not installed or has no such model."""
     timm = _timm()
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=1)
@@ -35,10 +35,10 @@ def check_timm_name(name: str) -> None:
 
 
 class TimmTrunk(nn.Module):
-    """A timm model without its classifier: (B, `in_channels`, H, W) to what it calls features, a map or tokens.
+    """A timm model without its classifier: (B, `in_channels`, H, W) to its features, a map or tokens.
 
     `options` are further arguments of `timm.create_model`, such as img_size and patch_size of a vision transformer.
-    The weights come from torch's default generator; pretrained ones are never fetched.
+    The weights come from torch's default generator. Pretrained weights are never fetched.
 
     Raises:
         UserError: if timm is not installed, has no such model, or refuses the options.
@@ -58,18 +58,18 @@ class TimmTrunk(nn.Module):
         self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """The model's features; where `checkpointing` is "whole", all but them is computed again for backward."""
+        """Return the model's features. If `checkpointing` is "whole", backward computes all but them again."""
         checkpointing = self.checkpointing if self.training else "none"
         blocks = [_Features(self.model)]
         return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, again=same_groups())
 
     def pool(self, features: Tensor) -> Tensor:
-        """What the model would give to its classifier, (B, C): a mean, a class token, and norms that follow."""
+        """Return what the model would pass to its classifier, (B, C): a mean or a class token, after its norms."""
         pooled_BC: Tensor = self.model.forward_head(features, pre_logits=True)
         return pooled_BC
 
     def synchronize_batch_norm(self) -> None:
-        """As the function of that name, also for timm's norms with an activation. Raises `UserError` for others."""
+        """Synchronise every batch norm, also timm's with an activation. Raises `UserError` for any other type."""
         synchronize_batch_norm(self)
         with_activation = _timm().layers.BatchNormAct2d
         for parent in list(self.modules()):
@@ -86,7 +86,7 @@ class TimmTrunk(nn.Module):
 
 
 class _Features(nn.Module):
-    """A timm model up to its features, as one block."""
+    """The layers of a timm model up to its features, as one block."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Features(nn.Module):
 
 
 class _SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):
-    """timm's BatchNormAct2d over the batch of all ranks; the same parameters, buffers and names."""
+    """timm's BatchNormAct2d over the batch of all ranks, with the same parameters, buffers and names."""
 
     def __init__(self, local: Any) -> None:
         super().__init__(local.num_features, eps=local.eps, momentum=local.momentum)

@@ -1,4 +1,4 @@
-"""What a trunk is: pictures to its last map, and the map to one vector a picture.
+"""Trunks of convolutions: from pictures to the last map, and from the map to one vector for each picture.
 
 Shapes: B pictures, C channels of the map, H by W pixels.
 """
@@ -17,7 +17,8 @@ from trainer.models.batch_norm import same_groups
 class ConvolutionalTrunk(nn.Sequential):
     """Named layers, one after the other: (B, `in_channels`, H, W) to a map (B, `num_channels`, H', W').
 
-    `checkpointing` says which blocks are computed again for backward: the stem is one, and those of the stages are.
+    `checkpointing` says which blocks are computed again for backward. The stem is one block, and each block of a stage
+    is one.
     """
 
     def __init__(self, layers: OrderedDict[str, nn.Module], *, num_channels: int) -> None:
@@ -26,17 +27,17 @@ class ConvolutionalTrunk(nn.Sequential):
         self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        if self.checkpointing == "none" or not self.training:  # nothing here that torch.compile cannot follow
+        if self.checkpointing == "none" or not self.training:  # a path that torch.compile can follow
             map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
             return map_BCHW
         return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, again=same_groups())
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
-        """The mean of the map over its pixels, (B, C)."""
+        """Return the mean of the map over its pixels, (B, C)."""
         return map_BCHW.mean((2, 3))
 
     def _blocks(self) -> list[nn.Module]:
-        """Layers beside the stages (stem, last norm) together, each block of a stage by itself."""
+        """Return each block of a stage by itself, and the layers outside the stages (stem, last norm) together."""
         blocks: list[nn.Module] = []
         between: list[nn.Module] = []
         for layer in self:
@@ -49,9 +50,9 @@ class ConvolutionalTrunk(nn.Sequential):
 
 
 def draw_convolutions(trunk: nn.Module, *, but: Container[nn.Module] = ()) -> None:
-    """Redraw the weights of every convolution from a normal law of variance 2 / fan_out (He et al. 2015).
+    """Redraw the weights of every convolution from a normal distribution of variance 2 / fan_out (He et al. 2015).
 
-    The convolutions in `but` keep their weights, and so does every other layer.
+    The convolutions in `but` and all other layers keep their weights.
     """
     for module in trunk.modules():
         if isinstance(module, nn.Conv2d) and module not in but:

@@ -17,9 +17,9 @@ NUM_STAGES = 3
 
 
 def wide_resnet_trunk(depth: int, widening: int, *, in_channels: int = 3) -> ConvolutionalTrunk:
-    """WRN-`depth`-`widening`: a 3x3 stem, three stages of widths 16k, 32k, 64k, and a last batch norm and ReLU.
+    """Return WRN-`depth`-`widening`: a 3x3 stem, three stages of widths 16k, 32k, 64k, a last batch norm and a ReLU.
 
-    Raises `ValueError` unless depth is 6 n + 4: n blocks of two convolutions a stage, three shortcuts and the stem.
+    Raises `ValueError` unless depth is 6 n + 4: n blocks of two convolutions in each stage, three shortcuts, the stem.
     """
     if depth < 10 or depth % 6 != 4:
         raise ValueError(f"depth is {depth}; it must be 10, 16, 22, ...")
@@ -39,8 +39,9 @@ def wide_resnet_trunk(depth: int, widening: int, *, in_channels: int = 3) -> Con
 
 
 class PreActivationBlock(nn.Module):
-    """Twice batch norm, ReLU, 3x3 convolution, added to the input; where the shape changes, to a 1x1 convolution of
-    the activated input.
+    """A residual block: batch norm, ReLU and 3x3 convolution, twice, added to the input.
+
+    If the shape changes, the sum is with a 1x1 convolution of the activated input.
     """
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
+from trainer.objectives.contrast import check_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
 
 
@@ -73,9 +74,7 @@ class BarlowTwins(Objective):
 
 def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
     """The sums of (1 - C_ii)^2 and of C_ij^2 over this rank's share of C, times the number of ranks."""
-    if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
-        shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
-        raise ValueError(f"the two views' embeddings must be (B, D) and alike, got {shapes}")
+    check_pair(z_a_BD, z_b_BD)
     size, num_ranks = z_a_BD.shape[1], world_size()
     if len(z_a_BD) * num_ranks < 2:
         raise ValueError("correlations need a batch of at least 2 pictures")

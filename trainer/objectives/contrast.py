@@ -1,7 +1,7 @@
 """What contrastive objectives share: unit embeddings, everybody's candidates, and a softmax of linear memory.
 
-Shapes: B pictures of this rank, N anchors of this rank, G candidates of all ranks, D dimensions; I and J rows and
-columns of one tile.
+Shapes: B pictures of this rank, N anchors of this rank, G candidates of all ranks, V views of a picture, D dimensions;
+I and J rows and columns of one tile.
 """
 
 from __future__ import annotations
@@ -39,9 +39,16 @@ class ContrastiveConfig(ObjectiveSettings):
         return self
 
 
+def check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:
+    """Raise `ValueError` unless the embeddings of the two views are (B, D) and alike."""
+    if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
+        shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
+        raise ValueError(f"the two views' embeddings must be (B, D) and alike, got {shapes}")
+
+
 def unit_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
     """Both views' embeddings at unit length, in float32 (float64 stays); raises `ValueError` if their shapes differ."""
-    _check_pair(z_a_BD, z_b_BD)
+    check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
     return F.normalize(z_a_BD.to(dtype), dim=1), F.normalize(z_b_BD.to(dtype), dim=1)
 
@@ -50,7 +57,7 @@ def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tenso
     """The rows of `unit_pair`, (2 B, D), the first view's first, each times `scale`; differentiable once, with little
     memory: what is kept for the way back is the result.
     """
-    _check_pair(z_a_BD, z_b_BD)
+    check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
     if not isinstance(scale, Tensor):  # filled on the device: a copy from the host would wait for all that is under way
         scale = torch.full((), scale, dtype=dtype, device=z_a_BD.device)
@@ -77,6 +84,17 @@ def own_rows_first(x_ND: Tensor) -> Tensor:
     return torch.roll(all_gather_rows(x_ND), -rank() * len(x_ND), 0)
 
 
+def candidates(*views_BD: Tensor) -> Tensor:
+    """V views of the samples of all ranks, (V G, D), those of this rank first, view after view; differentiable.
+
+    Raises `ValueError` if the global batch is a single sample, which has no negative.
+    """
+    rows = own_rows_first(torch.cat(views_BD))
+    if len(rows) < 2 * len(views_BD):
+        raise ValueError("a global batch of 1 sample holds no negatives; it needs at least 2 samples")
+    return rows
+
+
 def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_size: int | None) -> Tensor:
     """Log of the softmax, over an anchor's inner products with all candidates, at its positive; (N,).
 
@@ -96,12 +114,6 @@ def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_
         with torch.no_grad():  # a probability of 0 has no gradient either, so autograd need not know
             logits_NG.fill_diagonal_(-torch.inf)
     return -F.cross_entropy(logits_NG, positive_N, reduction="none")
-
-
-def _check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:
-    if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
-        shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
-        raise ValueError(f"the two views' embeddings must be (B, D) and alike, got {shapes}")
 
 
 class _UnitRows(torch.autograd.Function):

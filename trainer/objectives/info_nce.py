@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.objectives.contrast import unit_pair
-from trainer.objectives.negatives import candidates
+from trainer.objectives.contrast import candidates, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
-from trainer.objectives.contrast import unit_pair
-from trainer.objectives.negatives import candidates
+from trainer.objectives.contrast import candidates, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair
 
 

@@ -5,12 +5,13 @@ Shapes: B pictures of this rank, D dimensions.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
+from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
@@ -68,8 +69,8 @@ class SimSiam(Objective):
         return ObjectiveOutput(loss, {"alignment": mean_cosine(z_a_BD, z_b_BD)})
 
     def _predict(self, z_BD: Tensor, updates_state: bool) -> Tensor:
-        statistics = {} if updates_state else {name: value.clone() for name, value in self.predictor.named_buffers()}
-        p_BD: Tensor = functional_call(self.predictor, statistics, (z_BD,))
+        with nullcontext() if updates_state else buffers_untouched(self.predictor):
+            p_BD: Tensor = self.predictor(z_BD)
         return p_BD
 
 

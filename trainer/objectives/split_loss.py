@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import BatchSize, PositiveFactor, Temperature
-from trainer.objectives.contrast import scale_of, unit_pair
-from trainer.objectives.negatives import candidates
+from trainer.objectives.contrast import candidates, scale_of, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
 
 Negatives = Literal["second_view", "both_views"]

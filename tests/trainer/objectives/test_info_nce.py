@@ -16,8 +16,8 @@ from tests.trainer.objectives.pair_losses import (
     related_views,
     unit_rows,
 )
+from trainer.objectives.contrast import candidates
 from trainer.objectives.info_nce import InfoNCE, InfoNCEConfig, alignment, divergence, info_nce_loss
-from trainer.objectives.negatives import candidates
 
 
 def by_loop(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

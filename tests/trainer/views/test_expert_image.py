@@ -18,33 +18,37 @@ from torchvision.transforms.v2 import functional as tv
 
 from data_pipeline.core.counter_rng import DrawKeys
 from tests.trainer.views.kolmogorov import ks_p_value
-from trainer.views.expert_image import (
+from trainer.views.colour import (
     BRIGHTNESS,
-    CONSTANT_BLUR_REACH,
     CONTRAST,
-    HUANG_LETTERS,
     HUE,
     SATURATION,
-    CropDraws,
+    blend_,
+    jitter_colour_,
+    luma,
+    shift_hue_,
+)
+from trainer.views.expert_image import (
+    HUANG_LETTERS,
     ExpertDraws,
     ExpertImage,
     ExpertImageConfig,
     apply_draws,
+    draw,
+    huang_views,
+)
+from trainer.views.resampling import (
+    CONSTANT_BLUR_REACH,
+    CropDraws,
     apply_matrices,
     band_taps,
-    blend_,
     blur_,
     constant_blur_,
     constant_blur_matrix,
     crop_matrix,
     crop_taps,
-    draw,
     gaussian_blur_matrix,
-    huang_views,
-    jitter_colour_,
-    luma,
     pil_blur_matrix,
-    shift_hue_,
     sum_rows,
 )
 

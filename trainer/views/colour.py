@@ -1,0 +1,92 @@
+"""Colour jitter of a batch of pictures, each by amounts and in an order of its own.
+
+Brightness, contrast and saturation are one formula with other coefficients, so a random order costs six cheap passes
+and a single change of hue.
+
+Legend: B samples, C = 3 channels, H rows, W columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.views.resampling import per_picture
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as PIL; torchvision's tensors use 0.2989
+
+
+@dataclass(frozen=True)
+class JitterDraws:
+    """What happens to the colours.
+
+    Attributes:
+        factor_B4: factor of brightness, contrast and saturation (1: unchanged), shift of hue in turns (0: unchanged).
+        order_B4: int64, which of the four happens first, second, third, fourth.
+    """
+
+    factor_B4: Tensor
+    order_B4: Tensor
+
+
+def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tensor:
+    """torchvision's ColorJitter, in place, with a factor and an order for each sample (see `ExpertDraws`).
+
+    Of the four operations three are blends. Hue is changed once; the blends that come before it in a sample's order are
+    done before, the others after, and a blend out of turn has the factor 1.
+    """
+    in_turn_B4 = factor_B4.gather(1, order_B4)
+    is_hue_B4 = order_B4 == HUE
+    after_hue_B4 = is_hue_B4.cumsum(dim=1) > 0
+    before_B4 = torch.where(after_hue_B4, 1.0, in_turn_B4)
+    after_B4 = torch.where(after_hue_B4 & ~is_hue_B4, in_turn_B4, 1.0)
+    for turn in (0, 1, 2):
+        blend_(x_BCHW, order_B4[:, turn], before_B4[:, turn])
+    shift_hue_(x_BCHW, factor_B4[:, HUE])
+    for turn in (1, 2, 3):
+        blend_(x_BCHW, order_B4[:, turn], after_B4[:, turn])
+    return x_BCHW
+
+
+def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
+    """`factor * x + (1 - factor) * reference`, clamped to [0, 1], in place.
+
+    The reference is black (BRIGHTNESS), the picture's mean luma (CONTRAST) or each pixel's own luma (SATURATION).
+    """
+    reference_B1HW = luma(x_BCHW)
+    mean_B = reference_B1HW.mean(dim=(1, 2, 3)) * (1 - factor_B) * (operation_B == CONTRAST)
+    reference_B1HW.mul_(per_picture((1 - factor_B) * (operation_B == SATURATION))).add_(per_picture(mean_B))
+    return x_BCHW.mul_(per_picture(factor_B)).add_(reference_B1HW).clamp_(0, 1)
+
+
+def luma(x_BCHW: Tensor) -> Tensor:
+    """(B, 1, H, W) brightness as the eye weighs it."""
+    red, green, blue = LUMA
+    return (x_BCHW[:, :1] * red).add_(x_BCHW[:, 1:2], alpha=green).add_(x_BCHW[:, 2:], alpha=blue)
+
+
+def shift_hue_(x_BCHW: Tensor, turns_B: Tensor) -> Tensor:
+    """Turn the hue by `turns` of the colour circle in HSV, in place; value and saturation stay as they are.
+
+    Keeping those two means that the largest and the smallest channel keep their values; only where each channel lies
+    between the two is computed anew, a trapezoid over the hue. The hue is counted in sixths of a turn from red, from -3
+    to 3. Its size has one formula in all six sectors, |hue| = (most - 2 least + green + blue - red) / (most - least):
+    say green > red > blue, then it is 2 - (red - least) / (most - least). Its sign is that of green - blue.
+    """
+    red_BHW, green_BHW, blue_BHW = x_BCHW.unbind(dim=1)
+    least_BHW = torch.minimum(green_BHW, blue_BHW).minimum(red_BHW)
+    span_BHW = torch.maximum(green_BHW, blue_BHW).maximum(red_BHW)
+
+    hue_BHW = (green_BHW + blue_BHW).sub_(red_BHW).add_(span_BHW).sub_(least_BHW, alpha=2)
+    span_BHW -= least_BHW
+    hue_BHW /= span_BHW.clamp_min(1e-8)  # a grey pixel has no hue: whatever comes out is multiplied by its span, 0
+    hue_BHW.copysign_(green_BHW.sub_(blue_BHW)).add_(6 * turns_B[:, None, None])
+    hue_BHW.sub_(torch.round(hue_BHW / 6), alpha=6)
+
+    torch.abs(hue_BHW, out=red_BHW).neg_().add_(2)
+    torch.add(hue_BHW, 1, out=green_BHW).abs_().sub_(1)
+    torch.sub(hue_BHW, 1, out=blue_BHW).abs_().sub_(1)
+    return x_BCHW.clamp_(0, 1).mul_(span_BHW[:, None]).add_(least_BHW[:, None])
