@@ -164,8 +164,8 @@ class TimmConfig(_Fields):
         taken = sorted(OWN_ARGUMENTS & options.keys())
         if taken:
             raise ValueError(
-                f"{taken[0]} is not free: the number of channels and the head have settings of their own in the encoder, "
-                "and weights are never loaded"
+                f"{taken[0]} is not free: encoder.in_channels and encoder.head set channels and head, and weights are "
+                "never loaded"
             )
         return options
 

@@ -1,9 +1,10 @@
-"""Objectives: what the two views' embeddings are trained to do.
+"""Objectives: the losses that train the embeddings of two views.
 
-Comes in: this rank's embeddings of two views, (B, D) each, of any length and float type. Goes out: this rank's loss,
-such that the mean over the ranks is the loss of the global batch, and scalars to log. One file holds an objective: its
-config, its pure loss function, a small class; the union below is the registry. What may never happen: a loss or a
-gradient that depends on the number of ranks, on the chunk size or on autocast.
+In: this rank's embeddings of two views, (B, D) each, of any length and float type. Out: this rank's loss and scalars to
+log. The mean of the losses over the ranks is the loss of the global batch. Each file holds one objective: its config,
+its pure loss function and a small class. The union below is the registry.
+
+Invariant: neither loss nor gradient depends on the number of ranks, on the chunk size or on autocast.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ __all__ = [
 def build_objective(
     config: ObjectiveConfig, *, encoder: Encoder, embedding_size: int, num_samples: int, seed: int
 ) -> Objective:
-    """The objective that a config names, for an encoder and a dataset; its weights come from torch's generator."""
+    """Return the objective of a config for an encoder and a dataset; its weights come from torch's generator."""
     match config:
         case NTXentConfig():
             return NTXent(config)

@@ -1,7 +1,7 @@
-"""Barlow Twins (Zbontar et al. 2021): the cross-correlation of the two views' embeddings shall be the identity.
+"""Barlow Twins (Zbontar et al. 2021): drive the cross-correlation of the two views' embeddings towards the identity.
 
-Statistics are those of the batch of all ranks. Each rank computes the correlations of its own share of the first view's
-dimensions with all of the second view's, so time and memory for the matrix are divided by the number of ranks.
+Statistics are taken over the batch of all ranks. Each rank correlates its own share of the first view's dimensions with
+all dimensions of the second view, which divides time and memory for the matrix by the number of ranks.
 
 Shapes: B pictures of this rank, G pictures of all ranks, D dimensions of an embedding, I of them this rank's share,
 F = 2 D.
@@ -21,22 +21,22 @@ from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSe
 
 
 class BarlowTwinsConfig(ObjectiveSettings):
-    """`off_diagonal_weight`: what a squared correlation of two different dimensions costs."""
+    """`off_diagonal_weight`: the weight of a squared correlation of two different dimensions."""
 
     kind: Literal["barlow_twins"] = "barlow_twins"
     off_diagonal_weight: PositiveFactor = 5e-3
 
 
 def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> Tensor:
-    """The sum of (1 - C_ii)^2 and of `off_diagonal_weight` C_ij^2, a scalar (Zbontar et al. 2021, equation 1).
+    """Return the sum of (1 - C_ii)^2 and of `off_diagonal_weight` C_ij^2, a scalar (Zbontar et al. 2021, equation 1).
 
-    C_ij is the mean over the batch of dimension i of the first view times dimension j of the second, both standardised
-    by the batch's mean and unbiased standard deviation; so C_ii is (G - 1) / G where the views coincide. A dimension
-    that is constant over the batch counts as uncorrelated. Any length of the embeddings is right; no row is normalised.
+    C_ij is the mean over the batch of dimension i of the first view times dimension j of the second. Both are
+    standardised by the batch's mean and unbiased standard deviation, so C_ii is (G - 1) / G if the views coincide. A
+    dimension that is constant over the batch counts as uncorrelated. No row is normalised.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank. The mean
     of the ranks' losses is exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives
-    its gradient; a single rank's value says nothing.
+    its gradient. A single rank's value has no meaning.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any float type; computed in float32 at least, even under autocast.
@@ -56,7 +56,7 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
 
 
 class BarlowTwins(Objective):
-    """Logs `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, that of C_ij^2, both without weight."""
+    """Barlow Twins. It logs `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2, unweighted."""
 
     def __init__(self, config: BarlowTwinsConfig) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class BarlowTwins(Objective):
 
 
 def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of (1 - C_ii)^2 and of C_ij^2 over this rank's share of C, times the number of ranks."""
+    """Return the sums of (1 - C_ii)^2 and of C_ij^2 over this rank's share of C, times the number of ranks."""
     check_pair(z_a_BD, z_b_BD)
     size, num_ranks = z_a_BD.shape[1], world_size()
     if len(z_a_BD) * num_ranks < 2:
@@ -86,13 +86,13 @@ def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, 
         correlation_ID = (a_GI / len(a_GI)).T @ b_GD
         diagonal_I = correlation_ID.diagonal(start)
         invariance = (1 - diagonal_I).square().sum()
-        # By a norm, which needs no second matrix; zeroing the diagonal instead would take a quarter more time.
+        # A norm needs no second matrix; zeroing the diagonal instead would take a quarter more time.
         redundancy = torch.linalg.vector_norm(correlation_ID).square() - diagonal_I.square().sum()
         return num_ranks * invariance, num_ranks * redundancy
 
 
 def _standardised(x_GD: Tensor) -> Tensor:
-    """Columns of mean 0 and unbiased deviation 1; those constant but for rounding become 0, without gradient."""
+    """Return columns of mean 0 and unbiased deviation 1; columns constant up to rounding become 0, without gradient."""
     std_D, mean_D = torch.std_mean(x_GD, dim=0)
     constant_D = std_D <= torch.finfo(x_GD.dtype).eps * mean_D.abs()
     return (x_GD - mean_D) / std_D.masked_fill(constant_D, torch.inf)

@@ -1,4 +1,4 @@
-"""What contrastive objectives share: unit embeddings, everybody's candidates, and a softmax of linear memory.
+"""Shared parts of contrastive objectives: unit embeddings, the candidates of all ranks, a softmax of linear memory.
 
 Shapes: B pictures of this rank, N anchors of this rank, G candidates of all ranks, V views of a picture, D dimensions;
 I and J rows and columns of one tile.
@@ -24,11 +24,11 @@ from trainer.objectives.objective import ObjectiveSettings
 # exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
 MIN_TILED_TEMPERATURE = 0.02
 
-_SHORTEST = 1e-12  # below this length a vector keeps its shortness, as with F.normalize
+_SHORTEST = 1e-12  # shorter vectors are divided by this and stay short, as with F.normalize
 
 
 class ContrastiveConfig(ObjectiveSettings):
-    """`chunk_size`: rows of a tile of the similarity matrix, for memory linear in the batch; None: the whole matrix."""
+    """`chunk_size`: rows of a tile of the similarity matrix, for memory linear in the batch. None: the whole matrix."""
 
     temperature: Temperature
     chunk_size: BatchSize | None = None
@@ -47,26 +47,30 @@ def check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:
 
 
 def unit_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Both views' embeddings at unit length, in float32 (float64 stays); raises `ValueError` if their shapes differ."""
+    """Return both views' embeddings at unit length, in float32 (float64 stays). Raises as `check_pair`."""
     check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
     return F.normalize(z_a_BD.to(dtype), dim=1), F.normalize(z_b_BD.to(dtype), dim=1)
 
 
 def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tensor:
-    """The rows of `unit_pair`, (2 B, D), the first view's first, each times `scale`; differentiable once, with little
-    memory: what is kept for the way back is the result.
+    """Return the rows of `unit_pair` times `scale`, (2 B, D), the first view's rows first.
+
+    Differentiable once, with little memory: backward keeps the result only.
     """
     check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
-    if not isinstance(scale, Tensor):  # filled on the device: a copy from the host would wait for all that is under way
+    if not isinstance(scale, Tensor):  # filled on the device: a copy from the host would wait for its queued work
         scale = torch.full((), scale, dtype=dtype, device=z_a_BD.device)
     u_ND: Tensor = _UnitRows.apply(z_a_BD.to(dtype), z_b_BD.to(dtype), scale)  # type: ignore[no-untyped-call]
     return u_ND
 
 
 def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | Tensor:
-    """1 / sqrt(temperature): the length of embeddings whose inner products are the logits. Raises `ValueError`."""
+    """Return 1 / sqrt(temperature): the length of embeddings whose inner products are the logits.
+
+    Raises `ValueError` for a temperature or chunk size out of range.
+    """
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not value > 0:
         raise ValueError(f"temperature is {value}; it must be positive")
@@ -78,16 +82,17 @@ def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | 
 
 
 def own_rows_first(x_ND: Tensor) -> Tensor:
-    """The rows of all ranks, (G, D), those of this rank first; differentiable."""
+    """Return the rows of all ranks, (G, D), this rank's rows first; differentiable."""
     if rank() == 0:  # already first: a roll would be a copy
         return all_gather_rows(x_ND)
     return torch.roll(all_gather_rows(x_ND), -rank() * len(x_ND), 0)
 
 
 def candidates(*views_BD: Tensor) -> Tensor:
-    """V views of the samples of all ranks, (V G, D), those of this rank first, view after view; differentiable.
+    """Return V views of the samples of all ranks, (V G, D), this rank's views first, one after the other.
 
-    Raises `ValueError` if the global batch is a single sample, which has no negative.
+    They hold the negatives of losses that name their negatives. Differentiable. Raises `ValueError` if the global batch
+    is a single sample, which has no negative.
     """
     rows = own_rows_first(torch.cat(views_BD))
     if len(rows) < 2 * len(views_BD):
@@ -96,13 +101,14 @@ def candidates(*views_BD: Tensor) -> Tensor:
 
 
 def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_size: int | None) -> Tensor:
-    """Log of the softmax, over an anchor's inner products with all candidates, at its positive; (N,).
+    """Return the log of the softmax over an anchor's inner products with all candidates, at its positive; (N,).
 
-    The first N of the candidates `u_GD` are the anchors, and `positive_N` numbers their positives among the candidates;
-    `with_self` keeps an anchor in its own denominator. Without `chunk_size` the N by G matrix is in memory. With it,
-    only one square tile of that many rows is, made once forward and once more backward, and where anchors meet anchors
-    a tile serves its mirror image too; then no inner product may exceed 1 / MIN_TILED_TEMPERATURE. Backward adds a
-    tensor of the size of `u_GD`, its gradient.
+    The first N of the candidates `u_GD` are the anchors. `positive_N` numbers their positives among the candidates.
+    `with_self` keeps an anchor in its own denominator.
+
+    Without `chunk_size` the N by G matrix is in memory. With it only one square tile of that many rows is in memory,
+    computed once forward and once backward. A tile of anchors with anchors serves its mirror image too. No inner
+    product may then exceed 1 / MIN_TILED_TEMPERATURE. Backward adds the gradient, a tensor of the size of `u_GD`.
     """
     if chunk_size is not None:
         log_probability_N: Tensor = _TiledLogProbability.apply(  # type: ignore[no-untyped-call]
@@ -117,7 +123,7 @@ def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_
 
 
 class _UnitRows(torch.autograd.Function):
-    """As `F.normalize` and `torch.cat` would, whose ways back keep and make copies that are not needed."""
+    """`F.normalize` and `torch.cat` without the copies that their backward keeps and makes."""
 
     @staticmethod
     def forward(ctx: Any, z_a_BD: Tensor, z_b_BD: Tensor, scale: Tensor) -> Tensor:
@@ -147,7 +153,7 @@ class _UnitRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Tile:
-    """exp(inner products) of the anchors `rows` with the candidates `columns`; mirrored: these are later anchors."""
+    """exp(inner products) of the anchors `rows` with the candidates `columns`; `mirrored`: these are later anchors."""
 
     rows: slice
     columns: slice
@@ -189,9 +195,9 @@ class _TiledLogProbability(torch.autograd.Function):
 
 
 def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Iterator[_Tile]:
-    """Anchors with themselves and with later anchors, then with the candidates that are no anchors.
+    """Yield the tiles of anchors with themselves, with later anchors, and with candidates that are no anchors.
 
-    All tiles share one memory: a tile is gone when the next one is asked for.
+    All tiles share one memory: a tile is valid until the next one is requested.
     """
     anchors = _slices(0, num_anchors, chunk_size)
     others = _slices(num_anchors, len(u_GD), chunk_size)

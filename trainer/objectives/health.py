@@ -1,4 +1,4 @@
-"""Quantities of embeddings that are cheap to log: has the encoder collapsed, to a point or to a few directions?
+"""Cheap metrics that show whether the encoder has collapsed, to a point or to a few directions.
 
 Shapes: B pictures of this rank, G pictures of all ranks, N rows, D dimensions.
 """
@@ -16,17 +16,17 @@ MAX_PICTURES = 256
 
 @torch.no_grad()
 def embedding_health(z_a_BD: Tensor, z_b_BD: Tensor) -> dict[str, Tensor]:
-    """Scalars of the embeddings of both views, at unit length; float64 on their device.
+    """Return scalars of the embeddings of both views at unit length, float64 on their device.
 
-    effective_rank: of the embeddings of both views (`effective_rank`), from 1 to D or their number.
-    mean_norm: length of the mean embedding, 1 where all coincide.
-    alignment: mean cosine of the two views of a picture, 1 where they coincide: 1 - half of the squared distance that
+    effective_rank: `effective_rank` of the embeddings of both views, from 1 to D or their number.
+    mean_norm: length of the mean embedding, 1 if all coincide.
+    alignment: mean cosine of the two views of a picture, 1 if they coincide: 1 - half of the squared distance that
         Wang and Isola (2020) call alignment.
-    uniformity: of each view's embeddings (`uniformity`), the mean of the two.
+    uniformity: mean of the `uniformity` of each view's embeddings.
 
-    Every rank calls this at the same time, with equally many pictures, and gets the same values: one collective gathers
-    the pictures of all ranks, or if those are more than `MAX_PICTURES` the first few of each rank, so that the cost
-    does not grow with the batch. Values need two pictures at least.
+    Every rank calls this at the same time, with equally many pictures, and gets the same values. One collective gathers
+    the pictures of all ranks. If there are more than `MAX_PICTURES`, it gathers the first few of each rank, so that the
+    cost does not grow with the batch. The values need at least two pictures.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type.
@@ -48,9 +48,9 @@ def embedding_health(z_a_BD: Tensor, z_b_BD: Tensor) -> dict[str, Tensor]:
 
 
 def effective_rank(x_ND: Tensor) -> Tensor:
-    """exp(entropy of the singular values, scaled to a sum of 1), a scalar (Roy and Vetterli 2007); not centred.
+    """Return exp(entropy of the singular values, scaled to a sum of 1), a scalar (Roy and Vetterli 2007); not centred.
 
-    It is k for k equal singular values, 1 for a matrix of zeros, NaN where an entry is not finite. Float64 in, for the
+    It is k for k equal singular values, 1 for a matrix of zeros, and NaN if an entry is not finite. Pass float64: the
     values come from the eigenvalues of the smaller of `x @ x.T` and `x.T @ x`, which squares them.
     """
     gram_KK = x_ND @ x_ND.T if len(x_ND) < x_ND.shape[1] else x_ND.T @ x_ND
@@ -61,8 +61,8 @@ def effective_rank(x_ND: Tensor) -> Tensor:
 
 
 def uniformity(u_ND: Tensor) -> Tensor:
-    """log of the mean over all pairs of exp(-2 |u_i - u_j|^2), a scalar (Wang and Isola 2020, with t = 2).
+    """Return the log of the mean over all pairs of exp(-2 |u_i - u_j|^2), a scalar (Wang and Isola 2020, with t = 2).
 
-    0 where all rows coincide; near -4 for unit vectors in random directions of many dimensions.
+    It is 0 if all rows coincide, and near -4 for unit vectors in random directions of many dimensions.
     """
     return torch.pdist(u_ND).square().mul(-2).exp().mean().log()

@@ -1,9 +1,9 @@
 """InfoNCE with one negative, as Huang et al. 2023 analyse it (section 4), and its exact split into two terms.
 
-Each first view must tell the second view of its own sample from that of one other sample. The paper draws the other at
-random; here it is the next sample of the global batch, the last one's being the first. Batches are shuffled, so this is
-a random other sample too; it needs no further draw, every sample is a negative once, and it does not depend on the
-number of ranks.
+Each first view must tell the second view of its own sample from the second view of one other sample. The paper draws
+the other sample at random. Here it is the next sample of the global batch, and the first sample for the last one.
+Batches are shuffled, so this is a random sample too. It needs no further draw, every sample is a negative once, and the
+number of ranks does not matter.
 
 Shapes: B samples of this rank, D dimensions. Similarities: positive_B with the own second view, negative_B with the
 other sample's.
@@ -22,13 +22,13 @@ from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSe
 
 
 class InfoNCEConfig(ObjectiveSettings):
-    """InfoNCE of unit embeddings at temperature 1, one negative a sample; there is nothing to set."""
+    """InfoNCE of unit embeddings at temperature 1 with one negative for each sample; it has no settings."""
 
     kind: Literal["info_nce"] = "info_nce"
 
 
 def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """InfoNCE with one negative, a scalar: mean of -log(exp(p) / (exp(p) + exp(n))), p and n cosine similarities.
+    """Return InfoNCE with one negative, a scalar: mean of -log(exp(p) / (exp(p) + exp(n))), p and n cosines.
 
     It is the sum of `alignment` and `divergence`. With a process group, `z_a_BD` and `z_b_BD` are this rank's part of
     the batch, equally large on every rank, and negatives come from all ranks. The mean of the ranks' losses is exactly
@@ -51,8 +51,10 @@ def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 
 
 def alignment(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Half the mean squared distance of a sample's two views on the unit sphere, less 1: from -1, where they coincide,
-    to 1. The first part of `info_nce_loss`; arguments, types and errors are alike.
+    """Return half the mean squared distance of a sample's two views on the unit sphere, less 1.
+
+    It is -1 if they coincide, and at most 1. The first part of `info_nce_loss`, with the same arguments, types and
+    errors.
     """
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
@@ -60,15 +62,15 @@ def alignment(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 
 
 def divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Mean of log(exp(p) + exp(n)), small where samples are far apart: the second part of `info_nce_loss`.
+    """Return the mean of log(exp(p) + exp(n)), which is small if samples are far apart.
 
-    Arguments, types, errors and the meaning of a rank's part are those of `info_nce_loss`.
+    The second part of `info_nce_loss`, with the same arguments, types, errors and meaning of a rank's part.
     """
     return torch.logaddexp(*_similarities(z_a_BD, z_b_BD)).mean()
 
 
 class InfoNCE(Objective):
-    """Logs `divergence` too; the other part of the loss is minus the mean cosine that any contrastive loss logs."""
+    """InfoNCE with one negative. Also logs `divergence`; the other part of the loss is minus the logged alignment."""
 
     def __init__(self, config: InfoNCEConfig) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class InfoNCE(Objective):
 
 
 def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine similarities of each first view with its positive and with its negative, (B,) each."""
+    """Return the cosine similarities of each first view with its positive and with its negative, (B,) each."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         negatives_BD = candidates(v_BD).roll(-1, 0)[: len(v_BD)]

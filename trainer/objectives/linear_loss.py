@@ -1,7 +1,7 @@
 """The linear loss: InfoNCE with the logarithm and the exponential left out (Huang et al. 2023).
 
-It is what InfoNCE tends to, up to scale, as its temperature grows. All it asks of the samples is that their embeddings
-have mean zero, which a few directions suffice for: embeddings may collapse onto them.
+InfoNCE tends to it, up to scale, as its temperature grows. It only asks that the embeddings of all samples have mean
+zero. A few directions suffice for that, so embeddings may collapse onto them.
 
 Shapes: B samples of this rank, G = B W of all W ranks, D dimensions.
 """
@@ -19,14 +19,14 @@ from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSe
 
 
 class LinearLossConfig(ObjectiveSettings):
-    """`divergence_weight`: of the similarity with negatives; 1 is the limit of InfoNCE."""
+    """`divergence_weight`: the weight of the similarity with negatives; 1 is the limit of InfoNCE."""
 
     kind: Literal["linear"] = "linear"
     divergence_weight: PositiveFactor = 1.0
 
 
 def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> Tensor:
-    """The linear loss, a scalar: -mean cosine of positives + `divergence_weight` * mean cosine of negatives.
+    """Return the linear loss, a scalar: -mean cosine of positives + `divergence_weight` * mean cosine of negatives.
 
     The negatives of a first view are the second views of all other samples. Time and memory are linear in the batch,
     because the mean over them is one product with the sum of all second views. With a process group, `z_a_BD` and
@@ -52,7 +52,7 @@ def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> 
 
 
 class LinearLoss(Objective):
-    """Logs both parts: alignment, the mean cosine of positives, and divergence, that of negatives."""
+    """The linear loss. It logs the mean cosine of positives as alignment, of negatives as divergence."""
 
     def __init__(self, config: LinearLossConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LinearLoss(Objective):
 
 
 def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each first view: cosine similarity with its positive, and the mean of those with all negatives; (B,) each."""
+    """Return each first view's cosine with its positive, and its mean cosine with all negatives; (B,) each."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         v_GD = candidates(v_BD)

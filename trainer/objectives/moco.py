@@ -1,13 +1,13 @@
 """MoCo: each view must find the other view's key among a queue of keys of earlier batches (He et al. 2020).
 
-Keys come from a momentum copy of the encoder and carry no gradient. The symmetric form is the one of Huang et al. 2023:
-before the keys of either view the copy takes a step towards the encoder, and keys join the queue once they were used.
-So where the second view asks, the first key of the same picture is already among its negatives, as published.
+Keys come from a momentum copy of the encoder and carry no gradient. The symmetric form follows Huang et al. 2023: the
+copy takes a step towards the encoder before it encodes the keys of each view, and keys join the queue after their use.
+So when the second view queries, the first key of the same picture is already among its negatives, as published.
 
-Where batch norm is not synchronised, the views are shuffled over the batch of all ranks before the key encoder and
-their keys put back in order, so that a picture and its key do not share the statistics of one group, which would give
-the key away (He et al. 2020, section 3.3; Huang et al. 2023). Synchronised statistics know no order. With
-`batch_norm="local"` in the encoder, keys depend on the number of ranks, as its embeddings do.
+If batch norm is not synchronised, the views are shuffled over the batch of all ranks before the key encoder, and their
+keys are put back in order. Otherwise a picture and its key would share the statistics of one group, which would give
+the key away (He et al. 2020, section 3.3; Huang et al. 2023). Synchronised statistics do not depend on the order. With
+`batch_norm="local"` in the encoder, keys depend on the number of ranks, as embeddings do.
 
 Shapes: B pictures of this rank, G = B W pictures of all W ranks, Q keys in the queue, D dimensions.
 """
@@ -33,10 +33,12 @@ _ORDER_PURPOSE = 200  # of `data_pipeline.core.counter_rng`
 
 
 class MoCoConfig(ObjectiveSettings):
-    """`momentum` is the key encoder's at every step towards the encoder: two a training step, where symmetric.
+    """Settings of MoCo.
 
-    "one_way": the first view asks, the second is the key, once a step; of the second view's embeddings nothing is
-    trained.
+    `momentum` applies at every step of the key encoder towards the encoder. The symmetric form takes two in each
+    training step.
+    `direction`: with "one_way" the first view queries and the second is the key. The embeddings of the second view are
+    then not trained.
     """
 
     kind: Literal["moco"] = "moco"
@@ -47,7 +49,7 @@ class MoCoConfig(ObjectiveSettings):
 
 
 def check(config: MoCoConfig, global_batch_size: int) -> None:
-    """Raises `UserError` unless the queue holds a whole number of global batches."""
+    """Raise `UserError` unless the queue holds a whole number of global batches."""
     if config.queue_size % global_batch_size:
         nearest_size = max(1, round(config.queue_size / global_batch_size)) * global_batch_size
         raise UserError(
@@ -57,10 +59,10 @@ def check(config: MoCoConfig, global_batch_size: int) -> None:
 
 
 def moco_loss(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: float) -> Tensor:
-    """A scalar: mean over B of -log softmax of a picture's own key, among that key and those in the queue.
+    """Return a scalar: the mean over B of -log softmax of a picture's own key, among that key and the queue's keys.
 
     With a process group, `z_BD` and `keys_BD` are this rank's part of the batch, and the queue is the same on all
-    ranks; the mean of the ranks' losses is the loss of the whole batch. There is no gradient by keys and queue.
+    ranks. The mean of the ranks' losses is the loss of the whole batch. Keys and queue get no gradient.
 
     Args:
         z_BD, keys_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
@@ -78,9 +80,10 @@ def moco_loss(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: f
 
 
 def enqueue(queue_QD: Tensor, keys_BD: Tensor) -> Tensor:
-    """A new queue, the oldest key first: without its first G, and with the keys of all ranks at its end, in rank order.
+    """Return a new queue, oldest key first: without its first G keys, with the keys of all ranks at its end.
 
-    `keys_BD` may be of any length, the queue's are unit vectors. Raises `ValueError` if G does not divide Q.
+    The new keys stand in rank order. `keys_BD` may have any length; keys of the queue are unit vectors. Raises
+    `ValueError` if G does not divide Q.
     """
     keys_GD = F.normalize(all_gather_rows(keys_BD.detach().to(queue_QD.dtype)), dim=1)
     if len(queue_QD) % len(keys_GD):
@@ -89,18 +92,18 @@ def enqueue(queue_QD: Tensor, keys_BD: Tensor) -> Tensor:
 
 
 def shuffled_order(index_G: Tensor, *, step: int, view: int) -> Tensor:
-    """A permutation of a global batch, (G,) int64, which goes by the samples' dataset indices, the step and the view.
+    """Return a permutation of a global batch, (G,) int64, drawn from dataset indices, step and view.
 
-    Every rank draws the same, and so does one process.
+    Every rank draws the same permutation, and so does a single process.
     """
     keys = DrawKeys(seed=0, epoch=step, index_B=index_G, view=view)
     return integers(keys, 1, (1 << 31) - 1, purpose=_ORDER_PURPOSE)[:, 0].argsort(stable=True)
 
 
 class MoCo(Objective):
-    """Its state: the key encoder and the queue, equal on all ranks and for any number of ranks.
+    """MoCo. Its state is the key encoder and the queue, equal on all ranks and for any number of ranks.
 
-    The queue starts with random directions, drawn from torch's default generator: seed it alike on all ranks.
+    The queue starts with random directions from torch's default generator: give it the same seed on all ranks.
     """
 
     queue_QD: Tensor
@@ -113,16 +116,16 @@ class MoCo(Objective):
         self.register_buffer("queue_QD", F.normalize(torch.randn(config.queue_size, embedding_size), dim=1))
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
-        questions = (z_a_BD,) if self._config.direction == "one_way" else (z_a_BD, z_b_BD)
-        log_probability_N = torch.cat([self._ask(z_BD, pair, key_view=1 - view) for view, z_BD in enumerate(questions)])
+        queries = (z_a_BD,) if self._config.direction == "one_way" else (z_a_BD, z_b_BD)
+        log_probability_N = torch.cat([self._query(z_BD, pair, key_view=1 - view) for view, z_BD in enumerate(queries)])
         return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD)
 
     def saved_state(self) -> dict[str, Tensor]:
         settle_running_statistics(self.key_encoder)
         return super().saved_state()
 
-    def _ask(self, z_BD: Tensor, pair: ViewPair, *, key_view: int) -> Tensor:
-        """Log-probability of the own keys, which then join the queue."""
+    def _query(self, z_BD: Tensor, pair: ViewPair, *, key_view: int) -> Tensor:
+        """Return the log-probability of the own keys, and add these to the queue."""
         if pair.updates_state:
             self.key_encoder.follow()
         keys_BD = self._keys(pair, key_view)

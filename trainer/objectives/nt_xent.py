@@ -1,5 +1,6 @@
-"""NT-Xent, the objective of SimCLR (Chen et al. 2020, section 2.1): each view of each picture must find the other view
-among all views of the batch.
+"""NT-Xent, the objective of SimCLR (Chen et al. 2020, section 2.1).
+
+Each view of each picture must find the other view of the same picture among all views of the batch.
 
 Shapes: B pictures of this rank, N = 2 B anchors, G = 2 B W candidates of all W ranks, D dimensions.
 """
@@ -24,7 +25,7 @@ class NTXentConfig(ContrastiveConfig):
 def nt_xent_loss(
     z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
 ) -> Tensor:
-    """NT-Xent of two views, a scalar: the mean over 2 B anchors of -log softmax of the positive, self excluded.
+    """Return NT-Xent, a scalar: the mean over 2 B anchors of -log softmax of the positive, self excluded.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
     negatives come from all ranks. The mean of the ranks' losses is exactly the loss of the whole batch, and averaging
@@ -32,9 +33,9 @@ def nt_xent_loss(
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        temperature: above 0, at least 0.02 with a `chunk_size`; a 0-d tensor gets a gradient.
-        chunk_size: rows of a tile of the similarity matrix; memory grows linearly with B, the value is the same.
-            512 is fastest on CPUs. None keeps the whole matrix.
+        temperature: above 0, and at least 0.02 with a `chunk_size`. A 0-d tensor gets a gradient.
+        chunk_size: rows of a tile of the similarity matrix, for memory linear in B. The value is the same. 512 is
+            fastest on CPUs. None keeps the whole matrix.
 
     Raises:
         ValueError: for a temperature or chunk size out of range, or embeddings that are not (B, D) and alike.

@@ -1,8 +1,8 @@
-"""NT-Xent as the code published with Tamkin et al. 2022 computes it, which is not the form of SimCLR.
+"""NT-Xent as the code published with Tamkin et al. 2022 computes it, which differs from the form of SimCLR.
 
-Only the first view's embeddings are anchors, an anchor's similarity with itself stays in its denominator (where it
-contributes exp(1 / t) and no gradient), and log(number of candidates) is subtracted. So the loss is negative where
-SimCLR's is near 0, and the positive's softmax probability never exceeds one half.
+Only the first view's embeddings are anchors. An anchor's similarity with itself stays in its denominator, where it adds
+exp(1 / t) and no gradient. The loss subtracts log(number of candidates). So it is negative when SimCLR's loss is near
+0, and the softmax probability of the positive never exceeds one half.
 
 Shapes: B pictures of this rank, G = 2 B W candidates of all W ranks, D dimensions.
 """
@@ -47,10 +47,10 @@ def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
 def published_nt_xent_loss(
     z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
 ) -> Tensor:
-    """The published form, a scalar: mean over B anchors of -log softmax of the positive, minus log of G.
+    """Return the published form, a scalar: mean over B anchors of -log softmax of the positive, minus log of G.
 
     Its least value is log(2 exp(1 / t) + G - 2) - 1 / t - log G: -5.5450 at t = 0.07, G = 512. Arguments, types, errors
-    and the meaning of a rank's loss are those of `nt_xent_loss`.
+    and the meaning of a rank's loss are as in `nt_xent_loss`.
     """
     log_probability_B, num_candidates = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
     return -log_probability_B.mean() - math.log(num_candidates)
@@ -72,7 +72,7 @@ class PublishedNTXent(Objective):
 def _log_probability_of_positives(
     z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
 ) -> tuple[Tensor, int]:
-    """Of each anchor, and the number G of candidates."""
+    """Return the log-probability of each anchor's positive, and the number G of candidates."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_2BD = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         u_GD = own_rows_first(u_2BD)

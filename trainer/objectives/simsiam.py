@@ -1,4 +1,4 @@
-"""SimSiam (Chen and He 2021): each view, through a predictor, must point to where the other view's embedding stands.
+"""SimSiam (Chen and He 2021): the prediction from each view must point in the direction of the other's embedding.
 
 Shapes: B pictures of this rank, D dimensions.
 """
@@ -18,10 +18,11 @@ from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSe
 
 
 class SimSiamConfig(ObjectiveSettings):
-    """`predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks.
+    """Settings of SimSiam.
 
-    `predictor_rate`: the predictor learns at the encoder's rate, or at a rate that stays what the encoder's is at first
-    (Chen and He 2021, section 4.1).
+    `predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks.
+    `predictor_rate`: "of_encoder" follows the encoder's learning rate. "constant" keeps the encoder's first learning
+    rate throughout (Chen and He 2021, section 4.1).
     """
 
     kind: Literal["simsiam"] = "simsiam"
@@ -30,17 +31,17 @@ class SimSiamConfig(ObjectiveSettings):
 
 
 def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Minus the mean cosine of each view's prediction with the other's embedding, a scalar (Chen and He 2021, eq. 4).
+    """Return minus the mean cosine of each prediction with the other view's embedding (Chen and He 2021, eq. 4).
 
-    The embeddings get no gradient. With a process group this is the loss of this rank's part of the batch, and the mean
-    of equally large parts is that of the whole.
+    The embeddings get no gradient. With a process group this is the loss of this rank's part of the batch. The mean of
+    equally large parts is the loss of the whole batch.
 
     Args:
         p_a_BD, p_b_BD: (B, D) predictions of any length and float type, made from `z_a_BD` and `z_b_BD`.
         z_a_BD, z_b_BD: (B, D) embeddings. All are normalised here, in float32 at least, even under autocast.
 
     Raises:
-        ValueError: where a prediction and its embedding are not (B, D) and alike.
+        ValueError: if a prediction and its embedding are not (B, D) and alike.
 
     Examples:
         >>> p_a, p_b = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
@@ -52,9 +53,9 @@ def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor)
 
 
 class SimSiam(Objective):
-    """Holds the predictor, which is trained, and whose running statistics are state; the views pass it one by one.
+    """SimSiam with its predictor, which is trained and whose running statistics are state. Each view passes it alone.
 
-    Weights come from torch's default generator. A call that may not update the state leaves the running statistics.
+    Weights come from torch's default generator. A call that may not update state keeps the running statistics.
     """
 
     def __init__(self, config: SimSiamConfig, *, embedding_size: int) -> None:

@@ -1,7 +1,7 @@
-"""The split loss: alignment and divergence, each by itself, so that each has its own weight (Huang et al. 2023).
+"""The split loss: alignment and divergence as two terms, each with its own weight (Huang et al. 2023).
 
-With weight 2 t on the divergence, t the temperature, it is a constant plus 2 t times InfoNCE less the positive in the
-denominator. Other weights are what InfoNCE cannot do.
+With weight 2 t on the divergence, t the temperature, it is a constant plus 2 t times InfoNCE without the positive in
+the denominator. InfoNCE has no counterpart of other weights.
 
 Shapes: B samples of this rank, G = B W of all W ranks, V views of a sample among the candidates, K = V G candidates of
 all ranks, N rows of a chunk of anchors, D dimensions.
@@ -28,11 +28,11 @@ class SplitLossConfig(ObjectiveSettings):
 
     Attributes:
         temperature: of the divergence.
-        divergence_weight: lambda in the paper, which does not give its value; 0.4 is twice the temperature, where the
-            gradient is nearly that of InfoNCE.
-        negatives: of a first view: the second views of all other samples, or both their views.
-        chunk_size: first views that are compared with all candidates at a time, for memory linear in the batch at the
-            price of computing their similarities twice; None: all.
+        divergence_weight: lambda in the paper, which does not give its value. 0.4 is twice the temperature, so that the
+            gradient is nearly the gradient of InfoNCE.
+        negatives: the negatives of a first view: the second views of all other samples, or both their views.
+        chunk_size: number of first views that are compared with all candidates at a time. It makes memory linear in
+            the batch, and similarities are computed twice. None: all at once.
     """
 
     kind: Literal["split"] = "split"
@@ -51,8 +51,10 @@ def split_loss(
     negatives: Negatives = "second_view",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The split loss, a scalar: mean squared distance of a sample's two views on the unit sphere + `divergence_weight`
-    * mean over first views of log sum exp(cosine with a negative / temperature).
+    """Return the split loss, a scalar.
+
+    That is the mean squared distance of a sample's two views on the unit sphere + `divergence_weight` * mean over first
+    views of log sum exp(cosine with a negative / temperature).
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
     negatives come from all ranks. The mean of the ranks' losses is exactly the loss of the whole batch, and averaging
@@ -77,7 +79,7 @@ def split_loss(
 
 
 class SplitLoss(Objective):
-    """Logs `divergence`, the mean log sum, too; the distance is 2 less twice the mean cosine that is logged anyway."""
+    """The split loss. It also logs `divergence`, the mean log sum; the distance is 2 - 2 * the logged alignment."""
 
     def __init__(self, config: SplitLossConfig) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class SplitLoss(Objective):
 def _parts(
     z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, negatives: Negatives, chunk_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Of each sample: squared distance of its views, and log sum exp over its negatives; (B,) each."""
+    """Return each sample's squared distance of its views, and its log sum exp over its negatives; (B,) each."""
     scale_of(temperature, chunk_size=None)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
@@ -109,7 +111,7 @@ def _parts(
 
 
 def _log_sums(anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int | None) -> Tensor:
-    """Of each anchor, log sum exp of its inner products with all candidates but its own sample's, `own_BV`; (B,)."""
+    """Return each anchor's log sum exp of inner products with all candidates but its own sample's, `own_BV`; (B,)."""
     if chunk_size is None:
         return _logits(anchors_BD, candidates_KD, own_BV).logsumexp(1)
     sums_B: Tensor = _ChunkedLogSums.apply(  # type: ignore[no-untyped-call]
@@ -120,16 +122,16 @@ def _log_sums(anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_s
 
 def _logits(anchors_ND: Tensor, candidates_KD: Tensor, own_NV: Tensor) -> Tensor:
     logits_NK = anchors_ND @ candidates_KD.T
-    with torch.no_grad():  # a term of 0 has no gradient either, so autograd need not know
+    with torch.no_grad():  # a term of 0 has no gradient, so autograd may miss it
         return logits_NK.scatter_(1, own_NV, -torch.inf)
 
 
 class _ChunkedLogSums(torch.autograd.Function):
-    """`_log_sums`, a chunk of anchors at a time, whose logits are made once forward and once more backward."""
+    """`_log_sums`, one chunk of anchors at a time: logits are computed once forward and once backward."""
 
     @staticmethod
     def forward(ctx: Any, anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int) -> Tensor:
-        sums_B = anchors_BD.new_empty(len(anchors_BD))  # one tensor: many small ones would fragment the CPU's memory
+        sums_B = anchors_BD.new_empty(len(anchors_BD))  # one tensor: many small ones would fragment memory
         for rows in _chunks(len(anchors_BD), chunk_size):
             sums_B[rows] = _logits(anchors_BD[rows], candidates_KD, own_BV[rows]).logsumexp(1)
         ctx.save_for_backward(anchors_BD, candidates_KD, own_BV, sums_B)

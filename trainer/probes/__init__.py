@@ -1,7 +1,9 @@
-"""Reading out: how well can a label be told from what a frozen encoder computes?
+"""Probes: how well can a label be predicted from the features of a frozen encoder?
 
-Comes in: a trained encoder, its view policy, and every sample of the train and test shards once; or, while the encoder
-is trained, some of them. Goes out: for each label the accuracy of a linear probe and of a kNN vote, the trained heads,
-and curves over checkpoints. What may never happen: a probe that changes the encoder, that scores a test sample twice or
-not at all, that depends on the number of ranks, or that lets the two label spaces mix.
+In: a trained encoder, its view policy, and every sample of the train and test shards once; during training, some of
+them. Out: for each label the accuracy of a linear probe and of a kNN vote, the trained heads, and curves over
+checkpoints.
+
+Invariants: a probe never changes the encoder. It scores every test sample exactly once. Its result does not depend on
+the number of ranks. The two label spaces never mix.
 """

@@ -17,7 +17,7 @@ _ONLINE: Mapping[Method, str] = {"online_knn": "knn", "online_ridge": "ridge"}  
 
 
 class Point(Schema):
-    """Test accuracy in [0, 1] after `step` steps of training, which are `epoch` epochs, with its fraction."""
+    """Test accuracy in [0, 1] after `step` steps of training; `epoch` is the same in epochs, with its fraction."""
 
     step: int
     epoch: float
@@ -25,8 +25,10 @@ class Point(Schema):
 
 
 class ProbeCurve(Schema):
-    """`last` is the one to report. `best`, the first of the highest, was chosen on the test set, as Huang et al. 2023
-    choose theirs: it is optimistic. `online_` methods read some of the samples while the encoder is trained.
+    """Accuracies of one label by one method over the checkpoints of a run.
+
+    `last` is the one to report. `best`, the first of the highest, was chosen on the test set, as in Huang et al. 2023,
+    so it is optimistic. The `online_` methods read some of the samples during training.
     """
 
     label: LabelSpace
@@ -42,16 +44,16 @@ class Curves(Schema):
 
 
 def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> ProbeCurve:
-    """The curve through at least one point, which come in any order."""
+    """Return the curve through one point or more, given in any order."""
     in_order = sorted(points, key=lambda point: point.step)
     best = max(in_order, key=lambda point: point.accuracy)
     return ProbeCurve(label=label, method=method, points=tuple(in_order), last=in_order[-1], best=best)
 
 
 def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:
-    """All that a run's probe results, in files of this suffix, and its metrics tell, but of the untrained encoder.
+    """Return the curves of a run's probe results, in files of this suffix, and of its metrics.
 
-    Raises `UserError` for a damaged file.
+    The untrained encoder is left out. Raises `UserError` for a damaged file.
     """
     points: dict[tuple[LabelSpace, Method], list[Point]] = {}
 

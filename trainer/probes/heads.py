@@ -1,8 +1,8 @@
-"""Trained linear heads as a file beside the results of their probe: what analyses judge views with.
+"""The file of trained linear heads beside the results of their probe; analyses judge views with them.
 
 RUN_DIR/probes/step_00010000/heads.safetensors holds head/base/weight (K, F) and head/base/bias (K,), head/overlay/... ,
-float32: logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. Its metadata, a JSON
-object under "heads", say what made them and on which train set.
+float32. Logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. The metadata, a JSON
+object under "heads", hold how the heads were fitted and on which train set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one checkpoint by label; `made_by` tells in words how they were fitted."""
+    """Heads of one checkpoint by label; `made_by` says in words how they were fitted."""
 
     by_label: Mapping[LabelSpace, LinearHead]
     made_by: str
@@ -35,8 +35,8 @@ class Heads:
 
 
 def write_heads(path: Path, heads: Heads) -> None:
-    """Write heads whole. Those of other labels that the file holds stay in it, if they were made in the same way."""
-    with contextlib.suppress(UserError):  # there is none, or it is damaged
+    """Write heads atomically. Heads of other labels in the file stay there if they were made in the same way."""
+    with contextlib.suppress(UserError):  # no file, or a damaged one
         there = read_heads(path)
         if (there.made_by, there.train_manifest_sha256) == (heads.made_by, heads.train_manifest_sha256):
             heads = replace(heads, by_label={**there.by_label, **heads.by_label})
@@ -46,12 +46,12 @@ def write_heads(path: Path, heads: Heads) -> None:
         for name, tensor in (("weight", head.weight_KF), ("bias", head.bias_K))
     }
     origin = {"made_by": heads.made_by, "train_manifest_sha256": heads.train_manifest_sha256}
-    # One entry, because several are written in any order, and the same heads are to be the same bytes.
+    # One entry: several would be written in any order, and the same heads must give the same bytes.
     write_atomically(path, safetensors.torch.save(tensors, {"heads": json.dumps(origin)}))
 
 
 def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
-    """The heads in a file. Raises `UserError` where there is none, or it is damaged."""
+    """Read the heads in a file. Raises `UserError` if there is no such file, or if it is damaged."""
     run_dir = path.parents[2]
     if not path.is_file():
         raise UserError(f"{path} does not exist; fit the heads with `python -m trainer.probe {run_dir}`")

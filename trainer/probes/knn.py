@@ -1,6 +1,6 @@
-"""kNN read-out of a frozen encoder as Huang et al. 2023 measure it: a weighted vote of the nearest train pictures.
+"""kNN accuracy of a frozen encoder as Huang et al. 2023 measure it: a weighted vote of the nearest train pictures.
 
-With several ranks each votes for its share of the queries; the result has the same bits on any number of them.
+With several ranks, each classifies its share of the queries. The result has the same bits on any number of ranks.
 
 Shapes: N bank pictures, Q queries, B queries at a time, C pooled channels, K classes, L labels, R neighbours (the k of
 kNN).
@@ -21,12 +21,13 @@ from trainer.probes.linear import Spread, Target, spread
 
 NUM_NEIGHBORS = 200
 TEMPERATURE = 0.1
-_QUERIES_AT_ONCE = 512  # no setting: bits may depend on it
+_QUERIES_AT_ONCE = 512  # a constant, because bits may depend on it
 
 
 class KNNResult(Schema):
-    """Test accuracy in [0, 1], and what it was measured with; `num_neighbors` is at most the size of the train set.
-    `draws` is None where the test overlays were drawn once.
+    """Test accuracy in [0, 1] and its settings.
+
+    `num_neighbors` is at most the size of the train set. `draws` is None if the test overlays were drawn once.
     """
 
     accuracy: float
@@ -36,9 +37,9 @@ class KNNResult(Schema):
 
 
 def nearest(bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int) -> tuple[Tensor, Tensor]:
-    """The largest cosines (B, R) of each query with the bank, in no order, and the rows (B, R) of the bank they are of.
+    """Return the largest cosines (B, R) of each query with the bank, in no order, and their rows (B, R) of the bank.
 
-    All are there if the bank has fewer. Features are brought to unit length here, in float32.
+    A bank of fewer rows gives all of them. Features are normalised here, in float32.
     """
     bank_NC, queries_BC = F.normalize(bank_NC.float(), dim=1), F.normalize(queries_BC.float(), dim=1)
     cosine_BR, neighbor_BR = (queries_BC @ bank_NC.T).topk(min(num_neighbors, len(bank_NC)), dim=1, sorted=False)
@@ -46,8 +47,8 @@ def nearest(bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int) -> tuple
 
 
 def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: float = TEMPERATURE) -> Tensor:
-    """Classes (B,) int64: argmax over classes of the sum of exp(cosine / temperature) over the neighbours."""
-    # A product and not a scatter: on a GPU a scatter adds up in another order each time.
+    """Return classes (B,) int64: argmax over classes of the sum of exp(cosine / temperature) over the neighbours."""
+    # A product, because a scatter on a GPU adds in another order each time.
     is_class_BRK = F.one_hot(label_BR, num_classes).to(cosine_BR.dtype)
     return torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK).argmax(1)
 
@@ -55,7 +56,7 @@ def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: 
 def knn_accuracies(
     bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
 ) -> dict[LabelSpace, float]:
-    """Test accuracy of every target, from features of its train and test pictures. Every rank calls this."""
+    """Return the test accuracy of every target, from features of train and test pictures. Every rank calls this."""
     labels = [(target.train_N.to(bank_NC.device), target.num_classes) for target in targets.values()]
 
     def predict(chunk_BC: Tensor) -> Tensor:
@@ -79,9 +80,10 @@ def probe_knn(
     device: torch.device,
     other_draws: Sequence[Pictures] = (),
 ) -> dict[LabelSpace, KNNResult]:
-    """kNN accuracy for every target, from pooled features of the pictures without views; the encoder is unchanged.
+    """Measure kNN accuracy for every target, from pooled features of pictures without views.
 
-    `other_draws` are the test pictures under other overlays. Every rank calls this with the same arguments.
+    The encoder stays unchanged. `other_draws` are the test pictures under other overlays. Every rank calls this with
+    the same arguments.
     """
     accuracies: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     with frozen(encoder):

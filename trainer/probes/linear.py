@@ -1,11 +1,11 @@
 """The linear probe: softmax regression on the flattened pre-pool map of a frozen encoder (Tamkin et al. 2022).
 
-The head is trained on views of the pretraining policy, one fresh view of each picture an epoch, and tested on pictures
-without views. As the encoder is frozen, the heads of several labels are trained in one pass over the same features:
-they share nothing but the input, so each is bit for bit the head that would have been trained alone. What is a picture
-here may be a sound, of which the encoder sees the spectrogram.
+The head is trained on views of the pretraining policy, one fresh view of each picture in each epoch, and tested on
+pictures without views. As the encoder is frozen, the heads of several labels are trained in one pass over the same
+features. They share nothing but the input, so each has the same bits as if trained alone. A picture here may be the
+spectrogram of a sound.
 
-With several ranks each encodes whole steps for all, and every rank then takes all steps: the heads have the same bits
+With several ranks, each encodes whole steps for all, and every rank then takes all steps. The heads have the same bits
 on any number of ranks.
 
 Shapes: N pictures, B batch, C channels, F features, K classes of a label.
@@ -36,20 +36,20 @@ PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
 
 
 class ProbeConfig(Schema):
-    """How the linear head is trained; the defaults are the published protocol.
+    """Settings of the probes; the defaults are the published protocol.
 
-    The learning rate is multiplied by 0.1 when each of `milestones`, fractions of `num_epochs`, is reached.
+    Each of `milestones`, fractions of `num_epochs`, multiplies the learning rate by 0.1.
 
-    `views="policy"` trains on one view of the pretraining policy per picture and epoch; `"none"` on the pictures.
-    `batch_norm="eval"` uses the encoder's running statistics throughout. `"train"` is what the original code did
-    without saying so: batch statistics while the head is trained, which move the running statistics of the test; one
-    process does it.
+    `views="policy"` trains on one view of the pretraining policy for each picture and epoch; `"none"` on the pictures.
+    `batch_norm="eval"` uses the encoder's running statistics throughout. `"train"` does what the original code did
+    without saying so: it takes batch statistics while the head is trained, which moves the running statistics used in
+    the test. It needs a single process.
 
-    `online_every_steps`: while the encoder is trained, kNN and ridge regression on up to `online_num_train` pictures of
-    the train set and `online_num_test` of the test set, as often as this; None: never (see `trainer.probes.online`).
+    `online_every_steps`: how often kNN and ridge regression run during training, on up to `online_num_train` pictures
+    of the train set and `online_num_test` of the test set. None: never. See `trainer.probes.online`.
 
-    `allow_shared`: the share of the test samples that may have their source (the clean picture or sound) in the train
-    set too; above it training and probes are refused (see `trainer.probes.shared`).
+    `allow_shared`: the greatest share of test samples whose source (the clean picture or sound) is in the train set
+    too. Above it, training and probes refuse the data. See `trainer.probes.shared`.
     """
 
     num_epochs: Count = 100
@@ -67,7 +67,7 @@ class ProbeConfig(Schema):
 
     @property
     def fit_settings(self) -> dict[str, Any]:
-        """The settings that decide a head: all but those of the online probe and `allow_shared`."""
+        """Return the settings that decide a head: all but the online probe's and `allow_shared`."""
         return {
             name: value
             for name, value in self.model_dump().items()
@@ -76,13 +76,14 @@ class ProbeConfig(Schema):
 
     @property
     def protocol(self) -> ProbeConfig:
-        """This config with the defaults of all that decides no head."""
+        """Return this config with defaults for every setting that does not decide a head."""
         return ProbeConfig(**self.fit_settings)
 
 
 class Spread(Schema):
-    """Test accuracies under several draws of the test overlays, first the one that is reported; `deviation` is that of
-    a sample (divisor n - 1).
+    """Test accuracies under several draws of the test overlays, the reported one first.
+
+    `deviation` is the standard deviation of a sample (divisor n - 1).
     """
 
     accuracies: tuple[float, ...]
@@ -91,7 +92,7 @@ class Spread(Schema):
 
 
 def spread(accuracies: Sequence[float]) -> Spread | None:
-    """None for less than two draws."""
+    """Return mean and deviation of the accuracies; None for less than two draws."""
     if len(accuracies) < 2:
         return None
     return Spread(
@@ -100,9 +101,10 @@ def spread(accuracies: Sequence[float]) -> Spread | None:
 
 
 class LinearResult(Schema):
-    """Test accuracies in [0, 1]. `accuracy`, the one to report, is the last epoch's; `best_accuracy` is of an epoch
-    that was chosen on the test set, so it is optimistic and only shown beside it. Epochs count from 1. `draws` is None
-    where the test overlays were drawn once.
+    """Test accuracies in [0, 1]; epochs count from 1.
+
+    `accuracy` is the last epoch's, and the one to report. `best_accuracy` belongs to an epoch chosen on the test set,
+    so it is optimistic and only shown beside `accuracy`. `draws` is None if the test overlays were drawn once.
     """
 
     accuracy: float
@@ -131,7 +133,7 @@ class LinearHead:
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """What a probe measured, and the head of its last epoch."""
+    """The result of a probe and the head of its last epoch."""
 
     result: LinearResult
     head: LinearHead
@@ -139,7 +141,7 @@ class LinearProbe:
 
 @dataclass(frozen=True)
 class Target:
-    """One label to read out: class numbers of the train pictures (N,) and of the test pictures, int64."""
+    """One label to predict: class numbers of the train pictures (N,) and of the test pictures, int64."""
 
     train_N: Tensor
     test_N: Tensor
@@ -148,7 +150,7 @@ class Target:
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """What the heads see in one step: features (B, F) float32 and the labels of each, (B,) int64."""
+    """The input of the heads in one step: features (B, F) float32 and the labels of each, (B,) int64."""
 
     features_BF: Tensor
     labels: Mapping[LabelSpace, Tensor]
@@ -164,8 +166,8 @@ def fit_linear_probe(
 ) -> dict[LabelSpace, LinearProbe]:
     """Train one head per target by SGD on the cross entropy, all in one pass over the features.
 
-    `batches(epoch)` yields the steps of an epoch; `test_features()` returns (N_test, F) and is asked for after each.
-    `on_epoch` is told the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges.
+    `batches(epoch)` yields the steps of an epoch. `test_features()` returns (N_test, F) and is called after each epoch.
+    `on_epoch` gets the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges.
     """
     heads: dict[LabelSpace, _Head] = {}
     test_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
@@ -202,14 +204,14 @@ def probe_linear(
     other_draws: Sequence[Pictures] = (),
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
 ) -> dict[LabelSpace, LinearProbe]:
-    """Linear probes of a frozen encoder for every target; encoder and policy are left as they were, bit for bit.
+    """Fit linear probes of a frozen encoder for every target; encoder and policy keep their bits.
 
-    The order of an epoch, every online overlay and every view follow from (config.seed, epoch, sample index): nothing
-    is drawn from torch's or numpy's ambient random state, and none of it is changed. Overlays are drawn anew in every
-    epoch, as while the encoder was trained, unless the probe is fitted without views: then features are computed once.
+    The order of an epoch, every online overlay and every view follow from (config.seed, epoch, sample index). The
+    global random states of torch and numpy are neither read nor changed. Overlays are drawn anew in every epoch, as in
+    training. Without views, features are computed once instead.
 
-    `other_draws` are the test pictures under other overlays: the last epoch's heads are tested on them as well. Every
-    rank calls this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
+    The last epoch's heads are also tested on `other_draws`, the test pictures under other overlays. Every rank calls
+    this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
     """
     check_ranks(config)
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
@@ -245,7 +247,7 @@ def probe_linear(
                 yield from (encoded(row_B, epoch) for row_B in rows)
                 return
             for first in range(0, len(rows), world_size()):
-                # What is left over at the end is for the first ranks; the others take the last step as well.
+                # The steps left over at the end go to the first ranks; the others repeat the last step.
                 mine = encoded(rows[min(first + rank(), len(rows) - 1)], epoch)
                 yield from _of_all_ranks(mine)[: len(rows) - first]
 
@@ -267,7 +269,7 @@ def probe_linear(
 
 
 def check_ranks(config: ProbeConfig) -> None:
-    """Raises `UserError` where several ranks cannot fit the probe."""
+    """Raise `UserError` if several ranks cannot fit the probe."""
     if config.batch_norm == "train" and world_size() > 1:
         raise UserError(
             f"a probe with batch_norm train moves the running statistics step by step, and {world_size()} ranks take "
@@ -276,7 +278,7 @@ def check_ranks(config: ProbeConfig) -> None:
 
 
 def _of_all_ranks(batch: FeatureBatch) -> list[FeatureBatch]:
-    """The batches of all ranks, equally large, in rank order."""
+    """Return the batches of all ranks, equally large, in rank order."""
     features = all_gather_rows(batch.features_BF).chunk(world_size())
     labels = {space: all_gather_rows(label_B).chunk(world_size()) for space, label_B in batch.labels.items()}
     return [
@@ -286,8 +288,9 @@ def _of_all_ranks(batch: FeatureBatch) -> list[FeatureBatch]:
 
 
 def epoch_rows(num: int, *, epoch: int, config: ProbeConfig) -> Sequence[Tensor]:
-    """The rows of each step of an epoch: a seeded permutation cut into full batches. What is left over at the end,
-    other rows in each epoch, is not trained on; a set smaller than one batch is one batch.
+    """Return the rows of each step of an epoch: a seeded permutation cut into full batches.
+
+    The rows left over at the end, others in each epoch, are not trained on. A set smaller than one batch is one batch.
     """
     order = torch.from_numpy(generator(config.seed, "linear probe order", epoch).permutation(num))
     batch_size = min(config.batch_size, num)
@@ -300,7 +303,7 @@ class _Head:
     def __init__(self, target: Target, like_BF: Tensor, config: ProbeConfig) -> None:
         device, num_features = like_BF.device, like_BF.shape[1]
         draw = torch.Generator().manual_seed(config.seed)
-        bound = 1 / math.sqrt(num_features)  # the law of torch.nn.Linear
+        bound = 1 / math.sqrt(num_features)  # as torch.nn.Linear draws its weights
 
         def parameter(*shape: int) -> Tensor:
             return torch.empty(shape).uniform_(-bound, bound, generator=draw).to(device).requires_grad_()
@@ -323,14 +326,17 @@ class _Head:
             self._optimizer.zero_grad()
             torch.autograd.backward(loss)
         self._optimizer.step()
-        # Summed on the device: asking for a number in every step would make the device wait for the host.
+        # Summed on the device: reading a number in every step would make the host wait for the device.
         self._num_right += (logits_BK.detach().argmax(1) == label_B).sum()
         self._loss += loss.detach()
         self._num_seen += len(label_B)
         self._are_finite &= features_BF.isfinite().all()
 
     def end_epoch(self, name: str, epoch: int) -> float:
-        """Train accuracy of the epoch, on views and with the head still moving; starts the next one."""
+        """Return the train accuracy of the epoch, on views and with the moving head, and start the next epoch.
+
+        Raises `UserError` if features or loss are not finite.
+        """
         if not self._are_finite.item():
             raise UserError(
                 f"no linear probe of label_{name} can be fitted: the encoder's features are not all finite in epoch "

@@ -1,8 +1,9 @@
-"""Probes while the encoder is trained: how well some test samples are read out, every so many steps.
+"""Probes during training: accuracies on some test samples every so many steps.
 
-Comes in: the encoder in the middle of its training, and some samples of the train and the test set, chosen once, in
-evaluation form. Goes out: for each label the accuracy of kNN and of ridge regression, both on pooled features that are
-computed once. What may never happen: a changed weight, gradient, running statistic, mode or random state of training.
+In: the encoder in the middle of its training, and some samples of the train and test set, chosen once, in evaluation
+form. Out: for each label the accuracy of kNN and of ridge regression, both on the same pooled features.
+
+Invariant: no weight, gradient, running statistic, mode or random state of training changes.
 
 Shapes: N bank pictures, M test pictures, C pooled channels, K classes.
 """
@@ -31,11 +32,11 @@ RIDGE_PENALTY = 1e-3
 def ridge_predict(
     train_NC: Tensor, label_N: Tensor, test_MC: Tensor, *, num_classes: int, penalty: float = RIDGE_PENALTY
 ) -> Tensor:
-    """Classes (M,) int64 by ridge regression of the one-hot classes on features with an intercept, in float64.
+    """Predict classes (M,) int64 by ridge regression of the one-hot classes on features and an intercept, in float64.
 
-    Features are scaled so that their channels have a mean variance of 1; `penalty` is relative to N. The linear head
-    with the least squared error, in closed form: no learning rate, no draw, and a fraction of the time of a head
-    trained by steps.
+    Features are scaled so that their channels have a mean variance of 1, and `penalty` is relative to N. This is the
+    linear head of least squared error in closed form. It needs no learning rate, no random draw, and a fraction of the
+    time of a head trained by steps.
     """
     train_NC, test_MC = train_NC.double(), test_MC.double()
     mean_C = train_NC.mean(0)
@@ -45,24 +46,26 @@ def ridge_predict(
     share_K = y_NK.mean(0)
     penalties_CC = penalty * torch.eye(x_NC.shape[1], dtype=torch.float64, device=x_NC.device)
     gram_CC = x_NC.T @ x_NC / len(x_NC) + penalties_CC
-    # Without a check of what it solved, for which the host would wait: features that are not finite are no reason to
-    # end training here.
+    # `solve_ex` does not check its result, for which the host would wait. Features that are not finite must not end
+    # training here.
     weight_CK = torch.linalg.solve_ex(gram_CC, x_NC.T @ (y_NK - share_K) / len(x_NC)).result
     score_MK: Tensor = x_MC @ weight_CK + share_K
     return score_MK.argmax(1)
 
 
 class OnlineProbe:
-    """Reads `encoder` out on fixed samples whenever it is called; every rank calls it at the same steps.
+    """A probe of `encoder` on fixed samples; every rank calls it at the same steps.
 
-    Each rank encodes its share of the samples; the accuracies are the same on any number of ranks.
+    Each rank encodes its share of the samples. The accuracies are the same on any number of ranks.
     """
 
     def __init__(
         self, encoder: Encoder, *, train: Pictures, test: Pictures, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`dtype` is that of the convolutions: bfloat16 and float16 by autocast, as in training. Raises `UserError`
-        where train and test samples have different classes.
+        """Place the samples on the device.
+
+        `dtype` is the type of the convolutions: bfloat16 and float16 by autocast, as in training. Raises `UserError` if
+        train and test samples have different classes.
         """
         targets = label_targets(train, test)
         self._encoder, self._device, self._dtype = encoder, device, dtype
@@ -74,12 +77,12 @@ class OnlineProbe:
         self._images_NCHW = torch.cat([train.images_NCHW, test.images_NCHW]).to(device)
 
     def __call__(self) -> dict[str, float]:
-        """probe/LABEL/knn and probe/LABEL/ridge in [0, 1] for each label, and probe/seconds, which it took here."""
+        """Return probe/LABEL/knn and probe/LABEL/ridge in [0, 1] for each label, and probe/seconds of this rank."""
         started = time.perf_counter()
         encoder = self._encoder
         is_half = self._dtype in {torch.bfloat16, torch.float16}
         with buffers_untouched(encoder), frozen(encoder):
-            settle_running_statistics(encoder)  # on copies, which are forgotten
+            settle_running_statistics(encoder)  # on copies, which are dropped
             with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
                 features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]
@@ -102,7 +105,7 @@ def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[Labe
 def online_probe(
     config: ProbeConfig, encoder: Encoder, *, data: DataConfig, precision: str, device: torch.device
 ) -> OnlineProbe | None:
-    """Return the probe that a run's config wants, its samples read; None if it wants none.
+    """Return the online probe of a config, with its samples read; None if the config has none.
 
     Raises `UserError` if the samples cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What `python -m trainer.probe` leaves behind for one label: RUN_DIR/probes/step_00010000/{base,overlay}.json."""
+"""The result of `python -m trainer.probe` for one label: RUN_DIR/probes/step_00010000/{base,overlay}.json."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainer.run_dir import read_object
 
 
 class ProbeResult(Schema):
-    """Accuracies of one label at one checkpoint, and what they have to be compared with.
+    """Accuracies of one label at one checkpoint, and the accuracies to compare them with.
 
-    `checkpoint_step` 0 is the untrained encoder. `chance` is one over the number of classes; `majority_share` is the
+    `checkpoint_step` 0 is the untrained encoder. `chance` is one over the number of classes. `majority_share` is the
     test accuracy of always answering the commonest class of the train set. `seconds` covers all labels of the probe.
-    `title` is what the manifest calls the label for readers, such as "digit"; None if it gives no title.
-    `num_shared` is the number of test samples whose source is in the train set too; None if the datasets do not tell.
+    `title` is the manifest's name of the label for readers, such as "digit"; None if it has none. `num_shared` is the
+    number of test samples whose source is in the train set too; None if the datasets do not record their sources.
     """
 
     label: LabelSpace
@@ -38,7 +38,7 @@ class ProbeResult(Schema):
 
 
 def read_result(path: Path) -> ProbeResult:
-    """Read one result; raises `UserError` if the file is not one."""
+    """Read one result. Raises `UserError` if the file is not one."""
     return ProbeResult.parse(
         read_object(path, mend="remove it, or run `python -m trainer.probe` again"), where=str(path)
     )

@@ -1,4 +1,4 @@
-"""Test samples that show what the train set shows: how many there are, and how many are too many."""
+"""Test samples whose source is in the train set too: count them, and refuse too many."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from trainer.data import DataConfig
 
 
 def find_shared(data: DataConfig, *, train: Manifest, test: Manifest) -> SharedSources | None:
-    """Count the test samples whose source is in the train set too; None if a dataset does not tell its sources.
+    """Count the test samples whose source is in the train set too; None if a dataset does not record its sources.
 
-    If both are one dataset, that is all of them. Raises `UserError` if the digests of a dataset cannot be read.
+    If both are the same dataset, all samples count. Raises `UserError` if the digests of a dataset cannot be read.
     """
     if train.sha256 == test.sha256:
         return SharedSources(test.num_samples, test.num_samples, (("00000000", "00000000"),))
@@ -21,9 +21,9 @@ def find_shared(data: DataConfig, *, train: Manifest, test: Manifest) -> SharedS
 
 
 def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: float) -> str | None:
-    """Return a sentence about the shared samples, None if there are none.
+    """Return a sentence about the shared samples; None if there are none.
 
-    Raises `UserError` if they are more than the share `allowed` of the test samples.
+    Raises `UserError` if they exceed the share `allowed` of the test samples.
     """
     if shared is None or shared.num_shared == 0:
         return None

@@ -1,4 +1,4 @@
-"""Which labels two datasets have to read out."""
+"""The labels that a train set and a test set have in common."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainer.probes.linear import Target
 def readable_labels(
     train: Manifest, test: Manifest, *, wanted: Sequence[LabelSpace] | None = None
 ) -> dict[LabelSpace, tuple[str, ...]]:
-    """The class names of each label there is, `base`, and `overlay` where something was drawn; or of those `wanted`.
+    """Return the class names of each label: `base`, and `overlay` if something was drawn; or of the `wanted` labels.
 
-    Raises `UserError` where train and test set have different classes or inputs, or not a label that is wanted.
+    Raises `UserError` if train and test set have different classes or inputs, or lack a wanted label.
     """
     if (train.medium, train.input_shape) != (test.medium, test.input_shape):
         raise UserError(
@@ -44,7 +44,7 @@ def readable_labels(
 def label_targets(
     train: Pictures, test: Pictures, *, wanted: Sequence[LabelSpace] | None = None
 ) -> dict[LabelSpace, Target]:
-    """The labels to read out. Raises `UserError` as `readable_labels`."""
+    """Return the labels to predict. Raises `UserError` as `readable_labels`."""
     return {
         space: Target(train.labels(space), test.labels(space), num_classes=len(names))
         for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items()
