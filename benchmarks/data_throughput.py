@@ -35,7 +35,8 @@ from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.sample import NO_LABEL, Sample
-from data_pipeline.loading.stream import ReadConfig, Stream, epoch_order
+from data_pipeline.loading.order import epoch_order
+from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_pipeline.storage.shards import encode, write_shards

@@ -42,7 +42,8 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.progress import Progress
-from data_pipeline.loading.stream import Stream, num_steps_per_epoch
+from data_pipeline.loading.order import num_steps_per_epoch
+from data_pipeline.loading.stream import Stream
 from data_pipeline.storage.manifest import load_manifest
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory

@@ -26,7 +26,7 @@ from submitit.core.utils import JobPaths
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Line, Schema
-from data_pipeline.loading.stream import num_steps_per_epoch
+from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import load_manifest
 from launch.outcome import ENDED_NAME, is_inside, outcomes_of_job, read_end, read_outcome

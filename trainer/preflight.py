@@ -11,8 +11,8 @@ from typing import TextIO, TypeVar
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
-from data_pipeline.loading.resident import NodeShare, shared_memory_identity
-from data_pipeline.loading.stream import check_batch_size, num_steps_per_epoch
+from data_pipeline.loading.order import check_batch_size, num_steps_per_epoch
+from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.storage.manifest import Manifest
 from trainer.build import Training
 from trainer.checkpoint.restore import Restored, newest_state, restore

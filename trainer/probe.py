@@ -26,7 +26,7 @@ import torch
 
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.progress import Progress
-from data_pipeline.loading.stream import num_steps_per_epoch
+from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_config
 from trainer.data import read_manifests

@@ -16,7 +16,8 @@ from functools import partial
 import torch
 
 from data_pipeline.core.progress import Progress
-from data_pipeline.loading.stream import Stream, num_steps_per_epoch
+from data_pipeline.loading.order import num_steps_per_epoch
+from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig

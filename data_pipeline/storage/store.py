@@ -1,20 +1,15 @@
-"""Random access to a built dataset: any samples by their indices, decoded from memory-mapped shards.
+"""Read the stored bytes of any samples of a dataset by index, from memory-mapped shards.
 
-Comes in: where a dataset lies, and indices of samples. Goes out: their pictures or sounds, masks and labels, as stored.
-A sample that cannot be read is told in its place, with the reason, and never stops the others.
+Guarantees: no sample is returned under the index of another, since the tar's own header of each member is compared with
+its key when the sample is first read. Nothing is read outside a file that is shorter than it should be, and no member
+is returned that is larger than the manifest allows. A sample that cannot be read does not stop the others.
 
-Invariants: no sample is given out under another's index, since the tar's own header of each member is compared with its
-key when the sample is first read. Nothing is read outside a file that is shorter than it should be. Nothing is decoded
-that is larger than the manifest says.
-
-Shapes: B samples asked for, C channels, H height, W width.
+Shapes: B samples asked for.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, Sample
+from data_pipeline.core.sample import BadSample
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest, load_manifest
-from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.shards import MISSING, EncodedSample, load_index, names_member
 
 logger = logging.getLogger(__name__)
@@ -46,28 +38,17 @@ _REMOTE = RemoteConfig()
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Some samples as stored, in the order in which they were asked for.
+class StoredSamples:
+    """The stored bytes of some samples, in the order in which they were asked for.
 
     Attributes:
-        index_B: (B,) int64, their indices.
-        pictures_BCHW: (B, C, H, W) uint8; None for sounds.
-        clips: B waveforms (T,) of their own lengths, int16, or float32 where something was mixed in; None for pictures.
-        masks_BHW: (B, H, W) uint8, zeros where nothing was drawn; None for sounds.
-        label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` where there is none.
-        bad: by their places in the batch, the samples that could not be read: black, or one point of silence, without
-            labels.
-        read_seconds: of what it took to get them, the part before anything was decoded.
+        files: by the extensions of `Manifest.members`, B views into the shards. A view is empty if its member is
+            missing or cannot be trusted.
+        unreadable: by row, why a sample cannot be read.
     """
 
-    index_B: Tensor
-    pictures_BCHW: Tensor | None
-    clips: tuple[Tensor, ...] | None
-    masks_BHW: Tensor | None
-    label_base_B: Tensor
-    label_overlay_B: Tensor
-    bad: Mapping[int, BadSample]
-    read_seconds: float = 0.0
+    files: Mapping[str, Sequence[memoryview]]
+    unreadable: Mapping[int, str]
 
 
 class _Files(Protocol):
@@ -158,31 +139,6 @@ class SampleStore:
         """Fetch shards of a remote dataset in the background, in this order, instead of those asked for before."""
         self._files.prefetch(self.manifest.shards[shard].name for shard in shards)
 
-    def __getitem__(self, index: int) -> Sample:
-        """One sample, decoded. Raises `UserError` where it cannot be read, `IndexError` past the end."""
-        stored = self.decode(np.array([range(len(self))[index]], dtype=np.int64))
-        for bad in stored.bad.values():
-            raise UserError(
-                f"{self.location}: sample {bad.key} in {bad.shard} cannot be read ({bad.reason}); "
-                f"find all that is wrong with `python -m data_pipeline verify`, then {_MEND}"
-            )
-        content: NDArray[Any]
-        mask = None
-        if stored.pictures_BCHW is not None:
-            content = stored.pictures_BCHW[0].permute(1, 2, 0).contiguous().numpy()
-            if stored.masks_BHW is not None and "mask.png" in self._members:
-                mask = stored.masks_BHW[0].numpy()
-        else:
-            assert stored.clips is not None
-            content = stored.clips[0].numpy()
-        return Sample(
-            index=int(stored.index_B[0]),
-            content=content,
-            mask=mask,
-            label_base=int(stored.label_base_B[0]),
-            label_overlay=int(stored.label_overlay_B[0]),
-        )
-
     def encoded(self, index: int) -> EncodedSample:
         """The stored bytes of one sample, not decoded; what is missing in its shard is missing here.
 
@@ -201,72 +157,41 @@ class SampleStore:
         }
         return EncodedSample(index, members)
 
-    def decode(self, indices: NDArray[np.int64]) -> Stored:
-        """The samples at `indices`, (B,) int64, in that order. Raises `IndexError` below 0 and past the end."""
+    def read(self, indices: NDArray[np.int64]) -> StoredSamples:
+        """Return the stored bytes of the samples at `indices`, (B,) int64, in that order.
+
+        Raises `IndexError` below 0 and past the end, `UserError` if a shard cannot be fetched.
+        """
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} are not all among {len(self)}")
-        began = time.perf_counter()
         shards = np.searchsorted(self.shard_ends, indices, side="right")
         data = {shard: self._map_shard(shard) for shard in np.unique(shards).tolist()}
-        # A member that is missing becomes an empty view, so that only its own decoding fails.
+        # A member that is missing becomes an empty view.
         views = [
             [view[offset : offset + size] for offset, size in zip(row[::2], row[1::2], strict=True)]
             for view, row in zip(map(data.__getitem__, shards.tolist()), self._rows[indices].tolist(), strict=True)
         ]
-        untrusted: dict[int, str] = {}
-        for place in np.flatnonzero(~self._is_checked[indices]).tolist():
-            if (wrong := self._check(int(indices[place]), data[int(shards[place])])) is not None:
-                untrusted[place] = wrong
-                views[place] = [memoryview(b"")] * len(self._members)
+        unreadable: dict[int, str] = {}
+        for row in np.flatnonzero(~self._is_checked[indices]).tolist():
+            if (wrong := self._check(int(indices[row]), data[int(shards[row])])) is not None:
+                unreadable[row] = wrong
+                views[row] = [memoryview(b"")] * len(self._members)
+        for row in np.flatnonzero((self._rows[indices, ::2] == MISSING).any(axis=1)).tolist():
+            unreadable[row] = self._what_is_missing(int(indices[row]))
         files = {name: [sample[number] for sample in views] for number, name in enumerate(self._members)}
-        read_seconds = time.perf_counter() - began
-        labels_B2, errors = _read_labels(files["json"], indices, *label_ranges(self.manifest))
-        pictures_BCHW = masks_BHW = clips = None
-        if "wav" in files:
-            clips, wav_errors = _decode_clips(files["wav"])
-            errors |= wav_errors
-        else:
-            num_channels, height, width = self.manifest.input_shape
-            pictures_BCHW, png_errors = decode_pngs(files["png"], (num_channels, height, width))
-            errors |= png_errors
-            if "mask.png" in files:
-                masks_B1HW, mask_errors = decode_pngs(files["mask.png"], (1, height, width))
-                masks_BHW = masks_B1HW[:, 0]
-                errors |= mask_errors
-            else:
-                masks_BHW = torch.full((len(views), height, width), MASK_OUTSIDE, dtype=torch.uint8)
-        bad: dict[int, BadSample] = {}
-        for place, error in sorted((errors | untrusted).items()):
-            index = int(indices[place])
-            bad[place] = self._bad_sample(index, self._what_is_missing(index) or error)
-            labels_B2[place] = NO_LABEL
-            if clips is not None:
-                clips[place] = torch.zeros_like(clips[place][:1])
-            if pictures_BCHW is not None and masks_BHW is not None:
-                pictures_BCHW[place] = 0
-                masks_BHW[place] = MASK_OUTSIDE
-        return Stored(
-            index_B=torch.from_numpy(indices.astype(np.int64)),
-            pictures_BCHW=pictures_BCHW,
-            clips=None if clips is None else tuple(clips),
-            masks_BHW=masks_BHW,
-            label_base_B=labels_B2[:, 0].contiguous(),
-            label_overlay_B=labels_B2[:, 1].contiguous(),
-            bad=bad,
-            read_seconds=read_seconds,
-        )
+        return StoredSamples(files, unreadable)
+
+    def bad_sample(self, index: int, reason: str) -> BadSample:
+        return BadSample(index, self.manifest.shards[self._shard_of(index)].name, reason)
 
     def _shard_of(self, index: int) -> int:
         return bisect_right(self._ends, index)
 
-    def _bad_sample(self, index: int, reason: str) -> BadSample:
-        return BadSample(index, self.manifest.shards[self._shard_of(index)].name, reason)
-
-    def _what_is_missing(self, index: int) -> str | None:
-        """The reason why a sample is not whole in its shard, None if it is."""
+    def _what_is_missing(self, index: int) -> str:
+        """Return the reason why a sample is not whole in its shard; an empty text if it is."""
         offsets = self._rows[index, ::2].tolist()
         missing = [f"{index:08d}.{name}" for name, at in zip(self._members, offsets, strict=True) if at == MISSING]
-        return f"the shard holds no whole {' and no whole '.join(missing)}" if missing else None
+        return f"the shard holds no whole {' and no whole '.join(missing)}" if missing else ""
 
     def _check(self, index: int, data: memoryview) -> str | None:
         """Compare what the index says of a sample with the headers in its tar, `data`; the first disagreement in words.
@@ -304,7 +229,7 @@ class SampleStore:
                 f"{self.location} holds only {num_whole} of the {len(self)} samples that it should; {_MEND}"
             )
         indices = [index for found in not_whole for index in found.tolist()]
-        return tuple(self._bad_sample(index, self._what_is_missing(index) or "") for index in indices)
+        return tuple(self.bad_sample(index, self._what_is_missing(index)) for index in indices)
 
     def _load_rows(self, shard: int, path: Path) -> NDArray[np.int64]:
         entry = self.manifest.shards[shard]
@@ -347,79 +272,6 @@ class SampleStore:
         limit = max(1, self._files.max_shards or len(kept))
         for shard in gone + kept[:-limit]:
             self._mapped.pop(shard, None)
-
-
-def label_ranges(manifest: Manifest) -> tuple[range, range]:
-    """The base labels and the overlay labels that a stored sample may have; `NO_LABEL` alone where there are none."""
-    names = manifest.label_names
-    num_base, num_overlay = len(names.base), 0 if manifest.is_online else len(names.overlay)
-    nothing = range(NO_LABEL, NO_LABEL + 1)
-    return range(num_base) if num_base else nothing, range(num_overlay) if num_overlay else nothing
-
-
-def _read_labels(
-    files: Sequence[memoryview], indices: NDArray[np.int64], valid_base: range, valid_overlay: range
-) -> tuple[Tensor, dict[int, str]]:
-    """The labels in the samples' JSON, (B, 2) int64, and why a sample's cannot be read, by its place."""
-    try:  # all at once, which is five times as fast as one by one
-        table = np.array([_numbers(stored) for stored in json.loads(b"[" + b",".join(files) + b"]")])
-        if table.shape == (len(files), 3) and table.dtype == np.int64 and (table[:, 0] == indices).all():
-            base_B, overlay_B = table[:, 1], table[:, 2]
-            if _all_within(base_B, valid_base) and _all_within(overlay_B, valid_overlay):
-                return torch.from_numpy(table[:, 1:].copy()), {}
-    except (ValueError, KeyError, TypeError):
-        pass  # one of them is bad: found below
-    labels_B2 = torch.full((len(files), 2), NO_LABEL, dtype=torch.int64)
-    errors: dict[int, str] = {}
-    for place, (file, index) in enumerate(zip(files, indices.tolist(), strict=True)):
-        try:
-            labels_B2[place] = torch.tensor(read_labels(bytes(file), index, valid_base, valid_overlay))
-        except ValueError as error:
-            errors[place] = str(error)
-    return labels_B2, errors
-
-
-def read_labels(text: bytes, index: int, valid_base: range, valid_overlay: range) -> tuple[int, int]:
-    """`label_base` and `label_overlay` out of the JSON of sample `index`.
-
-    Raises `ValueError` that says what is wrong.
-    """
-    try:
-        stored_index, label_base, label_overlay = _numbers(json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index:08d}.json does not decode ({error!r})") from None
-    if stored_index != index:
-        raise ValueError(f"{index:08d}.json says that it is sample {stored_index!r}")
-    for name, label, valid in (
-        ("label_base", label_base, valid_base),
-        ("label_overlay", label_overlay, valid_overlay),
-    ):
-        if not isinstance(label, int) or label not in valid:
-            raise ValueError(f"{name} is {label!r}, not one of {valid.start} to {valid.stop - 1}")
-    return label_base, label_overlay
-
-
-def _numbers(stored: Any) -> tuple[Any, Any, Any]:
-    return stored["index"], stored["label_base"], stored["label_overlay"]
-
-
-def _all_within(labels_B: NDArray[np.int64], valid: range) -> bool:
-    return bool(((labels_B >= valid.start) & (labels_B < valid.stop)).all())
-
-
-def _decode_clips(files: Sequence[memoryview]) -> tuple[list[Tensor], dict[int, str]]:
-    """The waveforms of WAV files, and why one does not decode, by its place; there it is one point of silence."""
-    clips: list[Tensor | None] = []
-    errors: dict[int, str] = {}
-    for place, file in enumerate(files):
-        try:
-            # Torch needs numbers at multiples of their own size, and a WAV's header may be of any length.
-            clips.append(torch.from_numpy(np.require(decode_wav(file), requirements="A")))
-        except ValueError as error:
-            clips.append(None)
-            errors[place] = str(error)
-    dtype = next((clip.dtype for clip in clips if clip is not None), torch.int16)
-    return [torch.zeros(1, dtype=dtype) if clip is None else clip for clip in clips], errors
 
 
 def _map_file(path: Path) -> memoryview:

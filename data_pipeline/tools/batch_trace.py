@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.storage.store import SampleStore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +82,12 @@ def trace(
         if value < least:
             raise UserError(f"{option} must be at least {least}, got {value}")
 
+    store = SampleStore(location)
     read = ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=shuffle_shards)
 
     def stream(rank: int, *, start_step: int, end_step: int) -> Stream:
         return Stream(
-            location,
+            store,
             read=read,
             global_batch_size=global_batch_size,
             seed=seed,

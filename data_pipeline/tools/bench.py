@@ -20,7 +20,9 @@ import torch
 
 from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.stream import ReadConfig, Stream, batch_indices, epoch_order
+from data_pipeline.loading.decode import decode
+from data_pipeline.loading.order import batch_indices, epoch_order
+from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
 
@@ -43,7 +45,7 @@ def rows(location: str, *, batch_size: int, max_workers: int, device: torch.devi
 
     def stream(placement: str, num_workers: int) -> Iterator[int]:
         read = ReadConfig.parse({"num_workers": num_workers, "placement": placement}, where="bench")
-        return stream_counts(location, read=read, global_batch_size=batch_size, device=device)
+        return stream_counts(store, read=read, global_batch_size=batch_size, device=device)
 
     yield Row("stored bytes", 0, partial(encoded_counts, store))
     yield Row("decoded samples", 0, partial(decoded_counts, store, batch_size=batch_size))
@@ -77,15 +79,17 @@ def decoded_counts(store: SampleStore, *, batch_size: int) -> Iterator[int]:
     step = 0
     while True:
         _, indices = batch_indices(len(store), seed=0, step=step, global_batch_size=batch_size)
-        store.decode(indices)
+        decode(store, indices)
         yield batch_size
         step += 1
 
 
-def stream_counts(location: str, *, read: ReadConfig, global_batch_size: int, device: torch.device) -> Iterator[int]:
+def stream_counts(
+    dataset: str | SampleStore, *, read: ReadConfig, global_batch_size: int, device: torch.device
+) -> Iterator[int]:
     """Finished batches out of a stream without end; what its workers prepare while they start is not counted."""
     stream = Stream(
-        location,
+        dataset,
         read=read,
         global_batch_size=global_batch_size,
         seed=0,

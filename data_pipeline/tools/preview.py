@@ -37,8 +37,9 @@ Caption = tuple[str, tuple[int, int, int]]  # a line of text and its colour
 
 def draw_grid(location: str, *, num_samples: int) -> Image.Image:
     """The first `num_samples` samples in rows of ten. A build orders samples so that these are of all classes."""
-    manifest = SampleStore(location).manifest
-    batch = next(read_all(location, batch_size=min(num_samples, manifest.num_samples)))
+    store = SampleStore(location)
+    manifest = store.manifest
+    batch = next(read_all(store, batch_size=min(num_samples, manifest.num_samples)))
     pictures = pictures_of(batch, manifest)
     masks = [None] * len(batch) if batch.masks_BHW is None else list(batch.masks_BHW.numpy())
     captions = captions_of(batch, manifest)

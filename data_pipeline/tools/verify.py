@@ -28,6 +28,7 @@ from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
+from data_pipeline.loading.decode import decode_label, label_ranges
 from data_pipeline.loading.totals import Totals
 from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
@@ -52,7 +53,6 @@ from data_pipeline.storage.shards import (
     read_headers,
 )
 from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
-from data_pipeline.storage.store import label_ranges, read_labels
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ def _contents(data: memoryview, key: str, fields: Mapping[str, TarMember], manif
 
 def _decode(key: str, fields: dict[str, bytes], manifest: Manifest) -> Sample:
     """The sample; raises `ValueError` that tells what is wrong if it does not decode or does not fit the manifest."""
-    label_base, label_overlay = read_labels(fields["json"], int(key), *label_ranges(manifest))
+    label_base, label_overlay = decode_label(fields["json"], int(key), *label_ranges(manifest))
     content: NDArray[Any]
     mask = None
     if manifest.medium == "sound":

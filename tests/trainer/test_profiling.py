@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.loading.resident import Rows
-from data_pipeline.loading.stream import Draws
+from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.storage.store import SampleStore
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
@@ -27,8 +26,8 @@ from trainer.views.expert_image import ExpertImage
 DELAY_SECONDS = 0.05
 DELAYED: dict[str, tuple[Any, str]] = {
     "read": (SampleStore, "_map_shard"),
-    "decode": (Rows, "of"),
-    "overlay": (Draws, "drawn"),
+    "decode": (BatchMaker, "collate"),
+    "overlay": (BatchMaker, "apply_overlay"),
     "views": (ExpertImage, "forward"),
     "forward": (Encoder, "forward"),
     "backward": (DDPEngine, "backward"),

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.stream import Stream, batch_indices
+from data_pipeline.loading.order import batch_indices
+from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay

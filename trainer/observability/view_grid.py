@@ -50,7 +50,7 @@ def view_grid(
     picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0, device=device)
     _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1, device=device)
     parts = [picture_NCHW, first_NCHW, second_NCHW]
-    if pictures.sounds is not None:
+    if pictures.are_sounds:
         low, high = picture_NCHW.min(), picture_NCHW.max()
         parts = [((part - low) / (high - low)).flip(2) for part in parts]
     picture, first, second = (_to_nhwc(part) for part in parts)

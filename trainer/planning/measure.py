@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading.stream import num_steps_per_epoch
+from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig

@@ -11,8 +11,9 @@ Shapes: N samples, B batch, C channels, H height, W width, T points of a wavefor
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,25 +24,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from data_pipeline.audio.log_mel import MelConfig, mel_config
+from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import Batch
-from data_pipeline.loading.resident import Rows, place
-from data_pipeline.loading.stream import Draws, ReadConfig, check_bad_share, read_all
-from data_pipeline.overlays import Overlay, evaluation_keys, no_mask
+from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.loading.collate import BatchMaker
+from data_pipeline.loading.decode import DecodedSamples, decode
+from data_pipeline.loading.placement import place_data, read_whole
+from data_pipeline.loading.stream import ReadConfig, check_bad_share
+from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.views.expert_audio import clean_spectrogram
 
+logger = logging.getLogger(__name__)
+
 LabelSpace = Literal["base", "overlay"]
 LABEL_SPACES: tuple[LabelSpace, ...] = ("base", "overlay")
 TRAIN_DRAW = (
     1_000_000  # a probe's train samples are of this draw: of 0, number i would bear the overlay of test sample i
 )
+_CPU = torch.device("cpu")
 _CHUNK = 1024  # samples that are drawn on at a time
 _REMOTE_SHARDS = 8
 _ENCODED_AT_ONCE = 128  # no setting: bits may depend on it
@@ -77,51 +83,37 @@ class InputBatch:
 
 
 @dataclass(frozen=True)
-class OnlinePictures:
-    """Pictures (N, C, H, W) uint8 as they are stored, and the overlay that is drawn on them when they are read."""
+class StoredInputs:
+    """Samples as they are stored, for datasets whose inputs are drawn as they are read: sounds, and online overlays.
 
-    clean_NCHW: Tensor
-    overlay: Overlay
-
-
-@dataclass(frozen=True)
-class Sounds:
-    """Sounds as they are stored, each in its own length, and the background that is mixed into them when they are read.
-
-    `mel` makes their pictures, and `draw` numbers the draw that the pictures of the dataset are of.
+    `draw` numbers the draws of the overlay, all of them the same in every run.
     """
 
     manifest: Manifest
-    rows: Rows
+    samples: DecodedSamples
     overlay: Overlay | None
-    mel: MelConfig
     draw: int
 
-    def drawn(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> Batch:
-        """Waveforms (B, T) of some rows as training would see them under `keys(index_B)`: crop, background, label."""
-        draws = Draws(self.manifest, self.overlay, False, lambda index_B, epoch, view: keys(index_B))
-        return draws.drawn(draws.cropped(self.rows.take(row_B), step=0, epoch=0, bad=()))
-
-    def evaluated(self, row_B: Tensor) -> Batch:
-        """The same under the draw that is alike in every run."""
-        return self.drawn(row_B, lambda index_B: evaluation_keys(index_B, draw=self.draw))
+    def batch(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys] | None = None) -> Batch:
+        """Return some rows as training would see them under `keys(index_B)`; by default under the draw `draw`."""
+        chosen = keys or (lambda index_B: evaluation_keys(index_B, draw=self.draw))
+        maker = BatchMaker(self.manifest, self.overlay, lambda index_B, epoch, view: chosen(index_B))
+        return maker.apply_overlay(maker.collate(self.samples.take(row_B)))
 
 
 @dataclass(frozen=True)
 class Pictures:
     """Every sample of a dataset once, in stored order, on the host.
 
-    Where the overlay is online, `images_NCHW`, masks and labels are of one draw, the same in every run, and `redraw`
-    gives others.
+    If inputs are drawn as they are read, `images_NCHW`, masks and labels are of one draw, the same in every run, and
+    `redraw` gives others.
 
     Attributes:
         manifest: of the dataset.
         images_NCHW: uint8; of sounds, their normalised spectrograms, (N, 1, H, W) float32.
         masks_NHW: uint8; None for sounds.
         index_N, label_base_N, label_overlay_N: int64.
-        online: the overlay, and the pictures (N, C, H, W) without it; None where it is baked in or there is none, and
-            for sounds.
-        sounds: what the spectrograms were made from; None for pictures.
+        stored: what the inputs are drawn from; None if each reading gives the same inputs.
     """
 
     manifest: Manifest
@@ -130,83 +122,75 @@ class Pictures:
     index_N: Tensor
     label_base_N: Tensor
     label_overlay_N: Tensor
-    online: OnlinePictures | None = None
-    sounds: Sounds | None = None
+    stored: StoredInputs | None = None
 
     def __len__(self) -> int:
         return self.index_N.numel()
 
-    def inputs(self, row_B: Tensor) -> InputBatch:
-        """What a view policy is given of some rows, of the same draw as `images_NCHW`."""
-        masks_BHW = None if self.masks_NHW is None else self.masks_NHW[row_B]
-        inputs = self.images_NCHW[row_B] if self.sounds is None else self.sounds.evaluated(row_B).inputs_a
-        return InputBatch(inputs, masks_BHW, {space: self.labels(space)[row_B] for space in LABEL_SPACES})
-
-    def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> InputBatch:
-        """Some rows, with a new overlay where it is online: drawn from `keys(index_B)`."""
-        if self.sounds is not None:
-            batch = self.sounds.drawn(row_B, keys)
-            return InputBatch(batch.inputs_a, None, {"base": batch.label_base_B, "overlay": batch.label_overlay_B})
-        if self.online is None:
-            return self.inputs(row_B)
-        labels: dict[LabelSpace, Tensor] = {space: self.labels(space)[row_B] for space in LABEL_SPACES}
-        drawn = self.online.overlay(self.online.clean_NCHW[row_B], keys(self.index_N[row_B]))
-        return InputBatch(drawn.inputs, drawn.masks_BHW, labels | {"overlay": drawn.label_B})
+    @property
+    def are_sounds(self) -> bool:
+        return self.manifest.medium == "sound"
 
     @property
     def is_drawn_online(self) -> bool:
-        return self.online is not None or (self.sounds is not None and self.sounds.overlay is not None)
+        return self.stored is not None and self.stored.overlay is not None
+
+    def inputs(self, row_B: Tensor) -> InputBatch:
+        """Return what a view policy is given of some rows, of the same draw as `images_NCHW`."""
+        masks_BHW = None if self.masks_NHW is None else self.masks_NHW[row_B]
+        are_waveforms = self.stored is not None and self.are_sounds
+        inputs = self.stored.batch(row_B).inputs_a if self.stored and are_waveforms else self.images_NCHW[row_B]
+        return InputBatch(inputs, masks_BHW, {space: self.labels(space)[row_B] for space in LABEL_SPACES})
+
+    def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> InputBatch:
+        """Return some rows, drawn anew from `keys(index_B)` if inputs are drawn as they are read."""
+        if self.stored is None:
+            return self.inputs(row_B)
+        batch = self.stored.batch(row_B, keys)
+        labels: dict[LabelSpace, Tensor] = {"base": batch.label_base_B, "overlay": batch.label_overlay_B}
+        return InputBatch(batch.inputs_a, batch.masks_BHW, labels)
 
     def with_draw(self, draw: int) -> Pictures:
-        """The same samples under another draw of their overlay; themselves where nothing is drawn online."""
-        if not self.is_drawn_online:
+        """Return the same samples under another draw of their overlay; themselves if none is drawn online."""
+        if self.stored is None or not self.is_drawn_online:
             return self
-        if self.sounds is not None:
-            return _of_sounds(replace(self.sounds, draw=draw))
-        assert self.online is not None
-        return _of_pictures(self.manifest, self.index_N, self.label_base_N, self.online, draw=draw)
+        return _finish(replace(self.stored, draw=draw))
 
     def seen(self, inputs: Tensor) -> Tensor:
-        """What the encoder sees without a view, of pictures in [0, 1] or of waveforms as `redraw` gives them."""
-        return inputs if self.sounds is None else clean_spectrogram(inputs, self.sounds.mel)
+        """Return what the encoder sees without a view, of pictures in [0, 1] or of waveforms as `redraw` gives them."""
+        return _spectrograms(inputs, self.manifest)
 
     def labels(self, space: LabelSpace) -> Tensor:
         return self.label_base_N if space == "base" else self.label_overlay_N
 
     def class_names(self, space: LabelSpace) -> tuple[str, ...]:
-        """Empty for `overlay` where nothing was drawn."""
+        """Return the class names; none for `overlay` if nothing was drawn."""
         return self.manifest.label_names.base if space == "base" else self.manifest.label_names.overlay
 
 
 def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
-    """Read a whole dataset; 50,000 pictures of 32x32 are 205 MB, twice that where the overlay is online. 24,000 sounds
-    at 48 kHz are about 2 GB.
+    """Read a whole dataset into memory; samples that cannot be read are left out.
 
-    `draw` numbers the draws of an online overlay, all of them the same in every run. Raises `UserError` where there is
-    no dataset, or one of sounds that do not fit in memory or whose rate has no spectrogram.
+    50,000 pictures of 32x32 are 205 MB, twice that with an online overlay. 24,000 sounds at 48 kHz are about 2 GB.
+    `draw` numbers the draws of an online overlay, all of them the same in every run.
+
+    Raises `UserError` if there is no dataset, if too many of its samples cannot be read, or if its sounds do not fit in
+    memory or have a rate without a spectrogram.
     """
     store = SampleStore(location, remote=read.remote)
-    if store.manifest.medium == "sound":
-        return _read_sounds(store, location, max_bad_share=read.max_bad_share, draw=draw)
-    batches = list(
-        read_all(location, batch_size=_CHUNK, draw=None, remote=read.remote, max_bad_share=read.max_bad_share)
-    )
-    images_NCHW, index_N, label_base_N, label_overlay_N, masks_NHW = (
-        torch.cat([getattr(batch, name) for batch in batches])
-        for name in ("inputs_a", "index_B", "label_base_B", "label_overlay_B", "masks_BHW")
-    )
-    if store.overlay is not None:
-        return _of_pictures(
-            store.manifest, index_N, label_base_N, OnlinePictures(images_NCHW, store.overlay), draw=draw
-        )
-    return Pictures(store.manifest, images_NCHW, masks_NHW, index_N, label_base_N, label_overlay_N)
+    _check_bad(store, store.known_bad, read)
+    samples = _read_sounds(store) if store.manifest.medium == "sound" else read_whole(store, _CPU)
+    _check_bad(store, samples.bad.values(), read)
+    for bad in samples.bad.values():
+        logger.warning("%s: %s in %s is left out: %s", location, bad.key, bad.shard, bad.reason)
+    return _finish(StoredInputs(store.manifest, samples.without_bad(), store.overlay, draw))
 
 
 def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
-    """As `read_pictures`, of `num` samples (of all, if there are fewer) that are chosen by chance, the same each time;
-    of a remote dataset, from a few of its shards, so that little is fetched.
+    """Read `num` samples (all, if there are fewer) that are chosen by chance, the same each time.
 
-    Samples among them that cannot be read are left out. Raises `UserError` where there is no dataset, or none can be.
+    Those of a remote dataset come from a few of its shards, so that little is fetched. Samples that cannot be read are
+    left out. Raises `UserError` if there is no dataset, or if none of the samples can be read.
     """
     store = SampleStore(location, remote=read.remote)
     chosen = _choose(
@@ -214,22 +198,14 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
         num=num,
         num_shards=min(_REMOTE_SHARDS, store.max_shards or _REMOTE_SHARDS) if is_remote(location) else None,
     )
-    stored = store.decode(chosen)
-    good = [row for row in range(len(chosen)) if row not in stored.bad]
-    if not good:
+    samples = decode(store, chosen).without_bad()
+    if not len(samples):
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
-    rows = Rows.of(stored, store.manifest).take(torch.tensor(good))
-    if store.manifest.sample_rate is not None:
-        mel = mel_config(store.manifest.sample_rate)
-        return _of_sounds(Sounds(store.manifest, rows, store.overlay, mel, draw))
-    assert rows.pictures_BCHW is not None
-    if store.overlay is not None:
-        online = OnlinePictures(rows.pictures_BCHW, store.overlay)
-        return _of_pictures(store.manifest, rows.index_B, rows.label_base_B, online, draw=draw)
-    masks_BHW = no_mask(rows.pictures_BCHW) if rows.masks_BHW is None else rows.masks_BHW
-    return Pictures(
-        store.manifest, rows.pictures_BCHW, masks_BHW, rows.index_B, rows.label_base_B, rows.label_overlay_B
-    )
+    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
+
+
+def _check_bad(store: SampleStore, bad: Collection[BadSample], read: ReadConfig) -> None:
+    check_bad_share(bad, num_samples=len(store), max_share=read.max_bad_share, where=store.location)
 
 
 def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) -> NDArray[np.int64]:
@@ -241,56 +217,32 @@ def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) 
     return np.sort(draw.permutation(candidates)[:num]).astype(np.int64)
 
 
-def _of_pictures(
-    manifest: Manifest, index_N: Tensor, label_base_N: Tensor, online: OnlinePictures, *, draw: int
-) -> Pictures:
-    drawn = [
-        online.overlay(clean_BCHW, evaluation_keys(index_B, draw=draw))
-        for clean_BCHW, index_B in zip(
-            torch.split(online.clean_NCHW, _CHUNK), torch.split(index_N, _CHUNK), strict=True
-        )
-    ]
+def _read_sounds(store: SampleStore) -> DecodedSamples:
+    placed = place_data(store, wanted="auto", resident_gigabytes=math.inf, device=_CPU, share=None, show_progress=False)
+    if placed.samples is None:
+        raise UserError(f"{store.location} cannot be read into memory ({placed.reason}); free some memory")
+    return placed.samples
+
+
+def _finish(stored: StoredInputs) -> Pictures:
+    manifest, samples = stored.manifest, stored.samples
+    batches = [stored.batch(row_B) for row_B in torch.split(torch.arange(len(samples)), _CHUNK)]
+    masks = [batch.masks_BHW for batch in batches if batch.masks_BHW is not None]
+    is_drawn = manifest.medium == "sound" or stored.overlay is not None
     return Pictures(
         manifest=manifest,
-        images_NCHW=torch.cat([part.inputs for part in drawn]),
-        masks_NHW=torch.cat([part.masks_BHW for part in drawn]),
-        index_N=index_N,
-        label_base_N=label_base_N,
-        label_overlay_N=torch.cat([part.label_B for part in drawn]),
-        online=online,
+        images_NCHW=torch.cat([_spectrograms(batch.inputs_a, manifest) for batch in batches]),
+        masks_NHW=torch.cat(masks) if masks else None,
+        index_N=samples.index_B,
+        label_base_N=samples.label_base_B,
+        label_overlay_N=torch.cat([batch.label_overlay_B for batch in batches]),
+        stored=stored if is_drawn else None,
     )
 
 
-def _read_sounds(store: SampleStore, location: Path | str, *, max_bad_share: float, draw: int) -> Pictures:
-    """Sounds that cannot be read are left out."""
-    assert store.manifest.sample_rate is not None
-    mel = mel_config(store.manifest.sample_rate)
-    host = torch.device("cpu")
-    placed = place(store, wanted="auto", resident_gigabytes=math.inf, device=host, share=None, show_progress=False)
-    if placed.resident is None:
-        raise UserError(f"{location} cannot be read into memory ({placed.reason}); free some memory")
-    bad = placed.resident.bad
-    check_bad_share(tuple(bad.values()), num_samples=len(store), max_share=max_bad_share, where=location)
-    good = [row for row in range(len(store)) if row not in bad]
-    rows = placed.resident.rows.take(torch.tensor(good, dtype=torch.int64))
-    return _of_sounds(Sounds(store.manifest, rows, store.overlay, mel, draw))
-
-
-def _of_sounds(sounds: Sounds) -> Pictures:
-    labels, images = [], []
-    for row_B in torch.split(torch.arange(len(sounds.rows.index_B)), _CHUNK):
-        batch = sounds.evaluated(row_B)
-        images.append(clean_spectrogram(batch.inputs_a, sounds.mel))
-        labels.append(batch.label_overlay_B)
-    return Pictures(
-        manifest=sounds.manifest,
-        images_NCHW=torch.cat(images),
-        masks_NHW=None,
-        index_N=sounds.rows.index_B,
-        label_base_N=sounds.rows.label_base_B,
-        label_overlay_N=torch.cat(labels),
-        sounds=sounds,
-    )
+def _spectrograms(inputs: Tensor, manifest: Manifest) -> Tensor:
+    """Return what the encoder sees of pictures, which is themselves, or of waveforms (B, T): (B, 1, H, W)."""
+    return inputs if manifest.sample_rate is None else clean_spectrogram(inputs, mel_config(manifest.sample_rate))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from data_pipeline.building.build import balanced_order, build_dataset
 from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Sample
+from data_pipeline.loading.decode import decode_sample
 from data_pipeline.loading.totals import Totals
 from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
 from data_pipeline.overlays.registry import save_overlay
@@ -49,7 +50,7 @@ def names(directory: Path) -> list[str]:
 
 def samples(directory: Path) -> list[Sample]:
     store = SampleStore(directory)
-    return [store[index] for index in range(len(store))]
+    return [decode_sample(store, index) for index in range(len(store))]
 
 
 @pytest.fixture(scope="module")
@@ -578,8 +579,8 @@ def test_a_killed_worker_ends_the_build_which_can_go_on(tmp_path: Path) -> None:
 MEMORY_OF_BUILDS = """
 import re, sys
 from pathlib import Path
-from data_pipeline import build
-from data_pipeline.catalogue import Ingredients
+from data_pipeline.building import build
+from data_pipeline.building.catalogue import Ingredients
 from data_pipeline.sources.silence import Silence
 
 build.open_dataset = lambda dataset, limit, **rest: Ingredients(Silence(limit, 8000), None, "silence", 8000, 8333)

@@ -17,6 +17,7 @@ from sklearn.linear_model import LogisticRegression
 
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.decode import decode_sample
 from data_pipeline.sources import digits
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
@@ -79,7 +80,9 @@ def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(find_problems(tmp_path / "out")) == []
     assert (len(manifest.label_names.base), manifest.counts_base[:5]) == (100, (1, 1, 1, 1, 0))
     store = SampleStore(tmp_path / "out")
-    stored = {store[index].content.tobytes(): store[index].label_base for index in range(4)}
+    stored = {
+        decode_sample(store, index).content.tobytes(): decode_sample(store, index).label_base for index in range(4)
+    }
     assert stored == {picture.tobytes(): label for picture, label in zip(pixels[0], [3, 1, 2, 0], strict=True)}
 
 

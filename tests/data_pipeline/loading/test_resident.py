@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading import resident
-from data_pipeline.loading.resident import SHARED, NodeShare, free_host_bytes, resident_bytes, shared_memory_identity
+from data_pipeline.loading import placement, shared_memory
+from data_pipeline.loading.placement import free_host_bytes, resident_bytes
+from data_pipeline.loading.shared_memory import SHARED, NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.storage.store import SampleStore
@@ -117,13 +118,13 @@ def test_every_shard_is_read_once_and_none_after_that(
     datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    decode = SampleStore.decode
+    read_stored = SampleStore.read
 
     def counting(store: SampleStore, indices: NDArray[np.int64]) -> Any:
         read.extend(indices.tolist())
-        return decode(store, indices)
+        return read_stored(store, indices)
 
-    monkeypatch.setattr(SampleStore, "decode", counting)
+    monkeypatch.setattr(SampleStore, "read", counting)
     list(stream(datasets["online"], placement="host"))
     assert sorted(read) == list(range(NUM_SAMPLES))
 
@@ -152,13 +153,13 @@ def test_auto_reads_nothing_ahead_for_less_than_an_epoch(datasets: dict[str, Pat
 
 def test_memory_that_is_not_free_is_not_taken(datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes = resident_bytes(SampleStore(datasets["baked"]).manifest)
-    monkeypatch.setattr(resident, "free_host_bytes", lambda: 2 * num_bytes - 1)
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 2 * num_bytes - 1)
     batches = stream(datasets["baked"])
     assert batches.placement == "stream"
     assert "GB are free in host memory, of which it may take half" in batches.placement_reason
     with pytest.raises(UserError, match=r"GB are free in host memory.*; set data.placement to stream, or free some"):
         stream(datasets["baked"], placement="host")
-    monkeypatch.setattr(resident, "free_host_bytes", lambda: 2 * num_bytes)
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 2 * num_bytes)
     assert stream(datasets["baked"]).placement == "host"
 
 
@@ -212,14 +213,14 @@ def test_ranks_of_a_machine_share_one_copy(
     datasets: dict[str, Path], kind: str, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    decode = SampleStore.decode
+    read_stored = SampleStore.read
 
     def counting(store: SampleStore, indices: NDArray[np.int64]) -> Any:
         read.extend(indices.tolist())
-        return decode(store, indices)
+        return read_stored(store, indices)
 
     with monkeypatch.context() as context:
-        context.setattr(SampleStore, "decode", counting)
+        context.setattr(SampleStore, "read", counting)
         streams = as_ranks(datasets[kind], token := f"test-{os.getpid()}-{kind}", placement=placement)
     assert sorted(read) == list(range(NUM_SAMPLES))  # by one rank
     assert not (SHARED / token).exists()
@@ -248,9 +249,9 @@ def test_where_memory_cannot_be_shared_all_ranks_know_in_time(
         case "no room":
             monkeypatch.setattr(os, "posix_fallocate", no_room)
         case "no directory":
-            monkeypatch.setattr(resident, "SHARED", tmp_path / "nowhere")
+            monkeypatch.setattr(shared_memory, "SHARED", tmp_path / "nowhere")
         case "no memory":
-            monkeypatch.setattr(resident, "free_host_bytes", lambda: 1000)
+            monkeypatch.setattr(placement, "free_host_bytes", lambda: 1000)
     token = f"test-{os.getpid()}"
     for batches in as_ranks(datasets["online"], token):
         assert batches.placement == "stream"
@@ -267,7 +268,7 @@ def test_where_the_first_rank_fails_all_fail_alike(datasets: dict[str, Path], mo
     def fail(*_: object) -> None:
         raise UserError("the server is gone")
 
-    monkeypatch.setattr(SampleStore, "decode", fail)
+    monkeypatch.setattr(SampleStore, "read", fail)
     token = f"test-{os.getpid()}"
 
     def error(share: NodeShare) -> str:
@@ -301,7 +302,7 @@ def test_a_killed_rank_leaves_nothing_behind(datasets: dict[str, Path], monkeypa
         is_reading.set()
         time.sleep(60)
 
-    monkeypatch.setattr(SampleStore, "decode", read_for_ever)
+    monkeypatch.setattr(SampleStore, "read", read_for_ever)
     share = NodeShare(local_rank=0, barrier=lambda: None, token=token)
     rank = context.Process(target=stream, args=(datasets["baked"],), kwargs={"share": share, "rank": 0})
     rank.start()

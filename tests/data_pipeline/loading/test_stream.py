@@ -25,17 +25,9 @@ from data_pipeline.audio.waveform import crop_last
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch, Sample
-from data_pipeline.loading.stream import (
-    Plan,
-    ReadConfig,
-    Stream,
-    batch_indices,
-    check_bad_share,
-    epoch_order,
-    num_steps_per_epoch,
-    read_all,
-    shard_windows,
-)
+from data_pipeline.loading.decode import decode, decode_sample
+from data_pipeline.loading.order import BatchOrder, batch_indices, epoch_order, num_steps_per_epoch, shard_windows
+from data_pipeline.loading.stream import ReadConfig, Stream, check_bad_share, read_all
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
@@ -143,8 +135,12 @@ def test_global_batches_are_the_same_for_any_ranks_and_hold_no_key_twice(
     num_steps = num_samples // size
 
     def seen(world_size: int) -> list[list[int]]:
-        plans = [Plan(num_samples, seed, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)]
-        return whole_batches([[plan.at(step, bad={})[1].tolist() for step in range(2 * num_steps)] for plan in plans])
+        orders = [
+            BatchOrder(num_samples, seed, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)
+        ]
+        return whole_batches(
+            [[order.at(step, bad={})[1].tolist() for step in range(2 * num_steps)] for order in orders]
+        )
 
     together = seen(world_size)
     assert {len(batch) for batch in together} == {size}
@@ -165,14 +161,14 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
     indices = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples))
     bad = {index: BadSample(index, "shard", "torn") for index in indices}
     for step in range(num_samples // size):
-        clean = Plan(num_samples, seed, size, 0, 1, ends, shuffle_shards).at(step, bad={})[1].tolist()
+        clean = BatchOrder(num_samples, seed, size, 0, 1, ends, shuffle_shards).at(step, bad={})[1].tolist()
         order = epoch_order(num_samples, seed=seed, epoch=0, shard_ends=ends, shuffle_shards=shuffle_shards)
         hopeless = any(set(order[place::size].tolist()) <= indices for place in range(size))
         parts: list[list[int]] = []
         passed: list[BadSample] = []
         try:
             for rank in range(world_size):
-                part = Plan(num_samples, seed, size, rank, world_size, ends, shuffle_shards).at(step, bad=bad)
+                part = BatchOrder(num_samples, seed, size, rank, world_size, ends, shuffle_shards).at(step, bad=bad)
                 parts.append(part[1].tolist())
                 passed += part[2]
         except UserError:
@@ -202,8 +198,10 @@ def test_continued_on_other_ranks_sees_the_rest_of_the_epoch(
     stopped_at = data.draw(st.integers(0, num_steps))
 
     def seen(world_size: int, steps: range) -> list[int]:
-        plans = [Plan(num_samples, 3, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)]
-        return [index for step in steps for plan in plans for index in plan.at(step, bad={})[1].tolist()]
+        orders = [
+            BatchOrder(num_samples, 3, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)
+        ]
+        return [index for step in steps for order in orders for index in order.at(step, bad={})[1].tolist()]
 
     together = seen(4, range(stopped_at)) + seen(resumed_on, range(stopped_at, num_steps))
     assert together == seen(1, range(num_steps))
@@ -374,13 +372,13 @@ def test_resuming_decodes_nothing_that_it_skips(
 ) -> None:
     directory, samples = datasets[17]
     asked_for: list[int] = []
-    decode = SampleStore.decode
+    read_stored = SampleStore.read
 
     def counting(store: SampleStore, indices: NDArray[np.int64]) -> Any:
         asked_for.extend(indices.tolist())
-        return decode(store, indices)
+        return read_stored(store, indices)
 
-    monkeypatch.setattr(SampleStore, "decode", counting)
+    monkeypatch.setattr(SampleStore, "read", counting)
     num_steps = len(samples) // GLOBAL_BATCH_SIZE
     batch = next(iter(stream(directory, start_step=num_steps * 9 // 10, end_step=num_steps)))
     assert asked_for == batch.index_B.tolist()
@@ -472,7 +470,7 @@ def noise() -> Noise:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_online_pictures_are_drawn_by_seed_epoch_index_and_view(tmp_path: Path, num_workers: int) -> None:
     directory = write_tiny_dataset(tmp_path / "online", num_samples=24, overlay="online")
-    clean_NCHW = SampleStore(directory).decode(np.arange(24)).pictures_BCHW
+    clean_NCHW = decode(SampleStore(directory), np.arange(24)).pictures_BCHW
     assert clean_NCHW is not None
     shared = list(stream(directory, end_step=6, num_workers=num_workers))
     apart = list(stream(directory, end_step=6, num_workers=num_workers, overlay_draw="per_view"))
@@ -524,7 +522,7 @@ def test_sounds_are_cut_and_mixed_for_each_view(
             last_B = crop_last(draw) if split == "train" else torch.zeros(8, dtype=torch.bool)
             expected_BT = torch.zeros(8, NUM_POINTS)
             for row, index in enumerate(batch.index_B.tolist()):
-                points = store[index].content / np.float32(32_768)
+                points = decode_sample(store, index).content / np.float32(32_768)
                 part = points[-NUM_POINTS:] if last_B[row] else points[:NUM_POINTS]
                 expected_BT[row, : len(part)] = torch.from_numpy(part)
             mixed = store.overlay(expected_BT, draw)
@@ -543,14 +541,14 @@ def test_sounds_that_were_mixed_when_built_come_as_stored(tmp_path: Path) -> Non
     for batch in stream(directory, end_step=1):
         assert batch.inputs_a is batch.inputs_b
         for row, index in enumerate(batch.index_B.tolist()):
-            np.testing.assert_array_equal(batch.inputs_a[row].numpy(), store[index].content)
-            assert batch.label_overlay_B[row] == store[index].label_overlay
+            np.testing.assert_array_equal(batch.inputs_a[row].numpy(), decode_sample(store, index).content)
+            assert batch.label_overlay_B[row] == decode_sample(store, index).label_overlay
 
 
 @pytest.mark.parametrize("overlay", ["baked", "none"])
 def test_one_draw_for_each_view_needs_an_online_overlay(tmp_path: Path, overlay: Literal["baked", "none"]) -> None:
     directory = write_tiny_dataset(tmp_path / "data", num_samples=8, overlay=overlay)
-    with pytest.raises(UserError, match=r"holds no overlay that is drawn as it is read.*--overlay online"):
+    with pytest.raises(UserError, match=r"built without `--overlay online`, which per-view overlays need"):
         stream(directory, end_step=1, overlay_draw="per_view")
 
 
@@ -772,7 +770,7 @@ def test_read_all_gives_every_sample_in_stored_order(datasets: dict[int, tuple[P
 
 def test_read_all_draws_the_same_in_batches_of_any_size(tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "online", num_samples=30, overlay="online", split="test")
-    clean_NCHW = SampleStore(directory).decode(np.arange(30)).pictures_BCHW
+    clean_NCHW = decode(SampleStore(directory), np.arange(30)).pictures_BCHW
     for draw in (0, 3):
         expected = Shapes()(clean_NCHW, evaluation_keys(torch.arange(30), draw=draw))
         for batch_size in (7, 30):

@@ -25,6 +25,7 @@ import pytest
 import webdataset
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.decode import decode
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, _locked, file_url, is_remote
 from data_pipeline.storage.manifest import MANIFEST_NAME, OVERLAY_NAME, load_manifest
 from data_pipeline.storage.shards import index_path
@@ -184,7 +185,7 @@ def test_samples_are_those_of_the_local_dataset(
     remote = SampleStore(location, remote=cached(tmp_path / "cache"))
     local = SampleStore(dataset)
     order = np.random.default_rng(0).permutation(len(local))
-    there, here = remote.decode(order), local.decode(order)
+    there, here = decode(remote, order), decode(local, order)
     assert there.pictures_BCHW is not None
     assert here.pictures_BCHW is not None
     assert (there.pictures_BCHW == here.pictures_BCHW).all()
@@ -210,7 +211,7 @@ def test_a_location_without_indices_is_asked_for_one_once(dataset: Path, server:
     shutil.copytree(dataset, origin, ignore=shutil.ignore_patterns("*.index"))
     server.directory = origin
     store = SampleStore(server.url, remote=cached(tmp_path / "cache"))
-    assert not store.decode(np.arange(len(store))).bad
+    assert not decode(store, np.arange(len(store))).bad
     assert len([name for name in server.requests if name.endswith(".index")]) == 1
 
 
@@ -218,7 +219,7 @@ def test_a_damaged_index_is_made_anew(server: FaultyServer, tmp_path: Path) -> N
     for fault in ("truncate", "corrupt"):
         server.faults[index_path(Path(SHARDS[0])).name] = [fault]
         store = SampleStore(server.url, remote=cached(tmp_path / fault))
-        assert not store.decode(np.arange(4)).bad
+        assert not decode(store, np.arange(4)).bad
 
 
 def test_the_assets_of_an_online_overlay_come(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.decode import decode
 from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from data_pipeline.storage.shards import index_content, index_path, index_shard, read_headers
 from data_pipeline.storage.store import SampleStore
@@ -72,7 +73,7 @@ def read_everything(directory: Path) -> None:
     with memory_limit(MEMORY):
         try:
             store = SampleStore(directory)
-            store.decode(np.arange(len(store)))
+            decode(store, np.arange(len(store)))
         except UserError as error:
             check_is_one_line(error)
         try:
@@ -232,7 +233,7 @@ def test_what_the_fuzzers_start_from_is_sound(whole: dict[str, Path]) -> None:
     for directory in whole.values():
         verification = Verification(directory)
         assert not list(verification.problems())
-        assert not SampleStore(directory).decode(np.arange(NUM_SAMPLES)).bad
+        assert not decode(SampleStore(directory), np.arange(NUM_SAMPLES)).bad
 
 
 def test_the_limit_of_memory_holds() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Sample
+from data_pipeline.loading.decode import decode, decode_sample
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.remote.cache import RemoteConfig
@@ -74,16 +75,16 @@ def test_written_samples_come_back(tmp_path: Path) -> None:
     assert (store.known_bad, store.overlay, store.location, store.max_shards) == ((), None, tmp_path, None)
     store.prefetch([2, 0])
     for sample in samples:
-        assert_same(store[sample.index], sample)
+        assert_same(decode_sample(store, sample.index), sample)
         assert store.encoded(sample.index) == encode(sample)
     for index in (23, -24):
         with pytest.raises(IndexError):
-            store[index]
+            decode_sample(store, index)
     for index in (23, -1):
         with pytest.raises(IndexError):
             store.encoded(index)
         with pytest.raises(IndexError):
-            store.decode(np.array([0, index]))
+            decode(store, np.array([0, index]))
 
 
 def test_tars_that_plain_webdataset_wrote_are_read(tmp_path: Path) -> None:
@@ -91,15 +92,15 @@ def test_tars_that_plain_webdataset_wrote_are_read(tmp_path: Path) -> None:
     store = SampleStore(str(tmp_path))
     assert all(index_path(tmp_path / f"shard-0000{shard}.tar").is_file() for shard in range(3))
     for sample in samples:
-        assert_same(store[sample.index], sample)
+        assert_same(decode_sample(store, sample.index), sample)
 
 
 def test_a_batch_is_in_the_order_asked_for(tmp_path: Path) -> None:
     samples = random_samples(23)
     store = SampleStore(build(tmp_path, samples))
     wanted = [22, 0, 10, 10, 9, 3]
-    stored = store.decode(np.array(wanted))
-    assert stored.clips is None
+    stored = decode(store, np.array(wanted))
+    assert stored.points_X is None
     assert stored.pictures_BCHW is not None
     assert stored.masks_BHW is not None
     assert stored.pictures_BCHW.is_contiguous()
@@ -110,19 +111,17 @@ def test_a_batch_is_in_the_order_asked_for(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pictures_BHWC, np.stack([samples[index].content for index in wanted]))
     for mask_HW, index in zip(stored.masks_BHW.numpy(), wanted, strict=True):
         np.testing.assert_array_equal(mask_HW, samples[index].mask)
-    none = store.decode(np.array([], dtype=np.int64))
+    none = decode(store, np.array([], dtype=np.int64))
     assert none.pictures_BCHW is not None
     assert none.pictures_BCHW.shape == (0, 3, 8, 8)
 
 
-def test_pictures_without_anything_drawn_have_a_blank_mask_in_a_batch(tmp_path: Path) -> None:
+def test_pictures_without_anything_drawn_have_no_mask(tmp_path: Path) -> None:
     store = SampleStore(write_tiny_dataset(tmp_path / "plain", num_samples=5, overlay="none"))
-    stored = store.decode(np.arange(5))
-    assert stored.masks_BHW is not None
-    assert stored.masks_BHW.shape == (5, 16, 16)
-    assert not stored.masks_BHW.any()
+    stored = decode(store, np.arange(5))
+    assert stored.masks_BHW is None
     assert stored.label_overlay_B.tolist() == [NO_LABEL] * 5
-    assert store[3].mask is None
+    assert decode_sample(store, 3).mask is None
 
 
 @pytest.mark.parametrize(("overlay", "dtype"), [("none", torch.int16), ("baked", torch.float32)])
@@ -130,24 +129,23 @@ def test_sounds_come_in_their_own_lengths(
     tmp_path: Path, overlay: Literal["none", "baked"], dtype: torch.dtype
 ) -> None:
     store = SampleStore(write_tiny_sounds(tmp_path / "sounds", num_samples=20, overlay=overlay))
-    stored = store.decode(np.array([19, 2, 7]))
-    assert stored.clips is not None
+    stored = decode(store, np.array([19, 2, 7]))
     assert (stored.pictures_BCHW, stored.masks_BHW) == (None, None)
     lengths = []
-    for clip, index in zip(stored.clips, [19, 2, 7], strict=True):
+    for clip, index in zip(map(stored.sound, range(3)), [19, 2, 7], strict=True):
         assert clip.dtype == dtype
         lengths.append(len(clip))
-        np.testing.assert_array_equal(clip.numpy(), store[index].content)
+        np.testing.assert_array_equal(clip.numpy(), decode_sample(store, index).content)
         before = clip.clone()
         clip.zero_()  # a clip is the caller's own: the shard stays as it is
-        np.testing.assert_array_equal(SampleStore(store.location)[index].content, before.numpy())
+        np.testing.assert_array_equal(decode_sample(SampleStore(store.location), index).content, before.numpy())
     assert (set(lengths) == {NUM_POINTS}) == (overlay == "baked")
 
 
 def test_an_online_overlay_comes_with_the_store_and_is_not_drawn(tmp_path: Path) -> None:
     store = SampleStore(write_tiny_dataset(tmp_path / "online", num_samples=5, overlay="online"))
     assert isinstance(store.overlay, Shapes)
-    assert (store[2].mask, store[2].label_overlay) == (None, NO_LABEL)
+    assert (decode_sample(store, 2).mask, decode_sample(store, 2).label_overlay) == (None, NO_LABEL)
     assert load_manifest(tmp_path / "online").is_online
     noise = Noise.of([torch.rand(9_000)] * 3, num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
     sounds = SampleStore(write_tiny_sounds(tmp_path / "sounds", num_samples=5, overlay=noise))
@@ -178,7 +176,7 @@ def test_a_sample_that_does_not_decode_is_told_in_its_place(
     store = SampleStore(tmp_path)
     assert store.known_bad == ()
     for wanted in ([12, 3, 22], [3, 12, 22], [12]):
-        stored = store.decode(np.array(wanted))
+        stored = decode(store, np.array(wanted))
         place = wanted.index(12)
         [(bad_place, bad)] = stored.bad.items()
         assert (bad_place, bad.index, bad.shard) == (place, 12, "shard-00001.tar")
@@ -193,26 +191,25 @@ def test_a_sample_that_does_not_decode_is_told_in_its_place(
                 )
                 assert stored.label_base_B[number] == samples[index].label_base
     with pytest.raises(UserError, match=rf"sample 00000012 in shard-00001\.tar cannot be read \(.*{reason}"):
-        store[12]
+        decode_sample(store, 12)
 
 
 def test_a_sound_that_does_not_decode_is_told_in_its_place(tmp_path: Path) -> None:
     write_tiny_sounds(tmp_path / "sounds", num_samples=20)
     damage(tmp_path / "sounds" / "shard-00000.tar", "00000004.wav", flip=0)
-    stored = SampleStore(tmp_path / "sounds").decode(np.array([4, 5]))
-    assert stored.clips is not None
+    stored = decode(SampleStore(tmp_path / "sounds"), np.array([4, 5]))
     assert [(place, bad.key, bad.shard) for place, bad in stored.bad.items()] == [(0, "00000004", "shard-00000.tar")]
-    assert stored.clips[0].tolist() == [0]
-    assert stored.clips[0].dtype == stored.clips[1].dtype == torch.int16
+    assert stored.sound(0).tolist() == [0]
+    assert stored.sound(0).dtype == torch.int16
     assert stored.label_base_B.tolist()[0] == NO_LABEL
-    assert len(stored.clips[1]) > 1
+    assert len(stored.sound(1)) > 1
 
 
 @pytest.mark.parametrize("label", [-1, 10, 1.5, "1", None, 1 << 70])
 def test_a_label_that_is_none_of_the_classes_is_told(tmp_path: Path, label: object) -> None:
     samples = random_samples(3)
     samples[1] = Sample(1, samples[1].content, samples[1].mask, label, 0)  # type: ignore[arg-type]
-    stored = SampleStore(build(tmp_path, samples)).decode(np.arange(3))
+    stored = decode(SampleStore(build(tmp_path, samples)), np.arange(3))
     assert {place: bad.reason for place, bad in stored.bad.items()} == {
         1: f"label_base is {label!r}, not one of 0 to 9"
     }
@@ -245,13 +242,13 @@ def test_a_truncated_shard_costs_only_the_samples_behind_the_cut(
     assert [bad.index for bad in store.known_bad] == [16, 17, 18, 19]
     assert {bad.shard for bad in store.known_bad} == {"shard-00001.tar"}
     assert store.known_bad[0].reason == "the shard holds no whole 00000016.png"
-    stored = store.decode(np.arange(30))
+    stored = decode(store, np.arange(30))
     assert tuple(stored.bad.values()) == store.known_bad
     for sample in samples[:16] + samples[20:]:
-        assert_same(store[sample.index], sample)
+        assert_same(decode_sample(store, sample.index), sample)
     assert store.encoded(16).members.keys() == {"json", "mask.png"}
     os.truncate(path, 0)
-    assert len(SampleStore(tmp_path).decode(np.arange(30)).bad) == 10
+    assert len(decode(SampleStore(tmp_path), np.arange(30)).bad) == 10
 
 
 def test_members_that_are_missing_or_interleaved_are_told_or_sorted_out(tmp_path: Path) -> None:
@@ -268,7 +265,7 @@ def test_members_that_are_missing_or_interleaved_are_told_or_sorted_out(tmp_path
     store = SampleStore(tmp_path)
     assert [(bad.index, bad.reason) for bad in store.known_bad] == [(2, "the shard holds no whole 00000002.mask.png")]
     for index in (0, 1, 3):
-        assert_same(store[index], samples[index])
+        assert_same(decode_sample(store, index), samples[index])
 
 
 def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
@@ -280,9 +277,9 @@ def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
         wrong[:, columns] = np.roll(rows[:, columns], 1, axis=0)
         name_index(tmp_path, wrong)
         store = SampleStore(tmp_path)
-        assert len(store.decode(np.arange(3)).bad) == 3
+        assert len(decode(store, np.arange(3)).bad) == 3
         with pytest.raises(UserError, match=r"sample 00000000 .* the tar says otherwise"):
-            store[0]
+            decode_sample(store, 0)
         with pytest.raises(UserError, match=r"sample 00000000 cannot be read .* the tar says otherwise"):
             store.encoded(0)
 
@@ -308,7 +305,7 @@ def test_an_index_with_rotated_offsets_is_not_believed(
         config = RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1)
         store = SampleStore(f"pipe:cat {tmp_path}/there/{{name}}", remote=config)
     for sample in samples:
-        assert_same(store[sample.index], sample)
+        assert_same(decode_sample(store, sample.index), sample)
     if location == "remote":
         assert "are indexed here" in caplog.text
         assert [path.read_bytes() for path in (tmp_path / "cache").rglob(index.name)] == [right]
@@ -401,7 +398,7 @@ def test_an_index_that_cannot_be_saved_stays_in_memory(tmp_path: Path) -> None:
     samples = write_dataset(tmp_path, [5])
     index_path(tmp_path / "shard-00000.tar").mkdir()  # nothing can be written there, not even by root
     before = sorted(tmp_path.iterdir())
-    assert_same(SampleStore(tmp_path)[4], samples[4])
+    assert_same(decode_sample(SampleStore(tmp_path), 4), samples[4])
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -410,7 +407,7 @@ def test_shards_hold_no_file_open(tmp_path: Path) -> None:
     SampleStore(tmp_path)  # what the first use of a library opens for good is not counted
     before = len(list(Path("/proc/self/fd").iterdir()))
     store = SampleStore(tmp_path)
-    samples = [store[index] for index in range(20)]
+    samples = [decode_sample(store, index) for index in range(20)]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert len(samples) == 20
 
@@ -418,8 +415,8 @@ def test_shards_hold_no_file_open(tmp_path: Path) -> None:
 def test_a_store_can_be_sent_to_another_process(tmp_path: Path) -> None:
     samples = random_samples(23)
     store = SampleStore(build(tmp_path, samples))
-    assert_same(store[12], samples[12])
-    assert_same(pickle.loads(pickle.dumps(store))[12], samples[12])
+    assert_same(decode_sample(store, 12), samples[12])
+    assert_same(decode_sample(pickle.loads(pickle.dumps(store)), 12), samples[12])
 
 
 def test_a_thousand_shards_are_opened_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +424,7 @@ def test_a_thousand_shards_are_opened_at_once(tmp_path: Path, monkeypatch: pytes
     build(tmp_path, random_samples(1_000), num_samples_per_shard=1)
     start = time.process_time()  # other tests may share the machine
     store = SampleStore(tmp_path)
-    store.decode(np.arange(0, 1_000, 100))
+    decode(store, np.arange(0, 1_000, 100))
     assert time.process_time() - start < 2
     assert len(store.shard_ends) == 1_000
 
@@ -453,11 +450,11 @@ def test_remote_shards_are_fetched_as_they_are_touched(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     for sample in [*samples, *samples[::-1], *samples[::7]]:
-        assert_same(store[sample.index], sample)
+        assert_same(decode_sample(store, sample.index), sample)
         mapped = {name for name in mapped_files() if str(cache) in name}
         assert len(mapped) <= 3
         assert 1 <= len(list(cache.rglob("*.tar"))) <= 3
-    stored = store.decode(np.arange(60))  # more shards than the cache holds
+    stored = decode(store, np.arange(60))  # more shards than the cache holds
     assert not stored.bad
     assert stored.label_base_B.tolist() == [sample.label_base for sample in samples]
 
@@ -467,13 +464,13 @@ def test_a_remote_shard_that_another_process_evicted_is_fetched_again(tmp_path: 
     there = build(tmp_path / "there", samples)
     cache = tmp_path / "cache"
     store = SampleStore(f"pipe:cat {there}/{{name}}", remote=RemoteConfig(cache_dir=str(cache)))
-    assert_same(store[0], samples[0])
+    assert_same(decode_sample(store, 0), samples[0])
     for path in cache.rglob("shard-*"):
         path.unlink()
-    assert_same(store[1], samples[1])  # still mapped
-    assert_same(store[10], samples[10])
+    assert_same(decode_sample(store, 1), samples[1])  # still mapped
+    assert_same(decode_sample(store, 10), samples[10])
     assert not any("(deleted)" in name for name in mapped_files() if str(cache) in name)
-    assert_same(store[2], samples[2])
+    assert_same(decode_sample(store, 2), samples[2])
 
 
 @pytest.mark.parametrize(

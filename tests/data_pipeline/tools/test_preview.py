@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.decode import decode, decode_sample
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
@@ -62,7 +63,7 @@ def test_large_pictures_are_shown_as_they_are() -> None:
 def test_a_grid_holds_the_samples_in_rows_of_ten(tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "built", num_samples=25)
     store = SampleStore(directory)
-    sample = store[13]
+    sample = decode_sample(store, 13)
     assert sample.mask is not None
     names = store.manifest.label_names
     captions = [(names.base[sample.label_base], GREY), (names.overlay[sample.label_overlay], PINK)]
@@ -79,7 +80,7 @@ def test_a_grid_holds_the_samples_in_rows_of_ten(tmp_path: Path) -> None:
 
 def test_an_online_overlay_is_drawn_as_in_an_evaluation(tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "built", num_samples=4, overlay="online")
-    clean = SampleStore(directory).decode(np.arange(4)).pictures_BCHW
+    clean = decode(SampleStore(directory), np.arange(4)).pictures_BCHW
     assert clean is not None
     expected = Shapes()(clean, evaluation_keys(torch.arange(4), draw=0))
     grid = draw_grid(str(directory), num_samples=4)
@@ -98,7 +99,7 @@ def test_sounds_are_drawn_with_time_to_the_right_and_frequency_upwards(tmp_path:
     loudest_rows: dict[int, list[float]] = {0: [], 1: []}
     num_short = 0
     for index, cell in enumerate(cells):
-        sample = store[index]
+        sample = decode_sample(store, index)
         brightness = cell.astype(float).sum(axis=2)
         loudest_rows[sample.label_base].append(float(brightness[:, : CELL // 8].mean(axis=1).argmax()))
         if len(sample.content) < 0.7 * NUM_POINTS:

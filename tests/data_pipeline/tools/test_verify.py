@@ -20,6 +20,7 @@ from PIL import Image
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.decode import decode
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.png import encode_png
 from data_pipeline.storage.shards import index_content, index_path, index_shard
@@ -242,7 +243,7 @@ def test_an_index_that_the_manifest_names_is_compared_with_the_tar(copy: Path) -
     entries = [entry.model_copy(update=named) if entry.name == SHARD else entry for entry in manifest.shards]
     write_manifest(copy, manifest.model_copy(update={"shards": tuple(entries)}))
     assert problems(copy) == [f"{SHARD}: its members do not lie where manifest.json says (index_sha256)"]
-    bad = SampleStore(copy).decode(np.arange(30)).bad
+    bad = decode(SampleStore(copy), np.arange(30)).bad
     assert [sample.index for sample in bad.values()] == list(range(10, 20))
     with pytest.raises(UserError, match=r"index says that 00000013\.png lies, the tar says otherwise"):
         SampleStore(copy).encoded(13)
@@ -364,7 +365,7 @@ def test_what_is_found_is_what_the_store_cannot_read(tmp_path: Path) -> None:
     write_members(directory, members)
     found = {problem.key for problem in find_problems(directory) if "side by side" not in problem.what}
     store = SampleStore(directory)
-    assert {bad.key for bad in store.decode(np.arange(30)).bad.values()} == found - {None}
+    assert {bad.key for bad in decode(store, np.arange(30)).bad.values()} == found - {None}
     assert len(found - {None}) == 6
     assert {bad.key for bad in store.known_bad} < found
 
@@ -476,7 +477,7 @@ def test_a_shard_that_is_a_link_is_read_and_nothing_is_written_through_links(cop
     (elsewhere / "notes").write_text("mine")
     index.unlink()
     index.symlink_to(elsewhere / "notes")
-    assert not SampleStore(copy).decode(np.arange(30)).bad
+    assert not decode(SampleStore(copy), np.arange(30)).bad
     assert (elsewhere / "notes").read_text() == "mine"
     assert sorted(path.name for path in elsewhere.iterdir()) == ["notes", SHARD]
     assert not index.is_symlink()
@@ -500,7 +501,7 @@ def test_a_picture_that_unpacks_to_more_than_is_due_is_not_unpacked(claimed: tup
     store = SampleStore(copy)
     with memory_limit(64 << 20):
         found = problems(copy)
-        bad = store.decode(np.arange(30)).bad
+        bad = decode(store, np.arange(30)).bad
     if claimed == (32, 32):  # as readers of PNG do, torchvision takes the points that are due and leaves the rest
         assert not bad
         assert {problem.split(" is ")[0] for problem in found} == {"manifest.json: mean", "manifest.json: std"}
@@ -521,7 +522,7 @@ def test_what_is_too_large_is_not_decoded(name: str, content: bytes, what: str, 
     write_members(copy, replace(name, lambda _: content)(read_members(copy / SHARD)))
     [problem] = problems(copy)
     assert problem.startswith(f"{SHARD}: 00000012: {what}")
-    [bad] = SampleStore(copy).decode(np.arange(30)).bad.values()
+    [bad] = decode(SampleStore(copy), np.arange(30)).bad.values()
     assert bad.reason.startswith(what)
 
 

@@ -1,0 +1,94 @@
+"""Make batches of decoded samples: crop sounds to one length, then apply the online overlay.
+
+Every crop and overlay is drawn from (seed, epoch, sample index, view), so a batch does not depend on where its samples
+were decoded or on how many workers decode them.
+
+Shapes: B batch, T points of a sound, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from data_pipeline.audio.waveform import crop_last, gather_clips, to_float
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.loading.decode import DecodedSamples
+from data_pipeline.overlays import Overlay, no_mask
+from data_pipeline.storage.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Makes finished batches of decoded samples.
+
+    Attributes:
+        manifest: of the dataset.
+        overlay: the online overlay, on the device where `apply_overlay` runs; None if there is none.
+        keys: returns the keys of all draws for (index_B, epoch, view).
+        per_view: the two views of a sample have a crop and an overlay each; else they share them.
+    """
+
+    manifest: Manifest
+    overlay: Overlay | None
+    keys: Callable[[Tensor, int, int], DrawKeys]
+    per_view: bool = False
+
+    def collate(
+        self, samples: DecodedSamples, *, step: int = 0, epoch: int = 0, bad: tuple[BadSample, ...] = ()
+    ) -> Batch:
+        """Return clean inputs of one size, in the dtype in which they are stored, on the device of `samples`."""
+        inputs_a = inputs_b = samples.pictures_BCHW
+        if inputs_a is None or inputs_b is None:
+            inputs_a = inputs_b = self._crop(samples, epoch=epoch, view=0)
+            if self.per_view and samples.longest > inputs_a.shape[1]:
+                inputs_b = self._crop(samples, epoch=epoch, view=1)
+        return Batch(
+            step=step,
+            epoch=epoch,
+            index_B=samples.index_B,
+            inputs_a=inputs_a,
+            inputs_b=inputs_b,
+            masks_BHW=samples.masks_BHW,
+            masks_b_BHW=samples.masks_BHW,
+            label_base_B=samples.label_base_B,
+            label_overlay_B=samples.label_overlay_B,
+            bad=bad,
+        )
+
+    def _crop(self, samples: DecodedSamples, *, epoch: int, view: int) -> Tensor:
+        """Return waveforms (B, T): the first T points of a test split, the first or last T of a train split."""
+        assert samples.points_X is not None
+        assert samples.start_B is not None
+        assert samples.length_B is not None
+        last_B = torch.zeros_like(samples.index_B, dtype=torch.bool)
+        if self.manifest.how_made.split == "train":
+            last_B = crop_last(self.keys(samples.index_B, epoch, view))
+        (num_points,) = self.manifest.input_shape
+        return gather_clips(samples.points_X, samples.start_B, samples.length_B, num_points, last_B=last_B)
+
+    @torch.no_grad()
+    def apply_overlay(self, clean: Batch) -> Batch:
+        """Return the batch that training gets, from a clean one: sounds as float32, pictures with masks."""
+        inputs_a, inputs_b = clean.inputs_a, clean.inputs_b
+        is_sound = self.manifest.medium == "sound"
+        if is_sound and inputs_a.dtype != torch.float32:
+            inputs_a = to_float(clean.inputs_a)
+            inputs_b = inputs_a if clean.inputs_b is clean.inputs_a else to_float(clean.inputs_b)
+        if self.overlay is not None:
+            view_a = self.overlay(inputs_a, self.keys(clean.index_B, clean.epoch, 0))
+            view_b = self.overlay(inputs_b, self.keys(clean.index_B, clean.epoch, 1)) if self.per_view else view_a
+            return replace(
+                clean,
+                inputs_a=view_a.inputs,
+                inputs_b=view_b.inputs,
+                masks_BHW=view_a.masks_BHW,
+                masks_b_BHW=view_b.masks_BHW,
+                label_overlay_B=view_a.label_B,
+            )
+        masks_BHW = no_mask(inputs_a) if clean.masks_BHW is None and not is_sound else clean.masks_BHW
+        return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW, masks_b_BHW=masks_BHW)

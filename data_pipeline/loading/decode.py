@@ -1,0 +1,269 @@
+"""Decode stored samples: pictures or sounds, masks and labels, many at a time.
+
+A sample that cannot be decoded is listed in `DecodedSamples.bad` with the reason; the others are decoded all the same.
+
+Shapes: B samples, C channels, H height, W width, X points of all sounds laid end to end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.audio.waveform import decode_wav
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, Sample
+from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.png import decode_pngs
+from data_pipeline.storage.store import SampleStore
+
+
+@dataclass(frozen=True)
+class DecodedSamples:
+    """Decoded samples in memory, some of a dataset or all of it.
+
+    Attributes:
+        index_B: (B,) int64 dataset indices.
+        label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` if there is none.
+        pictures_BCHW: uint8; None for sounds.
+        masks_BHW: uint8; None for sounds, and if nothing is drawn into the shards.
+        points_X: int16 or float32, the sounds end to end, perhaps with others between them; None for pictures.
+        start_B, length_B: (B,) int64, where each sound lies in `points_X`; None for pictures.
+        longest: an upper bound on the length of a sound, in points.
+        bad: by row, the samples that could not be read. Such a row is black, or one point of silence, without labels.
+        read_seconds: how long reading took, before decoding.
+    """
+
+    index_B: Tensor
+    label_base_B: Tensor
+    label_overlay_B: Tensor
+    pictures_BCHW: Tensor | None = None
+    masks_BHW: Tensor | None = None
+    points_X: Tensor | None = None
+    start_B: Tensor | None = None
+    length_B: Tensor | None = None
+    longest: int = 0
+    bad: Mapping[int, BadSample] = field(default_factory=dict)
+    read_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return self.index_B.numel()
+
+    def take(self, row_B: Tensor) -> DecodedSamples:
+        """Return the rows `row_B`, (B,) int64 on the same device, in that order. None of them may be bad."""
+        taken = self._map(lambda name, tensor: tensor if name == "points_X" else tensor.index_select(0, row_B))
+        return replace(taken, bad={})
+
+    def without_bad(self) -> DecodedSamples:
+        """Return the good rows."""
+        if not self.bad:
+            return self
+        good = [row for row in range(len(self)) if row not in self.bad]
+        return self.take(torch.tensor(good, dtype=torch.int64, device=self.index_B.device))
+
+    def to(self, device: torch.device) -> DecodedSamples:
+        """Return the same samples on another device."""
+        return self._map(lambda _, tensor: tensor.to(device))
+
+    def sound(self, row: int) -> Tensor:
+        """Return the waveform of one row, (T,), without a copy."""
+        assert self.points_X is not None
+        assert self.start_B is not None
+        assert self.length_B is not None
+        start = int(self.start_B[row])
+        return self.points_X[start : start + int(self.length_B[row])]
+
+    def _map(self, function: Callable[[str, Tensor], Tensor]) -> DecodedSamples:
+        mapped: dict[str, Any] = {
+            name: function(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **mapped)
+
+
+def sound_dtype(manifest: Manifest) -> torch.dtype:
+    """Return the type of the stored points: sounds are mixed in float32, and recorded in int16."""
+    return torch.float32 if manifest.overlay is not None and not manifest.is_online else torch.int16
+
+
+def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
+    """Read and decode the samples at `indices`, (B,) int64, in that order.
+
+    Raises `IndexError` below 0 and past the end, `UserError` if a sound is of another type than its dataset.
+    """
+    began = time.perf_counter()
+    stored = store.read(indices)
+    read_seconds = time.perf_counter() - began
+    manifest, files = store.manifest, stored.files
+    labels_B2, errors = _decode_labels(files["json"], indices, *label_ranges(manifest))
+    pictures_BCHW = masks_BHW = None
+    clips: list[Tensor] = []
+    if manifest.medium == "sound":
+        clips, wav_errors = _decode_clips(files["wav"])
+        errors |= wav_errors
+    else:
+        num_channels, height, width = manifest.input_shape
+        pictures_BCHW, png_errors = decode_pngs(files["png"], (num_channels, height, width))
+        errors |= png_errors
+        if "mask.png" in files:
+            masks_B1HW, mask_errors = decode_pngs(files["mask.png"], (1, height, width))
+            masks_BHW = masks_B1HW[:, 0]
+            errors |= mask_errors
+    bad: dict[int, BadSample] = {}
+    for row, reason in sorted({**errors, **stored.unreadable}.items()):
+        bad[row] = store.bad_sample(int(indices[row]), reason)
+        labels_B2[row] = NO_LABEL
+        if clips:
+            clips[row] = torch.zeros_like(clips[row][:1])
+        if pictures_BCHW is not None:
+            pictures_BCHW[row] = 0
+        if masks_BHW is not None:
+            masks_BHW[row] = MASK_OUTSIDE
+    decoded = DecodedSamples(
+        index_B=torch.from_numpy(indices.astype(np.int64)),
+        label_base_B=labels_B2[:, 0].contiguous(),
+        label_overlay_B=labels_B2[:, 1].contiguous(),
+        pictures_BCHW=pictures_BCHW,
+        masks_BHW=masks_BHW,
+        bad=bad,
+        read_seconds=read_seconds,
+    )
+    return _with_clips(decoded, clips, manifest) if manifest.medium == "sound" else decoded
+
+
+def decode_sample(store: SampleStore, index: int) -> Sample:
+    """Read and decode one sample; a negative index counts from the end.
+
+    Raises `UserError` if the sample cannot be read, `IndexError` past the end.
+    """
+    decoded = decode(store, np.array([range(len(store))[index]], dtype=np.int64))
+    for bad in decoded.bad.values():
+        raise UserError(
+            f"{store.location}: sample {bad.key} in {bad.shard} cannot be read ({bad.reason}); find all that is wrong "
+            "with `python -m data_pipeline verify`, then copy it again or build the dataset again"
+        )
+    content: NDArray[Any]
+    if decoded.pictures_BCHW is None:
+        content = decoded.sound(0).numpy()
+    else:
+        content = decoded.pictures_BCHW[0].permute(1, 2, 0).contiguous().numpy()
+    return Sample(
+        index=int(decoded.index_B[0]),
+        content=content,
+        mask=None if decoded.masks_BHW is None else decoded.masks_BHW[0].numpy(),
+        label_base=int(decoded.label_base_B[0]),
+        label_overlay=int(decoded.label_overlay_B[0]),
+    )
+
+
+def decode_ahead(
+    store: SampleStore, chunks: Iterable[NDArray[np.int64]], *, num_threads: int
+) -> Iterator[DecodedSamples]:
+    """Yield the samples of each chunk of indices, in order, while threads decode the next `num_threads` chunks."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        waiting: deque[Future[DecodedSamples]] = deque()
+        for chunk in chunks:
+            waiting.append(pool.submit(decode, store, chunk))
+            if len(waiting) > num_threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def label_ranges(manifest: Manifest) -> tuple[range, range]:
+    """Return the base labels and the overlay labels that a stored sample may have; `NO_LABEL` alone without classes."""
+    names = manifest.label_names
+    num_base, num_overlay = len(names.base), 0 if manifest.is_online else len(names.overlay)
+    nothing = range(NO_LABEL, NO_LABEL + 1)
+    return range(num_base) if num_base else nothing, range(num_overlay) if num_overlay else nothing
+
+
+def decode_label(text: bytes, index: int, valid_base: range, valid_overlay: range) -> tuple[int, int]:
+    """Return `label_base` and `label_overlay` from the JSON of sample `index`.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    try:
+        stored_index, label_base, label_overlay = _numbers(json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index:08d}.json does not decode ({error!r})") from None
+    if stored_index != index:
+        raise ValueError(f"{index:08d}.json says that it is sample {stored_index!r}")
+    for name, label, valid in (
+        ("label_base", label_base, valid_base),
+        ("label_overlay", label_overlay, valid_overlay),
+    ):
+        if not isinstance(label, int) or label not in valid:
+            raise ValueError(f"{name} is {label!r}, not one of {valid.start} to {valid.stop - 1}")
+    return label_base, label_overlay
+
+
+def _decode_labels(
+    files: Sequence[memoryview], indices: NDArray[np.int64], valid_base: range, valid_overlay: range
+) -> tuple[Tensor, dict[int, str]]:
+    """Return the labels in the samples' JSON, (B, 2) int64, and by row why a label cannot be read."""
+    try:  # all at once, which is five times as fast as one by one
+        table = np.array([_numbers(stored) for stored in json.loads(b"[" + b",".join(files) + b"]")])
+        if table.shape == (len(files), 3) and table.dtype == np.int64 and (table[:, 0] == indices).all():
+            base_B, overlay_B = table[:, 1], table[:, 2]
+            if _all_within(base_B, valid_base) and _all_within(overlay_B, valid_overlay):
+                return torch.from_numpy(table[:, 1:].copy()), {}
+    except (ValueError, KeyError, TypeError):
+        pass  # one of them is bad: found below
+    labels_B2 = torch.full((len(files), 2), NO_LABEL, dtype=torch.int64)
+    errors: dict[int, str] = {}
+    for row, (file, index) in enumerate(zip(files, indices.tolist(), strict=True)):
+        try:
+            labels_B2[row] = torch.tensor(decode_label(bytes(file), index, valid_base, valid_overlay))
+        except ValueError as error:
+            errors[row] = str(error)
+    return labels_B2, errors
+
+
+def _numbers(stored: Any) -> tuple[Any, Any, Any]:
+    return stored["index"], stored["label_base"], stored["label_overlay"]
+
+
+def _all_within(labels_B: NDArray[np.int64], valid: range) -> bool:
+    return bool(((labels_B >= valid.start) & (labels_B < valid.stop)).all())
+
+
+def _decode_clips(files: Sequence[memoryview]) -> tuple[list[Tensor], dict[int, str]]:
+    """Decode WAV files, and return by row why one does not decode; it becomes one point of silence."""
+    clips: list[Tensor | None] = []
+    errors: dict[int, str] = {}
+    for row, file in enumerate(files):
+        try:
+            # Torch needs numbers at multiples of their own size, and a WAV's header may be of any length.
+            clips.append(torch.from_numpy(np.require(decode_wav(file), requirements="A")))
+        except ValueError as error:
+            clips.append(None)
+            errors[row] = str(error)
+    dtype = next((clip.dtype for clip in clips if clip is not None), torch.int16)
+    return [torch.zeros(1, dtype=dtype) if clip is None else clip for clip in clips], errors
+
+
+def _with_clips(decoded: DecodedSamples, clips: Sequence[Tensor], manifest: Manifest) -> DecodedSamples:
+    """Return `decoded` with its sounds end to end; raise `UserError` if one is of another type than its dataset."""
+    dtype = sound_dtype(manifest)
+    for row, clip in enumerate(clips):
+        if clip.dtype != dtype and row not in decoded.bad:
+            key = f"{int(decoded.index_B[row]):08d}"
+            raise UserError(f"sample {key} holds {clip.dtype} but should hold {dtype}; build the dataset again")
+    length_B = torch.tensor([len(clip) for clip in clips], dtype=torch.int64)
+    return replace(
+        decoded,
+        points_X=torch.cat([torch.empty(0, dtype=dtype), *clips]).to(dtype),  # a bad one may be of another type
+        start_B=length_B.cumsum(0) - length_B,
+        length_B=length_B,
+        longest=max(map(len, clips), default=0),
+    )

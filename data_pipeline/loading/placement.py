@@ -1,0 +1,258 @@
+"""Decide where the samples of a dataset lie, and read a dataset that fits into memory once.
+
+The whole dataset is then one `DecodedSamples`, on the training device or in host memory that the ranks of a node share
+(`data_pipeline.loading.shared_memory`). Batches have the same bits wherever the samples lie.
+
+Guarantees: memory ends with the processes that hold it, and no rank waits for one that gave up.
+
+Shapes: B batch, N all samples, C channels, H height, W width, X points of all sounds laid end to end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import BadSample
+from data_pipeline.loading.decode import DecodedSamples, decode_ahead, sound_dtype
+from data_pipeline.loading.shared_memory import NodeShare, SharedHeader, SharedTensors, TensorLayout
+from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.store import SampleStore
+
+_CPU: Final = torch.device("cpu")
+_CHUNK: Final = 512  # samples that a thread decodes at a time
+_MAX_THREADS: Final = 16
+
+
+@dataclass(frozen=True)
+class DataPlacement:
+    """Where the samples of a dataset lie.
+
+    Attributes:
+        kind: `stream` decodes samples at each step; `host` and `device` hold all of them in memory.
+        reason: why, in words.
+        samples: the whole dataset, row i is sample i; None for `stream`.
+    """
+
+    kind: Literal["stream", "host", "device"]
+    reason: str
+    samples: DecodedSamples | None = None
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def resident_bytes(manifest: Manifest) -> int:
+    """Return the size of a dataset in memory: exact for pictures, an upper bound for sounds."""
+    return sum(layout.num_bytes for layout in _layouts(manifest).values())
+
+
+def place_data(
+    store: SampleStore,
+    *,
+    wanted: Literal["auto", "stream", "host", "device"],
+    resident_gigabytes: float,
+    device: torch.device,
+    share: NodeShare | None,
+    show_progress: bool,
+) -> DataPlacement:
+    """Read a dataset into memory if that is wanted, or if `auto` finds that it fits.
+
+    `auto` keeps at most `resident_gigabytes` (10^9 bytes), and never more than half of the free memory. With a `share`,
+    every rank of the run calls this with the same arguments.
+
+    Raises `UserError` if `host` or `device` is wanted and memory is too small, or if a shard cannot be fetched.
+    """
+    if wanted == "stream":
+        return DataPlacement("stream", "data.placement is stream")
+    num_bytes = resident_bytes(store.manifest)
+    size = f"{num_bytes / 1e9:.3g} GB in memory"
+    if wanted == "auto" and num_bytes > resident_gigabytes * 1e9:
+        return DataPlacement("stream", f"{size} are more than the {resident_gigabytes:g} of data.resident_gigabytes")
+    on_device = device.type != "cpu" if wanted == "auto" else wanted == "device"
+    target = device if on_device else _CPU
+    # Up to the end of `_read_shared` nothing may depend on how much memory this machine has: all ranks of the run meet
+    # at its barriers.
+    shared = None if share is None else _read_shared(store, share, show_progress=show_progress)
+    shortage = "" if isinstance(shared, DecodedSamples) and not on_device else _shortage(num_bytes, target)
+    if isinstance(shared, str) and not on_device:
+        shortage = shared
+    if shortage:
+        if wanted == "auto":
+            return DataPlacement("stream", f"{size}, and {shortage}")
+        raise UserError(
+            f"{store.location} needs {size} but {shortage}; set data.placement to stream, or free some memory"
+        )
+    if isinstance(shared, DecodedSamples):
+        samples, how = shared.to(target), ", read once for all ranks of the machine"
+    else:
+        samples, how = read_whole(store, target, show_progress=show_progress), ""
+    reason = "data.placement says so" if wanted != "auto" else f"within data.resident_gigabytes {resident_gigabytes:g}"
+    return DataPlacement("device" if on_device else "host", f"{size}, {reason}{how}", samples)
+
+
+def read_whole(store: SampleStore, device: torch.device, *, show_progress: bool = False) -> DecodedSamples:
+    """Read a whole dataset into the memory of this process, on `device`; row i is sample i."""
+    tensors = {
+        name: torch.empty(layout.shape, dtype=layout.dtype, device=device)
+        for name, layout in _layouts(store.manifest).items()
+    }
+    bad, longest = _fill(store, tensors, show_progress=show_progress)
+    return _whole(tensors, bad=bad, longest=longest)
+
+
+def _layouts(manifest: Manifest) -> dict[str, TensorLayout]:
+    """Return the tensors of `DecodedSamples` that hold a whole dataset, without `index_B`."""
+    num_samples = manifest.num_samples
+    numbers = ["label_base_B", "label_overlay_B"]
+    layouts: dict[str, TensorLayout] = {}
+    if manifest.medium == "picture":
+        layouts["pictures_BCHW"] = TensorLayout((num_samples, *manifest.input_shape), torch.uint8)
+        if "mask.png" in manifest.members:
+            layouts["masks_BHW"] = TensorLayout((num_samples, *manifest.input_shape[1:]), torch.uint8)
+    else:
+        dtype = sound_dtype(manifest)
+        num_bytes = sum(shard.num_bytes for shard in manifest.shards)
+        layouts["points_X"] = TensorLayout((num_bytes // dtype.itemsize,), dtype)
+        numbers += ["start_B", "length_B"]
+    return layouts | dict.fromkeys(numbers, TensorLayout((num_samples,), torch.int64))
+
+
+def _fill(
+    store: SampleStore, tensors: Mapping[str, Tensor], *, show_progress: bool
+) -> tuple[dict[int, BadSample], int]:
+    """Decode all samples into `tensors`, in stored order. Return the bad ones by index, and the longest sound."""
+    bad: dict[int, BadSample] = {}
+    longest = num_points = 0
+    with Progress(f"read {store.location}", total=len(store), enabled=show_progress) as progress:
+        for chunk in decode_ahead(store, _chunks(store), num_threads=min(num_cores(), _MAX_THREADS)):
+            first = int(chunk.index_B[0])
+            for name, tensor in tensors.items():
+                part = getattr(chunk, name)
+                if name == "points_X":
+                    tensor[num_points : num_points + len(part)] = part
+                else:
+                    tensor[first : first + len(chunk)] = part + num_points if name == "start_B" else part
+            if chunk.points_X is not None:
+                num_points += len(chunk.points_X)
+            longest = max(longest, chunk.longest)
+            bad |= {sample.index: sample for sample in chunk.bad.values()}
+            progress.advance(len(chunk))
+    return bad, longest
+
+
+def _chunks(store: SampleStore) -> Iterator[NDArray[np.int64]]:
+    """Yield all indices in stored order, shard by shard; meanwhile the next shard of a remote dataset is fetched."""
+    num_shards = len(store.shard_ends)
+    fits_one_more = store.max_shards is None or store.max_shards > 2
+    for shard, (start, end) in enumerate(pairwise([0, *store.shard_ends.tolist()])):
+        if fits_one_more and shard + 1 < num_shards:
+            store.prefetch([shard, shard + 1])
+        for first in range(start, end, _CHUNK):
+            yield np.arange(first, min(first + _CHUNK, end), dtype=np.int64)
+
+
+def _whole(tensors: Mapping[str, Tensor], *, bad: Mapping[int, BadSample], longest: int) -> DecodedSamples:
+    label_base_N = tensors["label_base_B"]
+    return DecodedSamples(
+        index_B=torch.arange(len(label_base_N), device=label_base_N.device),
+        label_base_B=label_base_N,
+        label_overlay_B=tensors["label_overlay_B"],
+        pictures_BCHW=tensors.get("pictures_BCHW"),
+        masks_BHW=tensors.get("masks_BHW"),
+        points_X=tensors.get("points_X"),
+        start_B=tensors.get("start_B"),
+        length_B=tensors.get("length_B"),
+        longest=longest,
+        bad=bad,
+    )
+
+
+def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -> DecodedSamples | str:
+    """Read the dataset into shared memory by the first rank of each node. Return the samples, or why that failed.
+
+    Every rank passes three barriers, whatever happens. Raises on all ranks if the first fails.
+    """
+    manifest = store.manifest
+    memory = SharedTensors(_layouts(manifest), num_samples=manifest.num_samples, token=share.token)
+    is_first = share.local_rank == 0
+    error: Exception | None = None
+    problem = ""
+    if is_first:
+        problem = _shortage(memory.num_bytes, _CPU) or memory.create()
+    share.barrier()
+    problem = problem or memory.open()
+    share.barrier()
+    if is_first and not (problem := problem or memory.reserve()):
+        try:
+            bad, longest = _fill(store, memory.tensors, show_progress=show_progress)
+            reasons = {index: sample.reason for index, sample in bad.items()}
+            memory.write_header(SharedHeader(bad=reasons, longest=longest))
+        except Exception as caught:
+            error = caught
+            memory.write_header(SharedHeader(error=str(caught)))
+    share.barrier()
+    memory.close()
+    if error is not None:
+        raise error
+    if problem:
+        return problem
+    header = memory.read_header()
+    if header is None:
+        return "the first rank of this machine found no room for it"
+    if header.error:
+        raise UserError(header.error)
+    samples = {index: store.bad_sample(index, reason) for index, reason in header.bad.items()}
+    return _whole(memory.tensors, bad=samples, longest=header.longest)
+
+
+def _shortage(num_bytes: int, device: torch.device) -> str:
+    """Return why a dataset of that size may not stay in the memory of a device; an empty text if it may."""
+    if device.type == "cuda":
+        free, where = torch.cuda.mem_get_info(device)[0], f"on {device}"
+    else:
+        free, where = free_host_bytes(), "in host memory"
+    return f"only {free / 1e9:.3g} GB are free {where}, of which it may take half" if 2 * num_bytes > free else ""
+
+
+def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may still take: of the machine, and of the job's share of it (cgroups 1 and 2)."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        directory = root / group.lstrip("/")
+        while directory.is_relative_to(root):
+            free = int(min(free, _free_in_group(directory, *names)))
+            directory = directory.parent
+    return max(free, 0)
+
+
+def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float:
+    """What a cgroup leaves free in bytes, the files that it caches among it; infinity where it sets no limit."""
+    try:
+        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except OSError:
+        return math.inf
+    return math.inf if most == "max" else int(most) - now + int(stat.get(cached, 0))
