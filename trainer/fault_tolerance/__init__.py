@@ -1,1 +1,1 @@
-"""Keep a run going, or end it with a reason: stalls, warnings, damaged samples, steps that are not finite."""
+"""Keep a run going, or end it with a reason: frozen ranks, requests to stop, bad samples, skipped steps."""

@@ -1,8 +1,8 @@
-"""A request to any one rank stops all ranks after the same step, with a checkpoint of it.
+"""Stop all ranks after the same step, with a checkpoint, on a request to any one of them.
 
 A signal is a request, and so is the end of the launcher that started this rank. Slurm warns one process, or all of
 them, before it takes a job's nodes away, so a rank that is warned has to tell the others. The ranks ask each other in
-every step, and read the answer one step later, when it has long been there.
+every step and read the answer one step later, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from trainer.distributed.collectives import AnyRank, rank
 
 # SIGTERM is what batch systems, torchrun and `kill` send; SIGUSR2 is submitit's, SIGUSR1 what many a cluster sends.
 WARNINGS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# Set by a launcher that is the parent of its ranks, and that leaves them behind if it is killed. A shell may end before
-# its run (nohup), and Slurm's own daemon ends its ranks itself.
+# Variables of launchers that are the parent of their ranks, and that leave them running if they are killed. A shell is
+# not one: it may end before its run (nohup). Slurm's daemon ends its ranks itself.
 _LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "SUBMITIT_LOCAL_JOB_ID": "submitit's local executor"}
 
 
 class StoppedError(Exception):
-    """Training was asked to stop and has: `step` steps are done and saved; `is_first_rank` speaks for all.
+    """Training has stopped on request: `step` steps are done and saved.
 
-    `reason` completes "stopped after step 7, ...".
+    `reason` completes "stopped after step 7, ...". Only the rank with `is_first_rank` prints it.
     """
 
     def __init__(self, step: int, reason: str) -> None:
@@ -40,13 +40,13 @@ def launcher_of(environ: Mapping[str, str]) -> str | None:
 
 
 class StopRequests:
-    """While open, as a context manager, warnings to this process are noted instead of ending it.
+    """A context manager that notes warning signals to this process; they do not end it.
 
-    Open it in the main thread, before anything else takes these signals; their handlers of before come back at the end.
+    Open it in the main thread, before any other code handles these signals. Closing it restores the previous handlers.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """`environ` says whether a launcher started this process: then its end is a request to stop, too."""
+        """`environ` tells whether a launcher started this process; the end of that launcher is a request, too."""
         self._warned_by: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._any_rank: AnyRank | None = None
@@ -81,7 +81,7 @@ class StopRequests:
         return self._any_rank.next(self._warned_by is not None or self._has_lost_its_launcher())
 
     def _has_lost_its_launcher(self) -> bool:
-        """A process whose parent has ended is given another parent."""
+        """Return whether the launcher has ended: then this process has another parent."""
         return self._launcher is not None and os.getppid() != self._parent
 
     def _note(self, number: int, _: FrameType | None) -> None:

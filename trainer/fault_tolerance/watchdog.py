@@ -1,4 +1,4 @@
-"""Report a rank that freezes or dies: which, where, in which step, at which shard, with all stacks; then end all ranks.
+"""Report a rank that freezes or dies, with its host, step, shards and stacks; then end all ranks.
 
 The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step every
 stage and every block of a network gives a sign of life (`trainer.fault_tolerance.liveness`). A small process beside
@@ -30,13 +30,16 @@ from typing import Self
 
 from data_pipeline.core.schema import Schema, Seconds
 from trainer.distributed.collectives import broadcast_object, rank, world_size
-from trainer.fault_tolerance import liveness, sidecar
+from trainer.fault_tolerance import liveness, pulse, sidecar
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 _NUM_SHARDS_NAMED = 8
 _CLOSE_SECONDS = 2.0
+_START_SIDECAR = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from trainer.fault_tolerance.sidecar import main; main()"
+)
 
 
 class WatchdogConfig(Schema):
@@ -59,16 +62,16 @@ class WatchdogConfig(Schema):
 
 
 def start_watchdog(run_dir: RunDir, config: WatchdogConfig) -> Watchdog:
-    """The watchdog of this rank; every rank calls this at the same time, once the process group is there."""
+    """Return the watchdog of this rank. Every rank calls this at the same time, once the process group is there."""
     start = broadcast_object(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(2)}")
     return Watchdog(run_dir, config, rank=rank(), world_size=world_size(), start=start)
 
 
 class Watchdog:
-    """Watches this process from now until it is closed; a context manager. Linux only: elsewhere it does nothing.
+    """A watch over this process until it is closed; a context manager. Does nothing on systems other than Linux.
 
-    `start` names this start of the run, the same on all ranks and never used before: reports of an earlier one lie in
-    RUN_DIR/stalled/ under its own name, and RUN_DIR/stalled.txt is that of the last.
+    `start` names this start of the run: the same on all ranks, and never used before. The reports of each start lie in
+    RUN_DIR/stalled/START; RUN_DIR/stalled.txt is the last one.
     """
 
     def __init__(self, run_dir: RunDir, config: WatchdogConfig, *, rank: int, world_size: int, start: str) -> None:
@@ -86,10 +89,10 @@ class Watchdog:
         if sys.platform != "linux":
             logger.info("no watchdog on %s: a rank that freezes will not be reported", sys.platform)
             return
-        # Memory without a name: gone with the last process that holds it, and never on a file system that may hang.
+        # Memory without a name is freed with the last process that holds it, and lies on no file system that may hang.
         memory, self._stacks = os.memfd_create("watchdog"), os.memfd_create("stacks")
-        os.ftruncate(memory, sidecar.MEMORY_BYTES)
-        self._memory = mmap.mmap(memory, sidecar.MEMORY_BYTES)
+        os.ftruncate(memory, pulse.MEMORY_BYTES)
+        self._memory = mmap.mmap(memory, pulse.MEMORY_BYTES)
         self._write("start-up")
         faulthandler.register(sidecar.DUMP_SIGNAL, file=self._stacks, all_threads=True)
         # Dump stacks on SIGTERM and SIGHUP, so that a requested stop can be told from a crash.
@@ -112,8 +115,8 @@ class Watchdog:
             "working_seconds": config.working_seconds,
         }
         self._sidecar = subprocess.Popen(
-            # -I and -S: no environment, no site-packages, so that it starts in no time and holds nothing.
-            [sys.executable, "-I", "-S", str(Path(sidecar.__file__)), json.dumps(task)],
+            # -I and -S: no environment, no site-packages, so that it starts fast and stays small.
+            [sys.executable, "-I", "-S", "-c", _START_SIDECAR, str(Path(__file__).parents[2]), json.dumps(task)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(memory, self._stacks, control),
@@ -123,16 +126,19 @@ class Watchdog:
 
     @property
     def pid(self) -> int | None:
-        """The process that watches; None if there is none."""
+        """The id of the process that watches; None if there is none."""
         return None if self._memory is None else self._sidecar.pid
 
     def beat(
         self, step: int, *, doing: str, shards: Sequence[str] | None = None, may_take_seconds: float = 0.0
     ) -> None:
-        """A sign of life: this rank begins to do something in a step, for which it reads `shards` (None: as before).
+        """Note that this rank begins a part of a step, such as "reading". Costs a few microseconds.
 
-        `may_take_seconds`: until the next beat a silence of this length is announced, as inside `patience`.
-        All ranks beat alike, so that their numbers tell which one is behind. Costs a few microseconds.
+        All ranks make the same calls, so the number of calls tells which rank is behind.
+
+        Args:
+            shards: those that it reads from now on; None if they stay the same.
+            may_take_seconds: announces a silence of this length until the next beat, as `patience` does.
         """
         if self._startup_patience:
             if self._first_step is None:
@@ -145,13 +151,13 @@ class Watchdog:
         self._write(doing, shards)
 
     def sign(self) -> None:
-        """A sign of life from inside a step; see `trainer.fault_tolerance.liveness`. Costs less than a microsecond."""
+        """Note that the step goes on; see `trainer.fault_tolerance.liveness`. Costs less than a microsecond."""
         self._signs += 1
         if self._memory is not None:
-            sidecar.write_sign(self._memory, self._signs, self._waits, self._stage_bytes)
+            pulse.write_sign(self._memory, self._signs, self._waits, self._stage_bytes)
 
     def enter(self, stage: str, *, waits: bool) -> bool:
-        """A sign of life as a stage begins; see `trainer.fault_tolerance.liveness`."""
+        """Note that a stage begins; see `trainer.fault_tolerance.liveness`."""
         before, self._waits = self._waits, waits
         self.stage, self._stage_bytes = stage, stage.encode()
         self.sign()
@@ -164,7 +170,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patience(self, seconds: float, doing: str) -> Iterator[None]:
-        """Allow what is done inside to take so long without a sign of life: a checkpoint, a probe, a compilation."""
+        """Allow `seconds` without a sign of life inside, for a checkpoint, a probe or a compilation."""
         before, self._patience = self._patience, max(self._patience, seconds)
         self._write(doing)
         try:
@@ -174,19 +180,19 @@ class Watchdog:
             self._write(f"after {doing}")
 
     def close(self, *, ending: str = "") -> None:
-        """End the watch. `ending` is the exception with which this rank leaves; it is told only if others report."""
+        """End the watch. `ending` is the exception with which this rank leaves, if any; a report of others shows it."""
         liveness.stop_listening(self)
         if self._memory is None:
             return
-        sidecar.write_text(self._memory, ending=ending)
-        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, closed=True)
+        pulse.write_text(self._memory, ending=ending)
+        pulse.write_numbers(self._memory, beats=self._beats, step=self._step, patience=0.0, closed=True)
         with contextlib.suppress(BrokenPipeError):  # the sidecar was killed
             os.write(self._control, b"closed")
         os.close(self._control)
         self._memory.close()
         self._memory = None
         if ending:
-            return  # the sidecar may still ask for the stacks, until this process has left
+            return  # the sidecar may ask for the stacks until this process has left
         try:
             self._sidecar.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -194,7 +200,7 @@ class Watchdog:
             self._sidecar.wait()
         faulthandler.unregister(sidecar.DUMP_SIGNAL)
         for number in self._asked:
-            if signal.getsignal(number) == signal.SIG_DFL:  # else somebody has set a handler meanwhile, and it stays
+            if signal.getsignal(number) == signal.SIG_DFL:  # else another handler was set meanwhile, and it stays
                 faulthandler.unregister(number)
         os.close(self._stacks)
 
@@ -211,10 +217,10 @@ class Watchdog:
         if self._memory is None:
             return
         self._beats += 1
-        sidecar.write_text(self._memory, doing=doing)
+        pulse.write_text(self._memory, doing=doing)
         if shards is not None:
             more = len(shards) - _NUM_SHARDS_NAMED
             named = ", ".join(shards[:_NUM_SHARDS_NAMED]) + (f" and {more} more" if more > 0 else "")
-            sidecar.write_text(self._memory, shards=named)
+            pulse.write_text(self._memory, shards=named)
         patience = max(self._patience, self._allowed, self._startup_patience)
-        sidecar.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience)
+        pulse.write_numbers(self._memory, beats=self._beats, step=self._step, patience=patience)

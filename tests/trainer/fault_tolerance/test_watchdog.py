@@ -32,15 +32,9 @@ from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
-from trainer.fault_tolerance.sidecar import (
-    Activity,
-    Pulse,
-    Rank,
-    RankReport,
-    SilenceTimer,
-    name_the_culprits,
-    read_pulse,
-)
+from trainer.fault_tolerance.pulse import Pulse, read_pulse
+from trainer.fault_tolerance.sidecar import Activity, Rank, SilenceTimer
+from trainer.fault_tolerance.stall_report import RankReport, name_the_culprits
 from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
 from trainer.profiling import stage
 from trainer.run_dir import RunDir
