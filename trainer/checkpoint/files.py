@@ -1,8 +1,8 @@
-"""What a checkpoint is on the disk: files of tensors, and a list of them by which one can tell that it is whole.
+"""The files of a checkpoint: tensors, and an index that tells whether they are whole.
 
-Comes in: states, tensors by name. Goes out: a directory of safetensors files and `checkpoint.json`, which is written
-last and holds each file's size and SHA-256. What may never happen: that reading a file runs what somebody wrote in it,
-or that a file which was cut or changed is taken for a state.
+Input: states, tensors by name. Output: a directory of safetensors files and `checkpoint.json`, which is written last
+and holds each file's size and SHA-256. Invariants: reading a file runs nothing that is written in it; a file that was
+cut or changed is never loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPE_NAMES = {
 
 
 class FileRecord(Schema):
-    """What a file must be."""
+    """The size and the hash that a file must have."""
 
     num_bytes: NonNegativeInt
     sha256: str
@@ -54,7 +54,7 @@ class FileRecord(Schema):
 class CheckpointIndex(Schema):
     """The content of `checkpoint.json`; `files` is by name in the same directory.
 
-    `run` is None in format 1, which had no such field, and for a caller that keeps no such state.
+    `run` is None in format 1, which had no such field, and if the caller has no such state.
     """
 
     format_version: PositiveInt
@@ -64,15 +64,15 @@ class CheckpointIndex(Schema):
 
 
 class DamagedError(Exception):
-    """A checkpoint is not whole; the message says which file and why, as a part of a sentence."""
+    """A checkpoint is not whole. The message names the file and the reason, as a part of a sentence."""
 
 
 def write_files(
     directory: Path, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None = None
 ) -> int:
-    """Write each state as `NAME.safetensors`, then the index, all flushed to the disk; returns the bytes written.
+    """Write each state as `NAME.safetensors`, then the index, and flush all to the disk; return the number of bytes.
 
-    The tensors are contiguous and on the CPU.
+    Tensors must be contiguous and on the CPU.
     """
     files = {f"{name}{SUFFIX}": write_tensors(directory / f"{name}{SUFFIX}", state) for name, state in states.items()}
     index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run)
@@ -86,12 +86,12 @@ def write_files(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write contiguous CPU tensors as a safetensors file, flushed to the disk.
+    """Write contiguous CPU tensors as a safetensors file, and flush it to the disk.
 
-    Unlike the library's own writer, it makes no second copy of them, sums while it writes, keeps the interpreter free
-    for the training thread, and reports a full disk as the `OSError` that it is.
+    Unlike the library's own writer, it makes no second copy of the tensors, hashes while it writes, does not block the
+    training thread by Python's lock, and reports a full disk as `OSError`.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that every one is aligned
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
     header: dict[str, object] = {}
     end = 0
     for name in names:
@@ -115,7 +115,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def read_index(directory: Path) -> CheckpointIndex:
-    """Raises `DamagedError` if there is no index or it cannot be read, `UserError` if a newer version wrote it."""
+    """Return the index of a checkpoint.
+
+    Raises `DamagedError` if there is none or it cannot be read, `UserError` if a newer version wrote it.
+    """
     path = directory / INDEX_NAME
     try:
         value = json.loads(path.read_bytes())
@@ -138,7 +141,7 @@ def read_index(directory: Path) -> CheckpointIndex:
 
 
 def check_sizes(directory: Path) -> CheckpointIndex:
-    """The index, once every file is there in its size; raises as `read_index` does."""
+    """Return the index if every file is there with its size; raises as `read_index` does, also if one is not."""
     index = read_index(directory)
     for name, record in index.files.items():
         try:
@@ -151,9 +154,9 @@ def check_sizes(directory: Path) -> CheckpointIndex:
 
 
 def check_whole(directory: Path, *, only: Collection[str] | None = None) -> CheckpointIndex:
-    """The index, once every file is there and every byte, in the files `only` if given, is the one that was written.
+    """Return the index if every file is there, and every byte is the one that was written.
 
-    Raises as `read_index` does.
+    `only` limits the check of bytes to these files. Raises as `read_index` does, also if the check fails.
     """
     index = check_sizes(directory)
     for name in index.files if only is None else only:
@@ -171,20 +174,20 @@ def check_whole(directory: Path, *, only: Collection[str] | None = None) -> Chec
 
 
 def check_readable(path: Path) -> None:
-    """Raises `DamagedError` unless there is a safetensors file at `path`; reads its header only."""
+    """Raise `DamagedError` unless there is a safetensors file at `path`; reads only its header."""
     with _explained(path), safetensors.safe_open(path, framework="pt"):
         pass
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; raises `DamagedError` if it is none. Nothing in it is run."""
+    """Return the tensors of a safetensors file; raises `DamagedError` if it is none. Nothing in it is run."""
     with _explained(path):
         state: dict[str, Tensor] = safetensors.torch.load_file(path)
         return state
 
 
 def flush(path: Path) -> None:
-    """Have a file or directory on the disk before the next line runs."""
+    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

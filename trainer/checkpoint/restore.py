@@ -54,10 +54,8 @@ class Restored:
 
 
 def newest_state(run_dir: RunDir) -> Restored:
-    """Return what the newest checkpoint that has an index says, without a look at its tensors."""
-    latest = latest_step(run_dir)
-    steps = [step for step in reversed(all_steps(run_dir)) if step != latest]
-    for step in [latest, *steps] if latest is not None else steps:
+    """Return the step and state of the newest checkpoint with a readable index; does not check its tensors."""
+    for step in _steps_by_preference(run_dir):
         with contextlib.suppress(DamagedError):
             return Restored(step, read_index(run_dir.checkpoint(step)).run)
     return Restored(0, None)
@@ -68,9 +66,12 @@ def restore(
 ) -> Restored:
     """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
 
-    Returns its step and state; the step is 0 if there is none yet. A damaged checkpoint is passed over, and the log
-    says so. Raises `UserError` if none is whole, or the newest is of a newer version of this project or of another
-    architecture; on the ranks that have nothing to say, SystemExit(2).
+    Returns its step and state; the step is 0 if there is none yet. A damaged checkpoint is passed over with a warning.
+
+    Raises:
+        UserError: on one rank, if none is whole, or if the newest is of a newer version of this project or of another
+            architecture.
+        SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
     """
 
     def find() -> Restored | None:
@@ -88,7 +89,7 @@ def restore(
     files = [*wanted, *(f"{name}_optimizer" for name in engines)]
     states = _together(lambda: {name: _read_explained(directory, name) for name in files})
 
-    def take_up() -> None:
+    def load() -> None:
         for name, state in wanted.items():
             _check_fits(directory / f"{name}{SUFFIX}", states[name], state)
         if OBJECTIVE in wanted:
@@ -103,7 +104,7 @@ def restore(
         for name, tensor in wanted.get(RUN, {}).items():
             tensor.copy_(states[RUN][name])
 
-    _together(take_up)
+    _together(load)
     return found
 
 
@@ -171,16 +172,22 @@ def _check_modules(directory: Path, names: Collection[str]) -> None:
         check_readable(directory / name)
 
 
-def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
-    """Step of the checkpoint to go on from: the one that `LATEST` names, or else the newest that is whole; None where
-    there is none at all. `only`: look no further than at these modules.
+def _steps_by_preference(run_dir: RunDir) -> list[int]:
+    """Return the steps of all checkpoints: the one that `LATEST` names, then the others from the newest on."""
+    latest = latest_step(run_dir)
+    others = [step for step in reversed(all_steps(run_dir)) if step != latest]
+    return others if latest is None else [latest, *others]
 
-    Logs what was passed over and why. Raises `UserError` if none is whole, or a newer version wrote the first choice.
+
+def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
+    """Return the step of the first whole checkpoint by preference; None if there are no checkpoints.
+
+    `only` limits the check to these modules. Logs which checkpoints were passed over, and why. Raises `UserError` if
+    none is whole, or if a newer version of this project wrote the first one.
     """
     latest = latest_step(run_dir)
-    steps = [step for step in reversed(all_steps(run_dir)) if step != latest]
     skipped: list[str] = []
-    for step in [latest, *steps] if latest is not None else steps:
+    for step in _steps_by_preference(run_dir):
         directory = run_dir.checkpoint(step)
         try:
             if only is None:
@@ -213,7 +220,7 @@ def _read_explained(directory: Path, name: str) -> dict[str, Tensor]:
 
 
 def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises `UserError` with the first tensor that is in one of them only, or in another shape."""
+    """Raise `UserError` with the name of the first tensor that is in one of them only, or has another shape."""
 
     def shape(state: Mapping[str, Tensor], name: str) -> str:
         return f"of shape {tuple(state[name].shape)}" if name in state else "absent"
@@ -232,8 +239,10 @@ def _cannot_load(path: Path, reason: str) -> str:
 
 
 def _together(action: Callable[[], T]) -> T:
-    """What `action` returns on this rank. Where it raises a `UserError` on any rank, all of them end: the first of
-    these raises it, the others leave quietly."""
+    """Return the result of `action` on this rank, unless it raises `UserError` on some rank.
+
+    Then the first of these ranks raises it, and all others raise SystemExit(2), which prints nothing.
+    """
     result: list[T] = []
     error: UserError | None = None
     try:

@@ -33,7 +33,7 @@ class DataIdentity(Schema):
 
 
 class SkipCounts(Schema):
-    """The skipped steps of a run: all of them, and those in a row up to now."""
+    """The number of skipped steps of a run, and of those in a row up to now."""
 
     total: NonNegativeInt = 0
     in_a_row: NonNegativeInt = 0

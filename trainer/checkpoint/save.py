@@ -1,17 +1,17 @@
-"""Checkpoints: the whole state of a run at a step, complete or not there at all.
+"""Save checkpoints: the whole state of a run at a step, complete or not there at all.
 
     checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.safetensors
-                                viewmaker.safetensors  viewmaker_optimizer.safetensors  (where the views are learned)
-                                objective.safetensors  objective_optimizer.safetensors  (where it has state, learns)
-                                run.safetensors        (where the loop has tensors of its own: a loss scale)
+                                viewmaker.safetensors  viewmaker_optimizer.safetensors  (if the views are learned)
+                                objective.safetensors  objective_optimizer.safetensors  (if it has state, if it learns)
+                                run.safetensors        (if the loop has tensors of its own: a loss scale)
                                 checkpoint.json        (each file's size and SHA-256; the datasets and the counters)
     LATEST                      step_00000500
 
-Training stops for a copy to the memory of the host; a thread of the first rank writes that copy beside its place,
-flushes it to the disk and moves it there by one rename; `LATEST` is replaced after that, and only then are older ones
-pruned. So a kill at any moment leaves the previous checkpoint or the new one. State is filed by name and whole, so any
-number of ranks and any kind of engine takes it up. The stream needs no state of its own: its position is the step.
-Nothing in a checkpoint is code, and loading one runs none.
+Training stops for a copy to host memory. A thread of the first rank writes that copy to a temporary directory, flushes
+it to the disk and renames it. Then it replaces `LATEST`, and then it prunes older checkpoints. So a kill at any moment
+leaves the previous checkpoint or the new one. State is whole and filed by name, so any number of ranks and any kind of
+engine can load it. The stream needs no state of its own: its position is the step. Nothing in a checkpoint is code, and
+loading one runs none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -49,20 +49,16 @@ from trainer.run_dir import RunDir, write_atomically
 logger = logging.getLogger(__name__)
 
 
-T = TypeVar("T")
-
-
 _ALIGNMENT = 64  # bytes, of a tensor in the host's copy
-
-
-# The ranks that do not write wait in a collective; one a minute keeps it from timing out behind a slow disk.
+# Ranks that do not write wait in collectives. A new one every minute, so that none times out behind a slow disk.
 _WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """States in the memory of the host, once `wait` has returned; `device_seconds` is how long a GPU was busy with
-    them, then.
+    """A copy of states in host memory, complete once `wait` has returned.
+
+    `device_seconds` is then the time that the GPU needed for it.
     """
 
     states: Mapping[str, Mapping[str, Tensor]]
@@ -78,14 +74,15 @@ class HostCopy:
 
 
 class HostMemory:
-    """One block of the host's memory that every copy goes to: allocated once, pinned where tensors come from a GPU."""
+    """One block of host memory for all copies: allocated once, and pinned if tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, states: Mapping[str, Mapping[str, Tensor]]) -> HostCopy:
-        """Contiguous copies; those of before are overwritten. From a GPU they only begin here, in its current stream,
-        where later kernels come after them.
+        """Begin a contiguous copy, which overwrites the previous one.
+
+        Copies from a GPU are queued in its current stream, before all later kernels.
         """
         tensors = [tensor for state in states.values() for tensor in state.values()]
         device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
@@ -108,18 +105,18 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a write ended, as the ranks tell each other; `error` None: well."""
+    """How a write ended, for the other ranks; `error` is None if it went well."""
 
     error: str | None
     is_user_error: bool
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints behind the back of training, one at a time, and keeps the newest `keep`.
+    """Writes a run's checkpoints in the background, one at a time, and keeps the newest `keep`.
 
-    Every rank has one, and calls `save` and `close` at the same steps. What went wrong in the thread of the first rank
-    is raised by the next of these calls, on every rank. As a context manager it closes itself; an exception in the loop
-    still finishes what is being written.
+    Every rank has one, and calls `save` and `close` at the same steps. An error in the thread of the first rank is
+    raised by the next of these calls, on every rank. As a context manager it closes itself; after an exception in the
+    loop it still finishes the checkpoint that is being written.
     """
 
     def __init__(self, run_dir: RunDir, *, keep: int) -> None:
@@ -128,7 +125,7 @@ class CheckpointWriter:
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
-        self._step = 0  # of what is in flight
+        self._step = 0  # of the checkpoint in flight
 
     def save(
         self,
@@ -139,22 +136,29 @@ class CheckpointWriter:
         extra: Mapping[str, Tensor] | None = None,
         run: RunState | None = None,
     ) -> None:
-        """Begin to write the state after `step` steps, once the save before is done. Returns after a copy to the host.
+        """Begin to write the state after `step` steps; return after a copy to the host.
 
-        `objective_state` is `Objective.saved_state()`; `extra` are the loop's own tensors, equal on all ranks, of fixed
-        shapes; `run` is its other state. Raises `UserError` if the disk had no room for the save before or refused it,
-        or if that state was not finite; on the ranks that do not write, SystemExit(2), so that one speaks for all.
-        Older checkpoints stay as they are then.
+        Waits for the previous save first. If that failed, older checkpoints stay as they are.
+
+        Args:
+            objective_state: `Objective.saved_state()`.
+            extra: the loop's own tensors, equal on all ranks, of fixed shapes.
+            run: the loop's other state.
+
+        Raises:
+            UserError: on the first rank, if the disk had no room for the previous save or refused it, or if that state
+                was not finite.
+            SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
         """
         began = time.perf_counter()
-        self._settle()
+        self._flush()
         states = _states_of(engines, objective_state, extra or {})
         if rank() > 0:
             return
         self._step = step
         try:
             copy = self._memory.copy(states)
-        except Exception as error:  # the others go on training: they hear of it where all ranks meet next
+        except Exception as error:  # the other ranks train on; they learn of it at the next save
             self._in_flight = Future()
             self._in_flight.set_exception(error)
             return
@@ -162,9 +166,9 @@ class CheckpointWriter:
         self._in_flight = self._thread.submit(self._write, step, copy, run, waited_seconds)
 
     def close(self) -> None:
-        """Wait for what is being written; raises as `save` does. A second call does nothing more."""
+        """Wait until everything is written; raises as `save` does. A second call does nothing."""
         try:
-            self._settle()
+            self._flush()
         finally:
             self._thread.shutdown()
 
@@ -177,14 +181,14 @@ class CheckpointWriter:
         if error is None:
             self.close()
             return
-        # The other ranks may be anywhere, so nothing is agreed on any more; and the exception at hand is the first.
+        # Runs no collectives here, since the other ranks may be anywhere; the original exception is kept.
         self._thread.shutdown()
         failure = self._in_flight.exception() if self._in_flight is not None else None
         if failure is not None:
             logger.warning("%s", failure)
 
-    def _settle(self) -> None:
-        """Wait until what is in flight is written, and raise on every rank what went wrong with it."""
+    def _flush(self) -> None:
+        """Wait until the checkpoint in flight is written; raise its error on every rank."""
         while (outcome := broadcast_object(self._outcome())) is None:
             pass
         in_flight, self._in_flight = self._in_flight, None
@@ -198,7 +202,7 @@ class CheckpointWriter:
         raise RuntimeError(f"the first rank could not write a checkpoint: {outcome.error}")
 
     def _outcome(self) -> _Outcome | None:
-        """Of what is in flight; None if it still is after a while."""
+        """Return the outcome of the checkpoint in flight; None if it is still being written after a while."""
         if self._in_flight is None:
             return _Outcome(None, is_user_error=False)
         try:
@@ -224,10 +228,10 @@ class CheckpointWriter:
 def _states_of(
     engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor], extra: Mapping[str, Tensor]
 ) -> dict[str, Mapping[str, Tensor]]:
-    """State by the name of its file; every rank calls this at the same time."""
+    """Return states by the name of their file; every rank calls this at the same time."""
     states: dict[str, Mapping[str, Tensor]] = {}
     for name, engine in engines.items():
-        if name != OBJECTIVE:  # whose state is filed as a whole, below
+        if name != OBJECTIVE:  # its whole state is filed below
             states[name] = engine.module_state()
         states[f"{name}_optimizer"] = engine.optimizer_state()
     rest = {OBJECTIVE: objective_state, RUN: extra}
@@ -237,8 +241,8 @@ def _states_of(
 def refuse_link(run_dir: RunDir) -> None:
     """Raise `UserError` if the directory in which checkpoints are written and pruned is a symbolic link.
 
-    The files behind it may be those of another run. A single checkpoint may be a link: it is read, and pruning removes
-    the link alone. The whole run directory may be a link, too.
+    The files behind it may belong to another run. A single checkpoint may be a link: it is read, and pruning removes
+    only the link. The whole run directory may be a link, too.
     """
     path = run_dir.checkpoints
     if path.is_symlink():
@@ -251,10 +255,10 @@ def refuse_link(run_dir: RunDir) -> None:
 def _write(
     run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None, keep: int
 ) -> int:
-    """Write a checkpoint to its place, name it in `LATEST`, and prune; returns its bytes.
+    """Write a checkpoint, name it in `LATEST`, and prune; return its number of bytes.
 
-    Raises `UserError` if the state is not finite, or the disk has no room or fails; then the checkpoints before are as
-    they were.
+    Raises `UserError` if the state is not finite, or if the disk has no room or fails; older checkpoints are then
+    unchanged.
     """
     final = run_dir.checkpoint(step)
     partial = final.with_name(f".{final.name}.partial")
@@ -262,7 +266,7 @@ def _write(
     _check_finite(run_dir, step, states)
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        for left in partial.parent.glob(".step_*"):  # by a kill
+        for left in partial.parent.glob(".step_*"):  # left by a kill
             _delete(left)
         partial.mkdir()
         num_bytes = write_files(partial, step=step, states=states, run=run)
@@ -278,24 +282,24 @@ def _write(
         going_on = f"start again: the run goes on from {_newest_in_words(run_dir)}"
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
-        raise UserError(f"cannot write {where} ({error}); mend that and {going_on}") from error
+        raise UserError(f"cannot write {where} ({error}); repair that and {going_on}") from error
     return num_bytes
 
 
 def _check_finite(run_dir: RunDir, step: int, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raise `UserError` that names the first tensor with a value that is inf or nan.
+    """Raise `UserError` with the name of the first tensor that has a value which is inf or nan.
 
-    The gradients of every step are looked at, but a step can overflow what it changes: a parameter by its rate, the
-    moments of Adam by their squares. Such a moment would hold its parameter still without any sign.
+    Gradients are checked in every step, but a step can still overflow: a parameter by its rate, the moments of Adam by
+    their squares. With such a moment a parameter would never move again, and nothing else would show it.
     """
     for file, state in states.items():
         for name, tensor in state.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 num_bad = int((~tensor.isfinite()).sum())
                 raise UserError(
-                    f"the state after step {step} is not saved, for it is not finite: {num_bad} of {tensor.numel()} "
-                    f"values of {name} ({file}) are inf or nan; lower the learning rate with another --run-dir, or "
-                    f"start again from {_newest_in_words(run_dir)}"
+                    f"the state after step {step} is not saved, because it is not finite: {num_bad} of "
+                    f"{tensor.numel()} values of {name} ({file}) are inf or nan; lower the learning rate with another "
+                    f"--run-dir, or start again from {_newest_in_words(run_dir)}"
                 )
 
 
@@ -305,7 +309,7 @@ def _newest_in_words(run_dir: RunDir) -> str:
 
 
 def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
-    """Remove all but `keep` checkpoints up to step `newest`; a damaged one is not worth keeping, and does not count."""
+    """Remove all but `keep` checkpoints up to step `newest`; damaged ones are removed and do not count."""
     whole = []
     for step in all_steps(run_dir):
         if step <= newest:
@@ -319,9 +323,9 @@ def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a checkpoint so that a kill leaves it whole or not there.
+    """Remove a checkpoint, so that a kill leaves it whole or not there.
 
-    Of a symbolic link, which somebody made to keep a checkpoint on another disk, only the link is removed.
+    If it is a symbolic link, made to keep the checkpoint on another disk, only the link is removed.
     """
     if directory.is_dir() or directory.is_symlink():
         gone = directory.with_name(f".{directory.name}.gone")
@@ -330,7 +334,7 @@ def _remove(directory: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory, or a file or symbolic link in its place; what a link leads to stays."""
+    """Delete a directory, a file or a symbolic link; the target of a link stays."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
