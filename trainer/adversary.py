@@ -35,7 +35,10 @@ class AdversaryConfig(Schema):
     @model_validator(mode="after")
     def _only_alternating_takes_several(self) -> Self:
         if self.update == "simultaneous" and self.viewmaker_steps > 1:
-            raise ValueError("in the simultaneous game both players take one step; use update=alternating")
+            raise ValueError(
+                f"viewmaker_steps is {self.viewmaker_steps}, but in the simultaneous game both players take one step; "
+                "set update=alternating"
+            )
         return self
 
 

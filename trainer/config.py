@@ -76,8 +76,8 @@ class RunConfig(Schema):
     def _adversary_belongs_to_the_viewmaker(self) -> Self:
         if (self.views.kind == "viewmaker") != (self.adversary is not None):
             raise ValueError(
-                f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} `adversary`: '
-                "the adversary trains a viewmaker"
+                f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} section '
+                "`adversary`, which says how a viewmaker is trained"
             )
         return self
 

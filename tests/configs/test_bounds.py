@@ -135,7 +135,10 @@ def test_a_plain_name_stays_inside_runs(name: str) -> None:
         ({"data": {"remote": {"cache_dir": "a\x07"}}}, "data.remote.cache_dir: "),
         ({"tracking": {"tags": ["a\rb"]}}, "tracking.tags[0]: "),
         ({"tracking": {"tags": ["a" * 65]}}, "tracking.tags[0] is "),
-        ({"tracking": {"wandb_project": "a/b"}}, 'tracking.wandb_project: "a/b" is no name of a project'),
+        (
+            {"tracking": {"wandb_project": "a/b"}},
+            'tracking.wandb_project: "a/b" is not a name that W&B allows for a project; leave out /',
+        ),
         ({"tracking": {"wandb_project": "a\u202eb"}}, "tracking.wandb_project: "),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_run_with_numbers_of_its_own_needs_no_record(trained: RunDir, tmp_path
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (None, 'does not hold "normalization", the mean and std by which the encoder normalises its input; put back'),
+        (None, 'does not hold "normalization", the mean and std by which the encoder normalises its input; restore'),
         ("{", 'does not hold "normalization"'),
         ("[]", 'does not hold "normalization"'),
         ('{"starts": []}', 'does not hold "normalization"'),

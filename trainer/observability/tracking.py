@@ -16,7 +16,7 @@ from data_pipeline.core.schema import Count, Line, Schema
 
 def _check_project(name: str) -> str:
     if forbidden := sorted(set(name) & set("/\\#?%:")):
-        raise ValueError(f'"{name}" is no name of a project: W&B allows no {forbidden[0]} in it')
+        raise ValueError(f'"{name}" is not a name that W&B allows for a project; leave out {forbidden[0]}')
     return name
 
 
