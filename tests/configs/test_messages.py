@@ -84,7 +84,7 @@ TIMM = ("encoder.kind=timm", "encoder.name=vit_tiny_patch16_224")
         (["views.aspect=[1, 2, 3]"], "views.aspect is [1, 2, 3]; it must be a list of at most 2"),
         # What only a whole section can be wrong about.
         (["views.area=[0.5, 0.2]"], "views: area must be two ascending positive numbers, got 0.5 and 0.2"),
-        (["adversary={}"], 'views of kind "expert_image" take no `adversary`'),
+        (["adversary={}"], 'views of kind "expert_image" take no section `adversary`'),
         # Several.
         (["num_epochs=x", "seed=y", "views.hue=z"], "(and 2 more)"),
     ],
