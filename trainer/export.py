@@ -36,12 +36,22 @@ from trainer.pretrained import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, load_mod
 from trainer.run_dir import RunDir, open_run, write_atomically
 
 
+_DESCRIPTION = (
+    "Export the trained encoder of a run as one safetensors file, which torchvision, timm or this package loads."
+)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="encoder.safetensors, or another name")
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=_DESCRIPTION)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="The run directory of a training.")
     parser.add_argument(
-        "--step", type=int, help="checkpoint to export; 0 is the untrained encoder (default: the newest)"
+        "--out", type=Path, required=True, metavar="FILE", help="Write this file. Its name must end in .safetensors."
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="Export the checkpoint of step N; 0 is the untrained encoder. Without it, the newest one is exported.",
     )
     arguments = parser.parse_args()
     export(open_run(arguments.run_dir), arguments.out, step=arguments.step)
