@@ -35,7 +35,6 @@ from trainer.modules import TrainedModules
 from trainer.pretrained import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, load_modules, named_as_published
 from trainer.run_dir import RunDir, open_run, write_atomically
 
-
 _DESCRIPTION = (
     "Export the trained encoder of a run as one safetensors file, which torchvision, timm or this package loads."
 )
