@@ -1,9 +1,10 @@
-"""Views: what is done to a picture or a sound before the encoder sees it.
+"""Views: the random changes of a picture or a sound before the encoder sees it.
 
-Comes in: pictures (B, C, H, W) float32 in [0, 1], or waveforms (B, T), and the keys that fix every random draw. Goes
-out: one view of each picture, same shape, not normalised (the encoder normalises); or of each sound, a normalised
-log-mel spectrogram (B, 1, M, N). All policies are batched and run on the training device.
-What may never happen: a draw from ambient random state, so that a view could differ between one process and many.
+In: pictures (B, C, H, W) float32 in [0, 1], or waveforms (B, T), and the keys that fix every random draw. Out: one view
+of each. A view of a picture has its shape and is not normalised, because the encoder normalises. A view of a sound is a
+normalised log-mel spectrogram (B, 1, M, N). All policies are batched and run on the training device.
+
+Invariant: no draw comes from global random state, so a view is the same in one process and in many.
 """
 
 from trainer.views.policy import ViewPolicy, ViewsConfig, build_view_policy, check_views_fit

@@ -1,7 +1,7 @@
-"""Colour jitter of a batch of pictures, each by amounts and in an order of its own.
+"""Colour jitter of a batch of pictures, each picture by its own amounts and in its own order.
 
-Brightness, contrast and saturation are one formula with other coefficients, so a random order costs six cheap passes
-and a single change of hue.
+Brightness, contrast and saturation are one formula with different coefficients. So a random order costs six cheap
+passes and a single change of hue.
 
 Legend: B samples, C = 3 channels, H rows, W columns.
 """
@@ -21,11 +21,11 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as PIL; torchvision's tensors use 0.2
 
 @dataclass(frozen=True)
 class JitterDraws:
-    """What happens to the colours.
+    """Amounts and order of the colour changes.
 
     Attributes:
         factor_B4: factor of brightness, contrast and saturation (1: unchanged), shift of hue in turns (0: unchanged).
-        order_B4: int64, which of the four happens first, second, third, fourth.
+        order_B4: int64, which of the four is applied first, second, third, fourth.
     """
 
     factor_B4: Tensor
@@ -33,10 +33,10 @@ class JitterDraws:
 
 
 def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tensor:
-    """torchvision's ColorJitter, in place, with a factor and an order for each sample (see `ExpertDraws`).
+    """Apply torchvision's ColorJitter in place, with factors and an order for each sample (see `JitterDraws`).
 
-    Of the four operations three are blends. Hue is changed once; the blends that come before it in a sample's order are
-    done before, the others after, and a blend out of turn has the factor 1.
+    Three of the four operations are blends. Hue changes once. Blends that precede hue in a sample's order run before
+    it, the others after it, and a blend that is not due has the factor 1.
     """
     in_turn_B4 = factor_B4.gather(1, order_B4)
     is_hue_B4 = order_B4 == HUE
@@ -52,7 +52,7 @@ def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tenso
 
 
 def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
-    """`factor * x + (1 - factor) * reference`, clamped to [0, 1], in place.
+    """Set x to `factor * x + (1 - factor) * reference`, clamped to [0, 1], in place.
 
     The reference is black (BRIGHTNESS), the picture's mean luma (CONTRAST) or each pixel's own luma (SATURATION).
     """
@@ -63,18 +63,18 @@ def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
 
 
 def luma(x_BCHW: Tensor) -> Tensor:
-    """(B, 1, H, W) brightness as the eye weighs it."""
+    """Return the brightness as the eye weighs it, (B, 1, H, W)."""
     red, green, blue = LUMA
     return (x_BCHW[:, :1] * red).add_(x_BCHW[:, 1:2], alpha=green).add_(x_BCHW[:, 2:], alpha=blue)
 
 
 def shift_hue_(x_BCHW: Tensor, turns_B: Tensor) -> Tensor:
-    """Turn the hue by `turns` of the colour circle in HSV, in place; value and saturation stay as they are.
+    """Turn the hue by `turns` of the colour circle in HSV, in place; value and saturation stay unchanged.
 
-    Keeping those two means that the largest and the smallest channel keep their values; only where each channel lies
-    between the two is computed anew, a trapezoid over the hue. The hue is counted in sixths of a turn from red, from -3
-    to 3. Its size has one formula in all six sectors, |hue| = (most - 2 least + green + blue - red) / (most - least):
-    say green > red > blue, then it is 2 - (red - least) / (most - least). Its sign is that of green - blue.
+    So the largest and the smallest channel keep their values. Only the place of each channel between the two is
+    computed anew, a trapezoid over the hue. The hue is counted in sixths of a turn from red, from -3 to 3. Its size has
+    one formula in all six sectors, |hue| = (most - 2 least + green + blue - red) / (most - least). For example, with
+    green > red > blue it is 2 - (red - least) / (most - least). Its sign is the sign of green - blue.
     """
     red_BHW, green_BHW, blue_BHW = x_BCHW.unbind(dim=1)
     least_BHW = torch.minimum(green_BHW, blue_BHW).minimum(red_BHW)
@@ -82,7 +82,7 @@ def shift_hue_(x_BCHW: Tensor, turns_B: Tensor) -> Tensor:
 
     hue_BHW = (green_BHW + blue_BHW).sub_(red_BHW).add_(span_BHW).sub_(least_BHW, alpha=2)
     span_BHW -= least_BHW
-    hue_BHW /= span_BHW.clamp_min(1e-8)  # a grey pixel has no hue: whatever comes out is multiplied by its span, 0
+    hue_BHW /= span_BHW.clamp_min(1e-8)  # a grey pixel has no hue, and its span of 0 cancels the result
     hue_BHW.copysign_(green_BHW.sub_(blue_BHW)).add_(6 * turns_B[:, None, None])
     hue_BHW.sub_(torch.round(hue_BHW / 6), alpha=6)
 

@@ -1,11 +1,11 @@
 """Expert views of sounds after Tamkin et al. (2022): on the spectrogram, or on the waveform before it.
 
-Comes in: waveforms and the keys of their draws. Goes out: normalised log-mel spectrograms, one channel each, which is
-what the encoder sees. `Spectral` silences a range of mel bands and a range of frames, and adds noise to the
-normalised decibels. `Waveform` silences what is outside a crop, and adds white noise to the points, in random order;
-before that it can change speed and pitch, which the paper names and its published code leaves out.
+In: waveforms and the keys of their draws. Out: normalised log-mel spectrograms of one channel, the input of the
+encoder. `Spectral` silences a range of mel bands and a range of frames, and adds noise to the normalised decibels.
+`Waveform` silences everything outside a crop and adds white noise, in random order. Before that it can change speed and
+pitch, which the paper names and its published code leaves out.
 
-Legend: B samples, T points of a waveform, K of them up to the middle or tries of a mask, M mel bands, N frames.
+Legend: B samples, T points of a waveform, K of them up to the middle (or tries of a mask), M mel bands, N frames.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Semitones = Annotated[float, Field(ge=-12, le=12)]
 class SpectralConfig(Schema):
     """The widest mask along either axis, and the standard deviation of the noise on the normalised spectrogram.
 
-    A mask's width is uniform from 0 to its maximum, so 0 switches it off; so does a `noise_std` of 0. A mask that
-    changes nothing, because its width is 0 or because it hides silence only, is drawn again until there were
+    A mask's width is uniform from 0 to its maximum. A maximum of 0 switches the mask off, and a `noise_std` of 0 the
+    noise. A mask that changes nothing, because its width is 0 or because it covers silence only, is drawn again, up to
     `mask_tries` draws: 4 as published, 1 for a single draw.
     """
 
@@ -51,12 +51,12 @@ class SpectralConfig(Schema):
 class WaveformConfig(Schema):
     """The share of the points that a crop keeps, uniform (None: no crop), and the standard deviation of the noise.
 
-    The published noise is the inverse Fourier transform of normal numbers, whose deviation over 50,000 points is the
-    default here. It does not change with the number of points, because the background sounds do not either.
+    The published noise is the inverse Fourier transform of normal numbers. Its deviation over 50,000 points is the
+    default here. It does not change with the number of points, and neither do the background sounds.
 
-    speed: how many times as fast a sound is played, and so as much higher, uniform (None: as it is). One that becomes
-        longer loses its end.
-    semitones: how much higher a sound is made at the same speed, uniform (None: as it is).
+    speed: the factor of speed, and of pitch with it, uniform (None: unchanged). A sound that becomes longer loses its
+        end.
+    semitones: the change of pitch at the same speed, uniform (None: unchanged).
     """
 
     kind: Literal["waveform"] = "waveform"
@@ -75,7 +75,7 @@ class WaveformConfig(Schema):
 
 @dataclass(frozen=True)
 class MaskDraws:
-    """The silenced ranges, (B,) each, in whole bands and frames, int64."""
+    """Silenced ranges, (B,) each, in whole bands and frames, int64."""
 
     first_band_B: Tensor
     num_bands_B: Tensor
@@ -85,12 +85,12 @@ class MaskDraws:
 
 @dataclass(frozen=True)
 class WaveformDraws:
-    """What happens to a waveform.
+    """Random parameters of the views of waveforms.
 
     Attributes:
-        speed_B, semitones_B: float64; None where switched off.
+        speed_B, semitones_B: float64; None if switched off.
         first_B, length_B: int64, the points that the crop keeps.
-        crops_last_B: bool, whether the noise is cropped as well.
+        crops_last_B: bool, whether the crop comes after the noise and cuts it too.
     """
 
     speed_B: Tensor | None
@@ -100,7 +100,7 @@ class WaveformDraws:
     crops_last_B: Tensor
 
     def rows(self, rows: slice) -> WaveformDraws:
-        """The draws of some of the waveforms."""
+        """Return the draws of some of the waveforms."""
         return WaveformDraws(
             speed_B=None if self.speed_B is None else self.speed_B[rows],
             semitones_B=None if self.semitones_B is None else self.semitones_B[rows],
@@ -111,12 +111,12 @@ class WaveformDraws:
 
 
 class Spectral(nn.Module):
-    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters.
+    """A module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`, without parameters.
 
-    The draws depend on `keys` and on which frames of the sound are silent.
+    Its draws depend on `keys` and on which frames of the sound are silent.
 
     Raises:
-        ValueError: a mask may cover all bands or all frames.
+        ValueError: if a mask may cover all bands or all frames.
     """
 
     def __init__(self, config: SpectralConfig, mel: MelConfig) -> None:
@@ -131,12 +131,12 @@ class Spectral(nn.Module):
 
     @torch.no_grad()
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """One view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
+        """Return one view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
 
-        Sounds have no masks of objects; an expert ignores them.
+        Ignores masks, because sounds have none.
 
         Raises:
-            ValueError: the waveforms do not have the points of the spectrogram.
+            ValueError: if the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
         audible_BN = audible_frames(waveforms_BT, self.mel) if self.config.mask_tries > 1 else None
@@ -151,9 +151,9 @@ class Spectral(nn.Module):
 
 
 class Waveform(nn.Module):
-    """`policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, and draws that depend on `keys` alone.
+    """A module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, `keys` alone fix its draws.
 
-    A sound is made faster or slower, then higher or lower; then it is cropped and the noise is added, in random order.
+    It changes the speed, then the pitch. Then it crops and adds noise, in random order.
     """
 
     def __init__(self, config: WaveformConfig, mel: MelConfig) -> None:
@@ -164,12 +164,12 @@ class Waveform(nn.Module):
 
     @torch.no_grad()
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """One view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
+        """Return one view of each sound: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
 
-        Sounds have no masks of objects; an expert ignores them.
+        Ignores masks, because sounds have none.
 
         Raises:
-            ValueError: the waveforms do not have the points of the spectrogram.
+            ValueError: if the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
         draws = draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1])
@@ -181,10 +181,10 @@ class Waveform(nn.Module):
 
     @torch.no_grad()
     def augment(self, waveforms_BT: Tensor, keys: DrawKeys) -> Tensor:
-        """The waveforms of the views, same shape and dtype: what another policy takes that works on top of this one.
+        """Return the waveforms of the views, of the same shape and dtype, for a policy that follows this one.
 
         Raises:
-            ValueError: the waveforms do not have the points of the spectrogram.
+            ValueError: if the waveforms do not have the points of the spectrogram.
         """
         check_waveforms(waveforms_BT, self.mel)
         return self._augment(waveforms_BT, keys, draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1]))
@@ -193,7 +193,7 @@ class Waveform(nn.Module):
         if waveforms_BT.device.type != "cpu":
             x_BT = self._change(waveforms_BT, draws)
             return crop_and_add(x_BT, self._noise(keys, x_BT.dtype), draws)
-        # On a CPU a few at a time, whose numbers stay in the cache: twice as fast.
+        # On a CPU a few at a time, so that their numbers stay in the cache: twice as fast.
         views_BT = torch.empty_like(waveforms_BT)
         size = max(1, _POINTS_ON_CPU // waveforms_BT.shape[1])
         for first in range(0, len(waveforms_BT), size):
@@ -221,17 +221,17 @@ class Waveform(nn.Module):
 
 
 def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
-    """The picture of each sound as it is: (B, T) float32 or float64 to (B, 1, M, N) of the same dtype, normalised.
+    """Return the spectrogram of each sound without a view: (B, T) to (B, 1, M, N) of the same dtype, normalised.
 
     Raises:
-        ValueError: the waveforms do not have the points of the spectrogram.
+        ValueError: if the waveforms do not have the points of the spectrogram.
     """
     check_waveforms(waveforms_BT, mel)
     return log_mel(power_mel(waveforms_BT, mel), mel)[:, None]
 
 
 def check_waveforms(waveforms_BT: Tensor, mel: MelConfig) -> None:
-    """Raises `ValueError` unless the waveforms are (B, T) with the T of the spectrogram."""
+    """Raise `ValueError` unless the waveforms are (B, T) with the T of the spectrogram."""
     if waveforms_BT.dim() != 2 or waveforms_BT.shape[1] != mel.num_points:
         raise ValueError(f"views of sounds need waveforms (B, {mel.num_points}), got {tuple(waveforms_BT.shape)}")
 
@@ -239,12 +239,14 @@ def check_waveforms(waveforms_BT: Tensor, mel: MelConfig) -> None:
 def draw_masks(
     config: SpectralConfig, keys: DrawKeys, mel: MelConfig, *, audible_BN: Tensor | None = None
 ) -> MaskDraws:
-    """Draw one view's masks for each key: widths uniform from 0 to the maximum, first cells uniform from 0 to
-    size - width - 1, so that, as published, the last band and the last frame are never masked.
+    """Draw one view's masks for each key.
 
-    Of `config.mask_tries` draws the first that changes the spectrogram counts, and the first of all if none does. A
-    mask of bands changes it unless its width is 0; a mask of frames unless all its frames are silent. `audible_BN` says
-    which frames are not (bool; None: no frame is silent).
+    Widths are uniform from 0 to the maximum, first cells uniform from 0 to size - width - 1. So, as published, the last
+    band and the last frame are never masked.
+
+    The first of `config.mask_tries` draws that changes the spectrogram counts, or the very first if none does. A mask
+    of bands changes it unless its width is 0; a mask of frames unless all its frames are silent. `audible_BN` marks the
+    frames that are not silent (bool; None: all).
     """
     shares_BK4 = uniform(keys, 4 * config.mask_tries, purpose=_MASKS).double().view(-1, config.mask_tries, 4)
     band_width_BK, band_BK, frame_width_BK, frame_BK = shares_BK4.unbind(dim=2)
@@ -266,7 +268,7 @@ def draw_masks(
 
 
 def mask_power(power_BMN: Tensor, draws: MaskDraws) -> Tensor:
-    """The power, which is finite, with 0 in the drawn bands and frames, in memory of its own; (B, M, N)."""
+    """Return the power, which must be finite, with 0 in the drawn bands and frames, in new memory; (B, M, N)."""
     _, M, N = power_BMN.shape
     kept_BM = (~_inside(draws.first_band_B, draws.num_bands_B, M)).to(power_BMN.dtype)
     kept_BN = (~_inside(draws.first_frame_B, draws.num_frames_B, N)).to(power_BMN.dtype)
@@ -276,8 +278,8 @@ def mask_power(power_BMN: Tensor, draws: MaskDraws) -> Tensor:
 def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) -> WaveformDraws:
     """Draw one view's parameters for each key, for waveforms of `num_points`.
 
-    A crop's first point is uniform from 0 to num_points - length - 1, so that, as published, no crop holds the last
-    point; one of the whole length begins at 0.
+    A crop's first point is uniform from 0 to num_points - length - 1. So, as published, no crop holds the last point,
+    unless it has the whole length and begins at 0.
     """
     share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
     speed_B, semitones_B = uniform(keys, 2, purpose=_SPEED_AND_PITCH).double().unbind(dim=1)
@@ -292,25 +294,27 @@ def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) ->
 
 
 def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tensor | None = None) -> Tensor:
-    """Noise that is the same backwards, (B, T = num_points), out of numbers of the standard normal law, (B, K = T // 2
-    + 1): the law of the inverse Fourier transform of so many real normal numbers, which is the published noise.
+    """Return mirrored noise, (B, T = num_points), from standard normal numbers, (B, K = T // 2 + 1).
 
-    Its points are normal with deviation `std` (the first, and that half-way, are their own mirror images: sqrt(2) of
-    it). Of points that are also independent of one another the transform is normal too, but with twice the variance
-    for the constant and for what alternates from point to point; so here both are scaled down, and nothing is
-    transformed. The result goes to `out_BT` where it is given.
+    It has the distribution of the published noise, the inverse Fourier transform of as many real normal numbers: it is
+    the same backwards, and its points are normal with deviation `std` (sqrt(2) `std` for the first point and the middle
+    one, which are their own mirror images).
+
+    Nothing is transformed. If the points were independent, the constant and the part that alternates from point to
+    point would have twice the variance of the published noise, so both are scaled down. The result goes to `out_BT` if
+    it is given.
     """
     num_half = normal_BK.shape[1]
     noise_BT = normal_BK.new_empty(len(normal_BK), num_points) if out_BT is None else out_BT
     half_BK = torch.mul(normal_BK, std, out=noise_BT[:, :num_half])
-    # What alternates: even points have a mean of their own, and so have odd ones. As a complex number for each two.
+    # Even points have a mean of their own, and so have odd ones: a pair of them is one complex number.
     if num_points % 2:
         own_mirrors_BX, parts_BX = half_BK[:, :1], half_BK
     else:
-        noise_BT[:, num_half : num_half + num_half % 2] = 0  # so that there are two for each
+        noise_BT[:, num_half : num_half + num_half % 2] = 0  # so that every point has a partner
         own_mirrors_BX = half_BK[:, :: num_points // 2]
         parts_BX = torch.view_as_complex(noise_BT[:, : num_half + num_half % 2].view(len(noise_BT), -1, 2))
-    own_mirrors_BX *= math.sqrt(2) / 2  # once, where all others are there twice
+    own_mirrors_BX *= math.sqrt(2) / 2  # they occur once, all others twice
     num_of_part = num_points / (1 + parts_BX.is_complex())
     mean_B1 = parts_BX.sum(dim=1, keepdim=True).mul_(2 / num_of_part)
     own_mirrors_BX *= 2
@@ -320,7 +324,7 @@ def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tenso
 
 
 def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
-    """The waveforms with 0 outside the crop, every point in its place, plus the noise, cropped if the crop is last."""
+    """Return the waveforms with 0 outside the crop, plus the noise, which is cropped too if the crop comes last."""
     kept_BT = _inside(draws.first_B, draws.length_B, waveforms_BT.shape[1]).to(waveforms_BT.dtype)
     cropped_BT = waveforms_BT * kept_BT
     if noise_BT is None:
@@ -330,9 +334,10 @@ def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformD
 
 
 def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws, *, out_BT: Tensor) -> None:
-    """`crop_and_add` one after the other, which is several times as fast on a CPU: it only touches what is kept.
+    """Run `crop_and_add` for one waveform after the other, on a CPU, touching only the points that are kept.
 
-    The result goes to `out_BT`, which may be the memory of the noise, but not that of the waveforms.
+    This is several times as fast. The result goes to `out_BT`, which may be the memory of the noise, but not the memory
+    of the waveforms.
     """
     if noise_BT is None:
         out_BT.zero_()
@@ -340,7 +345,7 @@ def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: Wa
         out_BT.copy_(noise_BT)
     clears_B = draws.crops_last_B if noise_BT is not None else torch.zeros_like(draws.crops_last_B)
     ranges = zip(draws.first_B.tolist(), (draws.first_B + draws.length_B).tolist(), clears_B.tolist(), strict=True)
-    # NumPy's views of the same memory: a slice takes it a fifth of torch's time.
+    # NumPy's views of the same memory: a slice takes a fifth of torch's time.
     for view_T, waveform_T, (first, end, clears) in zip(out_BT.numpy(), waveforms_BT.numpy(), ranges, strict=True):
         view_T[first:end] += waveform_T[first:end]
         if clears:
@@ -349,12 +354,12 @@ def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: Wa
 
 
 def _normals(keys: DrawKeys, num: int, *, purpose: int) -> Tensor:
-    """(B, num) float32 of the standard normal law, in the order in which they are made: noise has none of its own."""
+    """Return (B, num) standard normal float32 in the order in which they are made, which noise does not care about."""
     return normal_pairs(keys, (num + 1) // 2, purpose=purpose).flatten(1)[:, :num]
 
 
 def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
-    """(B, size) bool: whether a cell is one of `length` from `first` on."""
+    """Return whether each cell is one of `length` cells from `first` on, (B, size) bool."""
     cell_X = torch.arange(size, device=first_B.device, dtype=torch.int32)  # half the memory of int64, and faster
     return (cell_X >= first_B[:, None].int()) & (cell_X < (first_B + length_B)[:, None].int())
 
@@ -365,10 +370,10 @@ def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:
 
 
 def _pick(share_X: Tensor, num: int | Tensor) -> Tensor:
-    """int64 from 0 to num - 1, in the shape of the shares, all alike for shares uniform in [0, 1)."""
+    """Return int64 from 0 to num - 1, in the shape of the shares, equally likely for shares uniform in [0, 1)."""
     return torch.floor(share_X * num).long()
 
 
 def _first_that_is(is_so_BK: Tensor) -> Tensor:
-    """(B, 1) int64: the first place of each row that is true, 0 if there is none."""
+    """Return the first true place of each row, (B, 1) int64; 0 if there is none."""
     return is_so_BK.to(torch.uint8).argmax(dim=1, keepdim=True)

@@ -1,12 +1,12 @@
-"""Expert views of pictures: crop, flip, colour jitter, grayscale and blur of a whole batch at once, or any of them.
+"""Expert views of pictures: crop, flip, colour jitter, grayscale and blur of a whole batch at once, or some of them.
 
-The default policy is that of contrastive learning (Chen et al. 2020) in the strength that "Feature Dropout" (Tamkin et
-al. 2022) used; `huang_views` has those of Huang et al. (2023), who compare the transforms alone and composed. Every
-operation has the meaning of torchvision's transform of the same name, in floating point: nothing is rounded to 256
-levels between operations, as a chain of PIL pictures is.
+The default policy is the one of contrastive learning (Chen et al. 2020) in the strength of "Feature Dropout" (Tamkin et
+al. 2022). `huang_views` returns the policies of Huang et al. (2023), who compare the transforms alone and composed.
+Every operation means the same as torchvision's transform of that name, in floating point: nothing is rounded to 256
+levels between operations, as it would be in a chain of PIL pictures.
 
 `trainer.views.resampling` and `trainer.views.colour` hold the operations. An operation that the config switches off is
-neither drawn nor computed, and changes no draw of the others.
+neither drawn nor computed, and the draws of the others stay the same.
 
 Legend: B samples, C = 3 channels, H rows, W columns, T attempts at a crop.
 """
@@ -57,13 +57,15 @@ _PURPOSE = 0
 
 
 class ExpertImageConfig(Schema):
-    """The crop's share of the area (None: no crop) and its aspect (width / height, log-uniform), the strengths of
-    torchvision's ColorJitter, the blur, and the probability of each operation, of which 0 switches it off.
+    """Settings of the five operations; a probability of 0 switches an operation off.
 
-    A "pil" blur, as published by Tamkin et al. (2022), is what PIL's GaussianBlur computes, without its rounding. A
-    "gaussian" one has the weights of a true Gaussian at whole pixels, which blurs less below a sigma of 0.5. Both have
-    a sigma in pixels, uniform in `blur_sigma`. The "constant" one is PIL's with radius 1: the published code of Huang
-    et al. (2023) draws a radius of 1.28 to 1.92 for pictures of 32 pixels, but rounds it down.
+    `area` is the crop's share of the picture (None: no crop), and `aspect` its width / height, log-uniform.
+    `brightness`, `contrast`, `saturation` and `hue` are the strengths of torchvision's ColorJitter.
+
+    `blur`: "pil", as published by Tamkin et al. (2022), is PIL's GaussianBlur without its rounding. "gaussian" has the
+    weights of a true Gaussian at whole pixels, which blurs less below a sigma of 0.5. Both draw sigma, in pixels,
+    uniformly from `blur_sigma`. "constant" is PIL's blur with radius 1: the published code of Huang et al. (2023) draws
+    a radius of 1.28 to 1.92 for pictures of 32 pixels, but rounds it down.
     """
 
     kind: Literal["expert_image"] = "expert_image"
@@ -96,15 +98,19 @@ class ExpertImageConfig(Schema):
 
 
 def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: float = 0.8) -> ExpertImageConfig:
-    """The policy of some of the transforms that Huang et al. (2023) compare, named by their letters, in any order.
+    """Return the policy of some transforms of Huang et al. (2023), named by their letters in any order.
 
-    a: crop of 0.08 to 1 of the area; b: blur with probability 0.5, constant as in the published code; c: grayscale with
-    probability 0.2; d: colour jitter, of which `strength` multiplies the strengths 0.8, 0.8, 0.8 and 0.2; e: flip with
-    probability 0.5. They happen in the order a, e, d, c, b. The paper's table of colour strengths has the letters "ad",
-    the jitter probability 1, and the strengths 1, 1/2, 1/4 and 1/8.
+    - a: crop of 0.08 to 1 of the area
+    - b: blur with probability 0.5, constant as in the published code
+    - c: grayscale with probability 0.2
+    - d: colour jitter; `strength` multiplies its strengths 0.8, 0.8, 0.8 and 0.2
+    - e: flip with probability 0.5
+
+    They are applied in the order a, e, d, c, b. The paper's table of colour strengths uses the letters "ad", the jitter
+    probability 1, and the strengths 1, 1/2, 1/4 and 1/8.
 
     Raises:
-        ValueError: other letters, a letter twice or none at all; a strength that is not above 0 and at most 1.25.
+        ValueError: for other letters, a letter twice or none; for a strength that is not above 0 and at most 1.25.
     """
     if not letters or len(set(letters)) < len(letters) or not set(letters) <= set(HUANG_LETTERS):
         raise ValueError(f'the views must be one or more letters of "{HUANG_LETTERS}", each once, got "{letters}"')
@@ -124,7 +130,7 @@ def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: floa
     )
 
 
-# The picture itself, twice.
+# Both views are the picture itself.
 NO_VIEWS: Final = ExpertImageConfig(
     area=None, jitter_probability=0.0, grayscale_probability=0.0, blur_probability=0.0, flip_probability=0.0
 )
@@ -132,13 +138,13 @@ NO_VIEWS: Final = ExpertImageConfig(
 
 @dataclass(frozen=True)
 class ExpertDraws:
-    """All that is random in one view of each sample; None for an operation that is switched off.
+    """All random parameters of one view of each sample; None for an operation that is switched off.
 
     Attributes:
-        crop, jitter: see there.
+        crop, jitter: see their classes.
         flip_B, gray_B: bool.
-        pil_sigma_B, sigma_B: of PIL's blur and of the Gaussian one, in pixels; 0 for a picture without blur.
-        constant_blur_B: bool. Of these three at most one is not None.
+        pil_sigma_B, sigma_B: sigma of PIL's blur and of the Gaussian blur, in pixels; 0 for a picture without blur.
+        constant_blur_B: bool. At most one of the three blurs is not None.
     """
 
     crop: CropDraws | None
@@ -151,7 +157,7 @@ class ExpertDraws:
 
 
 def check_image_size(*, height: int, width: int) -> None:
-    """Raises `ValueError` unless pictures of that size are square."""
+    """Raise `ValueError` unless pictures of that size are square."""
     if height != width:
         raise ValueError(
             f"expert image views need square pictures, got {height} x {width} pixels; build them with --image-size"
@@ -159,7 +165,7 @@ def check_image_size(*, height: int, width: int) -> None:
 
 
 class ExpertImage(nn.Module):
-    """`policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, and draws that depend on `keys` alone."""
+    """A module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, `keys` alone fix its draws."""
 
     def __init__(self, config: ExpertImageConfig) -> None:
         super().__init__()
@@ -167,12 +173,12 @@ class ExpertImage(nn.Module):
 
     @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """One view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised. Not for autocast.
+        """Return one view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised.
 
-        The masks are those of any view policy; an expert ignores them.
+        Ignores the masks. Do not call it under autocast.
 
         Raises:
-            ValueError: the pictures are not square RGB.
+            ValueError: if the pictures are not square RGB.
         """
         _, C, H, W = images_BCHW.shape
         if C != 3 or H != W:
@@ -224,13 +230,11 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
 
 
 def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
-    """The views that `draws` describe: crop, flip, jitter, grayscale, blur.
+    """Return the views that `draws` describe: (B, 3, S, S) float32 in [0, 1] to the same, in new memory.
 
-    A flip last of all, as in the default policy's source, is the same: it commutes with all but the crop. A blur
-    commutes with grayscale, but not with the jitter, which clamps; where it can, a CPU joins the blur from column to
-    column to the crop.
-
-    (B, 3, S, S) float32 in [0, 1] to the same, in memory of its own.
+    The order is crop, flip, jitter, grayscale, blur. The source of the default policy flips last, which is the same: a
+    flip commutes with all but the crop. A blur commutes with grayscale, but not with the jitter, which clamps. Without
+    a jitter, a CPU merges the blur from column to column into the crop.
     """
     blurs_while_cropping = draws.crop is not None and draws.jitter is None and images_BCHW.device.type == "cpu"
     blurred_columns_B = draws.constant_blur_B if blurs_while_cropping else None
@@ -252,7 +256,7 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
 def _draw_crop_size(
     area: tuple[float, float], aspect: tuple[float, float], area_BT: Tensor, aspect_BT: Tensor, *, size: int
 ) -> tuple[Tensor, Tensor]:
-    """(height_B, width_B): of T attempts the first whose box fits in the picture; the whole picture if none does."""
+    """Return (height_B, width_B) of the first of T attempts whose box fits in the picture; if none fits, its size."""
     area_BT = size**2 * _between(area, area_BT)
     aspect_BT = torch.exp(_between((math.log(aspect[0]), math.log(aspect[1])), aspect_BT))
     width_BT = torch.round(torch.sqrt(area_BT * aspect_BT))

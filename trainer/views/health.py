@@ -1,4 +1,4 @@
-"""Quantities of views that are cheap to log: has the viewmaker stopped changing pictures, or lost its freedom to?
+"""Cheap metrics of views that show whether the viewmaker has stopped changing pictures, or lost its freedom to.
 
 Shapes: B pictures of this rank, C channels, H height, W width.
 """
@@ -20,25 +20,24 @@ def view_health(
     *,
     bounded: bool = True,
 ) -> dict[str, Tensor]:
-    """Scalars of this rank's part of the batch, on its device, without waiting for it.
+    """Return scalars of this rank's part of the batch, on its device, without waiting for it.
 
-    changed_share: share of the first views that are not their picture, to the last bit. Of a viewmaker that is working
-        it is its `dropout_rate`, 1 without one; of one that does nothing at all, 0. The means below count the unchanged
-        views as well, so over `changed_share` they are means of the changed ones.
+    changed_share: share of the first views that differ from their picture in any bit. For a working viewmaker this is
+        its `dropout_rate`, or 1 without one; for a viewmaker that does nothing, 0. The means below include unchanged
+        views. Divide them by `changed_share` to get the means of the changed views.
     budget_spent: mean |view - picture|, after any clamp.
-    clamped_share, where `bounded`: share of entries that lie between the limits 0 and 1 in the picture and at or
-        beyond them in the view. There a clamp cut the change short. (On a limit in the picture, half of all changes
-        would be cut.)
-    evenness: mean over the pictures of mean |view - picture| / max |view - picture|. It is q where a share q of the
-        entries carries the change, and 1 where all change by as much, as they do behind a saturated tanh.
+    clamped_share, if `bounded`: share of entries that lie inside (0, 1) in the picture and at or beyond these limits in
+        the view, so that a clamp cut their change short. (Of entries on a limit, half of all changes would be cut.)
+    evenness: mean over the pictures of mean |view - picture| / max |view - picture|. It is q if a share q of the
+        entries carries the change, and 1 if all change by as much, as behind a saturated tanh.
     diversity, with `views_b_BCHW`: mean difference between the two views of a picture.
-    inside_over_outside, with `masks_BHW`: mean change inside the boxes of the drawn objects over that outside, 1 where
-        there is nothing to compare; of the changed views alone. Of a viewmaker that destroys objects it is above 1
-        (Tamkin et al. 2022).
+    inside_over_outside, with `masks_BHW`: mean change inside the boxes of the drawn objects over the mean change
+        outside, of changed views only; 1 if there is nothing to compare. It is above 1 for a viewmaker that destroys
+        objects (Tamkin et al. 2022).
 
     Args:
-        views_a_BCHW, views_b_BCHW: first and second views, the latter None where there is one view only.
-        images_BCHW: the pictures that the first views were made from.
+        views_a_BCHW, views_b_BCHW: first and second views; the second None if there is one view only.
+        images_BCHW: the pictures behind the first views.
         masks_BHW: uint8, in the levels of `data_pipeline.core.sample`, of the same pictures; None without masks.
         bounded: whether the pictures lie in [0, 1]; normalised spectrograms do not.
     """
@@ -62,8 +61,10 @@ def view_health(
 
 
 def _inside_over_outside(change_BHW: Tensor, inside_BHW: Tensor, changed_B: Tensor) -> Tensor:
-    """Mean change where `inside_BHW` over the mean elsewhere, both of the pictures in `changed_B`, which are those that
-    change at all; 1 where either is missing or nothing changes outside."""
+    """Return the mean change where `inside_BHW` over the mean elsewhere, both of the pictures in `changed_B`.
+
+    1 if either part is empty, or if nothing changes outside.
+    """
     changed_B11 = changed_B[:, None, None]
     inside = (change_BHW * inside_BHW).sum() / (inside_BHW & changed_B11).sum()
     outside = (change_BHW * ~inside_BHW).sum() / (~inside_BHW & changed_B11).sum()

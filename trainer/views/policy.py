@@ -1,4 +1,4 @@
-"""The interface of a view policy, and the union of the policies there are: the union is the registry."""
+"""The interface of view policies, and their union, which is the registry."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy", "check_image_size",
 
 
 def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfig | None = None) -> ViewPolicy:
-    """The policy a config names: an `nn.Module` called as `policy(images_BCHW, keys, masks_BHW=None) -> views_BCHW`.
+    """Return the policy of a config, an `nn.Module`: `policy(images_BCHW, keys, masks_BHW=None) -> views_BCHW`.
 
-    With `mel` it is one of sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`, where the views are
-    normalised log-mel spectrograms, in the dtype of the waveforms.
+    With `mel` it is a policy for sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`. Its views are
+    normalised log-mel spectrograms in the dtype of the waveforms.
 
-    `masks_BHW` (uint8, the levels of `data_pipeline.core.sample`) are of the objects on these very pictures. Every
-    policy takes them; only a masked viewmaker reads them, and raises `ValueError` where it gets none.
+    `masks_BHW` (uint8, the levels of `data_pipeline.core.sample`) mark the objects on the pictures. Every policy takes
+    them. Only a masked viewmaker reads them, and raises `ValueError` if there are none.
 
     Raises `ValueError` as `check_views_fit` does.
     """
@@ -55,7 +55,7 @@ def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfi
 
 
 def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
-    """Raises `ValueError`, in one sentence, where views do not fit sounds of this spectrogram, or pictures (None)."""
+    """Raise `ValueError`, in one sentence, if views do not fit sounds of this spectrogram, or pictures (None)."""
     if isinstance(config, ExpertImageConfig | RandomMaskConfig) and mel is not None:
         raise ValueError(
             f'views of kind "{config.kind}" are of pictures, not of sounds; use spectral, waveform or viewmaker'
@@ -75,7 +75,7 @@ def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
 
 
 def check_image_size(config: ViewsConfig, *, height: int, width: int) -> None:
-    """Raises `ValueError`, in one sentence, where views cannot be made of pictures or spectrograms of that size."""
+    """Raise `ValueError`, in one sentence, if views cannot be made of pictures or spectrograms of that size."""
     match config:
         case ExpertImageConfig():
             expert_image.check_image_size(height=height, width=width)

@@ -1,11 +1,11 @@
 """Random mask and its complement: each of the two views keeps the numbers of a picture that the other one loses.
 
-Of a picture x the views are 2 D x and 2 (I - D) x, where D is diagonal, with independent entries that are 0 or 1 with
-probability 1/2 each. It is the augmentation under which Wen and Li (2021) prove what contrastive learning finds: noise
-that is dense in the picture has nothing in common in two disjoint halves of it, a sparse feature has. There the
-negatives are pictures without a mask; here they are whatever the objective compares, which is views.
+The views of a picture x are 2 D x and 2 (I - D) x. D is diagonal, with independent entries that are 0 or 1 with
+probability 1/2 each. Wen and Li (2021) prove for this augmentation what contrastive learning finds: dense noise has
+nothing in common in two disjoint halves of a picture, a sparse feature has. Their negatives are pictures without a
+mask. Here the negatives are the views that the objective compares.
 
-Legend: B samples, C channels, H rows, W columns; N whole numbers of T bits.
+Legend: B samples, C channels, H rows, W columns; N integers of T bits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _BITS: Final = 30  # of one draw of `integers`
 
 
 class RandomMaskConfig(Schema):
-    """unit: what is kept or lost as one. "value": every number of the raw picture, as in the paper; "pixel": all the
-        channels of a pixel.
-    patch_size: rows and columns of squares that share a draw; 1 is the paper's.
-    rescale: the factor 2, with which a view's expectation is the picture; views are then in [0, 2].
+    """Settings of the random mask.
+
+    unit: "value" draws for every number of the raw picture, as in the paper; "pixel" for all channels of a pixel.
+    patch_size: rows and columns of squares that share a draw; the paper has 1.
+    rescale: multiply views by 2, so that a view's expectation is the picture; views are then in [0, 2].
     """
 
     kind: Literal["random_mask"] = "random_mask"
@@ -38,7 +39,7 @@ class RandomMaskConfig(Schema):
 
 
 def check_image_size(config: RandomMaskConfig, *, height: int, width: int) -> None:
-    """Raises `ValueError` if the patches do not cover a picture of that size."""
+    """Raise `ValueError` if the patches do not cover a picture of that size."""
     if height % config.patch_size or width % config.patch_size:
         raise ValueError(
             f"views.patch_size={config.patch_size} needs a height and width that are multiples of it, "
@@ -47,7 +48,7 @@ def check_image_size(config: RandomMaskConfig, *, height: int, width: int) -> No
 
 
 class RandomMask(nn.Module):
-    """`policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, and draws that depend on `keys` alone."""
+    """A module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, `keys` alone fix its draws."""
 
     def __init__(self, config: RandomMaskConfig) -> None:
         super().__init__()
@@ -55,13 +56,13 @@ class RandomMask(nn.Module):
 
     @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """One view of each picture: (B, C, H, W) of any float dtype to the same.
+        """Return one view of each picture: (B, C, H, W) of any float dtype to the same.
 
-        Views number 2k and 2k + 1 of a sample are complements, of a mask of their own for every k. `masks_BHW` are
-        those of any view policy, of drawn objects, which this one ignores.
+        Views number 2k and 2k + 1 of a sample are complements. Each k has its own mask. `masks_BHW`, of drawn objects,
+        are ignored.
 
         Raises:
-            ValueError: `check_image_size` refuses the pictures.
+            ValueError: if `check_image_size` refuses the pictures.
         """
         config = self.config
         _, C, H, W = images_BCHW.shape
@@ -75,9 +76,9 @@ class RandomMask(nn.Module):
 
 
 def draw_mask(keys: DrawKeys, *, shape: tuple[int, int, int], patch_size: int = 1) -> Tensor:
-    """(B, *shape) bool, true with probability 1/2, independently but for the squares of `patch_size` in each channel.
+    """Draw (B, *shape) bool, true with probability 1/2, independent for each square of `patch_size` in each channel.
 
-    The sides of `shape`, which is (channels, rows, columns), are multiples of `patch_size`.
+    `shape` is (channels, rows, columns); rows and columns are multiples of `patch_size`.
     """
     C, H, W = shape
     num_rows, num_columns = H // patch_size, W // patch_size
@@ -90,7 +91,7 @@ def draw_mask(keys: DrawKeys, *, shape: tuple[int, int, int], patch_size: int = 
 
 
 def coins(keys: DrawKeys, num: int) -> Tensor:
-    """(B, num) bool, independent and true with probability 1/2: the bits of whole numbers."""
+    """Draw (B, num) independent bools, true with probability 1/2, from the bits of integers."""
     words_BN = integers(keys, math.ceil(num / _BITS), 1 << _BITS, purpose=_PURPOSE).to(torch.int32)
     bit_T = 1 << torch.arange(_BITS, dtype=torch.int32, device=words_BN.device)
     return (words_BN[:, :, None] & bit_T).flatten(1)[:, :num] != 0

@@ -1,11 +1,11 @@
-"""Crop, flip and blur of a batch of pictures, each by amounts of its own.
+"""Crop, flip and blur of a batch of pictures, each picture by its own amounts.
 
-All three are linear along rows and columns, so each is a (size, size) matrix for every sample: the batch needs a few
-batched matrix products instead of gathers. On a CPU, rows that are made of few others are summed from those alone, and
-pictures without blur are left out.
+All three are linear along rows and columns, so each is a (size, size) matrix for every sample. The batch needs a few
+batched matrix products instead of gathers. A CPU sums rows from the few rows with a weight above 0, and leaves out
+pictures without blur.
 
-Legend: B samples, C channels, H rows, W columns, P pixels of an axis before an operation, Q after it, T rows that one
-row is made of, S samples of a batch that something happens to.
+Legend: B samples, C channels, H rows, W columns, P pixels of an axis before an operation, Q after it, T rows that add
+up to one row, S samples of a batch to which an operation applies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONSTANT_BLUR_REACH = 3  # pixels to either side
 
 @dataclass(frozen=True)
 class CropDraws:
-    """The crop boxes, (B,) each, in whole pixels, float32."""
+    """Crop boxes, (B,) each, in whole pixels, float32."""
 
     top_B: Tensor
     left_B: Tensor
@@ -31,10 +31,10 @@ class CropDraws:
 
 
 def crop_matrix(start_B: Tensor, length_B: Tensor, *, size: int, mirror_B: Tensor | None = None) -> Tensor:
-    """(B, size, size) weights that stretch pixels start .. start + length - 1 of an axis over the whole of it.
+    """Return (B, size, size) weights that stretch pixels start .. start + length - 1 of an axis over the whole axis.
 
-    Bilinear with half-pixel centres and the edge pixels repeated. A crop is never larger than its picture, so the axis
-    is only ever stretched, where torchvision's and PIL's antialiasing changes nothing. `mirror_B` (bool) reverses it.
+    Bilinear with half-pixel centres; edge pixels are repeated. A crop is never larger than its picture, so the axis is
+    only stretched, and antialiasing as in torchvision and PIL would change nothing. `mirror_B` (bool) reverses it.
     """
     source_BQ = _crop_source(start_B, length_B, size=size)
     if mirror_B is not None:
@@ -44,9 +44,9 @@ def crop_matrix(start_B: Tensor, length_B: Tensor, *, size: int, mirror_B: Tenso
 
 
 def crop_taps(start_B: Tensor, length_B: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
-    """The two pixels that each row of `crop_matrix` weighs, (B, size, 2) int64, and their weights.
+    """Return the two pixels that each row of `crop_matrix` weighs, (B, size, 2) int64, and their weights.
 
-    At the last pixel of the axis, which has no next one, the second weight is 0.
+    The last pixel of the axis has no next one: there the second weight is 0.
     """
     source_BQ = _crop_source(start_B, length_B, size=size)
     tap_BQT = torch.stack([source_BQ.floor(), source_BQ.floor() + 1], dim=2)
@@ -55,7 +55,7 @@ def crop_taps(start_B: Tensor, length_B: Tensor, *, size: int) -> tuple[Tensor, 
 
 
 def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
-    """(B, size) places on the axis, in pixels, that a crop's pixels are read from."""
+    """Return the places on the axis, in pixels, from which a crop's pixels are read, (B, size)."""
     pixel_Q = torch.arange(size, device=start_B.device, dtype=start_B.dtype)
     centre_BQ = (pixel_Q + 0.5) * (length_B / size)[:, None] - 0.5
     return centre_BQ.clamp_min(0).minimum((length_B - 1)[:, None]) + start_B[:, None]
@@ -64,11 +64,11 @@ def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
 def gaussian_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     """Return the (B, size, size) weights of a Gaussian along one axis; the identity for a sigma of 0.
 
-    The weights are those of the true Gaussian at whole pixels, as far as float32 sees it. Edge pixels are repeated.
+    The weights are the values of the true Gaussian at whole pixels, to float32's precision. Edge pixels are repeated.
     """
     distance_P = torch.arange(size, device=sigma_B.device, dtype=sigma_B.dtype)
     exponent_BP = distance_P.square() * (-0.5 / sigma_B.clamp_min(1e-3).square())[:, None]
-    # exp(-20) is under float32's resolution of a sum of 1; subnormal weights would slow the products a hundredfold.
+    # exp(-20) is below float32's resolution of a sum of 1. Subnormal weights would slow the products a hundredfold.
     weight_BP = exponent_BP.clamp_min(-20).exp_() * (exponent_BP > -20)
     return _matrix_of_filter(weight_BP / (2 * weight_BP.sum(dim=1, keepdim=True) - weight_BP[:, :1]))
 
@@ -76,8 +76,8 @@ def gaussian_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
 def pil_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     """Return the (B, size, size) weights of PIL's `GaussianBlur(radius=sigma)` along one axis; the identity for 0.
 
-    PIL takes three box filters, each with a third of the Gaussian's variance (Gwosdek et al. 2011). A box reaches a
-    whole number of pixels and a fraction of the next one to either side. Edge pixels are repeated, anew for each box.
+    PIL applies three box filters, each with a third of the Gaussian's variance (Gwosdek et al. 2011). A box reaches a
+    whole number of pixels and a fraction of the next one to either side. Each box repeats the edge pixels anew.
     """
     variance_B = sigma_B.square() / 3
     whole_B = torch.floor((torch.sqrt(12 * variance_B + 1) - 1) / 2)
@@ -86,7 +86,7 @@ def pil_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     reach_B1 = (whole_B + fraction_B)[:, None]
     distance_P = torch.arange(size, device=sigma_B.device, dtype=sigma_B.dtype)
     weight_BP = (reach_B1 + 1 - distance_P).clamp_min_(0)
-    weight_BP[:, :-1].clamp_max_(1)  # the last one stands for all greater distances, too: the edge pixel has them
+    weight_BP[:, :-1].clamp_max_(1)  # the last weight covers all greater distances too, which fall on the edge pixel
     box_BQP = _matrix_of_filter(weight_BP / (2 * reach_B1 + 1))
     return box_BQP @ box_BQP @ box_BQP
 
@@ -94,7 +94,7 @@ def pil_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
 def _matrix_of_filter(weight_BP: Tensor) -> Tensor:
     """Return the (B, P, P) weights of a symmetric filter with repeated edge pixels, given the weight of each distance.
 
-    `weight_BP` (B, P): the last one is that of all distances from P - 1 on. P is at least 2.
+    `weight_BP` (B, P): the last weight covers all distances from P - 1 on. P is at least 2.
     """
     size = weight_BP.shape[1]
     both_sides_BD = torch.cat([weight_BP.flip(1)[:, :-1], weight_BP], dim=1)
@@ -106,10 +106,10 @@ def _matrix_of_filter(weight_BP: Tensor) -> Tensor:
 
 
 def constant_blur_matrix(*, size: int, device: torch.device | None = None) -> Tensor:
-    """(size, size) weights of PIL's `GaussianBlur(radius=1)` along one axis.
+    """Return the (size, size) weights of PIL's `GaussianBlur(radius=1)` along one axis.
 
-    PIL takes three box filters whose variances add up to that of the Gaussian. For radius 1 the box is 3/2 pixels wide
-    and has the weights 1/6, 2/3, 1/6; edge pixels are repeated, anew for each of the three.
+    PIL applies three box filters whose variances add up to the Gaussian's. For radius 1 the box is 3/2 pixels wide and
+    has the weights 1/6, 2/3, 1/6. Each box repeats the edge pixels anew.
     """
     identity_QP = torch.eye(size, device=device)
     pixel_Q = torch.arange(size, device=device)
@@ -119,9 +119,9 @@ def constant_blur_matrix(*, size: int, device: torch.device | None = None) -> Te
 
 
 def band_taps(matrix_QP: Tensor, *, reach: int) -> tuple[Tensor, Tensor]:
-    """The pixels within `reach` of each row's own, (Q, T) int64, and their weights in a square matrix.
+    """Return the pixels within `reach` of each row's own, (Q, T) int64, and their weights in a square matrix.
 
-    A tap beyond the edge is the edge pixel with the weight 0.
+    Beyond the edge it returns the edge pixel with the weight 0.
     """
     size, device = len(matrix_QP), matrix_QP.device
     tap_QT = torch.arange(size, device=device)[:, None] + torch.arange(-reach, reach + 1, device=device)
@@ -131,23 +131,23 @@ def band_taps(matrix_QP: Tensor, *, reach: int) -> tuple[Tensor, Tensor]:
 
 
 def apply_matrices(x_BCHW: Tensor, rows_BQP: Tensor, columns_BQP: Tensor) -> Tensor:
-    """Each sample's `rows @ channel @ columns.T`."""
+    """Return `rows @ channel @ columns.T` for each sample."""
     return torch.matmul(rows_BQP[:, None], apply_to_columns(x_BCHW, columns_BQP))
 
 
 def apply_to_columns(x_BCHW: Tensor, columns_BQP: Tensor) -> Tensor:
-    """Each sample's `channel @ columns.T`."""
+    """Return `channel @ columns.T` for each sample."""
     B, C, H, W = x_BCHW.shape
     return torch.bmm(x_BCHW.reshape(B, C * H, W), columns_BQP.mT).view(B, C, H, W)
 
 
 def sum_rows(x_BCHW: Tensor, tap_BQT: Tensor, weight_BQT: Tensor) -> Tensor:
-    """Row q of the result is the sum over t of `weight[q, t]` times row `tap[q, t]`: `rows @ channel` for few weights.
+    """Return `rows @ channel` for few weights: row q is the sum over t of `weight[q, t]` times row `tap[q, t]`.
 
-    Equal to that product to the last bits of float32. A processor does not multiply the zeros of the matrix.
+    Equals the matrix product to the last bits of float32, without multiplying its zeros.
     """
     B, C, H, W = x_BCHW.shape
-    _, Q, T = tap_BQT.shape  # of one sample, where all have the same
+    _, Q, T = tap_BQT.shape  # B may be 1 if all samples have the same taps
     first_BC11 = torch.arange(0, B * C * H, H, device=x_BCHW.device).view(B, C, 1, 1)
     row_XT = (tap_BQT[:, None] + first_BC11).view(-1, T)
     weight_XT = weight_BQT[:, None].expand(B, C, Q, T).reshape(-1, T)
@@ -156,10 +156,10 @@ def sum_rows(x_BCHW: Tensor, tap_BQT: Tensor, weight_BQT: Tensor) -> Tensor:
 
 
 def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> Tensor:
-    """Blur each picture with a sigma of its own, 0: not at all; on a CPU in place.
+    """Blur each picture with its own sigma (0: no blur), on a CPU in place.
 
-    `matrix_of` is `pil_blur_matrix` or `gaussian_blur_matrix`. A CPU leaves pictures without blur out, with the same
-    bits as a result. Elsewhere all are multiplied: to know which ones need not be would mean to wait for the device.
+    `matrix_of` is `pil_blur_matrix` or `gaussian_blur_matrix`. A CPU leaves out pictures without blur, which gives the
+    same bits. Other devices multiply all pictures, because choosing some would make the host wait for the device.
     """
     size = x_BCHW.shape[-1]
     if x_BCHW.device.type != "cpu":
@@ -171,9 +171,9 @@ def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> 
 
 
 def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
-    """Blur some of the pictures as PIL's `GaussianBlur(radius=1)` does; on a CPU in place.
+    """Blur some of the pictures as PIL's `GaussianBlur(radius=1)` does, on a CPU in place.
 
-    A CPU leaves the others out, and elsewhere all are multiplied, as in `blur_`.
+    A CPU leaves the others out; other devices multiply all pictures, as in `blur_`.
     """
     matrix_QP = constant_blur_matrix(size=x_BCHW.shape[-1], device=x_BCHW.device)
     if x_BCHW.device.type != "cpu":
@@ -185,7 +185,7 @@ def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
 
 
 def constant_blur_rows_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
-    """The half of `constant_blur_` that goes from row to row, on a CPU, in place."""
+    """Blur some of the pictures from row to row only, on a CPU, in place: one half of `constant_blur_`."""
     matrix_QP, some_S = constant_blur_matrix(size=x_BCHW.shape[-1]), blurred_B.nonzero()[:, 0]
     return x_BCHW.index_copy_(0, some_S, _blur_rows(x_BCHW.index_select(0, some_S), matrix_QP))
 
@@ -198,9 +198,9 @@ def _blur_rows(x_BCHW: Tensor, matrix_QP: Tensor) -> Tensor:
 def crop_and_flip(
     images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor | None, blurred_columns_B: Tensor | None = None
 ) -> Tensor:
-    """A contiguous copy, even where there is nothing to do.
+    """Return the pictures cropped and flipped, in new contiguous memory even if nothing changes.
 
-    A crop on a CPU can blur some pictures from column to column as it goes: the other half of `constant_blur_rows_`.
+    On a CPU the crop can also blur some pictures from column to column: the other half of `constant_blur_`.
     """
     if crop is not None:
         size = images_BCHW.shape[-1]

@@ -1,7 +1,7 @@
-"""The viewmaker on sounds: it changes their spectrograms as it changes pictures.
+"""The viewmaker for sounds, which changes their spectrograms as it changes pictures.
 
-Comes in: waveforms, and the keys of its noise. Goes out: normalised log-mel spectrograms with a perturbation whose mean
-size per entry is the budget, in units of the normalised spectrogram (Tamkin et al. 2022: 0.125, without a clamp).
+In: waveforms and the keys of its noise. Out: normalised log-mel spectrograms plus a perturbation whose mean size per
+entry is the budget, in units of the normalised spectrogram (Tamkin et al. 2022: 0.125, without a clamp).
 
 Shapes: B sounds, T points of a waveform, M mel bands, N frames.
 """
@@ -17,19 +17,19 @@ from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 
 class SoundViewmaker(Viewmaker):
-    """`viewmaker(waveforms_BT, keys) -> views_B1MN`; its parameters are named as those of a `Viewmaker`."""
+    """The policy `viewmaker(waveforms_BT, keys) -> views_B1MN`; its parameters have the names of a `Viewmaker`'s."""
 
     def __init__(self, config: ViewmakerConfig, mel: MelConfig) -> None:
-        """Raises `ValueError` as `check_for_sounds` does."""
+        """Build the network for one channel. Raises `ValueError` as `check_for_sounds`."""
         check_for_sounds(config)
         super().__init__(config, image_channels=1)
         self.mel = mel
         self.waveform = None if config.waveform is None else Waveform(config.waveform, mel)
 
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Views (B, 1, M, N) of waveforms (B, T), in their dtype. Sounds have no masks, and none are read.
+        """Return views (B, 1, M, N) of waveforms (B, T), in their dtype. Ignores masks, because sounds have none.
 
-        Raises `ValueError` where the waveforms do not have the points of the spectrogram.
+        Raises `ValueError` if the waveforms do not have the points of the spectrogram.
         """
         if self.waveform is not None:
             waveforms_BT = self.waveform.augment(waveforms_BT, keys)
@@ -37,7 +37,7 @@ class SoundViewmaker(Viewmaker):
 
 
 def check_for_sounds(config: ViewmakerConfig) -> None:
-    """Raises `ValueError` where the config asks for what spectrograms do not have."""
+    """Raise `ValueError` if the config has a setting that does not fit spectrograms."""
     if config.clamp:
         raise ValueError("views.clamp holds views in [0, 1], and spectrograms lie outside; set views.clamp=false")
     if config.mask != "none":

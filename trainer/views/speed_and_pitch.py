@@ -1,6 +1,6 @@
-"""Sounds played faster or slower, or higher or lower, each of a batch by an amount of its own.
+"""Play sounds faster or slower, higher or lower, each sound of a batch by its own amount.
 
-Both are what torchaudio computes for one amount at a time, for the whole batch at once and on any device.
+Both functions compute for a whole batch, on any device, what torchaudio computes for one amount at a time.
 
 Legend: B samples, T points of a waveform, L points of a stretched one, R points of a reconstructed one, K frequencies,
 N frames before stretching, Q after it.
@@ -23,11 +23,11 @@ _HOP: Final = 128
 
 
 def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -> Tensor:
-    """Play each waveform `factor` times as fast, and so as much higher: (B, T) of any float dtype to the same.
+    """Play each waveform `factor` times as fast, and as many times higher: (B, T) of any float dtype to the same.
 
-    Zeros follow a sound that became shorter; one that became longer loses its end. `factor_B` is (B,) float64, positive
-    and at most `max_factor`. Equals `torchaudio.functional.speed`, which takes a factor whose new rate is a whole
-    number, and memory that grows with the square of that number where it has no large divisor in common with the old.
+    A sound that becomes shorter is followed by zeros; a sound that becomes longer loses its end. `factor_B` is (B,)
+    float64, positive and at most `max_factor`. Equals `torchaudio.functional.speed`, which only takes factors with a
+    whole new rate, and whose memory grows with the square of that rate if it shares no large divisor with the old one.
     """
     num_points = waveforms_BT.shape[1]
     length_B = torch.full_like(factor_B, num_points)
@@ -35,10 +35,11 @@ def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -
 
 
 def change_pitch(waveforms_BT: Tensor, semitones_B: Tensor, *, sample_rate: int, max_semitones: float) -> Tensor:
-    """Play each waveform so many semitones higher and as fast as before: (B, T) of any float dtype to the same.
+    """Play each waveform `semitones` higher at the same speed: (B, T) of any float dtype to the same.
 
-    `semitones_B` is (B,) float64, at most `max_semitones` in magnitude; T is above 256. Stretched by a phase vocoder,
-    then played faster or slower: equals `torchaudio.functional.pitch_shift`, whose resampling has the same limits.
+    `semitones_B` is (B,) float64, at most `max_semitones` in magnitude; T is above 256. A phase vocoder stretches the
+    sound, and resampling plays it faster or slower. Equals `torchaudio.functional.pitch_shift`, whose resampling has
+    the limits of `torchaudio.functional.speed`.
     """
     num_points = waveforms_BT.shape[1]
     slowest = 2 ** (-max_semitones / 12)
@@ -50,9 +51,9 @@ def change_pitch(waveforms_BT: Tensor, semitones_B: Tensor, *, sample_rate: int,
 
 
 def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int, *, max_factor: float) -> Tensor:
-    """Points 0, factor, 2 factor, ... of each sound: (B, num_points), 0 where they lie beyond its `length`.
+    """Return points 0, factor, 2 factor, ... of each sound, (B, num_points); 0 beyond its `length`.
 
-    A sinc under a Hann window, wider for a factor above 1, of which the band that would fold back is cut away.
+    Uses a sinc under a Hann window. For a factor above 1 the window is wider, which cuts the band that would alias.
     """
     reach = math.ceil(_ZERO_CROSSINGS * max(1.0, max_factor) / _ROLLOFF)
     padded_BL = F.pad(x_BL, (reach, reach + 1))
@@ -62,7 +63,7 @@ def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int,
     is_heard_BT = at_BT < length_B[:, None]
     past_BT = (at_BT - before_BT).mul_(math.pi * band_B1).to(x_BL.dtype)
     index_BT = before_BT.long().clamp_(max=x_BL.shape[1] - 1)
-    # The sine of the sinc and the cosine of the window at one tap follow from those at another: a sum of angles.
+    # The sine of the sinc and the cosine of the window at one tap follow from another tap by a sum of angles.
     sin_BT, cos_BT = _sin_cos(past_BT, x_BL.dtype)
     slow_sin_BT, slow_cos_BT = _sin_cos(past_BT / _ZERO_CROSSINGS, x_BL.dtype)
     sum_BT = torch.zeros_like(past_BT)
@@ -71,7 +72,7 @@ def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int,
         sin_B1, cos_B1 = _sin_cos(turn_B1, x_BL.dtype)
         slow_sin_B1, slow_cos_B1 = _sin_cos(turn_B1 / _ZERO_CROSSINGS, x_BL.dtype)
         angle_BT = past_BT - turn_B1.to(x_BL.dtype)
-        if tap in (0, 1):  # where the angle may be so small that such a sum says little of its sine
+        if tap in (0, 1):  # the angle may be so small that the sum of angles loses its sine
             weight_BT = angle_BT.abs_().clamp_(min=_SMALLEST).sin()
         else:
             weight_BT = (sin_BT * cos_B1).addcmul_(cos_BT, sin_B1, value=-1)
@@ -81,7 +82,7 @@ def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int,
             weight_BT.masked_fill_(angle_BT.abs_() > _ZERO_CROSSINGS * math.pi, 0)
         sum_BT.addcmul_(weight_BT, padded_BL[:, tap + reach :].gather(1, index_BT), value=0.5)
     sum_BT.mul_(band_B1.to(x_BL.dtype)).mul_(is_heard_BT)
-    # torchaudio, too, leaves a sound at its own speed alone, where the filter would take the top of its band.
+    # A sound at its own speed stays as it is, as in torchaudio: the filter would cut the top of its band.
     as_it_was_BT = F.pad(x_BL, (0, max(0, num_points - x_BL.shape[1])))[:, :num_points]
     return torch.where(factor_B[:, None] == 1, as_it_was_BT, sum_BT)
 
@@ -91,10 +92,10 @@ def _sin_cos(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _stretch(waveforms_BT: Tensor, rate_B: Tensor, length_B: Tensor, *, slowest: float) -> Tensor:
-    """Each sound in 1 / rate of its time at its own pitch: (B, L), 0 from its `length` on; rates are >= `slowest`.
+    """Stretch each sound to 1 / rate of its time at its own pitch: (B, L), 0 from its `length` on.
 
-    The phase vocoder (Flanagan and Golden 1966): frames are taken every `rate` frames, between two by magnitude, and
-    their phases advance as they did from one frame of the sound to the next.
+    Rates are at least `slowest`. The phase vocoder (Flanagan and Golden 1966) takes a frame every `rate` frames.
+    Magnitudes are interpolated between two frames, and phases advance as from one frame of the sound to the next.
     """
     window = torch.hann_window(_WINDOW, device=waveforms_BT.device, dtype=waveforms_BT.dtype)
     spectrum_BKN = torch.stft(

@@ -1,16 +1,17 @@
 """The viewmaker: a network that learns to make views, bounded by a budget on how far it may change a picture.
 
-Comes in: pictures in [0, 1] and the keys of their noise. Goes out: the pictures plus a perturbation whose mean size
-per entry is the budget. The network is the one of Tamkin et al. (2021, "Viewmaker Networks") as used in "Feature
-Dropout" (2022): a stem, residual blocks on a map a quarter as wide, two upsamplings; before the stem and before each
-residual block a channel of uniform noise is appended. What may never happen: noise from ambient random state, or a
-perturbation over budget.
+In: pictures in [0, 1] and the keys of their noise. Out: the pictures plus a perturbation whose mean size per entry is
+the budget. The network is the one of Tamkin et al. (2021, "Viewmaker Networks") as used in "Feature Dropout" (2022): a
+stem, residual blocks on a map a quarter as wide, and two upsamplings. A channel of uniform noise is appended before the
+stem and before each residual block.
 
-Options: the network may see a smaller picture (`downsample_to`) or its cosine transform (`domain`), may be kept away
-from the object that was drawn on the picture (`mask`), and may be given some of the views only (`dropout_rate`).
+Invariants: no noise comes from global random state, and no perturbation exceeds the budget.
 
-Two convolutions are computed in another order than they are written in the paper, with equal results: see
-`upsample_convolve` and `convolve_to_few_channels`.
+Options: the network may see a smaller picture (`downsample_to`) or its cosine transform (`domain`). It may be kept away
+from the object drawn on the picture (`mask`), and it may get some of the views only (`dropout_rate`).
+
+Two convolutions are computed in another order than in the paper, with equal results: see `upsample_convolve` and
+`convolve_to_few_channels`.
 
 Legend: B samples, C channels, H rows, W columns, I and O input and output channels, K kernel size.
 """
@@ -43,28 +44,28 @@ Pairing = Literal["independent", "exclusive"]
 
 
 class ViewmakerConfig(Schema):
-    """`budget` is the mean absolute change per entry of a picture in [0, 1].
+    """Settings of the viewmaker. `budget` is the mean absolute change per entry of a picture in [0, 1].
 
-    Width 32 is the published network (channels 32, 64, 128). The paper clamps views to [0, 1]; the published configs of
-    the original code do not, and inputs that are not pictures (spectrograms) must not be clamped.
+    Width 32 is the published network (channels 32, 64, 128). The paper clamps views to [0, 1]. The published configs of
+    the original code do not. Inputs that are not pictures (spectrograms) must not be clamped.
 
-    domain: what the network reads and changes. "frequency": the picture's cosine transform (`cosine_transform`), and
-        the budget is the mean absolute change of a coefficient, which is a much smaller change of the picture: of
-        32 x 32 pixels about 1 / 80 of the budget if all coefficients change alike, 1 / 4 if it is all on the mean.
-    downsample_to: the network works on the picture shrunk to that many rows and columns, and its perturbation is
-        stretched over the picture (both bilinear). That spends the budget at most.
-    mask: where pictures may not be changed, on the "box" around the drawn object or on the pixels of the "object"
-        (Tamkin et al. 2022, the masked viewmaker). The perturbation is masked after it was made, so that outside it is
-        what it would be without, and the budget on the masked part is lost; with `reproject` it is masked before it is
-        scaled, and the whole budget goes to the outside.
-    dropout_rate: the share of the views that the viewmaker is given, drawn for each view (`attacked_views`); the others
-        are the pictures as they are. So no feature is destroyed in more than that share of the views, whatever the
-        viewmaker learns. None: it is given every view, and how often a feature is destroyed is left to the budget.
-    dropout_pairing: of the two views of a picture, whether one is attacked says nothing of the other, and a share
-        `dropout_rate ** 2` of the pairs is attacked in both; or it is one of them at most ("exclusive", for rates up to
-        1/2), and a share `2 * dropout_rate` of the pairs is attacked.
-    waveform: of sounds only, what is done to the waveform before the viewmaker sees its spectrogram. None is what the
-        paper says; the published code had the default settings here without saying so, while it trained.
+    domain: what the network reads and changes. "frequency" is the picture's cosine transform (`cosine_transform`). The
+        budget is then the mean absolute change of a coefficient, which changes the picture much less: for 32 x 32
+        pixels about 1 / 80 of the budget if all coefficients change alike, and 1 / 4 if only the mean changes.
+    downsample_to: the network works on the picture shrunk to that many rows and columns. Its perturbation is stretched
+        over the picture (both bilinear), which spends the budget at most.
+    mask: protects the "box" around the drawn object, or the pixels of the "object" (Tamkin et al. 2022, the masked
+        viewmaker). The finished perturbation is masked, so the outside does not change and the budget on the masked
+        part is lost.
+    reproject: mask the perturbation before it is scaled, so that the whole budget goes to the outside.
+    dropout_rate: the share of the views that the viewmaker may change, drawn for each view (`attacked_views`). The
+        others are the pictures themselves. It is an upper bound on how often any feature is dropped. None: the
+        viewmaker changes every view, and only the budget limits how often a feature is dropped.
+    dropout_pairing: "independent" draws for each view of a pair, so a share `dropout_rate ** 2` of the pairs is changed
+        in both views. "exclusive" (for rates up to 1/2) changes at most one view of a pair, so a share
+        `2 * dropout_rate` of the pairs is changed.
+    waveform: for sounds only, the change of the waveform before the viewmaker sees its spectrogram. None follows the
+        paper. In training, the published code used the default settings here without saying so.
     """
 
     kind: Literal["viewmaker"] = "viewmaker"
@@ -101,7 +102,7 @@ class ViewmakerConfig(Schema):
 
 
 def check_image_size(config: ViewmakerConfig, *, height: int, width: int) -> None:
-    """Raises `ValueError` if a viewmaker of this config cannot work on pictures of that size."""
+    """Raise `ValueError` if a viewmaker of this config cannot work on pictures of that size."""
     size = f"{height} x {width}"
     if not (_is_possible(height) and _is_possible(width)):
         raise ValueError(
@@ -118,21 +119,20 @@ def _is_possible(size: int) -> bool:
 
 
 def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
-    """Squash `r` and scale it onto the sphere of perturbations that spend the budget: mean |delta| = budget.
+    """Squash `r` and scale it to the budget: mean |delta| = budget (Tamkin et al. 2021).
 
-    delta = budget * tanh(r) / (mean |tanh(r)| + 1e-4), with one mean for each sample, so the budget is never exceeded
-    and short by a share of 1e-4 / (mean + 1e-4) only. Computed in float32 where `r` has less (Tamkin et al. 2021).
+    delta = budget * tanh(r) / (mean |tanh(r)| + 1e-4), with one mean for each sample. The budget is never exceeded, and
+    a share of 1e-4 / (mean + 1e-4) stays unspent. Computed in float32 at least.
     """
     u_BCHW = torch.tanh(r_BCHW.to(torch.promote_types(r_BCHW.dtype, torch.float32)))
     return budget * u_BCHW / (u_BCHW.abs().mean(dim=(1, 2, 3), keepdim=True) + 1e-4)
 
 
 def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independent") -> Tensor:
-    """(B,) bool on the device of the keys: which of these views a viewmaker is given, each with probability `rate`.
+    """Draw which views a viewmaker may change, (B,) bool on the device of the keys, each with probability `rate`.
 
-    A function of the keys alone. Views 2 n and 2 n + 1 of a sample are a pair: drawn by themselves, or from one number
-    whose lower end is the first view's and whose upper end is the second's, so that never both are given (`rate` at
-    most 1/2).
+    A function of the keys alone. Views 2 n and 2 n + 1 of a sample are a pair. They are drawn independently, or from
+    one number: a low one chooses the first view and a high one the second, so never both (`rate` at most 1/2).
     """
     if pairing == "independent":
         return uniform(keys, 1, purpose=_ATTACK_PURPOSE)[:, 0] < rate
@@ -142,16 +142,16 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
 
 
 def cosine_transform(x_BCHW: Tensor) -> Tensor:
-    """The two-dimensional DCT-II of each channel, not normalised: a constant picture of 1 gives 4 H W at (0, 0).
+    """Return the two-dimensional DCT-II of each channel, not normalised: a constant picture of 1 gives 4 H W at (0, 0).
 
-    Type and shape of `x_BCHW`, float32 or float64, whatever autocast says; `scipy.fft.dctn` and the `torch-dct` package
-    have the same convention.
+    Keeps shape and type of `x_BCHW`, float32 or float64, also under autocast. `scipy.fft.dctn` and the `torch-dct`
+    package have the same convention.
     """
     return _along_both_axes(x_BCHW, inverse=False)
 
 
 def inverse_cosine_transform(x_BCHW: Tensor) -> Tensor:
-    """The picture whose `cosine_transform` is `x_BCHW`."""
+    """Return the picture whose `cosine_transform` is `x_BCHW`."""
     return _along_both_axes(x_BCHW, inverse=True)
 
 
@@ -164,7 +164,7 @@ def _along_both_axes(x_BCHW: Tensor, *, inverse: bool) -> Tensor:
 
 
 def _cosine_matrix(size: int, *, inverse: bool, like: Tensor) -> Tensor:
-    """Of a vector of N entries: 2 cos(pi k (n + 1/2) / N) in row k and column n, or the inverse of that matrix."""
+    """Return the (N, N) matrix 2 cos(pi k (n + 1/2) / N), k its row and n its column, or its inverse."""
     number_N = torch.arange(size, device=like.device, dtype=torch.float64)
     matrix_NN = 2 * torch.cos(math.pi / size * number_N[:, None] * (number_N + 0.5))
     if inverse:
@@ -176,9 +176,9 @@ def _cosine_matrix(size: int, *, inverse: bool, like: Tensor) -> Tensor:
 def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     """Repeat every pixel 2 x 2, pad by one reflected pixel, convolve 3 x 3: (B, I, H, W) to (B, O, 2H, 2W).
 
-    Done as one transposed convolution with stride 2 of the small map, whose 4 x 4 kernel sums the taps that meet the
-    same small pixel: 16 products for four output pixels instead of 36. A reflected pixel of the large map repeats the
-    edge of the small one.
+    Computed as one transposed convolution of the small map with stride 2. Its 4 x 4 kernel sums the taps that meet the
+    same small pixel, so four output pixels take 16 products instead of 36. A reflected pixel of the large map repeats
+    the edge of the small one.
     """
     wide_OIKK = F.pad(weight_OIKK, (1, 1, 1, 1))
     taps_OIKK = wide_OIKK[..., 1:, 1:] + wide_OIKK[..., 1:, :-1] + wide_OIKK[..., :-1, 1:] + wide_OIKK[..., :-1, :-1]
@@ -187,10 +187,10 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 
 
 def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
-    """Reflection-padded K x K convolution to the same size, for a handful of output channels.
+    """Convolve K x K with reflection padding, to the same size, for a handful of output channels.
 
-    The K rows of the kernel become output channels of a 1 x K convolution, whose results are added, each shifted by its
-    row: with 3 output channels a convolution leaves most of a processor's lanes empty, with 3 K it fills them.
+    The K rows of the kernel become output channels of a 1 x K convolution. Its results are added, each shifted by its
+    row. A convolution with 3 output channels leaves most of a processor's lanes empty; 3 K channels fill them.
     """
     num_out, num_in, K, _ = weight_OIKK.shape
     H = x_BIHW.shape[2]
@@ -206,9 +206,9 @@ def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 class ConvNorm(nn.Module):
     """Convolution (reflection padding) and instance norm with scale and shift, without running statistics.
 
-    The norm subtracts whatever the convolution's bias adds. The published network has that bias, so it exists here, but
-    it takes part with the weight 0: its gradient is exactly 0 and not the rounding error of 0, which Adam would blow up
-    to full steps that differ from one number of ranks to the next.
+    The norm cancels the convolution's bias. The published network has that bias, so it exists here, with the weight 0:
+    its gradient is exactly 0. A rounding error in place of 0 would grow to full steps under Adam, which would differ
+    from one number of ranks to the next.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class ConvNorm(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + norm(conv(relu(norm(conv(x))))), with nothing after the sum."""
+    """A residual block: x + norm(conv(relu(norm(conv(x))))), with nothing after the sum."""
 
     def __init__(self, num_channels: int) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Residual(nn.Module):
 
 
 class Viewmaker(nn.Module):
-    """`viewmaker(images_BCHW, keys, masks_BHW) -> views_BCHW`; the same keys give the same view, in training or not."""
+    """The network `viewmaker(images_BCHW, keys, masks_BHW) -> views_BCHW`; equal keys give equal views in any mode."""
 
     def __init__(self, config: ViewmakerConfig, *, image_channels: int) -> None:
         super().__init__()
@@ -271,24 +271,24 @@ class Viewmaker(nn.Module):
         self.out = nn.Conv2d(width, image_channels, 9)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Views of pictures in [0, 1], same shape and type; clamped to [0, 1] after the budget if the config says so.
+        """Return views of pictures in [0, 1], of the same shape and type; with `clamp` they stay in [0, 1].
 
-        `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) says where the drawn object is; only a masked
-        viewmaker reads it. Other inputs of one or more channels (spectrograms) are as good, without the clamp.
+        `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) marks the drawn object. Only a masked
+        viewmaker reads it. Other inputs of one or more channels (spectrograms) work too, without the clamp.
 
         Raises:
-            ValueError: the config has a mask and no masks are given, or `check_image_size` refuses the pictures.
+            ValueError: if the config has a mask and no masks are given, or `check_image_size` refuses the pictures.
         """
         views_BCHW = images_BCHW + self.deltas(images_BCHW, keys, masks_BHW)
         return views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
 
     def deltas(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """The perturbations as they are added, before any clamp.
+        """Return the perturbations before any clamp.
 
-        The mean absolute value, for each sample, is the budget; less where the config has a mask without `reproject` or
-        a `downsample_to`; and in the frequency domain it is that of the cosine transform. With a `dropout_rate` it is
-        exactly 0 for the views that are not attacked, and none of them adds to a gradient. The network runs on them all
-        the same: to leave them out, the host would have to wait for the device to say how many there are.
+        The mean absolute value for each sample is the budget. It is less if the config has a mask without `reproject`,
+        or a `downsample_to`. In the frequency domain it is the mean of the cosine transform. With a `dropout_rate` it
+        is exactly 0 for views that are not changed, which add nothing to any gradient. The network runs on these too:
+        to leave them out, the host would have to wait for their number.
         """
         config = self.config
         H, W = images_BCHW.shape[2:]
@@ -334,14 +334,14 @@ class Viewmaker(nn.Module):
 
 
 def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, dtype: torch.dtype) -> Tensor:
-    """(B, 1, H, W): 1 where the picture may be changed, 0 where not."""
+    """Return 1 where the picture may change and 0 elsewhere, (B, 1, H, W)."""
     if masks_BHW is None:
         raise ValueError(f"the viewmaker has mask={mask}, but these pictures come without masks of their objects")
     return (masks_BHW < _FIRST_MASKED_LEVEL[mask]).unsqueeze(1).to(dtype)
 
 
 def append_noise(x_BCHW: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:
-    """`x` with one more channel, of uniform noise in [0, 1) that depends on the keys and the layer alone."""
+    """Return `x` with one more channel, of uniform noise in [0, 1) drawn from the keys and the layer alone."""
     B, _, H, W = x_BCHW.shape
     noise_BX = uniform(keys, H * W, purpose=_FIRST_NOISE_PURPOSE + layer)
     return torch.cat([x_BCHW, noise_BX.view(B, 1, H, W).to(x_BCHW.dtype)], dim=1)
