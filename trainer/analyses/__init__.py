@@ -1,6 +1,7 @@
-"""Looking at a run: figures and numbers that explain an accuracy, made from the run directory alone.
+"""Analyses: figures and numbers that explain an accuracy, made from the run directory alone.
 
-Comes in: run directories. Goes out: RUN_DIR/analysis/NAME.json and NAME.png; and, where the probe left no classifier
-that an analysis needs, one in its place. What may never happen: an analysis that changes what it looks at, or that
-draws from ambient random state.
+In: run directories. Out: RUN_DIR/analysis/NAME.json and NAME.png; and a quick classifier if an analysis needs one and
+the probe left none.
+
+Invariants: an analysis never changes the run's checkpoints, and it draws nothing from global random state.
 """

@@ -1,7 +1,7 @@
 """Do views of a sample stay together, and classes apart? Quantities of Wang and Isola (2020) and Huang et al. (2023).
 
-All of them are of vectors of unit length: the embeddings that the objective compares, and the pooled features below the
-head. Class centres are means over views of train samples; everything else is measured on test samples.
+All quantities are of unit vectors: the embeddings that the objective compares, and the pooled features below the head.
+Class centres are means over views of train samples. Everything else is measured on test samples.
 
 Shapes: N samples, V views of each, D dimensions, K classes.
 """
@@ -33,7 +33,7 @@ _EPSILONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
 
 class AlignmentConfig(Schema):
-    """How many train and test samples, the views of each, and the distances epsilon at which R is counted."""
+    """Numbers of train and test samples and of views of each, and the distances epsilon at which R is counted."""
 
     num_samples: Annotated[int, Field(ge=2, le=10**6)] = 1000
     num_views: Annotated[int, Field(ge=2, le=10**6)] = 4
@@ -41,10 +41,11 @@ class AlignmentConfig(Schema):
 
 
 class ClassCentres(Schema):
-    """What the centres of a label's classes say.
+    """The centres of a label's classes.
 
-    `divergence` is the largest inner product of two centres, None for a single class; `centre_norm` the least length of
-    one. `nearest_centre_accuracy` is that of test samples without views, each given the class of the nearest centre.
+    `divergence` is the largest inner product of two centres, None for a single class. `centre_norm` is the least length
+    of a centre. `nearest_centre_accuracy` is the accuracy on test samples without views if each gets the class of the
+    nearest centre.
     """
 
     divergence: Measured
@@ -55,10 +56,12 @@ class ClassCentres(Schema):
 
 
 class SpaceResult(Schema):
-    """One space. `alignment` is the mean squared distance of two views of a sample (0 where they coincide, 2 for
-    independent directions), `uniformity` and `effective_rank` those of the training log, over one view of each sample.
-    `r_epsilon` is the share of samples with two views more than each of the config's epsilons apart. All are None if
-    features are not finite.
+    """The quantities in one space.
+
+    `alignment` is the mean squared distance of two views of a sample: 0 if they coincide, 2 for independent directions.
+    `uniformity` and `effective_rank` are defined as in the training log, over one view of each sample. `r_epsilon` is
+    the share of samples with two views farther apart than each of the config's epsilons. All are None if features are
+    not finite.
     """
 
     alignment: Measured
@@ -83,7 +86,7 @@ class AlignmentResult(Schema):
 
 
 def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/alignment.json and .png of a run; returns their paths. Raises `UserError` if data is missing."""
+    """Write analysis/alignment.json and .png of a run, return their paths. Raises `UserError` if data is missing."""
     loaded = load_run(run_dir, options)
     rows = [choose_rows(len(part), config.num_samples, seed=loaded.seed) for part in (loaded.train, loaded.test)]
     total = config.num_views * sum(map(len, rows))
@@ -130,7 +133,7 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
 
 
 def alignment(u_NVD: Tensor) -> Tensor:
-    """Mean of |f1 - f2|^2 over samples and pairs of their views (Wang and Isola 2020), a scalar."""
+    """Return the mean of |f1 - f2|^2 over samples and pairs of their views (Wang and Isola 2020), a scalar."""
     V = u_NVD.shape[1]
     # Over all pairs of V unit vectors, the squared distances add up to V * (sum of squares) - |sum|^2.
     total_N = V * u_NVD.square().sum((1, 2)) - u_NVD.sum(1).square().sum(1)
@@ -147,20 +150,20 @@ def share_apart(u_NVD: Tensor, epsilon: float) -> Tensor:
 
 
 def class_centres(u_NVD: Tensor, label_N: Tensor, *, num_classes: int) -> Tensor:
-    """The mean over samples and views of each class, (K, D); zeros for a class without samples."""
+    """Return the mean over samples and views of each class, (K, D); zeros for a class without samples."""
     one_hot_NK = F.one_hot(label_N, num_classes).to(u_NVD.dtype)
     return one_hot_NK.T @ u_NVD.mean(1) / one_hot_NK.sum(0).clamp_min(1)[:, None]
 
 
 def nearest_centre(centres_KD: Tensor, u_ND: Tensor) -> Tensor:
-    """The classifier of Huang et al. (2023), (N,) int64: argmin |u - centre|, which is linear in u."""
+    """Classify as Huang et al. (2023) do, (N,) int64: argmin |u - centre|, which is linear in u."""
     return (u_ND @ centres_KD.T - centres_KD.square().sum(1) / 2).argmax(1)
 
 
 def _class_centres(
     train_NVD: Tensor, train_label_N: Tensor, test_ND: Tensor, test_label_N: Tensor, *, class_names: tuple[str, ...]
 ) -> ClassCentres:
-    """Of the classes that have train samples; test samples of others count as wrong."""
+    """Measure the centres of classes with train samples; test samples of other classes count as wrong."""
     centres_KD = class_centres(train_NVD, train_label_N, num_classes=len(class_names))
     present_P = torch.bincount(train_label_N, minlength=len(class_names)).nonzero()[:, 0]
     centres_PD = centres_KD[present_P]
@@ -179,7 +182,7 @@ def _class_centres(
 def _encode_views(
     loaded: LoadedRun, pictures: Pictures, rows_N: Tensor, *, num_views: int, progress: Progress
 ) -> dict[Space, Tensor]:
-    """Unit vectors (N, V, D) of `num_views` views of each sample in every space."""
+    """Return unit vectors (N, V, D) of `num_views` views of each sample in every space."""
     encoder, policy = loaded.players.encoder, loaded.players.view_policy
     by_view: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
     with frozen(encoder):
@@ -200,7 +203,7 @@ def _unit_vectors(loaded: LoadedRun, pooled_BC: Tensor) -> dict[Space, Tensor]:
 
 
 def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:
-    """Distances within and between samples; R over epsilon; inner products of the class centres."""
+    """Draw distances within and between samples, R over epsilon, and inner products of the class centres."""
     embedding = result.spaces["embedding"]
     label = list(embedding.labels)[-1]
     figure = Figure(figsize=(13, 3.9), layout="constrained")

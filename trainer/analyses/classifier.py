@@ -1,8 +1,8 @@
-"""The linear classifier of a run, for analyses that ask what an encoder's features say of single samples.
+"""The linear classifier of a run, for analyses of what an encoder's features say about single samples.
 
-Its heads are those that the probe left with the checkpoint. Where it left none, quick ones are fitted by its own rule,
-on cached features of part of the train set, and kept in their place. Analyses use the encoder in eval mode, so heads
-that the probe fitted in train mode (batch_norm "train") are not for them, and count as none.
+The heads are the ones that the probe saved with the checkpoint. If there are none, quick heads are fitted by the same
+procedure, on cached features of a part of the train set, and saved in their place. Analyses use the encoder in eval
+mode, so heads that the probe fitted in train mode (batch_norm "train") do not count.
 
 Shapes: N samples, B batch, F features of a sample.
 """
@@ -29,12 +29,12 @@ QUICK_FIT = f"quick fit on one view of each of up to {NUM_QUICK} train samples, 
 
 
 def heads_of(loaded: LoadedRun) -> Heads:
-    """Return the heads of the loaded checkpoint, on its device; fitted now and kept if there are none.
+    """Return the heads of the checkpoint of a loaded run, on its device; if there are none, fit and save them.
 
-    Raises `UserError` where the file is damaged, or its heads are not of this train set and encoder.
+    Raises `UserError` if the file is damaged, or if its heads do not fit this train set and encoder.
     """
     run, in_train_mode = loaded.run_dir.path, loaded.players.config.probe.batch_norm == "train"
-    # Of such a run heads.safetensors are fitted in train mode; these names are what `trainer.probe` calls the others.
+    # In such a run heads.safetensors was fitted in train mode; `trainer.probe` gives the others these names.
     name, command = ("heads-batch_norm_eval", f"{run} --batch-norm eval") if in_train_mode else ("heads", f"{run}")
     path = loaded.run_dir.probes(loaded.players.step) / f"{name}.safetensors"
     if not path.is_file():

@@ -1,8 +1,8 @@
 """How fast does a transform, used again and again, make different pictures alike? (Tamkin et al. 2022, appendix B)
 
-A transform that keeps what a picture shows could be used without end. Each expert transform alone, and the whole
-policy, is applied k times to test pictures, each time with draws of its own, and their distances are compared with
-those of the pictures themselves.
+A transform that keeps the content of a picture could be used without end. Here each expert transform alone, and the
+whole policy, is applied k times to test pictures, each time with new draws. The distances of the results are compared
+with the distances of the pictures themselves.
 
 Shapes: N pictures, C channels, H height, W width.
 """
@@ -27,7 +27,7 @@ from trainer.probes.features import ViewFunction, to_float
 from trainer.run_dir import RunDir
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 
-# What switches each transform on, beside its strength.
+# The setting that switches each transform on.
 SWITCHES = {
     "crop": "area",
     "flip": "flip_probability",
@@ -39,8 +39,9 @@ _OFF = {switch: None if switch == "area" else 0.0 for switch in SWITCHES.values(
 
 
 class CollisionConfig(Schema):
-    """How many pictures, up to how many uses (a power of two), and when two pictures collide: at a distance of at most
-    `near` times the mean distance of the pictures themselves.
+    """Number of pictures and the greatest number of uses.
+
+    Two pictures collide at a distance of at most `near` times the mean distance of the pictures themselves.
     """
 
     num_pictures: Annotated[int, Field(ge=2, le=10**6)] = 256
@@ -49,8 +50,10 @@ class CollisionConfig(Schema):
 
 
 class Collision(Schema):
-    """One transform: after each of the result's `uses`, the mean distance of two pictures over that before, and the
-    share of pairs that are near. `uses_to_half` is the first of `uses` by which the distance has halved; None: never.
+    """One transform after each of the result's `uses`.
+
+    `relative_distance` is the mean distance of two pictures over the mean before any use, `near_share` the share of
+    pairs that are near. `uses_to_half` is the first of `uses` at which the distance has halved; None: never.
     """
 
     relative_distance: tuple[float, ...]
@@ -71,9 +74,9 @@ class CollisionResult(Schema):
 
 
 def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/collision.json and .png, of a run's views and test pictures; no checkpoint is needed.
+    """Write analysis/collision.json and .png from a run's views and test pictures, without a checkpoint.
 
-    Raises `UserError` for sounds, and where there are less than two pictures.
+    Returns their paths. Raises `UserError` for sounds, and if there are less than two pictures.
     """
     run_config, test = read_test_pictures(run_dir, options, what_for="collision")
     seed = seed_of(run_config, options)
@@ -126,13 +129,13 @@ def collide(
 
 
 def alone(policy: ExpertImageConfig, name: str) -> ExpertImageConfig:
-    """One transform of a policy, with its strength and probability, and all others off."""
+    """Return a policy with one transform, in its strength and probability, and all others off."""
     switch = SWITCHES[name]
     return policy.model_copy(update=_OFF | {switch: getattr(policy, switch)})
 
 
 def powers_of_two(largest: int) -> tuple[int, ...]:
-    """0, 1, 2, 4, ... up to `largest`, which is the last in any case."""
+    """Return 0, 1, 2, 4, ..., below `largest`, and `largest` itself."""
     powers = [2**exponent for exponent in range(largest.bit_length()) if 2**exponent < largest]
     return (0, *powers, largest)
 

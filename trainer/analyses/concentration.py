@@ -1,13 +1,15 @@
 """How much do augmentations bring the pictures of a class together? The (sigma, delta) of Huang et al. (2023).
 
-The distance of two pictures under augmentations is that of their nearest views. Augmentations are (sigma, delta) if
-every class has a share sigma of its pictures within delta of one another: a clique of the graph whose edges are the
-distances up to delta. The richer the augmentations, the larger sigma; the paper bounds the error by 1 - sigma and more.
-All ten pairs of its five transforms are measured: a crop, b blur, c grayscale, d colour jitter, e flip.
+The distance of two pictures under augmentations is the distance of their nearest views. Augmentations are (sigma,
+delta) if every class has a share sigma of its pictures within delta of one another. Such pictures form a clique in the
+graph whose edges are distances up to delta. Richer augmentations have a larger sigma, and the paper bounds the error by
+1 - sigma and further terms. The analysis measures all ten pairs of the paper's five transforms: a crop, b blur, c
+grayscale, d colour jitter, e flip.
 
-The largest clique is hard to find. A greedy one bounds 1 - sigma from above, and so does what a vertex cover of the
-complement leaves, at most twice the least cover, found by a maximal matching (Papadimitriou and Steiglitz 1982). The
-matching itself bounds it from below. Finitely many views over-state distances, so the bounds are for these views.
+The largest clique is hard to find. A greedy clique bounds 1 - sigma from above. So does a vertex cover of the
+complement, found by a maximal matching and at most twice the least cover (Papadimitriou and Steiglitz 1982). The
+matching itself bounds 1 - sigma from below. Finitely many views overstate distances, so the bounds hold for these
+views.
 
 Shapes: K classes, N pictures of a class, V views of each, P values of a picture, S starts of the greedy search.
 """
@@ -40,8 +42,9 @@ _BLOCK = 10  # pictures whose views are compared at once
 
 
 class ConcentrationConfig(Schema):
-    """Pictures of each class, views of each with the picture itself, distances delta in pixel values of [0, 1], and
-    the strength of the colour jitter.
+    """Pictures of each class, views of each picture (itself included), distances delta, and the jitter's strength.
+
+    Distances are Euclidean, of pixel values in [0, 1].
     """
 
     num_per_class: Annotated[int, Field(ge=2, le=10**6)] = 50
@@ -51,7 +54,7 @@ class ConcentrationConfig(Schema):
 
 
 class Concentration(Schema):
-    """One pair at one delta: bounds of 1 - sigma, as means over the classes and of the worst class."""
+    """One pair of transforms at one delta: bounds of 1 - sigma, as means over the classes and for the worst class."""
 
     delta: float
     clique: float
@@ -62,9 +65,10 @@ class Concentration(Schema):
 
 
 class ConcentrationResult(Schema):
-    """analysis/concentration.json. `pairs` are by their letters; `order` has for each delta the pairs from the smallest
-    1 - sigma (greedy clique, mean of the classes) to the largest. `ad_is_lowest` is the paper's claim, at each delta;
-    None where every pair has the same.
+    """analysis/concentration.json.
+
+    `pairs` maps letters to results. `order` has for each delta the pairs from the smallest 1 - sigma (greedy clique,
+    mean of the classes) to the largest. `ad_is_lowest` is the paper's claim at each delta; None if all pairs are equal.
     """
 
     config: ConcentrationConfig
@@ -79,7 +83,7 @@ class ConcentrationResult(Schema):
 
 @dataclass(frozen=True)
 class SigmaBounds:
-    """Sizes (K,) int64: of a clique, of a vertex cover of the complement, and of the matching that the cover is of."""
+    """Sizes (K,) int64 of a clique, of a vertex cover of the complement, and of the matching behind the cover."""
 
     clique_K: Tensor
     cover_K: Tensor
@@ -87,9 +91,9 @@ class SigmaBounds:
 
 
 def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/concentration.json and .png, of a run's test pictures alone; no checkpoint is needed.
+    """Write analysis/concentration.json and .png from a run's test pictures alone, without a checkpoint.
 
-    Raises `UserError` for sounds, and where a class has less than two pictures.
+    Returns their paths. Raises `UserError` for sounds, and if a class has less than two pictures.
     """
     run_config, test = read_test_pictures(run_dir, options, what_for="concentration")
     seed = seed_of(run_config, options)
@@ -125,14 +129,14 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
 
 
 def draw_views(policy: ExpertImage, images_NCHW: Tensor, index_N: Tensor, *, num_views: int, seed: int) -> Tensor:
-    """The pictures and `num_views - 1` views of each, as vectors (N, V, P) of values from -1/2 to 1/2."""
+    """Return the pictures and `num_views - 1` views of each, as vectors (N, V, P) of values from -1/2 to 1/2."""
     views = [images_NCHW]
     views += [policy(images_NCHW, DrawKeys(seed, 0, index_N, view)) for view in range(num_views - 1)]
-    return torch.stack([view_NCHW.flatten(1) for view_NCHW in views], dim=1) - 0.5  # centred: it costs fewer digits
+    return torch.stack([view_NCHW.flatten(1) for view_NCHW in views], dim=1) - 0.5  # centred, for precision
 
 
 def least_distances(views_NVP: Tensor) -> Tensor:
-    """Euclidean distances (N, N) of the nearest views of each two pictures, 0 on the diagonal."""
+    """Return the Euclidean distances (N, N) of the nearest views of every two pictures, 0 on the diagonal."""
     N, V, _ = views_NVP.shape
     square_NV = views_NVP.square().sum(2)
     least_NN = views_NVP.new_zeros(N, N)
@@ -147,15 +151,16 @@ def least_distances(views_NVP: Tensor) -> Tensor:
 
 
 def sigma_bounds(near_KNN: Tensor) -> SigmaBounds:
-    """Bounds of the largest clique of each graph (K, N, N) bool; what is on the diagonals does not matter."""
+    """Return bounds of the largest clique of each graph (K, N, N) bool; diagonals are ignored."""
     loops_NN = torch.eye(near_KNN.shape[1], dtype=torch.bool, device=near_KNN.device)
     matching_K = _matching_sizes(~near_KNN & ~loops_NN)
     return SigmaBounds(_greedy_clique_sizes(near_KNN & ~loops_NN), 2 * matching_K, matching_K)
 
 
 def _greedy_clique_sizes(edges_KNN: Tensor) -> Tensor:
-    """Of each graph the best of N greedy cliques, one from every vertex: always the candidate with most candidates as
-    its neighbours is taken.
+    """Return the size of the best of N greedy cliques of each graph, one from every vertex.
+
+    Each step takes the candidate with most candidates among its neighbours.
     """
     K, N, _ = edges_KNN.shape
     weight_KNN, graph_K1 = edges_KNN.float(), torch.arange(K, device=edges_KNN.device)[:, None]
@@ -169,9 +174,7 @@ def _greedy_clique_sizes(edges_KNN: Tensor) -> Tensor:
 
 
 def _matching_sizes(edges_KNN: Tensor) -> Tensor:
-    """Of each graph the size of a matching that no edge can be added to: each vertex in turn takes its first free
-    neighbour.
-    """
+    """Return the size of a maximal matching of each graph: each vertex in turn takes its first free neighbour."""
     K, N, _ = edges_KNN.shape
     free_KN = edges_KNN.new_ones(K, N)
     size_K = edges_KNN.new_zeros(K, dtype=torch.int64)
@@ -200,7 +203,7 @@ def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
 
 
 def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
-    """Rows (K, N) of `num` pictures of each base class, or as many as the smallest has."""
+    """Return rows (K, N) of `num` pictures of each base class, or of as many as the smallest class has."""
     label_N, names = pictures.label_base_N, pictures.class_names("base")
     by_class = [(label_N == number).nonzero()[:, 0] for number in range(len(names))]
     num = min(num, *(len(rows_N) for rows_N in by_class))
@@ -210,7 +213,7 @@ def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
 
 
 def _figure(result: ConcentrationResult) -> bytes:
-    """1 - sigma of every pair, in the order of the last delta; one colour a delta."""
+    """Draw 1 - sigma of every pair, in the order of the middle delta; one colour for each delta."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
     order: Sequence[str] = result.order[len(result.order) // 2]

@@ -1,8 +1,8 @@
-"""The dip test: has a sample more than one mode? (Hartigan and Hartigan 1985)
+"""The dip test: does a sample have more than one mode? (Hartigan and Hartigan 1985)
 
 The dip is the largest distance between the empirical distribution function and the nearest unimodal one, which is
-convex up to its mode and concave from there. It is about 1 / sqrt(n) where there is one mode, and up to 1/4 where there
-are two. It assumes no shape, unlike coefficients of skewness and kurtosis, which take a skewed mode for two.
+convex up to its mode and concave after it. It is about 1 / sqrt(n) for one mode, and up to 1/4 for two. It assumes no
+shape. Coefficients of skewness and kurtosis, in contrast, mistake one skewed mode for two.
 
 Shapes: N numbers, K distinct ones, D draws.
 """
@@ -21,17 +21,17 @@ Floats = NDArray[np.float64]
 
 
 def dip(x_N: Floats) -> float:
-    """The dip of numbers (N,), equal ones allowed, in any order; 1 / (2 N) at least.
+    """Return the dip of numbers (N,) in any order, equal ones allowed; at least 1 / (2 N).
 
-    As Hartigan (1985) finds it: an interval that holds the mode shrinks from all of the sample to where the greatest
-    convex minorant and the least concave majorant of the empirical function are farthest apart, as long as they are
-    farther apart there than the function is from them outside.
+    The algorithm is Hartigan's (1985). An interval around the mode starts as the whole sample. It shrinks to where the
+    greatest convex minorant and the least concave majorant of the empirical function are farthest apart, as long as
+    that distance exceeds their distance from the function outside.
 
     Raises:
-        ValueError: no numbers, or one that is not finite.
+        ValueError: if there are no numbers, or one is not finite.
 
     Examples:
-        >>> float(dip(np.array([0.0, 0.0, 1.0, 1.0])))  # as far from one mode as can be
+        >>> float(dip(np.array([0.0, 0.0, 1.0, 1.0])))  # as far from one mode as possible
         0.25
     """
     if x_N.size == 0 or not np.isfinite(x_N).all():
@@ -61,12 +61,12 @@ def dip(x_N: Floats) -> float:
 
 
 def uniform_dips(num: int, *, num_draws: int, seed: int) -> Floats:
-    """Dips of samples of `num` uniform numbers, (D,) ascending: the uniform law is the hardest unimodal one to tell."""
+    """Return dips of samples of `num` uniform numbers, (D,) ascending: the largest of any unimodal distribution."""
     return _uniform_dips(num, num_draws, seed)
 
 
 def dip_p_value(value: float, uniform_D: Floats) -> float:
-    """Probability of at least this dip where there is one mode; 1 / (D + 1) at the least."""
+    """Return the probability of a dip this large or larger with one mode; at least 1 / (D + 1)."""
     return float((1 + (uniform_D >= value).sum()) / (1 + uniform_D.size))
 
 
@@ -77,8 +77,10 @@ def _uniform_dips(num: int, num_draws: int, seed: int) -> Floats:
 
 
 def _hull(x_K: Floats, y_K: Floats, *, increasing: bool) -> tuple[Floats, NDArray[np.int64]]:
-    """The greatest convex minorant of points (slopes increase), or the least concave majorant, at each point; and the
-    points that it bends at, with both ends. Its slopes are the isotonic regression of the points' own.
+    """Return the greatest convex minorant of points (`increasing` slopes) or least concave majorant, and its knots.
+
+    The knots are the points at which it bends, and both ends. Its slopes are the isotonic regression of the slopes
+    between the points.
     """
     width = np.diff(x_K)
     slope = isotonic_regression(np.diff(y_K) / width, sample_weight=width, increasing=increasing)

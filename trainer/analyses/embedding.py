@@ -1,7 +1,7 @@
-"""A map of the features, coloured by each label: do they form clusters, and of what?
+"""A map of the features, coloured by each label: do they form clusters, and of which label?
 
-The picture is t-SNE (van der Maaten and Hinton 2008) or UMAP (McInnes et al. 2018). What can be compared is the number:
-the silhouette of each label (Rousseeuw 1987) in the space of the features, from -1 to 1, where 0 is no clusters.
+The picture is t-SNE (van der Maaten and Hinton 2008) or UMAP (McInnes et al. 2018). Compare runs by the number: the
+silhouette of each label (Rousseeuw 1987) in the space of the features, from -1 to 1, where 0 means no clusters.
 
 Shapes: N samples, C channels of the pooled features.
 """
@@ -32,7 +32,7 @@ from trainer.run_dir import RunDir
 
 
 class EmbeddingConfig(Schema):
-    """How many test samples, and what draws the map; `perplexity` is t-SNE's, and UMAP's number of neighbours."""
+    """Number of test samples and method of the map; `perplexity` is t-SNE's, and UMAP's number of neighbours."""
 
     num_samples: Annotated[int, Field(ge=4, le=10**6)] = 2000
     method: Literal["tsne", "umap"] = "tsne"
@@ -40,8 +40,10 @@ class EmbeddingConfig(Schema):
 
 
 class EmbeddingResult(Schema):
-    """analysis/embedding.json. `silhouette` is of unit features, `silhouette_of_map` of the points of the picture; None
-    where a label has one class only among the samples.
+    """analysis/embedding.json.
+
+    `silhouette` is of unit features, `silhouette_of_map` of the points of the picture; None if a label has a single
+    class among the samples.
     """
 
     config: EmbeddingConfig
@@ -54,10 +56,10 @@ class EmbeddingResult(Schema):
 
 
 def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/embedding.json and .png of a run; returns their paths.
+    """Write analysis/embedding.json and .png of a run, and return their paths.
 
-    Raises `UserError` if data is missing, if there are less than four samples, if features are not finite, or if UMAP
-    is asked for and not installed.
+    Raises `UserError` if data is missing, if there are less than four samples, if features are not finite, or if
+    `method` is "umap" and UMAP is not installed.
     """
     if config.method == "umap":
         _umap()
@@ -93,7 +95,7 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
 
 
 def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
-    """Pooled features of test samples without views, at unit length, (N, C)."""
+    """Return pooled features of test samples without views, at unit length, (N, C)."""
     encoder = loaded.players.encoder
     with frozen(encoder):
         pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows_N], device=loaded.device)
@@ -104,7 +106,7 @@ def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
 def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float | None:
     """Return the mean silhouette of Euclidean distances.
 
-    None if there are not at least two classes, and fewer than samples, or if not all of `x_NC` is finite.
+    None unless there are at least two classes and fewer classes than samples, and all of `x_NC` is finite.
     """
     num_classes = len(np.unique(label_N))
     if not 1 < num_classes < len(label_N) or not np.isfinite(x_NC).all():
@@ -113,8 +115,8 @@ def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float |
 
 
 def map_of(x_NC: NDArray[np.float64], config: EmbeddingConfig, *, seed: int) -> NDArray[np.float64]:
-    """Points (N, 2) of a map in which near rows stay near; the same for equal input and seed, on one machine."""
-    perplexity = min(config.perplexity, (len(x_NC) - 1) / 3)  # more is not defined
+    """Return points (N, 2) of a map that keeps near rows near; deterministic for input and seed on one machine."""
+    perplexity = min(config.perplexity, (len(x_NC) - 1) / 3)  # t-SNE allows no more
     random_state = seed % 2**32  # what NumPy's legacy generator takes
     if config.method == "umap":
         neighbours = max(2, round(perplexity))

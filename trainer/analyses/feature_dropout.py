@@ -1,8 +1,8 @@
 """How often the views of one run destroy a feature that the encoder of another can read (Tamkin et al. 2022).
 
-Each run's policy makes one view of each of some test samples, and every run's encoder and linear classifier say how
-probable the right class is. A policy that drops a feature whole leaves two groups, views that show it and views that do
-not: a probability near 1 or near 0, and little between. A policy that only weakens features leaves one group.
+Each run's policy makes one view of each of some test samples. Every run's encoder and linear classifier then give the
+probability of the right class. A policy that drops a feature completely leaves two groups of views: probabilities near
+1 if the view shows the feature, near 0 if not, and few between. A policy that only weakens features leaves one group.
 
 Shapes: N samples, F features, K classes of a label.
 """
@@ -38,9 +38,9 @@ LOW, HIGH = 0.1, 0.9
 
 
 class FeatureDropoutConfig(Schema):
-    """How many test samples and bins, and how many uniform samples the dip test compares with.
+    """Numbers of test samples and bins, and of uniform samples with which the dip test compares.
 
-    of_sample: a test sample; as many views are then all of this one, and show what its own feature goes through.
+    of_sample: the number of one test sample. All views are then of this sample and show what happens to its feature.
     """
 
     num_examples: Annotated[int, Field(ge=10, le=10**6)] = 1200
@@ -50,11 +50,11 @@ class FeatureDropoutConfig(Schema):
 
 
 class Probabilities(Schema):
-    """How probabilities of the right class are spread over [0, 1].
+    """The distribution of probabilities of the right class over [0, 1].
 
-    `histogram` has the share of each of equally wide bins. `dip_p` is the probability of so large a dip where there is
-    one mode. `tails_exceed_middle`: the shares below 0.1 and above 0.9 both exceed that of any tenth between. All are
-    None if a probability is not finite, as those of views that a diverged viewmaker makes.
+    `histogram` has the share of each of equally wide bins. `dip_p` is the probability of so large a dip with one mode.
+    `tails_exceed_middle`: the shares below 0.1 and above 0.9 both exceed the share of any tenth between. All are None
+    if a probability is not finite, as for views of a diverged viewmaker.
     """
 
     histogram: tuple[Measured, ...]
@@ -67,11 +67,11 @@ class Probabilities(Schema):
 
 
 class JudgedRun(Schema):
-    """A run, its policy and its classifier. `accuracy` and `without_views` are of the examples as they are, by label:
-    what its classifier makes of them before any view, so a histogram of views is read beside it.
+    """A run with its policy and its classifier.
 
-    `selectivity_box` and `selectivity_object` are the policy's mean absolute change inside the box of the drawn object,
-    or its pixels, over that of the whole picture; None where nothing was drawn, and for sounds.
+    `accuracy` and `without_views` are of the examples without views, by label: compare the histogram of views with
+    them. `selectivity_box` and `selectivity_object` are the policy's mean absolute change inside the box of the drawn
+    object, or on its pixels, over the mean change of the whole picture; None for sounds and if nothing was drawn.
     """
 
     name: str
@@ -85,7 +85,7 @@ class JudgedRun(Schema):
 
 
 class Judgement(Schema):
-    """Views of one run under encoder and classifier of another, or of its own."""
+    """Views of one run under the encoder and classifier of another run, or of its own."""
 
     views_of: str
     judged_by: str
@@ -115,10 +115,10 @@ class _Judge:
 def analyze_feature_dropout(
     run_dirs: Sequence[RunDir], *, config: FeatureDropoutConfig, options: AnalysisOptions
 ) -> list[Path]:
-    """Write analysis/feature_dropout.json and .png of every run, with `of_sample` under names of their own; returns
-    their paths.
+    """Write analysis/feature_dropout.json and .png into every run, and return their paths.
 
-    Raises `UserError` where there are not two different runs of one test set, or a checkpoint is missing.
+    With `of_sample` the files have names of their own. Raises `UserError` unless there are two different runs of one
+    test set or more, or if a checkpoint is missing.
     """
     if len({run_dir.path.resolve() for run_dir in run_dirs}) < max(2, len(run_dirs)):
         raise UserError(
@@ -158,7 +158,7 @@ def analyze_feature_dropout(
 
 
 def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:
-    """The rows (N,) of the test set, the indices (N,) by which their views are drawn, and the result's name."""
+    """Return the rows (N,) of the test set, the indices (N,) that draw their views, and the result's name."""
     if config.of_sample is None:
         rows_N = choose_rows(len(loaded.test), config.num_examples, seed=loaded.seed)
         return rows_N, loaded.test.index_N[rows_N], "feature_dropout"
@@ -169,7 +169,7 @@ def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, 
 
 
 def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Tensor:
-    """The softmax probability (N,) float64 that a head gives to the classes (N,) int64."""
+    """Return the softmax probability (N,) float64 that a head gives to the classes (N,) int64."""
     return head.logits(features_NF).double().softmax(1).gather(1, label_N[:, None])[:, 0]
 
 
@@ -210,7 +210,7 @@ def _judge(
     seed: int,
     progress: Progress,
 ) -> tuple[JudgedRun, list[Judgement]]:
-    """One policy's views under every judge, and what can be said of the policy's run alone."""
+    """Judge one policy's views by every run, and describe the policy's own run."""
     loaded = policy.loaded
     labels = {
         space: loaded.test.labels(space)[rows_N].to(loaded.device)
@@ -271,13 +271,13 @@ def _judge(
 
 
 def _names(loaded_runs: Sequence[LoadedRun]) -> list[str]:
-    """The names in the configs, or the directories where two runs are called the same."""
+    """Return the names in the configs, or the directories if two runs have the same name."""
     names = [loaded.players.config.name for loaded in loaded_runs]
     return names if len(set(names)) == len(names) else [str(loaded.run_dir.path) for loaded in loaded_runs]
 
 
 def _figure(result: FeatureDropoutResult) -> bytes:
-    """One histogram for each policy (row) and judge (column), both labels in each, and the judge's without views."""
+    """Draw a histogram for each policy (row) and judge (column), with both labels and the judge's without views."""
     names = [run.name for run in result.runs]
     by_place = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
     spaces = [space for space in LABEL_SPACES if (names[0], names[0], space) in by_place]

@@ -1,8 +1,8 @@
 """What do the features of an encoder respond to, and how sparsely? Figures 1 to 4 of Wen and Li (2021), in numbers.
 
-With augmentations that hide colour, they find, few features fire on a picture, features see shapes, and pictures of a
-class lie together; without, features fire densely and follow the colour of the whole picture. The picture shows what
-drives some features most, found by gradient ascent on the pixels (Erhan et al. 2009).
+They find that augmentations which hide colour make few features fire on a picture; features see shapes, and pictures of
+a class lie together. Without such augmentations features fire densely and follow the colour of the whole picture. The
+figure shows pictures that drive some features most, found by gradient ascent on the pixels (Erhan et al. 2009).
 
 Shapes: N pictures, B batch, C channels of the trunk's last map, H by W its pixels, F features chosen to be shown.
 """
@@ -33,7 +33,7 @@ _CONTRAST = 1e-6
 
 
 class FiltersConfig(Schema):
-    """How many test pictures are measured; how many features are shown, and the steps of their gradient ascent."""
+    """Numbers of test pictures to measure and of features to show, and the steps of their gradient ascent."""
 
     num_pictures: Count = 2000
     num_shown: Count = 24
@@ -42,11 +42,11 @@ class FiltersConfig(Schema):
 
 
 class Sparsity(Schema):
-    """How sparsely the map before pooling fires; of activations below 0, none counts as firing.
+    """Sparsity of the map before pooling; values below 0 count as 0.
 
-    `active_share` is the share of its values above 0. `treves_rolls` is 1 - (mean)^2 / mean of squares (Rolls and
-    Tovee 1995), `hoyer` Hoyer's (2004), both over the values of a picture, from 0 (all equal) to nearly 1 (a single
-    one), as means over the pictures. `dead_share` is the share of channels that never fire on any picture. All are None
+    `active_share` is the share of values above 0. `treves_rolls` is 1 - (mean)^2 / mean of squares (Rolls and Tovee
+    1995), `hoyer` is Hoyer's measure (2004). Both are of the values of a picture, from 0 (all equal) to nearly 1 (a
+    single one), as means over the pictures. `dead_share` is the share of channels that fire on no picture. All are None
     if the map is not finite.
     """
 
@@ -60,9 +60,9 @@ class FiltersResult(Schema):
     """analysis/filters.json.
 
     `colour_r2` is the share of the pooled features' variance that a linear function of the picture's mean colour
-    explains. `shown` are the channels of the picture, those that vary most first; `gain` is how far above its highest
-    value on a real picture each was driven, as their ratio; `colourfulness` is the share of the found picture's
-    contrast that is between colours and not between light and dark.
+    explains. `shown` are the channels of the figure, the most varying first. `gain` is the value to which each was
+    driven over its highest value on a real picture. `colourfulness` is the share of the found picture's contrast that
+    lies between colours and not between light and dark.
     """
 
     config: FiltersConfig
@@ -80,9 +80,9 @@ class FiltersResult(Schema):
 
 
 def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/filters.json and .png of a run; returns their paths.
+    """Write analysis/filters.json and .png of a run, and return their paths.
 
-    Raises `UserError` for sounds, and for an encoder whose last map is none of (B, C, H, W).
+    Raises `UserError` for sounds, and for an encoder whose last map is not (B, C, H, W).
     """
     loaded = load_run(run_dir, options)
     test = loaded.test
@@ -120,7 +120,7 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
 
 
 def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:
-    """Of each picture (B,) float64: active_share, treves_rolls and hoyer as in `Sparsity`, and `fires` (B, C) bool."""
+    """Return (B,) float64 active_share, treves_rolls and hoyer of each picture (see `Sparsity`), and `fires` (B, C)."""
     r_BP = map_BCHW.flatten(1).double().clamp_min(0)
     is_finite_B = map_BCHW.flatten(1).isfinite().all(1)
     num = r_BP.shape[1]
@@ -144,14 +144,14 @@ def explained_share(x_NP: Tensor, y_NC: Tensor) -> float:
     total = y.square().sum()
     if total == 0 or not total.isfinite():
         return 0.0 if total == 0 else math.nan
-    # By the singular vectors, so that columns of x that depend on one another do no harm.
+    # By the singular vectors, so that linearly dependent columns of x do no harm.
     left, singular, _ = torch.linalg.svd(x, full_matrices=False)
     basis = left[:, singular > singular.max() * 1e-10]
     return float((basis.T @ y).square().sum() / total)
 
 
 def colourfulness(pictures_NCHW: Tensor) -> Tensor:
-    """Share of a picture's variance over its pixels that is not common to its channels, (N,); 0 for a flat one."""
+    """Return the share of a picture's variance that its channels do not have in common, (N,); 0 for a flat picture."""
     centred = pictures_NCHW - pictures_NCHW.mean((2, 3), keepdim=True)
     total_N = centred.square().mean((1, 2, 3))
     common_N = centred.mean(1).square().mean((1, 2))
@@ -161,11 +161,11 @@ def colourfulness(pictures_NCHW: Tensor) -> Tensor:
 def activating_pictures(
     pooled: Callable[[Tensor], Tensor], channels_F: Tensor, *, shape: Sequence[int], config: FiltersConfig, seed: int
 ) -> Tensor:
-    """Pictures (F, C, H, W) in [0, 1] on the device of `channels_F`, each found to drive one channel of `pooled`.
+    """Find pictures (F, C, H, W) in [0, 1], each of which drives one channel of `pooled`.
 
-    Adam on the pixels' logits, from that of `NUM_STARTS` cloudy pictures which drives the channel most: where none
-    does, there is no gradient to follow. Each step looks at the pictures shifted by some pixels, the same for all, or
-    the pictures would be patterns of single pixels.
+    Runs Adam on the pixels' logits. It starts from the one of `NUM_STARTS` cloudy pictures that drives the channel
+    most, because a picture that does not drive it gives no gradient. Each step shifts all pictures by some pixels.
+    Otherwise they would become patterns of single pixels. The result is on the device of `channels_F`.
     """
     draw = generator(seed, "activating pictures")
     clouds = torch.from_numpy(draw.standard_normal((NUM_STARTS, shape[0], 4, 4))).float()
@@ -186,7 +186,7 @@ def activating_pictures(
 
 
 def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
-    """Sparsity of the map, and the pooled features (N, C) float64, of test pictures without views."""
+    """Return the sparsity of the map and the pooled features (N, C) float64 of test pictures without views."""
     encoder, sums, pooled = loaded.players.encoder, dict.fromkeys(("active_share", "treves_rolls", "hoyer"), 0.0), []
     maps: list[Tensor] = []
     hook = encoder.trunk.register_forward_hook(lambda module, args, output: maps.append(output))
@@ -215,7 +215,7 @@ def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
 
 
 def _picture(found_FCHW: Tensor, result: FiltersResult) -> bytes:
-    """The found pictures in rows of `NUM_COLUMNS`; the last row is filled up with white."""
+    """Draw the found pictures in rows of `NUM_COLUMNS`; white fills the last row."""
     shown = found_FCHW.cpu().permute(0, 2, 3, 1)
     num_rows = -(-len(shown) // NUM_COLUMNS)
     filled = torch.ones(num_rows * NUM_COLUMNS, *shown.shape[1:])

@@ -1,4 +1,4 @@
-"""What every analysis starts from: a run, loaded at one checkpoint, with its samples, and the options of an analysis.
+"""The input of every analysis: a run at one checkpoint, its samples, and the options of the command.
 
 Shapes: N samples, B batch, C channels, H height, W width.
 """
@@ -36,11 +36,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """The options that all analyses share.
+    """Options of an analysis.
 
-    step: the checkpoint. None is the newest, 0 the untrained encoder.
-    seed: the seed of every random draw. None is the run's own.
-    allow_pipe: whether a `pipe:` location in the run's config may be executed.
+    `step`: the checkpoint (None: the newest; 0: untrained). `seed`: the seed of all draws (None: the run's own).
+    `allow_pipe`: run a `pipe:` location that the run's config names.
     """
 
     step: int | None = None
@@ -51,7 +50,7 @@ class AnalysisOptions:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run at one checkpoint. Its modules are on `device`, in eval mode."""
+    """A run at one checkpoint; its modules are on `device`, in eval mode."""
 
     run_dir: RunDir
     players: TrainedModules
@@ -70,27 +69,27 @@ class LoadedRun:
         return self._checked(read_pictures(data.test_dir, read=data), "test", location=data.test_dir)
 
     def _checked(self, pictures: Pictures, which: Literal["train", "test"], *, location: str) -> Pictures:
-        """Return them, and warn if they are of another dataset than that of the training."""
+        """Return the pictures, and warn if their dataset is not the one of the training."""
         sha256 = pictures.manifest.sha256
         if warning := other_data(self.players.trained_on, which=which, sha256=sha256, location=location):
             print(f"warning: {warning}", file=sys.stderr)
         return pictures
 
     def label_spaces(self) -> tuple[LabelSpace, ...]:
-        """The labels that the samples have: `base`, and `overlay` where something was drawn or mixed in."""
+        """Return the labels of the samples: `base`, and `overlay` if something was drawn or mixed in."""
         return tuple(space for space in LABEL_SPACES if self.test.class_names(space))
 
 
 def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
-    """Load a run's players. Raises `UserError` where there is no such checkpoint."""
+    """Load the modules of a run. Raises `UserError` if there is no such checkpoint."""
     players = load_modules(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
     return LoadedRun(run_dir, players, options.device, seed_of(players.config, options))
 
 
 def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: str) -> tuple[RunConfig, Pictures]:
-    """The config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
+    """Return the config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
 
-    Raises `UserError` where they are sounds, and `what_for` begins that sentence, or where they are not square.
+    Raises `UserError` if they are sounds (`what_for` begins that sentence) or not square.
     """
     config = read_config(run_dir.config, allow_pipe=options.allow_pipe)
     test = read_pictures(config.data.test_dir, read=config.data)
@@ -104,7 +103,8 @@ def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: s
 
 
 def refuse_sounds(pictures: Pictures, run_dir: RunDir, *, what_for: str) -> None:
-    if pictures.are_sounds:
+    """Raise `UserError` if the pictures are spectrograms; `what_for` begins the sentence."""
+    if pictures.sounds is not None:
         raise UserError(f"{what_for} is of pictures, and those of {run_dir.path} are sounds; take a run on pictures")
 
 
@@ -113,7 +113,7 @@ def seed_of(config: RunConfig, options: AnalysisOptions) -> int:
 
 
 def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:
-    """Rows of `num` samples, or all if there are fewer, drawn without replacement; (num,) int64, ascending."""
+    """Draw rows of `num` samples without replacement, or of all if there are fewer; (num,) int64, ascending."""
     order = generator(seed, "samples of an analysis").permutation(num_samples)
     return torch.from_numpy(order[:num]).sort().values
 

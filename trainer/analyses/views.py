@@ -1,9 +1,10 @@
-"""What a view policy does to pictures: a grid to look at, and how much it changes where the object was drawn.
+"""The effect of a view policy on pictures: a grid to look at, and the size of the change on the drawn object.
 
-The pictures of sounds are their spectrograms, and a change of those is measured in units of the normalised spectrogram.
+The pictures of sounds are their spectrograms; changes are then in units of the normalised spectrogram.
 
-A viewmaker that has learned to destroy the object spends its budget there: its *selectivity*, the mean absolute change
-inside the object's box over that of the whole picture, exceeds 1 (cf. the difference images of Tamkin et al. 2022).
+A viewmaker that has learned to destroy the object spends its budget there. Its *selectivity*, the mean absolute change
+inside the object's box over the mean change of the whole picture, then exceeds 1 (cf. the difference images of Tamkin
+et al. 2022).
 
 Shapes: N pictures, B batch, C channels, H height, W width.
 """
@@ -24,17 +25,19 @@ from trainer.run_dir import RunDir
 
 
 class ViewsAnalysisConfig(Schema):
-    """How many test pictures are measured, and how many are shown."""
+    """Numbers of test pictures to measure and to show."""
 
     num_pictures: Count = 1024
     num_shown: Count = 8
 
 
 class ViewsResult(Schema):
-    """RUN_DIR/analysis/views.json. Changes are mean |view - picture| in [0, 1] units (of sounds: in those of the
-    normalised spectrogram) over the first `num_pictures` test pictures, one view each. `object` is the drawn pixels,
-    `box` the tight box around them; None if nothing was drawn, and for sounds. Any change is None if a view is not
-    finite, as those of a viewmaker that diverged. `shown` are the dataset indices of the grid.
+    """RUN_DIR/analysis/views.json.
+
+    Changes are mean |view - picture| over the first `num_pictures` test pictures, one view each, in [0, 1] units or
+    those of the normalised spectrogram. `object` is the drawn pixels, `box` the tight box around them; None for sounds
+    and if nothing was drawn. A change is None if a view is not finite, as after a viewmaker has diverged. `shown` are
+    the dataset indices of the grid.
     """
 
     checkpoint_step: int
@@ -55,7 +58,7 @@ _DEFAULT, _NEWEST = ViewsAnalysisConfig(), AnalysisOptions()
 
 @dataclass(frozen=True)
 class Change:
-    """Mean absolute change everywhere and where the mask is at least at a level; None where it never is."""
+    """Mean absolute change, everywhere and on the box and the object of the mask; None if the mask has none."""
 
     overall: float
     in_box: float | None
@@ -65,7 +68,7 @@ class Change:
 def analyze_views(
     run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, options: AnalysisOptions = _NEWEST
 ) -> list[Path]:
-    """Write analysis/views.json and views.png of a run; returns their paths. Raises `UserError` if data is missing."""
+    """Write analysis/views.json and views.png of a run, return their paths. Raises `UserError` if data is missing."""
     return write_result(run_dir, "views", *measure_views(run_dir, config=config, options=options))
 
 
@@ -99,7 +102,7 @@ def measure_views(
 
 
 def mean_change(difference_NCHW: Tensor, masks_NHW: Tensor | None) -> Change:
-    """Mean |difference| over all pixels, over those with mask >= `MASK_BOX` and over those with `MASK_OBJECT`."""
+    """Return mean |difference| over all pixels, over the box (mask >= `MASK_BOX`) and over the object."""
     change_NHW = difference_NCHW.abs().mean(1)
 
     def inside(level: int) -> float | None:
@@ -112,5 +115,5 @@ def mean_change(difference_NCHW: Tensor, masks_NHW: Tensor | None) -> Change:
 
 
 def ratio(part: float | None, whole: float) -> float | None:
-    """`part / whole`; None where there is no part, or the whole is nothing."""
+    """Return `part / whole`; None if there is no part, or if the whole is 0."""
     return part / whole if part is not None and whole > 0 else None

@@ -1,4 +1,4 @@
-"""Write figures as PNG, and draw grids of pictures.
+"""Figures as PNG, and grids of pictures: inputs, their views and the differences.
 
 Shapes: N pictures (columns of the grid), H height, W width.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-# Of the grid, in pixels: the approximate size of a picture, the gaps, and the room for the titles.
+# Sizes of the grid in pixels: a picture (about), the gaps, and the room for the titles.
 PICTURE_SIZE, GAP, LEFT, TOP, DPI = 128, 6, 128, 44, 100
 
 GAINS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
