@@ -1,18 +1,18 @@
-"""Two processes that train together, against two that train apart at the same moment; and what they send.
+"""Two processes that train together, against two that train apart at the same time; and the bytes that they send.
 
     python -m benchmarks.scaling [--batch-size B] [--rounds R] [--out JSON]
 
-Each process has one core to itself and B samples of the batch; encoder, views and loss are those of
-`simclr:digits_small`, batch norm synchronised, on pictures held in memory. Apart, neither knows of the other. The rates
-are samples a second of both, from a common start to the end of the slower one.
+Each process has a core to itself and B samples of the batch. Encoder, views and loss are those of
+`simclr:digits_small`, batch norm synchronised, on pictures held in memory. Collectives go through gloo. Apart, neither
+process knows of the other. A rate is samples per second of both, from a common start to the end of the slower one.
 
-Two more peers tell where the difference comes from. In step: apart, but each waits for the other as often as the batch
-norm of ranks does; what a machine makes of any two processes that wait for each other is the floor under the figure.
-Batch norm local: together, but for the gradients and embeddings alone.
+Two more peers show where the difference comes from. "In step" trains apart, but each process waits for the other as
+often as the batch norm of ranks does, without sending data: no faster figure can be expected on this machine. "Batch
+norm local" trains together, but exchanges only gradients and embeddings.
 
-What a rank puts into collectives in a step is counted, and set against the least that the method needs: each gradient
-once, its own embeddings, the gradient of everybody's embeddings, and two numbers a channel, batch norm and view, both
-forward and backward, with one for the size of the batch.
+The bytes that a rank puts into collectives in a step are counted, and compared with the least that the method needs:
+each gradient once, its own embeddings, the gradients of the embeddings of all ranks, and two numbers per channel, batch
+norm and view, both forward and backward, with one for the size of the batch.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def held_batch(rank: int, size: int) -> Batch:
 
 @contextmanager
 def waiting_in_batch_norm(other: Connection) -> Iterator[None]:
-    """Let every batch norm inside wait for the `other` process where that of ranks would: forward and backward, once
-    for both views.
+    """Let every batch norm inside wait for the `other` process when that of ranks would.
+
+    That is once forward and once backward, for both views together.
     """
     calls: collections.Counter[nn.Module] = collections.Counter()
 
@@ -85,8 +86,9 @@ def waiting_in_batch_norm(other: Connection) -> Iterator[None]:
 
 
 def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, other: Connection) -> None:
-    """Answer "together", "local", "in step" and "apart" with the seconds of so many steps; "count", with the bytes of
-    one. `other` leads to the other process.
+    """Answer "together", "local", "in step" and "apart" with the seconds of `NUM_STEPS` steps.
+
+    Answer "count" with the bytes of one step. `other` is connected to the other process.
     """
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -127,7 +129,7 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, ot
 
 
 def least_bytes(size: int) -> int:
-    """What the method has to put into collectives, of one rank."""
+    """Return the least number of bytes that one rank must put into collectives in a step."""
     config = configure(Path("unread"), global_batch_size=size * NUM_PROCESSES)
     encoder = build_modules(config).encoder
     gradients = sum(parameter.numel() for parameter in encoder.parameters())

@@ -51,7 +51,7 @@ def configure(data: Path, recipe: str, *overrides: str) -> RunConfig:
 
 
 def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value: float, num_steps: int) -> list[bool]:
-    """A few steps; before `BAD_STEP` one value of a parameter is overwritten. Returns which steps were skipped."""
+    """Train; before `BAD_STEP` overwrite one value of a parameter. Return which steps were skipped."""
     run_dir = RunDir(directory)
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
     modules, objective, engines = training.modules.trained_modules, training.objective, training.engines
@@ -154,7 +154,7 @@ def test_a_record_says_whether_the_encoder_had_taken_its_step(
 def explained(
     config: RunConfig, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What the command prints."""
+    """Return the output of the command."""
     write_json(run_dir.config, config.model_dump(mode="json"))
     command = ["replay", str(run_dir.path), "--step", str(BAD_STEP), "--device", "cpu"]
     monkeypatch.setattr("sys.argv", command)
@@ -317,7 +317,7 @@ def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: P
 
 
 class Root(nn.Module):
-    """Finite at zero, where its slope is not."""
+    """A function that is finite at zero, but not its slope."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sqrt()

@@ -1,4 +1,4 @@
-"""Processes under a watchdog that come to harm, for its tests. Imports little: each of them has to load this."""
+"""Processes that fail under a watchdog, for its tests. Imports little, because each process has to load this."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def wait_for_a_worker() -> None:
 
 
 def alone(directory: Path, body: Callable[[Watchdog], None], busy_seconds: float) -> None:
-    """A rank by itself, which may be idle for 1 s, and work or wait for `busy_seconds`, after a start of 3 s."""
+    """Run a single rank that may be idle for 1 s, and work or wait for `busy_seconds`, after a start of 3 s."""
     _write_stderr_to(directory / "stderr_0")
     config = WatchdogConfig(
         limit_seconds=1, waiting_seconds=busy_seconds, working_seconds=busy_seconds, startup_seconds=3
@@ -95,7 +95,7 @@ def alone(directory: Path, body: Callable[[Watchdog], None], busy_seconds: float
 
 
 def be_slow_but_alive(watchdog: Watchdog) -> None:
-    """A start-up, an announced pause and a slow loop that are longer than the limit."""
+    """Go through a start-up, an announced pause and a slow first step that are longer than the limit."""
     time.sleep(1.6)
     for step in range(3):
         watchdog.beat(step, doing="step")
@@ -121,7 +121,7 @@ def freeze(watchdog: Watchdog) -> None:
 
 
 def work_for_long(watchdog: Watchdog) -> None:
-    """Python that computes for two seconds of its processor, in one step without a sign of life."""
+    """Compute for two seconds of processor time, in one step without a sign of life."""
     _take_three_steps(watchdog)
     began = time.thread_time()
     while time.thread_time() < began + 2:
@@ -183,7 +183,7 @@ def raise_an_error(watchdog: Watchdog) -> None:
 
 
 def raise_an_error_before_the_alarm(alarm: Path, watchdog: Watchdog) -> None:
-    """The alarm of another rank comes a moment later."""
+    """Fail a moment before the alarm of another rank."""
     watchdog.beat(0, doing="step")
     threading.Timer(0.6, alarm.mkdir, kwargs={"parents": True}).start()
     raise ValueError("no")

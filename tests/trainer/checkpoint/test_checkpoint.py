@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, whole state, pruned, written behind training, and kind when something is wrong."""
+"""Checkpoints: complete or absent, whole, pruned, written in the background, with one sentence for each failure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def restored_step(run_dir: RunDir, config: RunConfig) -> int:
 
 
 def fake_step(engines: Mapping[str, Engine], seed: int) -> None:
-    """A step with random gradients, so that weights and optimizer state both move."""
+    """Take a step with random gradients, so that weights and optimizer state both move."""
     draw = torch.Generator().manual_seed(seed)
     for engine in engines.values():
         for parameter in engine.module.parameters():
@@ -154,7 +154,7 @@ def test_a_step_that_is_not_there_names_those_that_are(config: RunConfig, tmp_pa
 
 
 def tiny(seed: int = 0, *, num_columns: int = 3) -> dict[str, DDPEngine]:
-    """A player whose every state takes a millisecond to write."""
+    """Return an engine whose state takes a millisecond to write."""
     torch.manual_seed(seed)
     return {"encoder": DDPEngine(nn.Linear(num_columns, 2), optimizer=AdamConfig())}
 
@@ -214,7 +214,7 @@ def test_a_copy_from_a_gpu_is_of_the_moment_too(tmp_path: Path) -> None:
 
 
 class Gate:
-    """Lets the thread go on to write only once it is open."""
+    """A gate that keeps the thread from writing until it is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -446,7 +446,7 @@ def test_players_are_read_while_training_writes(keep: int, config: RunConfig, tm
 
 
 class Trap:
-    """Unpickling it leaves a file behind."""
+    """An object that leaves a file behind when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self._canary = canary
@@ -497,7 +497,7 @@ NUM_SAMPLES = 37  # no multiple of any number of ranks, so a bank's parts are un
 
 
 def whole_state(config: RunConfig, run_dir: RunDir, *, trains: bool) -> dict[str, str]:
-    """Of a run on this rank, after a step and a save or after a restore: the SHA-256 of all state by name."""
+    """Save a run after a step, or restore it; return the SHA-256 of all its state by name."""
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
     objective, engines = training.objective, training.engines
     if trains:
@@ -520,7 +520,7 @@ def whole_state(config: RunConfig, run_dir: RunDir, *, trains: bool) -> dict[str
 
 
 def save_on_four_and_load(directory: Path) -> list[tuple[int, str, dict[str, str]]]:
-    """On eight ranks, of which the first 4, 1, 2 and 8 form a group in turn: starting more processes takes longer."""
+    """Save and load on eight ranks, of which the first 4, 1, 2 and 8 form a group in turn; new processes are slow."""
     own_rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -590,7 +590,7 @@ def test_a_state_that_is_not_finite_is_not_saved(where: str, tmp_path: Path) -> 
 
 
 def fail_together(run_dir: RunDir) -> list[str]:
-    """What each rank met where the first rank could not write, and where the newest checkpoint is of other shapes."""
+    """Return the errors of this rank when the first rank cannot write, and when a checkpoint has other shapes."""
     met = []
     engines = tiny()
     writer = CheckpointWriter(run_dir, keep=2)

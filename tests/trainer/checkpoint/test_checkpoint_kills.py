@@ -38,8 +38,7 @@ KEEP = 2
 
 
 class Board:
-    """Two steps that a killed process leaves in memory that its parent sees: the last it began to save, the last whose
-    save it knows to be over."""
+    """Memory in which a killed process leaves two steps: the last that it began to save, and the last that it saved."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 16)
@@ -66,7 +65,7 @@ def fill(engines: dict[str, DDPEngine], step: int) -> None:
 
 
 def restored(run_dir: RunDir) -> int:
-    """The step of what loads; every number must be that step."""
+    """Load the checkpoint and return its step; every number in it must be that step."""
     engines, extra = build(), torch.zeros(())
     step = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": extra}).step
     for engine in engines.values():
@@ -77,7 +76,7 @@ def restored(run_dir: RunDir) -> int:
 
 
 def save_on(run_dir: RunDir, board: Board, *, until: float = float("inf")) -> None:
-    """Go on from what is there as a training run does, saving after every step."""
+    """Go on from the newest checkpoint as a training run does, saving after every step."""
     engines = build()
     step = first = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": torch.zeros(())}).step
     with CheckpointWriter(run_dir, keep=KEEP) as writer:
@@ -128,8 +127,7 @@ def kill_at_random(path: Path, seed: int) -> dict[str, int]:
 
 
 def kill_at_each_operation(path: Path) -> dict[str, int]:
-    """From two checkpoints, kill at the first operation on the run's files, then at the second, until a save comes to
-    its end."""
+    """From two checkpoints, kill at the first operation on the run's files, then at the second, until a save ends."""
     torch.set_num_threads(1)
     board = Board()
     seen: Counter[str] = Counter()

@@ -109,7 +109,7 @@ def players(game: Game, *, seed: int = 0) -> dict[str, nn.Module]:
 
 
 class Plain:
-    """A player of plain torch in one process, on the whole batch."""
+    """A module of plain torch in one process, on the whole batch."""
 
     def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
         self.module = module
@@ -167,13 +167,13 @@ def deepspeed_engines(case: Case, *, seed: int = 0) -> dict[str, Any]:
 
 
 def pictures(step: int) -> Tensor:
-    """This rank's part of the batch of a step."""
+    """Return this rank's part of the batch of a step."""
     whole = torch.randn(BATCH_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(step))
     return whole.chunk(world_size())[rank()]
 
 
 def loss_of(engines: Mapping[str, Any], x: Tensor, *, reverses: bool = False) -> Tensor:
-    """The mean over this rank's samples: two views, two forwards of each player."""
+    """Return the mean over this rank's samples of two views, two forwards of each module."""
     views = [x, x.flip(3)]
     if "viewmaker" in engines:
         views = [engines["viewmaker"](view) for view in views]
@@ -186,7 +186,7 @@ def loss_of(engines: Mapping[str, Any], x: Tensor, *, reverses: bool = False) ->
 
 
 def play(engines: Mapping[str, Any], game: Game, *, first: int = 0, last: int = NUM_STEPS) -> tuple[Tensor, Tensor]:
-    """Losses of this rank and lengths of the encoder's gradient, of steps `first` to `last`."""
+    """Take steps `first` to `last`; return this rank's losses and the lengths of the encoder's gradient."""
     losses, norms = [], []
     encoder, viewmaker = engines["encoder"], engines["encoder" if game == "encoder" else "viewmaker"]
     for step in range(first, last):
@@ -228,14 +228,14 @@ def train_on_rank(case: Case) -> dict[str, Any]:
 
 
 def numbers_kept(case: Case) -> dict[str, int]:
-    """How many numbers of momentum this rank keeps, and how many there are."""
+    """Return how many numbers of momentum this rank keeps, and how many there are."""
     (engine,) = deepspeed_engines(case).values()
     kept = sum(value.numel() for state in engine._optimizer.state.values() for value in state.values())
     return {"kept": kept, "all": sum(parameter.numel() for parameter in Encoder().parameters())}
 
 
 def exchange(stages: tuple[Case, ...]) -> dict[str, Any]:
-    """Three steps of the first case; from there each of the others, from other weights, and then three steps more."""
+    """Take three steps of the first case; load that state into each of the others, and take three steps more."""
     source = deepspeed_engines(stages[0])
     play(source, stages[0].game, last=3)
     saved = states_of(source)
@@ -253,8 +253,9 @@ def exchange(stages: tuple[Case, ...]) -> dict[str, Any]:
 
 
 def accumulate(case: Case) -> dict[str, Any]:
-    """A step on a batch as a whole, and cut into parts: two on each rank, and three on one rank but one on the other,
-    which could not end if a part sent anything."""
+    """Take a step on a batch as a whole, and cut into parts: two on each rank, then three on one rank and one on the
+    other, which could not end if a part sent anything.
+    """
     counts = {"whole": (1, 1), "two": (2, 2)} | ({"uneven": (4, 2)} if case.stage < 3 else {})
     states, norms = {}, {}
     for name, both in counts.items():
@@ -276,7 +277,7 @@ def accumulate(case: Case) -> dict[str, Any]:
 
 
 def skip_a_step(case: Case) -> dict[str, Any]:
-    """Whether a skipped step leaves no trace, and the steps after it are those of a run without it."""
+    """Return whether a skipped step leaves no trace, and the steps after it are those of a run without it."""
     result: dict[str, Any] = {}
     plain, skipping = deepspeed_engines(case), deepspeed_engines(case)
     play(plain, case.game, last=4)
@@ -298,7 +299,7 @@ def skip_a_step(case: Case) -> dict[str, Any]:
 
 
 def who_moves(case: Case) -> dict[str, Any]:
-    """Which players' states change in each half of a step of the alternating game."""
+    """Return whose states change in each half of a step of the alternating game."""
     engines = deepspeed_engines(case)
     play(engines, "alternating", last=2)
     start = states_of(engines)
@@ -343,7 +344,7 @@ REAL_RUNS: dict[str, tuple[str, list[str], Literal[0, 1, 2, 3]]] = {
 
 
 def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"]) -> dict[str, Any]:
-    """The first steps of a run on its data, as the loop takes them."""
+    """Take the first steps of a run on its data, as the loop does."""
     engines = {"ddp": DDPConfig(), "deepspeed": DeepSpeedConfig(zero_stage=run.stage)}
     config = run.config.model_copy(update={"engine": engines[engine], "global_batch_size": 16})
     modules = build_modules(config)
@@ -369,7 +370,7 @@ def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"]) -> dict[str
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
-    """The kernels that a GPU's optimizers run exist for the CPU as well."""
+    """Let engines use the fused kernels of a GPU's optimizers, which exist for the CPU as well."""
 
     def fused(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = build_optimizer(config, module)
@@ -388,7 +389,7 @@ def skip_a_step_fused(case: Case) -> dict[str, Any]:
 
 
 def do_all(real_runs: dict[str, RealRun]) -> dict[str, Any]:
-    """All that is tried on two ranks: importing DeepSpeed and its compiler takes longer than a case."""
+    """Run all cases of two ranks in one call: importing DeepSpeed takes longer than a case."""
     return {
         "trained": {name: train_on_rank(case) for name, case in CASES.items()},
         "kept": {stage: numbers_kept(Case("encoder", stage)) for stage in (0, 1, 2, 3)},
@@ -438,7 +439,7 @@ def reference(case: Case) -> dict[str, Any]:
 
 
 def assert_follows(found: State, expected: State, start: Mapping[str, Tensor], *, rtol: float) -> None:
-    """Each tensor, to a share of how far it came from `start`."""
+    """Compare each tensor, up to a share of its distance from `start`."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         way = (tensor - start.get(name, torch.zeros_like(tensor))).norm()

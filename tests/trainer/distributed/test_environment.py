@@ -1,4 +1,4 @@
-"""The environment reader: what torchrun and a real Slurm set (copied from both), and every way it can be half-set."""
+"""The environment reader: variables copied from torchrun and a real Slurm, and every way to set only some of them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_world_size_left_over_in_a_container_is_refused_under_slurm() -> None:
 
 
 def exported(rank: int, world_size: int) -> dict[str, str]:
-    """What `export RANK=... WORLD_SIZE=...` in a job script sets, without torchrun."""
+    """Return the variables that `export RANK=... WORLD_SIZE=...` in a job script sets, without torchrun."""
     return {key: TORCHRUN[key] for key in ("MASTER_ADDR", "MASTER_PORT")} | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -241,12 +241,12 @@ def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess
 
 
 def free_job() -> dict[str, str]:
-    """A job whose first port is nobody's now: two runs of these tests at a time may not be one job."""
+    """Return a job whose first port is free: two test runs at the same time must not be one job."""
     return SRUN_TASK | {"SLURM_JOB_ID": str(free_ports(1)[0] - 20_000)}
 
 
 def start_slurm_task(job: dict[str, str], rank: int, **more: str) -> subprocess.Popen[str]:
-    """A rank of two that finds its port as under srun, on this machine."""
+    """Start one of two ranks that finds its port as under srun, on this machine."""
     environ = clean_environment() | job | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     environ |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
     environ |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} | more
@@ -296,7 +296,7 @@ def test_ports_after_the_first_lie_apart_and_in_the_range() -> None:
 
 
 def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
-    """One port is held by who says nothing, one by another job's rank 0; and one core too few is said once."""
+    """One port is held by a silent server, one by another job's rank 0; one core too few gives one warning."""
     job = free_job()
     first, second, third, *_ = read_env(job).ports
     cores = len(os.sched_getaffinity(0))
@@ -355,7 +355,7 @@ def test_single_process_needs_no_group(caplog: pytest.LogCaptureFixture) -> None
 def test_who_leaves_by_an_exception_does_not_wait_for_the_others(
     device: str, error: BaseException | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taking down NCCL's group waits for all ranks; gloo's must be gone before the interpreter is."""
+    """Destroying NCCL's group waits for all ranks; gloo's must be destroyed before the interpreter ends."""
     done: list[str] = []
     monkeypatch.setattr(env_module, "init_process_group", lambda *_: done.append("joined"))
     monkeypatch.setattr(env_module, "destroy_process_group", lambda: done.append("taken down"))

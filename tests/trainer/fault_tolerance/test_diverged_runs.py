@@ -67,7 +67,7 @@ Skip = Callable[[Collection[int]], None]
 
 @pytest.fixture
 def skip(monkeypatch: pytest.MonkeyPatch) -> Skip:
-    """Has the steps of these numbers skipped, counted from the next call of the training step."""
+    """Return a function that lets the steps of these numbers be skipped, counted from the next training step."""
 
     def of(steps: Collection[int]) -> None:
         calls = 0

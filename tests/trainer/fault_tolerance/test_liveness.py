@@ -52,7 +52,7 @@ def gradients(network: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]
 
 
 def signs_of(network: nn.Module, forward: Callable[[], Tensor]) -> tuple[int, int]:
-    """How many signs `network` gives forward and backward; fails if following it changes a gradient by a bit."""
+    """Return how many signs `network` gives forward and backward; fail if following it changes a gradient by a bit."""
     state = copy.deepcopy(network.state_dict())
     expected = gradients(network, forward)
     network.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""A frozen or dead rank: who it is and why, with the stacks of all, within the limit and a few seconds, and an end."""
+"""A frozen or dead rank is named with the reason and all stacks, within the limit and seconds, and the run ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float) -> float:
-    """Seconds until the condition holds; fails after `seconds`."""
+    """Return the seconds until the condition holds; fail after `seconds`."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float) -> float:
 
 @contextmanager
 def started(target: Callable[..., None], *arguments: tuple[Any, ...]) -> Iterator[list[BaseProcess]]:
-    """A process for each tuple of arguments."""
+    """Start a process for each tuple of arguments, and end them all."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pydantic", "trainer.fault_tolerance.watchdog"])
     processes: list[BaseProcess] = [context.Process(target=target, args=given) for given in arguments]
@@ -75,14 +75,14 @@ def started(target: Callable[..., None], *arguments: tuple[Any, ...]) -> Iterato
 
 @contextmanager
 def four_ranks(directory: Path, trouble: Callable[[], None]) -> Iterator[list[BaseProcess]]:
-    """Yielded once all of them are watched."""
+    """Start four ranks; yield them once all are watched."""
     with started(toy_ranks.toy_rank, *((rank, directory, trouble) for rank in range(NUM_RANKS))) as ranks:
         wait_until(lambda: all(sidecars(directory, NUM_RANKS)), seconds=60)
         yield ranks
 
 
 def sidecars(directory: Path, num_ranks: int = 1) -> list[int]:
-    """Their process ids; 0 for one that is not there yet."""
+    """Return the process ids of the sidecars; 0 for one that has not started."""
     paths = [directory / f"sidecar_{rank}" for rank in range(num_ranks)]
     return [int((path.read_text() if path.exists() else "") or 0) for path in paths]
 
@@ -343,7 +343,7 @@ def test_each_kind_of_silence_has_its_own_limit(activity: Activity) -> None:
     "body", [toy_ranks.work_for_long, toy_ranks.wait_for_another_rank, toy_ranks.read_by_a_worker_that_works]
 )
 def test_work_and_waiting_for_others_is_no_stall(tmp_path: Path, body: Callable[[Watchdog], None]) -> None:
-    """Each of them takes twice as long as an idle rank may, and gives no sign of life meanwhile."""
+    """Each takes twice as long as an idle rank may, without a sign of life."""
     with one_rank(tmp_path, body) as process:
         wait_for_the_end([process], seconds=60)
         assert process.exitcode == 0, (tmp_path / "stderr_0").read_text()
@@ -377,7 +377,7 @@ def test_a_stopped_rank_is_idle_though_it_stands_in_a_collective(tmp_path: Path)
 
 
 def train_with_slow_blocks(data: Path, directory: Path) -> str:
-    """Two steps that take longer than the limit, every block of them less than it, and none of them computing.
+    """Take two steps that are longer than the limit, in blocks that are shorter than it, without computing.
 
     Returns what the log said meanwhile.
     """
