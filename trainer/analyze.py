@@ -19,32 +19,32 @@ from trainer.analyses.concentration import ConcentrationConfig, analyze_concentr
 from trainer.analyses.embedding import EmbeddingConfig, analyze_embedding
 from trainer.analyses.feature_dropout import FeatureDropoutConfig, analyze_feature_dropout
 from trainer.analyses.filters import FiltersConfig, analyze_filters
-from trainer.analyses.loaded_run import Look
+from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import ViewsAnalysisConfig, analyze_views
 from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, runs_of
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What an analysis asks, its settings, and what makes its files, from run directories, settings and a `Look`."""
+    """An analysis: its question, its settings, and the function that writes its files and yields their paths."""
 
     question: str
     config: type[Schema]
-    make: Callable[[Sequence[RunDir], Any, Look], Iterator[Path]]
+    make: Callable[[Sequence[RunDir], Any, AnalysisOptions], Iterator[Path]]
 
 
-def _of_each(analyze: Callable[..., list[Path]]) -> Callable[[Sequence[RunDir], Any, Look], Iterator[Path]]:
+def _of_each(analyze: Callable[..., list[Path]]) -> Callable[[Sequence[RunDir], Any, AnalysisOptions], Iterator[Path]]:
     """An analysis of one run, for several one after the other."""
 
-    def make(run_dirs: Sequence[RunDir], config: Any, look: Look) -> Iterator[Path]:
+    def make(run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
         for run_dir in run_dirs:
-            yield from analyze(run_dir, config=config, look=look)
+            yield from analyze(run_dir, config=config, options=options)
 
     return make
 
 
-def _of_all(run_dirs: Sequence[RunDir], config: Any, look: Look) -> Iterator[Path]:
-    yield from analyze_feature_dropout(run_dirs, config=config, look=look)
+def _of_all(run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
+    yield from analyze_feature_dropout(run_dirs, config=config, options=options)
 
 
 ANALYSES: Mapping[str, Analysis] = {
@@ -99,14 +99,14 @@ def main() -> None:
         raise UserError(f"--seed must be 0 to {MAX_SEED:,}, got {arguments.seed}")
     analysis = ANALYSES[arguments.name]
     config = analysis.config().override(arguments.set, where=f"settings of {arguments.name}")
-    look = Look(
+    options = AnalysisOptions(
         step=arguments.step,
         device=_device(arguments.device),
         seed=arguments.seed,
         allow_pipe=arguments.allow_pipe,
     )
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # all of them before the first is worked on
-    for path in analysis.make(runs, config, look):
+    for path in analysis.make(runs, config, options):
         print(path)
 
 

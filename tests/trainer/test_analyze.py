@@ -18,7 +18,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
-from trainer.analyses.loaded_run import Look
+from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views, choose_pictures, draw_views, mean_change
 from trainer.analyze import ANALYSES, main
 from trainer.modules import build_players
@@ -91,7 +91,7 @@ def test_shown_pictures_take_the_classes_in_turn() -> None:
 
 
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:
-    png_path, json_path = analyze_views(run_dir, look=Look(step=0))
+    png_path, json_path = analyze_views(run_dir, options=AnalysisOptions(step=0))
     result = json.loads(json_path.read_text())
     players = build_players(debug.viewmaker())
     test = read_pictures(Path(run_dir.path / "test"))
@@ -108,7 +108,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     assert Image.open(png_path).size[0] > 1000
 
     before = png_path.read_bytes(), json_path.read_bytes()
-    analyze_views(run_dir, look=Look(step=0))
+    analyze_views(run_dir, options=AnalysisOptions(step=0))
     assert (png_path.read_bytes(), json_path.read_bytes()) == before
 
 

@@ -22,7 +22,7 @@ from data_pipeline.storage.manifest import load_manifest
 from launch.job import TrainJob
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.analyses.loaded_run import Look, open_subject
+from trainer.analyses.loaded_run import AnalysisOptions, load_run
 from trainer.checkpoint.files import INDEX_NAME
 from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
@@ -269,10 +269,10 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
     )
 
     def warnings(step: int) -> list[str]:
-        subject = open_subject(run_dir, Look(step=step))
-        assert len(subject.train) == 40
-        assert len(subject.test) == 20
-        _warn_of_other_data(subject.players, train=subject.train, test=subject.test)
+        loaded = load_run(run_dir, AnalysisOptions(step=step))
+        assert len(loaded.train) == 40
+        assert len(loaded.test) == 20
+        _warn_of_other_data(loaded.players, train=loaded.train, test=loaded.test)
         return [line.partition(";")[0] for line in capsys.readouterr().err.splitlines() if "warning: " in line]
 
     assert warnings(2) == [warning, warning]  # of the analysis and of the probe

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
 from trainer.analyses.figures import to_png
-from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, view_batches, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, view_batches, write_result
 from trainer.objectives.health import effective_rank, uniformity
 from trainer.probes.features import LabelSpace, Pictures, extract, frozen
 from trainer.run_dir import RunDir
@@ -81,20 +81,20 @@ class AlignmentResult(Schema):
     test_manifest_sha256: str
 
 
-def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, look: Look) -> list[Path]:
+def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/alignment.json and .png of a run; returns their paths. Raises `UserError` if data is missing."""
-    subject = open_subject(run_dir, look)
-    rows = [choose_rows(len(part), config.num_samples, seed=subject.seed) for part in (subject.train, subject.test)]
+    loaded = load_run(run_dir, options)
+    rows = [choose_rows(len(part), config.num_samples, seed=loaded.seed) for part in (loaded.train, loaded.test)]
     total = config.num_views * sum(map(len, rows))
     with Progress("views encoded", total=total) as progress:
         train_views, test_views = (
-            _encode_views(subject, part, rows_N, num_views=config.num_views, progress=progress)
-            for part, rows_N in zip((subject.train, subject.test), rows, strict=True)
+            _encode_views(loaded, part, rows_N, num_views=config.num_views, progress=progress)
+            for part, rows_N in zip((loaded.train, loaded.test), rows, strict=True)
         )
-    encoder = subject.players.encoder
+    encoder = loaded.players.encoder
     with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, subject.test.images_NCHW[rows[1]], device=look.device)
-        plain = _unit_vectors(subject, pooled_NC)
+        pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows[1]], device=options.device)
+        plain = _unit_vectors(loaded, pooled_NC)
     spaces = {}
     for space in SPACES:
         u_NVD = test_views[space].double()
@@ -107,23 +107,23 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, look: Look) -
             labels={
                 label: _class_centres(
                     train_views[space].double(),
-                    subject.train.labels(label)[rows[0]].to(look.device),
+                    loaded.train.labels(label)[rows[0]].to(options.device),
                     plain[space].double(),
-                    subject.test.labels(label)[rows[1]].to(look.device),
-                    class_names=subject.train.class_names(label),
+                    loaded.test.labels(label)[rows[1]].to(options.device),
+                    class_names=loaded.train.class_names(label),
                 )
-                for label in subject.label_spaces()
+                for label in loaded.label_spaces()
             },
         )
     result = AlignmentResult(
         config=config,
-        seed=subject.seed,
-        checkpoint_step=subject.players.step,
+        seed=loaded.seed,
+        checkpoint_step=loaded.players.step,
         num_train=len(rows[0]),
         num_test=len(rows[1]),
         spaces=spaces,
-        train_manifest_sha256=subject.train.manifest.sha256,
-        test_manifest_sha256=subject.test.manifest.sha256,
+        train_manifest_sha256=loaded.train.manifest.sha256,
+        test_manifest_sha256=loaded.test.manifest.sha256,
     )
     return write_result(run_dir, "alignment", result, _figure(result, test_views["embedding"].cpu()))
 
@@ -176,16 +176,16 @@ def _class_centres(
 
 
 def _encode_views(
-    subject: Subject, pictures: Pictures, rows_N: Tensor, *, num_views: int, progress: Progress
+    loaded: LoadedRun, pictures: Pictures, rows_N: Tensor, *, num_views: int, progress: Progress
 ) -> dict[Space, Tensor]:
     """Unit vectors (N, V, D) of `num_views` views of each sample in every space."""
-    encoder, policy = subject.players.encoder, subject.players.view_policy
+    encoder, policy = loaded.players.encoder, loaded.players.view_policy
     by_view: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
     with frozen(encoder):
         for view in range(num_views):
             parts: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
-            for batch in view_batches(policy, pictures, rows_N, seed=subject.seed, view=view, device=subject.device):
-                for space, u_BD in _unit_vectors(subject, encoder.pooled(batch.views_BCHW)).items():
+            for batch in view_batches(policy, pictures, rows_N, seed=loaded.seed, view=view, device=loaded.device):
+                for space, u_BD in _unit_vectors(loaded, encoder.pooled(batch.views_BCHW)).items():
                     parts[space].append(u_BD)
                 progress.advance(len(batch.views_BCHW))
             for space in SPACES:
@@ -193,8 +193,8 @@ def _encode_views(
     return {space: torch.stack(views, dim=1) for space, views in by_view.items()}
 
 
-def _unit_vectors(subject: Subject, pooled_BC: Tensor) -> dict[Space, Tensor]:
-    embedding_BD: Tensor = subject.players.encoder.head(pooled_BC)
+def _unit_vectors(loaded: LoadedRun, pooled_BC: Tensor) -> dict[Space, Tensor]:
+    embedding_BD: Tensor = loaded.players.encoder.head(pooled_BC)
     return {"embedding": F.normalize(embedding_BD, dim=1), "pooled": F.normalize(pooled_BC, dim=1)}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from trainer.analyses.loaded_run import Subject, choose_rows, view_batches
+from trainer.analyses.loaded_run import LoadedRun, choose_rows, view_batches
 from trainer.probes.features import extract, frozen
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import PROBE_VIEW, FeatureBatch, Target, epoch_rows, fit_linear_probe
@@ -27,15 +27,15 @@ NUM_QUICK_EPOCHS = 20
 QUICK_FIT = f"quick fit on one view of each of up to {NUM_QUICK} train samples, {NUM_QUICK_EPOCHS} epochs"
 
 
-def heads_of(subject: Subject) -> Heads:
-    """The heads of the subject's checkpoint, on its device; fitted now and kept if there are none.
+def heads_of(loaded: LoadedRun) -> Heads:
+    """Return the heads of the loaded checkpoint, on its device; fitted now and kept if there are none.
 
     Raises `UserError` where the file is damaged, or its heads are not of this train set and encoder.
     """
-    run, in_train_mode = subject.run_dir.path, subject.players.config.probe.batch_norm == "train"
+    run, in_train_mode = loaded.run_dir.path, loaded.players.config.probe.batch_norm == "train"
     # Of such a run heads.safetensors are fitted in train mode; these names are what `trainer.probe` calls the others.
     name, command = ("heads-batch_norm_eval", f"{run} --batch-norm eval") if in_train_mode else ("heads", f"{run}")
-    path = subject.run_dir.probes(subject.players.step) / f"{name}.safetensors"
+    path = loaded.run_dir.probes(loaded.players.step) / f"{name}.safetensors"
     if not path.is_file():
         if in_train_mode:
             print(
@@ -43,24 +43,24 @@ def heads_of(subject: Subject) -> Heads:
                 f"fitted in that mode; `python -m trainer.probe {command}` fits a full one",
                 file=sys.stderr,
             )
-        write_heads(path, fit_quickly(subject))
-    heads = read_heads(path, device=subject.device)
-    num_features = subject.players.encoder.feature_size(*subject.test.images_NCHW.shape[2:])
+        write_heads(path, fit_quickly(loaded))
+    heads = read_heads(path, device=loaded.device)
+    num_features = loaded.players.encoder.feature_size(*loaded.test.images_NCHW.shape[2:])
     expected = {
         space: (len(names), num_features)
-        for space, names in readable_labels(subject.train.manifest, subject.test.manifest).items()
+        for space, names in readable_labels(loaded.train.manifest, loaded.test.manifest).items()
     }
     found = {space: tuple(head.weight_KF.shape) for space, head in heads.by_label.items()}
-    if heads.train_manifest_sha256 != subject.train.manifest.sha256 or not found.items() <= expected.items():
+    if heads.train_manifest_sha256 != loaded.train.manifest.sha256 or not found.items() <= expected.items():
         raise UserError(f"{path} was fitted on another train set or encoder; run `python -m trainer.probe {command}`")
     return heads
 
 
-def fit_quickly(subject: Subject) -> Heads:
+def fit_quickly(loaded: LoadedRun) -> Heads:
     """Heads for every label, fitted in eval mode, and on views of the run's own policy if its probe is."""
-    encoder, policy = subject.players.encoder, subject.players.view_policy
-    train, test, device = subject.train, subject.test, subject.device
-    config = subject.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS})
+    encoder, policy = loaded.players.encoder, loaded.players.view_policy
+    train, test, device = loaded.train, loaded.test, loaded.device
+    config = loaded.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS})
     rows_N, test_rows_N = (choose_rows(len(samples), NUM_QUICK, seed=config.seed) for samples in (train, test))
     parts = []
     with Progress("features for a quick classifier", total=len(rows_N)) as progress, frozen(encoder):

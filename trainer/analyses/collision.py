@@ -22,7 +22,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema
 from trainer.analyses.figures import to_png
-from trainer.analyses.loaded_run import Look, choose_rows, read_test_pictures, seed_of, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
 from trainer.probes.features import ViewFunction, to_float
 from trainer.run_dir import RunDir
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
@@ -70,19 +70,19 @@ class CollisionResult(Schema):
     test_manifest_sha256: str
 
 
-def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, look: Look) -> list[Path]:
+def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/collision.json and .png, of a run's views and test pictures; no checkpoint is needed.
 
     Raises `UserError` for sounds, and where there are less than two pictures.
     """
-    run_config, test = read_test_pictures(run_dir, look, what_for="collision")
-    seed = seed_of(run_config, look)
+    run_config, test = read_test_pictures(run_dir, options, what_for="collision")
+    seed = seed_of(run_config, options)
     policy = run_config.views if isinstance(run_config.views, ExpertImageConfig) else ExpertImageConfig()
     rows_N = choose_rows(len(test), config.num_pictures, seed=seed)
     if len(rows_N) < 2:
         raise UserError(f"collision compares pictures, and the test set of {run_dir.path} has less than two")
-    images_NCHW = to_float(test.images_NCHW[rows_N], look.device)
-    index_N = test.index_N[rows_N].to(look.device)
+    images_NCHW = to_float(test.images_NCHW[rows_N], options.device)
+    index_N = test.index_N[rows_N].to(options.device)
     uses = powers_of_two(config.max_uses)
     transforms = {}
     configs = {name: alone(policy, name) for name in SWITCHES if _is_on(policy, name)} | {"all": policy}

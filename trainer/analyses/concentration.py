@@ -30,7 +30,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import PositiveFactor, Schema
 from trainer.analyses.figures import to_png
-from trainer.analyses.loaded_run import Look, choose_rows, read_test_pictures, seed_of, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
 from trainer.probes.features import Pictures, to_float
 from trainer.run_dir import RunDir
 from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, huang_views
@@ -86,17 +86,17 @@ class SigmaBounds:
     matching_K: Tensor
 
 
-def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, look: Look) -> list[Path]:
+def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/concentration.json and .png, of a run's test pictures alone; no checkpoint is needed.
 
     Raises `UserError` for sounds, and where a class has less than two pictures.
     """
-    run_config, test = read_test_pictures(run_dir, look, what_for="concentration")
-    seed = seed_of(run_config, look)
+    run_config, test = read_test_pictures(run_dir, options, what_for="concentration")
+    seed = seed_of(run_config, options)
     rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
     num_classes, num = rows_KN.shape
-    images_KNCHW = to_float(test.images_NCHW[rows_KN], look.device)
-    index_KN = test.index_N[rows_KN].to(look.device)
+    images_KNCHW = to_float(test.images_NCHW[rows_KN], options.device)
+    index_KN = test.index_N[rows_KN].to(options.device)
     pairs: dict[str, tuple[Concentration, ...]] = {}
     with Progress("pairs of transforms", total=len(PAIRS) * num_classes) as progress:
         for pair in PAIRS:

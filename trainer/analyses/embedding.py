@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Measured, Schema
 from trainer.analyses.figures import to_png
-from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.probes.features import LabelSpace, extract, frozen
 from trainer.run_dir import RunDir
 
@@ -53,7 +53,7 @@ class EmbeddingResult(Schema):
     test_manifest_sha256: str
 
 
-def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, look: Look) -> list[Path]:
+def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/embedding.json and .png of a run; returns their paths.
 
     Raises `UserError` if data is missing, if there are less than four samples, if features are not finite, or if UMAP
@@ -61,30 +61,30 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, look: Look) -
     """
     if config.method == "umap":
         _umap()
-    subject = open_subject(run_dir, look)
-    rows_N = choose_rows(len(subject.test), config.num_samples, seed=subject.seed)
+    loaded = load_run(run_dir, options)
+    rows_N = choose_rows(len(loaded.test), config.num_samples, seed=loaded.seed)
     if len(rows_N) < 4:
         raise UserError(f"embedding maps four samples at least, and the test set of {run_dir.path} has {len(rows_N)}")
-    unit_NC = unit_features(subject, rows_N)
+    unit_NC = unit_features(loaded, rows_N)
     if not np.isfinite(unit_NC).all():
         raise UserError(
-            f"the features of {run_dir.path} at step {subject.players.step} are not all finite; take an earlier --step"
+            f"the features of {run_dir.path} at step {loaded.players.step} are not all finite; take an earlier --step"
         )
-    points_N2 = map_of(unit_NC, config, seed=subject.seed)
-    labels = {space: subject.test.labels(space)[rows_N].numpy() for space in subject.label_spaces()}
+    points_N2 = map_of(unit_NC, config, seed=loaded.seed)
+    labels = {space: loaded.test.labels(space)[rows_N].numpy() for space in loaded.label_spaces()}
     result = EmbeddingResult(
         config=config,
-        seed=subject.seed,
-        checkpoint_step=subject.players.step,
+        seed=loaded.seed,
+        checkpoint_step=loaded.players.step,
         num_samples=len(rows_N),
         silhouette={space: silhouette(unit_NC, label_N) for space, label_N in labels.items()},
         silhouette_of_map={space: silhouette(points_N2, label_N) for space, label_N in labels.items()},
-        test_manifest_sha256=subject.test.manifest.sha256,
+        test_manifest_sha256=loaded.test.manifest.sha256,
     )
     figure = Figure(figsize=(6.4 * len(labels), 5), layout="constrained")
     panels = figure.subplots(1, len(labels), squeeze=False)[0]
     for axes, (space, label_N) in zip(panels, labels.items(), strict=True):
-        _draw(axes, points_N2, label_N, names=subject.test.class_names(space))
+        _draw(axes, points_N2, label_N, names=loaded.test.class_names(space))
         score = result.silhouette[space]
         axes.set_title(
             f"label_{space}" + ("" if score is None else f", silhouette of features {score:.3f}"), fontsize=11
@@ -92,11 +92,11 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, look: Look) -
     return write_result(run_dir, "embedding", result, to_png(figure))
 
 
-def unit_features(subject: Subject, rows_N: Tensor) -> NDArray[np.float64]:
+def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
     """Pooled features of test samples without views, at unit length, (N, C)."""
-    encoder = subject.players.encoder
+    encoder = loaded.players.encoder
     with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, subject.test.images_NCHW[rows_N], device=subject.device)
+        pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows_N], device=loaded.device)
     unit_NC: NDArray[np.float64] = F.normalize(pooled_NC.double(), dim=1).cpu().numpy()
     return unit_NC
 

@@ -26,7 +26,7 @@ from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, show
 from trainer.analyses.classifier import heads_of
 from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
 from trainer.analyses.figures import to_png
-from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, view_batches, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, view_batches, write_result
 from trainer.analyses.views import Change, mean_change, ratio
 from trainer.probes.features import LABEL_SPACES, LabelSpace, frozen
 from trainer.probes.heads import Heads
@@ -107,11 +107,13 @@ class FeatureDropoutResult(Schema):
 @dataclass(frozen=True)
 class _Judge:
     name: str
-    subject: Subject
+    loaded: LoadedRun
     heads: Heads
 
 
-def analyze_feature_dropout(run_dirs: Sequence[RunDir], *, config: FeatureDropoutConfig, look: Look) -> list[Path]:
+def analyze_feature_dropout(
+    run_dirs: Sequence[RunDir], *, config: FeatureDropoutConfig, options: AnalysisOptions
+) -> list[Path]:
     """Write analysis/feature_dropout.json and .png of every run, with `of_sample` under names of their own; returns
     their paths.
 
@@ -121,16 +123,16 @@ def analyze_feature_dropout(run_dirs: Sequence[RunDir], *, config: FeatureDropou
         raise UserError(
             "feature_dropout lets runs judge one another's views; name two different run directories or more"
         )
-    subjects = [open_subject(run_dir, look) for run_dir in run_dirs]
-    first = subjects[0]
-    for subject in subjects[1:]:
-        if subject.test.manifest.sha256 != first.test.manifest.sha256:
+    loaded_runs = [load_run(run_dir, options) for run_dir in run_dirs]
+    first = loaded_runs[0]
+    for loaded in loaded_runs[1:]:
+        if loaded.test.manifest.sha256 != first.test.manifest.sha256:
             raise UserError(
-                f"{first.run_dir.path} and {subject.run_dir.path} have different test sets; "
+                f"{first.run_dir.path} and {loaded.run_dir.path} have different test sets; "
                 "feature_dropout compares runs of one dataset"
             )
     judges = [
-        _Judge(name, subject, heads_of(subject)) for name, subject in zip(_names(subjects), subjects, strict=True)
+        _Judge(name, loaded, heads_of(loaded)) for name, loaded in zip(_names(loaded_runs), loaded_runs, strict=True)
     ]
     if not set.intersection(*(set(judge.heads.by_label) for judge in judges)):
         raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
@@ -154,13 +156,13 @@ def analyze_feature_dropout(run_dirs: Sequence[RunDir], *, config: FeatureDropou
     return [path for run_dir in run_dirs for path in write_result(run_dir, name, result, png)]
 
 
-def _examples(subject: Subject, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:
+def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:
     """The rows (N,) of the test set, the indices (N,) by which their views are drawn, and the result's name."""
     if config.of_sample is None:
-        rows_N = choose_rows(len(subject.test), config.num_examples, seed=subject.seed)
-        return rows_N, subject.test.index_N[rows_N], "feature_dropout"
-    if config.of_sample >= len(subject.test):
-        raise UserError(f"of_sample={config.of_sample}, but the test set has the samples 0 to {len(subject.test) - 1}")
+        rows_N = choose_rows(len(loaded.test), config.num_examples, seed=loaded.seed)
+        return rows_N, loaded.test.index_N[rows_N], "feature_dropout"
+    if config.of_sample >= len(loaded.test):
+        raise UserError(f"of_sample={config.of_sample}, but the test set has the samples 0 to {len(loaded.test) - 1}")
     index_N = torch.arange(config.num_examples)
     return torch.full_like(index_N, config.of_sample), index_N, f"feature_dropout-of_sample_{config.of_sample}"
 
@@ -208,27 +210,27 @@ def _judge(
     progress: Progress,
 ) -> tuple[JudgedRun, list[Judgement]]:
     """One policy's views under every judge, and what can be said of the policy's run alone."""
-    subject = policy.subject
+    loaded = policy.loaded
     labels = {
-        space: subject.test.labels(space)[rows_N].to(subject.device)
+        space: loaded.test.labels(space)[rows_N].to(loaded.device)
         for space in LABEL_SPACES
         if all(space in judge.heads.by_label for judge in judges)
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
     plain, differences, masks = [], [], []
-    with frozen(*(judge.subject.players.encoder for judge in judges)):
+    with frozen(*(judge.loaded.players.encoder for judge in judges)):
         for batch in view_batches(
-            subject.players.view_policy,
-            subject.test,
+            loaded.players.view_policy,
+            loaded.test,
             rows_N,
             seed=seed,
             view=0,
-            device=subject.device,
+            device=loaded.device,
             index_N=index_N,
         ):
             for judge in judges:
-                features[judge.name].append(judge.subject.players.encoder.features(batch.views_BCHW))
-            plain.append(subject.players.encoder.features(batch.seen_BCHW))
+                features[judge.name].append(judge.loaded.players.encoder.features(batch.views_BCHW))
+            plain.append(loaded.players.encoder.features(batch.seen_BCHW))
             if batch.masks_BHW is not None:
                 differences.append((batch.views_BCHW - batch.seen_BCHW).cpu())
                 masks.append(batch.masks_BHW)
@@ -242,8 +244,8 @@ def _judge(
     plain_NF, heads = torch.cat(plain), policy.heads.by_label
     run = JudgedRun(
         name=policy.name,
-        checkpoint_step=subject.players.step,
-        views=subject.players.config.views.kind,
+        checkpoint_step=loaded.players.step,
+        views=loaded.players.config.views.kind,
         classifier=policy.heads.made_by,
         accuracy={space: heads[space].accuracy(plain_NF, label_N) for space, label_N in labels.items()},
         without_views={space: probabilities(heads[space], plain_NF, label_N) for space, label_N in labels.items()},
@@ -267,10 +269,10 @@ def _judge(
     return run, judgements
 
 
-def _names(subjects: Sequence[Subject]) -> list[str]:
+def _names(loaded_runs: Sequence[LoadedRun]) -> list[str]:
     """The names in the configs, or the directories where two runs are called the same."""
-    names = [subject.players.config.name for subject in subjects]
-    return names if len(set(names)) == len(names) else [str(subject.run_dir.path) for subject in subjects]
+    names = [loaded.players.config.name for loaded in loaded_runs]
+    return names if len(set(names)) == len(names) else [str(loaded.run_dir.path) for loaded in loaded_runs]
 
 
 def _figure(result: FeatureDropoutResult) -> bytes:

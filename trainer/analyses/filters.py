@@ -23,7 +23,7 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Count, LearningRate, Measured, Schema
 from trainer.analyses.embedding import silhouette
 from trainer.analyses.figures import GridRow, picture_grid
-from trainer.analyses.loaded_run import Look, Subject, choose_rows, open_subject, refuse_sounds, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, refuse_sounds, write_result
 from trainer.probes.features import LabelSpace, frozen, to_float
 from trainer.run_dir import RunDir
 
@@ -79,38 +79,38 @@ class FiltersResult(Schema):
     test_manifest_sha256: str
 
 
-def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, look: Look) -> list[Path]:
+def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/filters.json and .png of a run; returns their paths.
 
     Raises `UserError` for sounds, and for an encoder whose last map is none of (B, C, H, W).
     """
-    subject = open_subject(run_dir, look)
-    test = subject.test
+    loaded = load_run(run_dir, options)
+    test = loaded.test
     refuse_sounds(test, run_dir, what_for="filters")
-    rows_N = choose_rows(len(test), config.num_pictures, seed=subject.seed)
-    sparsity, pooled = _measure(subject, rows_N)
-    colour_NC = (test.images_NCHW[rows_N].double() / 255).mean((2, 3)).to(look.device)
+    rows_N = choose_rows(len(test), config.num_pictures, seed=loaded.seed)
+    sparsity, pooled = _measure(loaded, rows_N)
+    colour_NC = (test.images_NCHW[rows_N].double() / 255).mean((2, 3)).to(options.device)
     unit = F.normalize(pooled, dim=1).cpu().numpy()
     shown_F = pooled.var(0).argsort(descending=True)[: config.num_shown]
     found_FCHW = activating_pictures(
-        subject.players.encoder.pooled,
+        loaded.players.encoder.pooled,
         shown_F,
         shape=tuple(test.images_NCHW.shape[1:]),
         config=config,
-        seed=subject.seed,
+        seed=loaded.seed,
     )
-    with frozen(subject.players.encoder):
-        driven_F = subject.players.encoder.pooled(found_FCHW).double().gather(1, shown_F[:, None])[:, 0]
+    with frozen(loaded.players.encoder):
+        driven_F = loaded.players.encoder.pooled(found_FCHW).double().gather(1, shown_F[:, None])[:, 0]
     highest_F = pooled.amax(0)[shown_F]
     result = FiltersResult(
         config=config,
-        seed=subject.seed,
-        checkpoint_step=subject.players.step,
+        seed=loaded.seed,
+        checkpoint_step=loaded.players.step,
         num_pictures=len(rows_N),
         num_channels=pooled.shape[1],
         sparsity=sparsity,
         colour_r2=explained_share(colour_NC, pooled),
-        silhouette={space: silhouette(unit, test.labels(space)[rows_N].numpy()) for space in subject.label_spaces()},
+        silhouette={space: silhouette(unit, test.labels(space)[rows_N].numpy()) for space in loaded.label_spaces()},
         shown=tuple(shown_F.tolist()),
         gain=tuple((driven_F / highest_F.clamp_min(1e-12)).tolist()),
         colourfulness=tuple(colourfulness(found_FCHW).tolist()),
@@ -185,20 +185,20 @@ def activating_pictures(
     return torch.sigmoid(logits_FCHW).detach()
 
 
-def _measure(subject: Subject, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
+def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
     """Sparsity of the map, and the pooled features (N, C) float64, of test pictures without views."""
-    encoder, sums, pooled = subject.players.encoder, dict.fromkeys(("active_share", "treves_rolls", "hoyer"), 0.0), []
+    encoder, sums, pooled = loaded.players.encoder, dict.fromkeys(("active_share", "treves_rolls", "hoyer"), 0.0), []
     maps: list[Tensor] = []
     hook = encoder.trunk.register_forward_hook(lambda module, args, output: maps.append(output))
     fires_C: Tensor | None = None
     try:
         with frozen(encoder):
-            for images_BCHW in torch.split(subject.test.images_NCHW[rows_N], 256):
-                pooled.append(encoder.pooled(to_float(images_BCHW, subject.device)).double())
+            for images_BCHW in torch.split(loaded.test.images_NCHW[rows_N], 256):
+                pooled.append(encoder.pooled(to_float(images_BCHW, loaded.device)).double())
                 map_BCHW = maps.pop()
                 if map_BCHW.dim() != 4:
                     raise UserError(
-                        f"filters is of convolutional encoders, and {subject.run_dir.path} has one whose last map is "
+                        f"filters is of convolutional encoders, and {loaded.run_dir.path} has one whose last map is "
                         f"{tuple(map_BCHW.shape[1:])} and not channels, height and width"
                     )
                 measured = sparsity_of(map_BCHW)

@@ -1,4 +1,4 @@
-"""What every analysis starts from: a run at one checkpoint, its samples, and how to look at it.
+"""What every analysis starts from: a run, loaded at one checkpoint, with its samples, and the options of an analysis.
 
 Shapes: N samples, B batch, C channels, H height, W width.
 """
@@ -41,9 +41,12 @@ _BATCH_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Look:
-    """How to look at a run: at which checkpoint (None: the newest; 0: untrained), on which device, and with which seed
-    for whatever is drawn (None: the run's own). `allow_pipe`: run a `pipe:` location that the run's config names.
+class AnalysisOptions:
+    """The options that all analyses share.
+
+    step: the checkpoint. None is the newest, 0 the untrained encoder.
+    seed: the seed of every random draw. None is the run's own.
+    allow_pipe: whether a `pipe:` location in the run's config may be executed.
     """
 
     step: int | None = None
@@ -53,8 +56,8 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A run as an analysis sees it; its modules are on `device`, in eval mode."""
+class LoadedRun:
+    """A run at one checkpoint. Its modules are on `device`, in eval mode."""
 
     run_dir: RunDir
     players: Players
@@ -96,18 +99,18 @@ class ViewBatch:
     masks_BHW: Tensor | None
 
 
-def open_subject(run_dir: RunDir, look: Look) -> Subject:
+def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
     """Load a run's players. Raises `UserError` where there is no such checkpoint."""
-    players = load_players(run_dir, step=look.step, allow_pipe=look.allow_pipe).to(look.device)
-    return Subject(run_dir, players, look.device, seed_of(players.config, look))
+    players = load_players(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
+    return LoadedRun(run_dir, players, options.device, seed_of(players.config, options))
 
 
-def read_test_pictures(run_dir: RunDir, look: Look, *, what_for: str) -> tuple[RunConfig, Pictures]:
+def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: str) -> tuple[RunConfig, Pictures]:
     """The config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
 
     Raises `UserError` where they are sounds, and `what_for` begins that sentence, or where they are not square.
     """
-    config = read_config(run_dir.config, allow_pipe=look.allow_pipe)
+    config = read_config(run_dir.config, allow_pipe=options.allow_pipe)
     test = read_pictures(config.data.test_dir, read=config.data)
     refuse_sounds(test, run_dir, what_for=what_for)
     _, height, width = test.manifest.input_shape
@@ -123,8 +126,8 @@ def refuse_sounds(pictures: Pictures, run_dir: RunDir, *, what_for: str) -> None
         raise UserError(f"{what_for} is of pictures, and those of {run_dir.path} are sounds; take a run on pictures")
 
 
-def seed_of(config: RunConfig, look: Look) -> int:
-    return config.seed if look.seed is None else look.seed
+def seed_of(config: RunConfig, options: AnalysisOptions) -> int:
+    return config.seed if options.seed is None else options.seed
 
 
 def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Count, Measured, Schema
 from trainer.analyses.figures import GridRow, difference_gain, difference_pictures, picture_grid
-from trainer.analyses.loaded_run import CPU, Look, open_subject, view_batches, write_result
+from trainer.analyses.loaded_run import CPU, AnalysisOptions, load_run, view_batches, write_result
 from trainer.probes.features import Pictures, ViewFunction
 from trainer.run_dir import RunDir
 
@@ -53,7 +53,7 @@ class ViewsResult(Schema):
     test_manifest_sha256: str
 
 
-_DEFAULT, _NEWEST = ViewsAnalysisConfig(), Look()
+_DEFAULT, _NEWEST = ViewsAnalysisConfig(), AnalysisOptions()
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,19 @@ class Change:
     in_object: float | None
 
 
-def analyze_views(run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, look: Look = _NEWEST) -> list[Path]:
+def analyze_views(
+    run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, options: AnalysisOptions = _NEWEST
+) -> list[Path]:
     """Write analysis/views.json and views.png of a run; returns their paths. Raises `UserError` if data is missing."""
-    return write_result(run_dir, "views", *measure_views(run_dir, config=config, look=look))
+    return write_result(run_dir, "views", *measure_views(run_dir, config=config, options=options))
 
 
 def measure_views(
-    run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, look: Look = _NEWEST
+    run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, options: AnalysisOptions = _NEWEST
 ) -> tuple[ViewsResult, bytes]:
     """Return the numbers and the grid as PNG. Raises `UserError` if data is missing."""
-    subject = open_subject(run_dir, look)
-    players, test, seed, device = subject.players, subject.test, subject.seed, subject.device
+    loaded = load_run(run_dir, options)
+    players, test, seed, device = loaded.players, loaded.test, loaded.seed, loaded.device
     policy = players.view_policy
     measured = torch.arange(len(test))[: config.num_pictures]
     picture_NCHW, view_NCHW = draw_views(policy, test, measured, seed=seed, view=0, device=device)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.core.errors import UserError, storage_problem
-from trainer.analyses.loaded_run import Look, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
 from trainer.config import RunConfig, flatten, read_config
 from trainer.observability.records import read_metrics, read_provenance
@@ -151,7 +151,7 @@ def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pip
         elsewhere = places_of_probes(directories, probes_at)
         places = [[other, *own] for other, own in zip(elsewhere, places, strict=True)]
     return [
-        _read_run(run_dir, config, name, probe_places=of_run, look=Look(allow_pipe=allow_pipe))
+        _read_run(run_dir, config, name, probe_places=of_run, options=AnalysisOptions(allow_pipe=allow_pipe))
         for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)
     ]
 
@@ -228,7 +228,9 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return distinct
 
 
-def _read_run(run_dir: RunDir, config: RunConfig, name: str, *, probe_places: Sequence[RunDir], look: Look) -> Run:
+def _read_run(
+    run_dir: RunDir, config: RunConfig, name: str, *, probe_places: Sequence[RunDir], options: AnalysisOptions
+) -> Run:
     metrics, provenance = read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
     pictures, damaged = _read_pictures(run_dir)
     problems = (*metrics.problems, *provenance.problems, *damaged)
@@ -242,7 +244,7 @@ def _read_run(run_dir: RunDir, config: RunConfig, name: str, *, probe_places: Se
         metrics=metrics.entries,
         readouts=_read_readouts(probe_places),
         protocol=protocol_of(config.probe),
-        views=_read_views(run_dir, look),
+        views=_read_views(run_dir, options),
         pictures=pictures,
         problems=problems,
     )
@@ -280,13 +282,13 @@ def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[Probe
         yield result
 
 
-def _read_views(run_dir: RunDir, look: Look) -> Views:
+def _read_views(run_dir: RunDir, options: AnalysisOptions) -> Views:
     json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
     try:
         if json_path.is_file() and png_path.is_file():
             result = ViewsResult.parse(read_object(json_path, mend=_MEND_ANALYSIS), where=str(json_path))
             return Views(_read_png(png_path), result)
-        result, png = measure_views(run_dir, look=look)
+        result, png = measure_views(run_dir, options=options)
     except UserError as error:
         return Views(None, None, str(error))
     try:

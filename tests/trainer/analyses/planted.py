@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys, uniform
-from trainer.analyses.loaded_run import CPU, Look, Subject
+from trainer.analyses.loaded_run import CPU, AnalysisOptions, LoadedRun
 from trainer.config import RunConfig, read_config
 from trainer.models.encoder import Encoder
 from trainer.modules import Players
@@ -71,9 +71,9 @@ def write_run(directory: Path, data: Path, *, recipe: Callable[[], RunConfig] = 
 def plant(monkeypatch: pytest.MonkeyPatch, module: str, **policies: nn.Module) -> None:
     """Let an analysis find, in the run directories of these names, a `HalvesEncoder` and these policies."""
 
-    def open_planted(run_dir: RunDir, look: Look) -> Subject:
+    def open_planted(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
         policy = cast(ViewPolicy, policies[run_dir.path.name])
         players = Players(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
-        return Subject(run_dir, players, CPU, look.seed or 0)
+        return LoadedRun(run_dir, players, CPU, options.seed or 0)
 
-    monkeypatch.setattr(f"trainer.analyses.{module}.open_subject", open_planted)
+    monkeypatch.setattr(f"trainer.analyses.{module}.load_run", open_planted)

@@ -25,7 +25,7 @@ from trainer.analyses.alignment import (
     nearest_centre,
     share_apart,
 )
-from trainer.analyses.loaded_run import Look
+from trainer.analyses.loaded_run import AnalysisOptions
 
 
 def random_views(seed: int, *, num: int = 30, num_views: int = 4) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_planted_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     plant(monkeypatch, "alignment", keeps=DropBottom(0.0), drops=DropBottom(0.5))
     results = []
     for run_dir in runs:
-        png_path, json_path = analyze_alignment(run_dir, config=AlignmentConfig(num_views=3), look=Look())
+        png_path, json_path = analyze_alignment(run_dir, config=AlignmentConfig(num_views=3), options=AnalysisOptions())
         results.append(AlignmentResult.parse(json.loads(json_path.read_text()), where=""))
         assert Image.open(png_path).size[0] > 1000
     keeps, drops = (result.spaces["pooled"] for result in results)
@@ -92,7 +92,7 @@ def test_planted_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_real_encoders_of_sounds(tmp_path: Path) -> None:
     data = write_tiny_sound_pair(tmp_path / "data", num_train=20, num_test=12)
     run_dir = write_run(tmp_path / "run", data, recipe=debug.audio)
-    _, json_path = analyze_alignment(run_dir, config=AlignmentConfig(num_views=2), look=Look(step=0))
+    _, json_path = analyze_alignment(run_dir, config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0))
     result = json.loads(json_path.read_text())
     assert (result["num_train"], result["num_test"]) == (20, 12)
     assert result["spaces"]["embedding"]["num_dimensions"] == 16

@@ -23,7 +23,7 @@ from trainer.analyses.collision import (
     collide,
     powers_of_two,
 )
-from trainer.analyses.loaded_run import Look
+from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.views.expert_image import ExpertImageConfig
 
 
@@ -72,7 +72,7 @@ def test_uses_are_powers_of_two(largest: int, uses: tuple[int, ...]) -> None:
 
 def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
-    png_path, json_path = analyze_collision(run_dir, config=CollisionConfig(max_uses=16), look=Look())
+    png_path, json_path = analyze_collision(run_dir, config=CollisionConfig(max_uses=16), options=AnalysisOptions())
     result = CollisionResult.parse(json.loads(json_path.read_text()), where="")
     assert result.num_pictures == 40
     assert result.policy == debug.image().views
@@ -85,14 +85,16 @@ def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     assert min(flip) > 0.95
     assert Image.open(png_path).size[0] > 800
     before = json_path.read_bytes()
-    analyze_collision(run_dir, config=CollisionConfig(max_uses=16), look=Look())
+    analyze_collision(run_dir, config=CollisionConfig(max_uses=16), options=AnalysisOptions())
     assert json_path.read_bytes() == before
 
 
 def test_sounds_and_a_single_picture_are_refused(tmp_path: Path) -> None:
     sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
     with pytest.raises(UserError, match=r"collision is of pictures, and those of .* are sounds"):
-        analyze_collision(write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CollisionConfig(), look=Look())
+        analyze_collision(
+            write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CollisionConfig(), options=AnalysisOptions()
+        )
     one = write_tiny_pair(tmp_path / "one", num_train=4, num_test=1)
     with pytest.raises(UserError, match="has less than two"):
-        analyze_collision(write_run(tmp_path / "b", one), config=CollisionConfig(), look=Look())
+        analyze_collision(write_run(tmp_path / "b", one), config=CollisionConfig(), options=AnalysisOptions())

@@ -24,7 +24,7 @@ from trainer.analyses.concentration import (
     least_distances,
     sigma_bounds,
 )
-from trainer.analyses.loaded_run import Look
+from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.probes.features import Pictures
 from trainer.views.expert_image import ExpertImage, huang_views
 
@@ -102,12 +102,13 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     )
     pictures = Pictures(toy_manifest(24), images_NCHW, None, torch.arange(24), label_N, label_N)
     monkeypatch.setattr(
-        "trainer.analyses.concentration.read_test_pictures", lambda run_dir, look, what_for: (debug.image(), pictures)
+        "trainer.analyses.concentration.read_test_pictures",
+        lambda run_dir, options, what_for: (debug.image(), pictures),
     )
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     run_dir = write_run(tmp_path / "run", data)
     config = ConcentrationConfig(num_per_class=12, num_views=12, deltas=(0.5, 100.0))
-    png_path, json_path = analyze_concentration(run_dir, config=config, look=Look())
+    png_path, json_path = analyze_concentration(run_dir, config=config, options=AnalysisOptions())
     result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_classes, result.num_pictures) == (2, 24)
     assert set(result.pairs) == set(PAIRS)
@@ -122,7 +123,7 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     assert {pairs[1].clique for pairs in result.pairs.values()} == {0.0}
     assert Image.open(png_path).size[0] > 600
     before = json_path.read_bytes()
-    analyze_concentration(run_dir, config=config, look=Look())
+    analyze_concentration(run_dir, config=config, options=AnalysisOptions())
     assert json_path.read_bytes() == before
 
 
@@ -130,7 +131,7 @@ def test_sounds_and_lonely_pictures_are_refused(tmp_path: Path) -> None:
     sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
     run_dir = write_run(tmp_path / "a", sounds, recipe=debug.audio)
     with pytest.raises(UserError, match=r"concentration is of pictures, and those of .* are sounds"):
-        analyze_concentration(run_dir, config=ConcentrationConfig(), look=Look())
+        analyze_concentration(run_dir, config=ConcentrationConfig(), options=AnalysisOptions())
     few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
     with pytest.raises(UserError, match="a class of the test set has less than two"):
-        analyze_concentration(write_run(tmp_path / "b", few), config=ConcentrationConfig(), look=Look())
+        analyze_concentration(write_run(tmp_path / "b", few), config=ConcentrationConfig(), options=AnalysisOptions())

@@ -12,7 +12,7 @@ from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.embedding import EmbeddingConfig, EmbeddingResult, analyze_embedding, map_of, silhouette
-from trainer.analyses.loaded_run import Look
+from trainer.analyses.loaded_run import AnalysisOptions
 
 
 def test_silhouette_is_rousseeuws() -> None:
@@ -48,7 +48,9 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
     data = write_tiny_pair(tmp_path / "data", num_train=8, num_test=80)
     plant(monkeypatch, "embedding", run=DropBottom(0.0))
     run_dir = write_run(tmp_path / "run", data)
-    png_path, json_path = analyze_embedding(run_dir, config=EmbeddingConfig(num_samples=70), look=Look(seed=2))
+    png_path, json_path = analyze_embedding(
+        run_dir, config=EmbeddingConfig(num_samples=70), options=AnalysisOptions(seed=2)
+    )
     result = EmbeddingResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_samples, result.seed) == (70, 2)
     base, overlay = result.silhouette["base"], result.silhouette["overlay"]
@@ -62,11 +64,11 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
 def test_missing_umap_and_too_few_samples_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=3))
     with pytest.raises(UserError, match=r"maps four samples at least, and the test set of .* has 3"):
-        analyze_embedding(run_dir, config=EmbeddingConfig(), look=Look(step=0))
+        analyze_embedding(run_dir, config=EmbeddingConfig(), options=AnalysisOptions(step=0))
 
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr("trainer.analyses.embedding.importlib.import_module", missing)
     with pytest.raises(UserError, match=r"UMAP is not installed; `pip install -e '.\[umap\]'`"):
-        analyze_embedding(run_dir, config=EmbeddingConfig(method="umap"), look=Look(step=0))
+        analyze_embedding(run_dir, config=EmbeddingConfig(method="umap"), options=AnalysisOptions(step=0))

@@ -23,7 +23,7 @@ from trainer.analyses.feature_dropout import (
     describe,
     right_class_probability,
 )
-from trainer.analyses.loaded_run import Look, open_subject
+from trainer.analyses.loaded_run import AnalysisOptions, load_run
 from trainer.probe import probe_run
 from trainer.probes.features import read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
@@ -65,7 +65,7 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
         write_exact_heads(run_dir)
     policy = DropBottom(0.5)
     plant(monkeypatch, "feature_dropout", drops=policy, keeps=DropBottom(0.0))
-    paths = analyze_feature_dropout(runs, config=CONFIG, look=Look())
+    paths = analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions())
     assert paths == [run.analysis / f"feature_dropout.{end}" for run in runs for end in ("png", "json")]
     assert paths[1].read_bytes() == paths[3].read_bytes()
     result = FeatureDropoutResult.parse(json.loads(paths[1].read_text()), where="")
@@ -112,7 +112,7 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     seen = read_pictures(data / "test").label_overlay_N != 0  # class 0 is what black looks like
     number = int(seen.nonzero()[0])
     config = CONFIG.model_copy(update={"of_sample": number})
-    *_, path = analyze_feature_dropout(runs, config=config, look=Look())
+    *_, path = analyze_feature_dropout(runs, config=config, options=AnalysisOptions())
     assert path == runs[1].analysis / f"feature_dropout-of_sample_{number}.json"
     result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
     lost = float(policy.dropped(DrawKeys(0, 0, torch.arange(1000), 0)).float().mean())
@@ -121,7 +121,7 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     assert shares == pytest.approx({"drops": lost, "keeps": 0.0})
     config = CONFIG.model_copy(update={"of_sample": NUM_TEST})
     with pytest.raises(UserError, match=rf"of_sample={NUM_TEST}, but the test set has the samples 0 to {NUM_TEST - 1}"):
-        analyze_feature_dropout(runs, config=config, look=Look())
+        analyze_feature_dropout(runs, config=config, options=AnalysisOptions())
 
 
 def test_probabilities_are_those_of_scipy() -> None:
@@ -148,28 +148,28 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
     config = json.loads(run_dir.config.read_text())
     config["probe"]["views"] = "none"
     run_dir.config.write_text(json.dumps(config))
-    subject = open_subject(run_dir, Look(step=0))
-    heads = fit_quickly(subject)
+    loaded = load_run(run_dir, AnalysisOptions(step=0))
+    heads = fit_quickly(loaded)
     probed = probe_linear(
-        subject.players.encoder,
-        view_policy=subject.players.view_policy,
-        train=subject.train,
-        test=subject.test,
-        targets=label_targets(subject.train, subject.test),
-        config=subject.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS}),
+        loaded.players.encoder,
+        view_policy=loaded.players.view_policy,
+        train=loaded.train,
+        test=loaded.test,
+        targets=label_targets(loaded.train, loaded.test),
+        config=loaded.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS}),
         device=torch.device("cpu"),
     )
     for space, head in heads.by_label.items():
         torch.testing.assert_close(head.weight_KF, probed[space].head.weight_KF, rtol=0, atol=1e-5)
 
     path = run_dir.probes(0) / "heads.safetensors"
-    assert heads_of(subject).made_by == QUICK_FIT
+    assert heads_of(loaded).made_by == QUICK_FIT
     kept = path.read_bytes()
-    torch.testing.assert_close(heads_of(subject).by_label["base"].weight_KF, heads.by_label["base"].weight_KF)
+    torch.testing.assert_close(heads_of(loaded).by_label["base"].weight_KF, heads.by_label["base"].weight_KF)
     assert path.read_bytes() == kept
     write_heads(path, Heads(read_heads(path).by_label, "probe", "0" * 64))
     with pytest.raises(UserError, match=r"another train set or encoder; run `python -m trainer.probe"):
-        heads_of(subject)
+        heads_of(loaded)
 
 
 def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
@@ -185,14 +185,14 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
 
     probe()
     kept = (run_dir.probes(0) / "heads.safetensors").read_bytes()
-    subject = open_subject(run_dir, Look(step=0))
+    loaded = load_run(run_dir, AnalysisOptions(step=0))
     capsys.readouterr()
     for told in (True, False):  # the second time there are heads
-        assert heads_of(subject).made_by == QUICK_FIT
+        assert heads_of(loaded).made_by == QUICK_FIT
         assert ("has batch_norm train" in capsys.readouterr().err) is told
     assert (run_dir.probes(0) / "heads.safetensors").read_bytes() == kept
     probe(batch_norm="eval")
-    assert "batch_norm eval" in heads_of(subject).made_by
+    assert "batch_norm eval" in heads_of(loaded).made_by
 
 
 def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -
         ([one, other], "different test sets; feature_dropout compares runs of one dataset"),
     ):
         with pytest.raises(UserError, match=message):
-            analyze_feature_dropout(runs, config=CONFIG, look=Look(step=0))
+            analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions(step=0))
 
 
 def test_real_encoders_judge_sounds(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_real_encoders_judge_sounds(tmp_path: Path) -> None:
         run_dir = write_run(tmp_path / name, data, recipe=debug.audio, name="same")
         runs.append(run_dir)
     config = FeatureDropoutConfig(num_uniform_samples=19)
-    result = json.loads(analyze_feature_dropout(runs, config=config, look=Look(step=0))[1].read_text())
+    result = json.loads(analyze_feature_dropout(runs, config=config, options=AnalysisOptions(step=0))[1].read_text())
     assert [run["name"] for run in result["runs"]] == [str(run_dir.path) for run_dir in runs]
     assert [run["selectivity_box"] for run in result["runs"]] == [None, None]
     assert result["num_examples"] == 16

@@ -26,7 +26,7 @@ from trainer.analyses.filters import (
     explained_share,
     sparsity_of,
 )
-from trainer.analyses.loaded_run import Look
+from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.config import RunConfig
 
 CONFIG = FiltersConfig(num_shown=10, num_steps=3)
@@ -84,7 +84,7 @@ def test_what_drives_a_known_feature_is_found() -> None:
 
 def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
-    png_path, json_path = analyze_filters(run_dir, config=CONFIG, look=Look(step=0))
+    png_path, json_path = analyze_filters(run_dir, config=CONFIG, options=AnalysisOptions(step=0))
     result = FiltersResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_pictures, result.num_channels) == (40, 32)
     assert len(set(result.shown)) == len(result.gain) == len(result.colourfulness) == 10
@@ -97,14 +97,16 @@ def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     assert 0 < r2 < 1
     assert Image.open(png_path).size[0] > 1000
     before = json_path.read_bytes()
-    analyze_filters(run_dir, config=CONFIG, look=Look(step=0))
+    analyze_filters(run_dir, config=CONFIG, options=AnalysisOptions(step=0))
     assert json_path.read_bytes() == before
 
 
 def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
     sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
     with pytest.raises(UserError, match=r"filters is of pictures, and those of .* are sounds"):
-        analyze_filters(write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CONFIG, look=Look(step=0))
+        analyze_filters(
+            write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CONFIG, options=AnalysisOptions(step=0)
+        )
 
     def transformer() -> RunConfig:
         options = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
@@ -114,4 +116,6 @@ def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
 
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     with pytest.raises(UserError, match=r"filters is of convolutional encoders, and .* last map is"):
-        analyze_filters(write_run(tmp_path / "b", data, recipe=transformer), config=CONFIG, look=Look(step=0))
+        analyze_filters(
+            write_run(tmp_path / "b", data, recipe=transformer), config=CONFIG, options=AnalysisOptions(step=0)
+        )

@@ -18,7 +18,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.collision import CollisionConfig, analyze_collision
 from trainer.analyses.concentration import ConcentrationConfig, analyze_concentration
-from trainer.analyses.loaded_run import Look, open_subject
+from trainer.analyses.loaded_run import AnalysisOptions, load_run
 from trainer.config import read_config
 from trainer.preflight import check_data
 from trainer.run_dir import RunDir
@@ -30,8 +30,8 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(tmp_path: Pat
     config = json.loads(run_dir.config.read_text())
     config["data"]["test_dir"] = config["data"]["train_dir"]
     run_dir.config.write_text(json.dumps(config))
-    subject = open_subject(run_dir, Look(step=0))
-    same_NHW = (subject.train.images_NCHW == subject.test.images_NCHW).all(1)
+    loaded = load_run(run_dir, AnalysisOptions(step=0))
+    same_NHW = (loaded.train.images_NCHW == loaded.test.images_NCHW).all(1)
     assert not same_NHW.flatten(1).all(1).any()
 
 
@@ -57,8 +57,8 @@ def wide_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     "work",
     [
         lambda run_dir: check_data(read_config(run_dir.config)),
-        lambda run_dir: analyze_collision(run_dir, config=CollisionConfig(), look=Look()),
-        lambda run_dir: analyze_concentration(run_dir, config=ConcentrationConfig(), look=Look()),
+        lambda run_dir: analyze_collision(run_dir, config=CollisionConfig(), options=AnalysisOptions()),
+        lambda run_dir: analyze_concentration(run_dir, config=ConcentrationConfig(), options=AnalysisOptions()),
     ],
     ids=["training", "collision", "concentration"],
 )
