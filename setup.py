@@ -8,12 +8,17 @@ setup(
     description="Self-supervised learning at scale: do augmentations that destroy features help to learn more of them?",
     python_requires=">=3.11",
     packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
-    package_data={"data_pipeline": ["overlays/assets/*"]},
+    package_data={
+        "data_pipeline": ["overlays/assets/*"],
+        "trainer": ["reports/report.css", "reports/templates/*.html"],
+    },
     install_requires=[
         # Released as a matched set; an unpinned torch breaks the binaries of the others.
         "torch==2.11.0",
         "torchaudio==2.11.0",
         "torchvision==0.26.0",
+        "jinja2>=3.1",
+        "markupsafe>=2.1",
         "matplotlib>=3.8",
         "numpy>=1.26",
         "pillow>=10.1",

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from trainer.reports.findings import limits, verdict
-from trainer.reports.grid import markdown_text, to_markdown
 from trainer.reports.page import title_of
 from trainer.reports.runs import Arm
-from trainer.reports.study_sheet import Sheet, missing_commands, summary
-from trainer.reports.study_tables import MEASURES, direction_grid, study_grid
-from trainer.reports.tables import difference_grid, provenance_grids, result_grids, speed_grid
+from trainer.reports.study_sheet import Sheet
+from trainer.reports.study_tables import study_section
+from trainer.reports.tables import Grid, difference_grid, provenance_grids, result_grids, speed_grid
 
 RESULTS_CAPTION = (
     "Test accuracy in %: linear probe on the frozen encoder after its last epoch, and weighted kNN vote; mean ± sample "
     "standard deviation over seeds."
 )
+_SPECIAL = re.compile(r"[\\`*\[\]<>|#]|(?<!\w)_|_(?!\w)")  # an underline within a word is no markup
 
 
 def as_markdown(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
-    """The whole text; equal input gives equal text."""
+    """Return the whole report as Markdown. Equal input gives equal text."""
     parts = [f"# {markdown_text(title_of(arms, sheet))}"]
     for title, body in sections(arms, sheet):
         parts += [f"## {title}", *body]
@@ -27,7 +28,7 @@ def as_markdown(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
 
 
 def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str, list[str]]]:
-    """Titles and the paragraphs, lists and tables below each."""
+    """Return the title of each section with the paragraphs, lists and tables below it."""
     runs = [run for arm in arms for run in arm.runs]
     found = [] if sheet is None else [("Against the paper", _study(sheet))]
     found.append(("What was found", [markdown_text(text) for text in verdict(arms)]))
@@ -45,13 +46,28 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
 
 
 def _study(sheet: Sheet) -> list[str]:
-    commands = missing_commands(sheet)
-    missing = ["To measure what is missing:", "\n".join(f"    {command}" for command in commands)] if commands else []
+    study = study_section(sheet)
+    commands = ["To measure what is missing:", "\n".join(f"    {command}" for command in study.missing_commands)]
     return [
-        f"{sheet.study.source}. Ours: {MEASURES[sheet.study.measure]}, mean ± sample standard deviation over seeds; "
-        "then what the paper has, and ours less the paper's.",
-        *(markdown_text(text) for text in summary(sheet)),
-        to_markdown(study_grid(sheet)),
-        *missing,
-        to_markdown(direction_grid(sheet)),
+        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds; then what the paper has, "
+        "and ours less the paper's.",
+        *(markdown_text(text) for text in study.sentences),
+        to_markdown(study.grid),
+        *(commands if study.missing_commands else []),
+        to_markdown(study.directions),
     ]
+
+
+def to_markdown(grid: Grid) -> str:
+    """Return a table that GitHub and pandoc can read."""
+    lines = [grid.head, ["---" for _ in grid.head], *grid.rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    """Return Markdown, on one line, that shows `text` as it is."""
+    return " ".join(_SPECIAL.sub(r"\\\g<0>", text).split())
+
+
+def _cell(text: str | None) -> str:
+    return "*not measured*" if text is None else markdown_text(text)

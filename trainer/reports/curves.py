@@ -6,11 +6,11 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -34,6 +34,11 @@ METRICS = {
 MAX_POINTS = 300
 
 
+def color_of(number: int) -> str:
+    """Return the colour of an arm by its number in the report."""
+    return COLORS[number % len(COLORS)]
+
+
 @dataclass(frozen=True)
 class Line:
     """One curve; `style` tells the untrained encoder's (dashed) from the trained one's. `deviation` is drawn as a band
@@ -52,10 +57,10 @@ Points = Mapping[float, float]  # the curve of one run: y by x
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled chart as an `<svg>` element, to be set into a page as it is."""
+    """A chart as an `<svg>` element that can stand in a page as it is, and its title."""
 
     title: str
-    svg: str
+    svg: Markup
 
 
 def metric_title(key: str, titles: Mapping[LabelSpace, str]) -> str:
@@ -70,7 +75,7 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
     their mean is drawn with its deviation, else each alone.
     """
     titles = label_titles(arms)
-    colored = [(arm, COLORS[number % len(COLORS)]) for number, arm in enumerate(arms)]
+    colored = [(arm, color_of(number)) for number, arm in enumerate(arms)]
     drawn = [
         line_chart(metric_title(key, titles), lines, x_label="training step")
         for key in METRICS
@@ -86,7 +91,7 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
 def _probe_charts(reading: Reading, titles: Mapping[LabelSpace, str]) -> list[Chart]:
     """Draw the probes of one protocol; colours are those of the whole report."""
     drawn = []
-    colored = [(arm, COLORS[number % len(COLORS)]) for number, arm in enumerate(reading.arms)]
+    colored = [(arm, color_of(number)) for number, arm in enumerate(reading.arms)]
     note = f"; {reading.title}" if reading.title else ""
     for space in LABEL_SPACES:
         fits: list[Line] = []
@@ -168,7 +173,7 @@ def _growth(run: Run, space: LabelSpace) -> Points:
     return points if len(points) > 2 else {}
 
 
-def _inline(svg: str, title: str) -> str:
+def _inline(svg: str, title: str) -> Markup:
     """The `<svg>` element alone, without metadata; sized by its width on the page, coloured by the page's text."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -176,4 +181,4 @@ def _inline(svg: str, title: str) -> str:
     svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", svg, count=1)
     label = f' role="img" aria-label="{escape(title)}"'
     svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", lambda match: match[1] + label, svg, count=1)
-    return svg.replace(_INK, "currentColor").strip()
+    return Markup(svg.replace(_INK, "currentColor").strip())

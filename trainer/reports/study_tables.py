@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from trainer.reports.grid import Grid, columns, prose, scroll, to_html
+from trainer.reports.published import Column
 from trainer.reports.study_sheet import Filled, Sheet, missing_commands, summary
+from trainer.reports.tables import Grid
 
 MEASURES = {
     "linear": "linear probe, test accuracy in % after the probe's last epoch",
@@ -14,46 +16,63 @@ MEASURES = {
 }
 
 
-def study_html(sheet: Sheet) -> str:
-    """The section of a page; its headings are of the third level."""
+@dataclass(frozen=True)
+class StudyCell:
+    """The lines of a cell. The first is our accuracy, or why there is none."""
+
+    lines: Sequence[str]
+    is_measured: bool
+
+
+@dataclass(frozen=True)
+class StudySection:
+    """All that a report shows of a study.
+
+    groups: the title of each group of columns, and how many columns it spans.
+    rows: the title of each row, and its cells, None where the paper's table has none.
+    """
+
+    source: str
+    measure: str
+    sentences: Sequence[str]
+    row_title: str
+    columns: Sequence[Column]
+    groups: Sequence[tuple[str, int]]
+    rows: Sequence[tuple[str, Sequence[StudyCell | None]]]
+    directions: Grid
+    missing_commands: Sequence[str]
+
+    @property
+    def grid(self) -> Grid:
+        """The table with one line of text in each cell."""
+        head = [self.row_title, *(f"{column.group}: {column.title}" for column in self.columns)]
+        rows = [[title, *("; ".join(cell.lines) if cell else "" for cell in cells)] for title, cells in self.rows]
+        return Grid(head, rows)
+
+
+def study_section(sheet: Sheet) -> StudySection:
     study = sheet.study
-    sentences = "".join(f"<p>{prose(text)}</p>" for text in summary(sheet))
-    groups = "".join(
-        f'<th class="group" colspan="{len(list(members))}">{escape(group)}</th>'
-        for group, members in groupby(study.columns, key=lambda column: column.group)
-    )
-    titles = "".join(f'<th class="number">{escape(column.title)}</th>' for column in study.columns)
-    body = ""
-    for row in study.rows:
-        cells = "".join(
-            _html_cell(sheet.cells.get((row, number)), f"{column.group}: {column.title}")
-            for number, column in enumerate(study.columns)
-        )
-        body += f"<tr><th>{escape(row)}</th>{cells}</tr>"
-    commands = missing_commands(sheet)
-    missing = f"<p>To measure what is missing:</p><pre>{escape(chr(10).join(commands))}</pre>" if commands else ""
-    table = (
-        f'<table class="wide study cards"><thead><tr><th></th>{groups}</tr>'
-        f"<tr><th>{escape(study.row_title)}</th>{titles}</tr></thead><tbody>{body}</tbody></table>"
-    )
-    return (
-        f'<p class="caption">{escape(study.source)}. Ours: {MEASURES[study.measure]}, mean ± sample standard deviation '
-        "over seeds; below it what the paper has, and ours less the paper's.</p>"
-        f"{sentences}{scroll(table)}{missing}<h3>Directions</h3>{to_html(direction_grid(sheet), numbers=True)}"
+    groups = groupby(study.columns, key=lambda column: column.group)
+    rows = [
+        (row, [_cell(sheet.cells.get((row, number))) for number in range(len(study.columns))]) for row in study.rows
+    ]
+    return StudySection(
+        source=study.source,
+        measure=MEASURES[study.measure],
+        sentences=summary(sheet),
+        row_title=study.row_title,
+        columns=study.columns,
+        groups=[(group, len(list(members))) for group, members in groups],
+        rows=rows,
+        directions=_directions(sheet),
+        missing_commands=missing_commands(sheet),
     )
 
 
-def _html_cell(filled: Filled | None, head: str) -> str:
-    if filled is None:
-        return '<td class="number"></td>'
-    ours, *small = _lines(filled)
-    shown = escape(ours) if filled.score else f'<span class="none">{escape(ours)}</span>'
-    lines = "".join(f"<small>{prose(text)}</small>" for text in small)
-    return f'<td class="number" data-head="{escape(head)}"><div>{shown}{lines}</div></td>'
-
-
-def _lines(filled: Filled) -> list[str]:
+def _cell(filled: Filled | None) -> StudyCell | None:
     """Return ours, ours with batch norm in train mode if it was probed, the paper's, and the differences."""
+    if filled is None:
+        return None
     published = filled.cell.published
     lines = [str(filled.score) if filled.score else filled.missing]
     if filled.in_train_mode is not None:
@@ -65,28 +84,11 @@ def _lines(filled: Filled) -> list[str]:
         lines.append("another scale")
     if filled.difference_in_train_mode is not None:
         lines.append(f"train mode {_signed(filled.difference_in_train_mode)}")
-    return lines
+    return StudyCell(lines, is_measured=filled.score is not None)
 
 
-def study_grid(sheet: Sheet) -> Grid:
-    """The same as one grid of text."""
-    study = sheet.study
-    head = [study.row_title, *(f"{column.group}: {column.title}" for column in study.columns)]
-    rows = [
-        [
-            row,
-            *(
-                "" if (filled := sheet.cells.get((row, number))) is None else "; ".join(_lines(filled))
-                for number in range(len(study.columns))
-            ),
-        ]
-        for row in study.rows
-    ]
-    return columns(head, rows)
-
-
-def direction_grid(sheet: Sheet) -> Grid:
-    """The differences that the paper shows, beside ours."""
+def _directions(sheet: Sheet) -> Grid:
+    """Return the differences that the paper shows, beside ours."""
     rows = [
         [
             one.name,
@@ -97,7 +99,7 @@ def direction_grid(sheet: Sheet) -> Grid:
         ]
         for one in sheet.compared
     ]
-    return columns(["difference in points", "paper", "ours", "resolved from", "direction"], rows)
+    return Grid(["difference in points", "paper", "ours", "resolved from", "direction"], rows)
 
 
 def _signed(points: float) -> str:

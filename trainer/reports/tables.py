@@ -1,73 +1,107 @@
-"""The tables of the report as HTML: accuracies, differences between configs, provenance."""
+"""The tables of the report as text: accuracies, differences between configs, speed, provenance.
+
+The page and the Markdown file both show them; nothing here knows HTML.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
-from trainer.reports.curves import COLORS
+from trainer.reports.curves import color_of
 from trainer.reports.findings import Method, Score, baseline, score, winner
-from trainer.reports.grid import NOT_MEASURED, Grid, columns, prose, scroll, to_html
-from trainer.reports.protocols import Reading, describe_protocol, label_titles, probe_command, readings
+from trainer.reports.protocols import describe_protocol, label_titles, probe_command, readings
 from trainer.reports.runs import Arm, Dataset, Run, config_differences, datasets_of
 
 
-def results(arms: Sequence[Arm]) -> str:
-    """Return a table for each protocol of the probe and each dataset: only accuracies that compare stand together."""
-    parts = []
+@dataclass(frozen=True)
+class Grid:
+    """A table of text. Every row is as long as `head` and begins with its title. None stands for "not measured"."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | None]]
+
+
+@dataclass(frozen=True)
+class ResultCell:
+    """An accuracy in per cent, None if it was not measured, and the notes in small print below it."""
+
+    accuracy: str | None
+    notes: Sequence[str] = ()
+    is_best: bool = False
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """The accuracies of an encoder, or those that need none ("floor"): two cells a label, linear and kNN."""
+
+    kind: Literal["arm", "untrained", "floor"]
+    title: str
+    cells: Sequence[ResultCell]
+    color: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """The accuracies on one dataset. `labels` are the titles of the probed labels; there may be none."""
+
+    title: str
+    labels: Sequence[str]
+    rows: Sequence[ResultRow]
+
+
+@dataclass(frozen=True)
+class ProtocolResults:
+    """The tables of one probe protocol, one for each dataset, and the protocol in words."""
+
+    description: str
+    tables: Sequence[ResultTable]
+
+    @property
+    def is_measured(self) -> bool:
+        return any(table.labels for table in self.tables)
+
+
+def results(arms: Sequence[Arm]) -> list[ProtocolResults]:
+    """Return the tables of each probe protocol and each dataset. Only comparable accuracies share a table."""
+    found = []
     for reading in readings(arms):
         datasets = datasets_of(reading.arms)
+        tables = []
         for dataset in datasets:
             title = " · ".join(part for part in (reading.title, dataset.name if len(datasets) > 1 else "") if part)
-            parts.append(f"<h3>{escape(title[:1].upper() + title[1:])}</h3>" if title else "")
-            parts.append(_results_of(dataset))
-        if any(_measured_spaces(reading.arms)):
-            caption = RESULTS_CAPTION.format(protocol=describe_protocol(reading.protocol))
-            parts.append(f"<p class='caption'>{prose(caption)}</p>")
-    return "".join(parts) + _missing_probes(readings(arms)[0])
-
-
-RESULTS_CAPTION = (
-    "Test accuracy in %. Linear: softmax regression on the flattened pre-pool map of the frozen encoder, fitted for "
-    "{protocol} (for the untrained encoder, with the untrained policy), after its last epoch; below it the gain over "
-    "the untrained encoder in points, and the best epoch, which was chosen by its test accuracy and is therefore "
-    "optimistic. Bold: above every other encoder by more than two standard errors of the difference. kNN: weighted "
-    "vote of the nearest train samples by the cosine of pooled features. ± is the sample standard deviation over seeds."
-)
+            tables.append(_result_table(dataset, title=title[:1].upper() + title[1:]))
+        found.append(ProtocolResults(describe_protocol(reading.protocol), tables))
+    return found
 
 
 def _measured_spaces(arms: Sequence[Arm]) -> list[LabelSpace]:
     return [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
 
 
-def _results_of(dataset: Dataset) -> str:
+def _result_table(dataset: Dataset, *, title: str) -> ResultTable:
     arms = dataset.arms
     spaces, titles = _measured_spaces(arms), label_titles(arms)
-    if not spaces:
-        return "<p>Nothing has been probed yet.</p>"
-    head = "".join(f'<th class="group" colspan="2">{escape(titles[space])}</th>' for space in spaces)
-    methods = '<th class="number">linear</th><th class="number">kNN</th>' * len(spaces)
-    rows: list[str] = []
     best = {space: winner(arms, space) for space in spaces}
+    rows = []
     for number, arm in zip(dataset.numbers, arms, strict=True):
-        cells = "".join(_trained_cells(arm, arms, space, is_best=best[space] is arm) for space in spaces)
-        rows.append(f'<tr class="arm"><th>{chip(number)}{escape(arm.name)}{_stage(arm)}</th>{cells}</tr>')
-        cells = "".join(_untrained_cells(arm, arms, space) for space in spaces)
-        rows.append(f'<tr class="untrained"><th>untrained encoder</th>{cells}</tr>')
-    for title, attribute in (("commonest class", "majority_share"), ("chance", "chance")):
-        cells = ""
-        for space in spaces:
-            probe = next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)])
-            cells += f'<td class="number">{100 * getattr(probe, attribute):.1f}</td><td></td>'
-        rows.append(f'<tr class="floor"><th>{title}</th>{cells}</tr>')
-    return scroll(
-        f'<table class="wide results columns{2 * len(spaces)}"><thead><tr><th class="corner"></th>{head}</tr>'
-        f'<tr><th class="corner"></th>{methods}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    )
+        cells = [cell for space in spaces for cell in _trained_cells(arm, arms, space, is_best=best[space] is arm)]
+        rows.append(ResultRow("arm", arm.name, cells, color_of(number), _stage(arm)))
+        cells = [cell for space in spaces for cell in _untrained_cells(arm, arms, space)]
+        rows.append(ResultRow("untrained", "untrained encoder", cells))
+    probes = [next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)]) for space in spaces]
+    for name, shares in (
+        ("commonest class", [probe.majority_share for probe in probes]),
+        ("chance", [probe.chance for probe in probes]),
+    ):
+        cells = [cell for share in shares for cell in (ResultCell(f"{100 * share:.1f}"), ResultCell(""))]
+        rows.append(ResultRow("floor", name, cells))
+    return ResultTable(title, [titles[space] for space in spaces], rows)
 
 
 def result_grids(arms: Sequence[Arm]) -> list[tuple[str, Grid]]:
@@ -93,47 +127,47 @@ def _result_grid(arms: Sequence[Arm]) -> Grid:
         ):
             scores = [score(probes[space], method) for space in spaces for method in methods]
             rows.append([name, seeds, *(None if one is None else str(one) for one in scores)])
-    return columns(head, rows)
+    return Grid(head, rows)
 
 
 _METHODS: Mapping[Method, str] = {"linear": "linear", "knn": "kNN"}
 
 
-def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best: bool) -> str:
+def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best: bool) -> list[ResultCell]:
     probes = arm.trained(space)
     linear = score(probes, "linear")
     if linear is None:
-        return f'<td class="number">{NOT_MEASURED}</td>' * 2
-    small = ""
+        return [ResultCell(None)] * 2
+    notes = []
     if untrained := score(baseline(arm, arms, space), "linear"):
-        gain = f"{100 * (linear.mean - untrained.mean):+.1f}".replace("-", "−")
-        small += f"<small>{gain}</small>"
+        notes.append(f"{100 * (linear.mean - untrained.mean):+.1f}".replace("-", "−"))
     if len(probes) == 1:
         result = probes[0].linear
-        small += f"<small>best {100 * result.best_accuracy:.1f}, epoch {result.best_epoch}</small>"
-    number = f"<strong>{linear}</strong>" if is_best else str(linear)
-    return f'<td class="number">{number}{small}</td>{_cell(score(probes, "knn"))}'
+        notes.append(f"best {100 * result.best_accuracy:.1f}, epoch {result.best_epoch}")
+    return [ResultCell(str(linear), notes, is_best), _cell(score(probes, "knn"))]
 
 
-def _untrained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> str:
+def _untrained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ResultCell]:
     probes = baseline(arm, arms, space)
-    return _cell(score(probes, "linear")) + _cell(score(probes, "knn"))
+    return [_cell(score(probes, "linear")), _cell(score(probes, "knn"))]
 
 
-def _cell(value: Score | None) -> str:
-    return f'<td class="number">{NOT_MEASURED if value is None else value}</td>'
+def _cell(value: Score | None) -> ResultCell:
+    return ResultCell(None if value is None else str(value))
 
 
 def _stage(arm: Arm) -> str:
+    """Return the steps of the probed checkpoints, and the seeds if there are several."""
     steps = sorted({probe.checkpoint_step for space in LABEL_SPACES for probe in arm.trained(space)})
     parts = [f"step {', '.join(map(str, steps))}"] if steps else []
     if len(arm.runs) > 1:
         parts.append(f"{len(arm.runs)} runs, seeds {', '.join(str(run.config.seed) for run in arm.runs)}")
-    return f' <span class="soft">({"; ".join(parts)})</span>' if parts else ""
+    return "; ".join(parts)
 
 
-def _missing_probes(reading: Reading) -> str:
-    """Return the commands that fill the gaps of the first table."""
+def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
+    """Return the commands that fill the gaps of the first protocol's tables."""
+    reading = readings(arms)[0]
     commands = []
     for arm in reading.arms:
         for run in arm.runs:
@@ -141,55 +175,18 @@ def _missing_probes(reading: Reading) -> str:
                 commands.append(probe_command(run, reading.protocol))
         if not any(baseline(arm, reading.arms, space) for space in LABEL_SPACES):
             commands.append(probe_command(arm.runs[0], reading.protocol, "--step 0"))
-    if not commands:
-        return ""
-    return f"<p>To measure what is missing:</p><pre>{escape(chr(10).join(commands))}</pre>"
+    return commands
 
 
-def differences(arms: Sequence[Arm]) -> str:
-    """The settings that differ, one column an arm, and every whole config, folded."""
-    runs = [run for arm in arms for run in arm.runs]
-    if len(runs) == 1:
-        return f"<p>One run, so nothing to compare.</p>{_configs(runs)}"
-    rows = config_differences(arms)
-    if not rows:
-        return f"<p>None: all runs have the same config.</p>{_configs(runs)}"
-    head = "".join(f"<th>{escape(arm.name)}</th>" for arm in arms)
-    body = "".join(
-        f"<tr><th><code>{escape(row.key)}</code></th>"
-        + "".join(
-            f'<td class="settings" data-head="{escape(arm.name)}">{_settings(values)}</td>'
-            for arm, values in zip(arms, row.values, strict=True)
-        )
-        + "</tr>"
-        for row in rows
-    )
-    table = f'<table class="cards"><thead><tr><th>setting</th>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return scroll(table) + _configs(runs)
+def differences(arms: Sequence[Arm]) -> list[tuple[str, list[list[str]]]]:
+    """Return the settings that differ: the name of each, and for each arm its lines, none if it has no such setting."""
+    return [(row.key, [_setting_lines(values) for values in row.values]) for row in config_differences(arms)]
 
 
 def difference_grid(arms: Sequence[Arm]) -> Grid:
-    """The settings that differ, as text."""
-    rows = [
-        [row.key, *("; ".join(_setting_lines(values)) or "no such setting" for values in row.values)]
-        for row in config_differences(arms)
-    ]
-    return columns(["setting", *(arm.name for arm in arms)], rows)
-
-
-def _configs(runs: Sequence[Run]) -> str:
-    return "".join(
-        f"<details><summary>Whole config of {escape(run.name)}</summary>"
-        f"<pre>{escape(run.config.model_dump_json(indent=2))}</pre></details>"
-        for run in runs
-    )
-
-
-def _settings(values: Mapping[str, Sequence[Any]]) -> str:
-    """The value of one setting, or the settings of a section one below the other."""
-    if not values:
-        return '<span class="none">no such setting</span>'
-    return f"<code>{'<br>'.join(map(escape, _setting_lines(values)))}</code>"
+    """Return the settings that differ, with a column for each arm."""
+    rows = [[key, *("; ".join(lines) or "no such setting" for lines in values)] for key, values in differences(arms)]
+    return Grid(["setting", *(arm.name for arm in arms)], rows)
 
 
 def _setting_lines(values: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -209,7 +206,7 @@ def _plain(value: Any) -> str:
 def speed_grid(arms: Sequence[Arm]) -> Grid:
     """How fast each arm trained and what it needed: medians over the logged steps of all its runs."""
     head = ["", "samples a second", "ranks", "waiting for data", "most time goes to", "memory of a rank", "wall time"]
-    return columns(head, [[arm.name, *_speed(arm.runs)] for arm in arms])
+    return Grid(head, [[arm.name, *_speed(arm.runs)] for arm in arms])
 
 
 def _speed(runs: Sequence[Run]) -> list[str | None]:
@@ -256,19 +253,14 @@ def _formatted(value: float | None, form: str) -> str | None:
 MAX_RUNS_BESIDE = 4  # in one table with a column each
 
 
-def provenance(runs: Sequence[Run]) -> str:
-    """Where the numbers come from; of many runs first what is the same for all."""
-    return "".join(to_html(grid, code=_CODE_FACTS) for grid in provenance_grids(runs))
-
-
 def provenance_grids(runs: Sequence[Run]) -> list[Grid]:
     facts = {title: [text(run) for run in runs] for title, text in _FACTS.items()}
     if len(runs) <= MAX_RUNS_BESIDE:
-        return [columns(["", *(run.name for run in runs)], [[title, *texts] for title, texts in facts.items()])]
+        return [Grid(["", *(run.name for run in runs)], [[title, *texts] for title, texts in facts.items()])]
     shared = [[title, texts[0]] for title, texts in facts.items() if len(set(texts)) == 1]
     differing = {title: texts for title, texts in facts.items() if len(set(texts)) > 1}
     own = [[run.name, *(texts[number] for texts in differing.values())] for number, run in enumerate(runs)]
-    return [columns(["", "all runs"], shared), columns(["", *differing], own)]
+    return [Grid(["", "all runs"], shared), Grid(["", *differing], own)]
 
 
 def _commit(run: Run) -> str | None:
@@ -325,8 +317,4 @@ _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "test manifest": lambda run: _manifest(run, "test_manifest_sha256"),
     "versions": _versions,
 }
-_CODE_FACTS = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})
-
-
-def chip(number: int) -> str:
-    return f'<span class="chip" style="background:{COLORS[number % len(COLORS)]}"></span>'
+CODE_FACTS = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})

@@ -370,6 +370,19 @@ def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
 
 
+def test_a_directory_named_like_markup_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "a<b>&amp;'"
+    runs = [
+        make_run(tmp_path / name, trained={"base": [0.4]}),
+        make_run(tmp_path / "other", num_epochs=3, trained={"base": [0.4]}),
+    ]
+    html = report(monkeypatch, tmp_path / "out.html", *runs)
+    assert name not in html
+    page = Page(html)
+    assert page.row(name)[0] == f"{name} (step 11)"
+    assert page.row("directory")[1] == str(runs[0])
+
+
 def test_a_loss_that_is_negative_by_design_is_explained_beside_its_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_a_report_shows_what_was_just_probed(
     assert "No trained encoder has been probed yet" not in html
     assert Page(html).row("debug-image (step 10)")[1].split()[0] == shown[1]
     probed = debug.image().probe.model_copy(update=change)
-    assert f"<h3>Probe of {describe_protocol(probed)}</h3>" in html.replace("&#x27;", "'")
+    assert f"<h3>Probe of {describe_protocol(probed)}</h3>" in unescape(html)
     assert f"python -m trainer.probe {run} --step 0 {' '.join(options)}" in html
 
 
@@ -79,7 +80,7 @@ def test_two_protocols_are_in_tables_charts_and_sentences_of_their_own(
     assert page.row("one", number=1)[1] == "80.0 best 80.0, epoch 1"
     assert page.row("two", number=1)[1] == "not measured"
     assert "The runs were probed in 2 ways; accuracies are compared within each alone." in html
-    text = html.replace("&#x27;", "'").replace("&nbsp;", " ")
+    text = unescape(html).replace("\u00a0", " ")
     assert f"Probe of {describe_protocol(own)}: On the base label, one is ahead of two by 40.0 points" in text
     assert f"Probe of {describe_protocol(fast)}: Not probed, and so not compared: two." in text
     assert "by 30.0 points" not in text

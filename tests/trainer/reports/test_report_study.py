@@ -164,7 +164,7 @@ def test_under_the_title_are_the_names_or_how_many(
         study_run(tmp_path, "pairs", f"simclr-huang-cifar10-{pair}-200epochs", trained={"base": [0.5]})
         for pair in pairs
     ]
-    assert f"<p class='subtitle'>{title}" in report(monkeypatch, tmp_path / "r.html", *runs)
+    assert f'<p class="subtitle">{title}' in report(monkeypatch, tmp_path / "r.html", *runs)
 
 
 def test_what_could_fill_a_cell_in_two_ways_is_refused(tmp_path: Path) -> None:
