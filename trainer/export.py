@@ -1,8 +1,8 @@
-"""`python -m trainer.export RUN_DIR --out encoder.safetensors`: the trained encoder, for other people's code.
+"""`python -m trainer.export RUN_DIR --out encoder.safetensors`: write the trained encoder for other people's code.
 
-Comes in: a run directory. Goes out: one safetensors file with the weights of the trunk by the names of its library,
-and a header with the encoder's config (the mean and std to normalise the input by among it), run, step and commit.
-What may never happen: a pickle, a part of a file, or a name that the library does not know.
+Writes one safetensors file: the weights of the trunk by the names of its library, and a header. The header holds the
+encoder's config, with the mean and std of the input, and the run, the step and the commit. The file is never a pickle,
+and it is there as a whole or not at all.
 
 A standard ResNet loads into torchvision's, whose own classifier is taken out because none was trained:
 
@@ -25,66 +25,28 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-import safetensors.torch
+from data_pipeline.core.errors import run_command
+from trainer.run_dir import open_run
 
-from data_pipeline.core.errors import UserError, run_command
-from trainer.checkpoint.restore import load_players
-from trainer.models.encoder import Encoder
-from trainer.modules import Players
-from trainer.pretrained import EXPORT_SUFFIX, HEADER_KEY, ExportHeader, named_as_published
-from trainer.run_dir import RunDir, open_run, write_atomically
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.export", description="Write the trained encoder of a run as one safetensors file."
+    )
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR", help="The run directory.")
+    add("--out", type=Path, required=True, metavar="FILE", help="The file to write, such as encoder.safetensors.")
+    add("--step", type=int, help="The checkpoint to export; 0 is the untrained encoder (default: the newest).")
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="encoder.safetensors, or another name")
-    parser.add_argument(
-        "--step", type=int, help="checkpoint to export; 0 is the untrained encoder (default: the newest)"
-    )
-    arguments = parser.parse_args()
+    arguments = _parser().parse_args()
+    from trainer.encoder_export import export
+
     export(open_run(arguments.run_dir), arguments.out, step=arguments.step)
     print(arguments.out)
-
-
-def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
-    """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`, in place of a file that is there.
-
-    The same encoder gives the same bytes each time. Raises `UserError` if there is no such checkpoint or `out` does not
-    end in .safetensors, and `OSError` if `out` cannot be written.
-    """
-    if out.suffix != EXPORT_SUFFIX:
-        raise UserError(
-            f"cannot export to {out}: an encoder is written as {EXPORT_SUFFIX}; pass --out NAME{EXPORT_SUFFIX}"
-        )
-    if out.is_dir():
-        raise UserError(f"cannot export to {out}: it is a directory; pass the name of a file in --out")
-    players = load_players(run_dir, step=step)
-    header = ExportHeader(
-        run=players.config.name,
-        step=players.step,
-        git_commit=_git_commit(run_dir, players),
-        encoder=players.config.encoder.model_copy(update=_normalization_of(players.encoder)),
-    )
-    weights = {name: tensor.contiguous() for name, tensor in named_as_published(players.encoder).state_dict().items()}
-    # One key alone, because safetensors writes several in an order that differs from process to process.
-    write_atomically(out, safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()}))
-
-
-def _normalization_of(encoder: Encoder) -> dict[str, tuple[float, ...]]:
-    """Return what the encoder normalises by, as settings, also if the run's config took it from the data."""
-    named = encoder.normalization
-    assert named is not None
-    return {"mean": named.mean, "std": named.std}
-
-
-def _git_commit(run_dir: RunDir, players: Players) -> str | None:
-    """The commit of the last start that trained towards the step of `players`; None where provenance does not say."""
-    starts: list[dict[str, Any]] = run_dir.read_provenance().get("starts") or []
-    before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < players.step]
-    return before[-1] if before else None
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 _LOOKS, _LOOK_SECONDS = 10, 0.02
-ALLOW_PIPE_HELP = "run the pipe: locations in the run's config.json; for runs of people you trust"
+ALLOW_PIPE_HELP = "Execute the pipe: locations in the config of the run. Use it only for runs of people you trust."
 _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # what such a file system answers
 
 

@@ -18,16 +18,16 @@ from data_pipeline.core.sections import models_at
 from launch import train as launch_train
 from launch.resources import Resources, Wishes
 from launch.train import default_run_dir
-from trainer.analyze import ANALYSES
+from trainer.analyze import ANALYSES, load_analysis
 from trainer.config import RunConfig
-from trainer.theory.__main__ import EXPERIMENTS
+from trainer.theory.__main__ import EXPERIMENTS, load_experiment
 
 CONFIGS = (
     RunConfig,
     Wishes,
     Resources,
-    *(analysis.config for analysis in ANALYSES.values()),
-    *(type(experiment.defaults) for experiment in EXPERIMENTS.values()),
+    *(load_analysis(name).settings for name in ANALYSES),
+    *(type(load_experiment(name).defaults) for name in EXPERIMENTS),
 )
 
 

@@ -24,7 +24,8 @@ from data_pipeline.core.errors import UserError
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.export import export, main
+from trainer.encoder_export import export
+from trainer.export import main
 from trainer.models import Encoder, ResNet10Config, ResNet18Config, ResNet18SmallConfig, TimmConfig, load_encoder
 from trainer.modules import build_players
 from trainer.optim.optimizers import SGDConfig

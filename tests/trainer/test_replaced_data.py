@@ -28,7 +28,7 @@ from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.preflight import claim, read_agreed_manifests, read_manifests
-from trainer.probe import _warn_of_other_data
+from trainer.probes.probe_runs import _warn_of_other_data
 from trainer.reports.runs import read_runs
 from trainer.reports.tables import _FACTS
 from trainer.run_dir import RunDir, write_json

@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Count, Measured, Schema
+from trainer.analyses.analysis import of_each_run
 from trainer.analyses.figures import GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.analyses.loaded_run import CPU, AnalysisOptions, load_run, view_batches, write_result
 from trainer.probes.features import Pictures, ViewFunction
@@ -27,10 +29,10 @@ from trainer.run_dir import RunDir
 
 
 class ViewsAnalysisConfig(Schema):
-    """How many test pictures are measured, and how many are shown."""
+    """The settings of the analysis of views."""
 
-    num_pictures: Count = 1024
-    num_shown: Count = 8
+    num_pictures: Count = Field(1024, description="The test samples that are measured.")
+    num_shown: Count = Field(8, description="The samples that the picture shows.")
 
 
 class ViewsResult(Schema):
@@ -70,6 +72,9 @@ def analyze_views(
 ) -> list[Path]:
     """Write analysis/views.json and views.png of a run; returns their paths. Raises `UserError` if data is missing."""
     return write_result(run_dir, "views", *measure_views(run_dir, config=config, options=options))
+
+
+ANALYSIS = of_each_run(ViewsAnalysisConfig, analyze_views)
 
 
 def measure_views(

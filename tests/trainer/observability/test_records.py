@@ -23,7 +23,7 @@ from trainer.checkpoint.files import all_steps
 from trainer.observability.records import read_metrics, read_provenance
 from trainer.observability.tracking import Tracker
 from trainer.preflight import read_manifests
-from trainer.probe import checkpoint_steps
+from trainer.probes.probe_runs import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.reports.as_markdown import as_markdown
 from trainer.reports.page import page
