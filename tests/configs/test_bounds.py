@@ -16,8 +16,8 @@ from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sections import models_at
 from launch import train as launch_train
+from launch.rank import default_run_dir
 from launch.resources import Resources, Wishes
-from launch.train import default_run_dir
 from trainer.analyze import ANALYSES, load_analysis
 from trainer.config import RunConfig
 from trainer.theory.__main__ import EXPERIMENTS, load_experiment

@@ -15,22 +15,14 @@ import submitit
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
+from launch.environment import outside_any_job
 from launch.job import TrainJob
 from launch.outcome import outcomes_of_job
 from launch.resources import Resources, describe_request, gather, resources_for, told_origins
-from launch.slurm import (
-    Member,
-    Plan,
-    _outside_any_job,
-    _reason,
-    _submit_here,
-    check_gpus,
-    check_shared,
-    check_time_limit,
-    main,
-    refusal,
-    sbatch_script,
-)
+from launch.slurm import main
+from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
+from launch.slurm_client import refusal_reason
+from launch.submission import Member, Plan, _submit_here, sbatch_script
 from launch.submitted import Submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
@@ -295,9 +287,12 @@ def test_more_time_than_a_partition_allows_is_refused() -> None:
 
 def test_sbatchs_reason_is_found_in_what_it_says() -> None:
     said = "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name specified\n"
-    assert _reason(said) == "Invalid partition name specified"
-    assert _reason("sbatch: error: Batch job submission failed: No room\n") == "Batch job submission failed: No room"
-    assert _reason("") == "it gave no reason"
+    assert refusal_reason(said) == "Invalid partition name specified"
+    assert (
+        refusal_reason("sbatch: error: Batch job submission failed: No room\n")
+        == "Batch job submission failed: No room"
+    )
+    assert refusal_reason("") == "it gave no reason"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +367,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("launch.slurm.check_shared", lambda *_: None)  # /tmp is, for all nodes of this cluster
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)  # /tmp is, for all nodes of this cluster
     runs = tmp_path / "runs"
     config = resolve_recipe("debug:image", settings[1::2])
     for name in ("OTHER", "FULL", "HELD", "QUEUED"):
@@ -400,7 +395,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
 def test_a_dry_run_on_a_cluster_checks_and_leaves_all_as_it_was(
     slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.slurm.check_shared", lambda *_: None)
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
     (tmp_path / "empty_run").mkdir()
     before = sorted(tmp_path.rglob("*"))
     flags = ["--partition", "gpu", "--nodes", "2", "--gpus-per-node", "8", "--dry-run"]
@@ -455,7 +450,7 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.M
     inherited = {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in {**inherited, "SLURM_CONF": "cluster.conf"}.items():
         monkeypatch.setenv(name, value)
-    with _outside_any_job():
+    with outside_any_job():
         assert not inherited.keys() & os.environ.keys()
         assert os.environ["SLURM_CONF"] == "cluster.conf", "which cluster, not which job"
     assert {name: os.environ[name] for name in inherited} == inherited

@@ -19,7 +19,7 @@ import trainer.replay
 import trainer.report
 from configs import debug, resolve_recipe
 from data_pipeline.core.errors import UserError
-from launch.status import resubmit
+from launch.runs import resubmit
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
 from trainer.config import difference, read_config
