@@ -15,7 +15,7 @@ from data_pipeline.core.errors import UserError, printable
 from launch.outcome import outcomes_of_job
 from launch.slurm_client import queued_jobs
 from launch.snapshot import read_snapshot
-from launch.submission import Member, Plan, gpus_of, submit
+from launch.submission import PlannedRun, SubmissionPlan, gpus_of, submit
 from launch.submitted import (
     RunStatus,
     Submission,
@@ -34,66 +34,66 @@ HEADER = ("run", "state", "step", "loss", "reason")
 MAX_REASON = 500  # characters that are shown
 
 
-def still_to_do(plan: Plan) -> tuple[list[Member], list[str]]:
-    """The members of a study that neither are finished nor have a job, and a line for each one that is left out."""
-    queue = queue_for([member.run_dir for member in plan.members])
+def still_to_do(plan: SubmissionPlan) -> tuple[list[PlannedRun], list[str]]:
+    """Return the runs that are neither finished nor have a job, and a line for each run that is left out."""
+    queue = queue_for([planned.run_dir for planned in plan.runs])
     left, left_out = [], []
-    for member in plan.members:
-        status = run_status(member.run_dir, queue) if member.run_dir.config.is_file() else None
+    for planned in plan.runs:
+        status = run_status(planned.run_dir, queue) if planned.run_dir.config.is_file() else None
         if status is not None and status.state in {"finished", "waiting", "running"}:
-            left_out.append(f"{member.run_dir.path.name} is {status.state} already")
+            left_out.append(f"{planned.run_dir.path.name} is {status.state} already")
         else:
-            left.append(member)
+            left.append(planned)
     return left, left_out
 
 
-def run_study_here(plan: Plan, *, command: str) -> None:
-    """Train the members on this machine, `at_a_time` at once, all by the code of now; tell of each start and end.
+def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
+    """Train the runs on this machine, `at_a_time` at once, with the present code, and print each start and end.
 
-    A member that fails or cannot be started does not stop the others; then this raises SystemExit(1) at the end. Raises
-    `UserError`, before anything has started, where one cannot be trained on its data or in its directory, and where
-    there are not GPUs for all that run at once.
+    A run that fails or cannot be started does not stop the others. In that case this raises SystemExit(1) at the end.
+    Raises `UserError`, before any run starts, if a run cannot be trained on its data or in its directory, or if there
+    are too few GPUs for the runs that train at once.
     """
-    gpus_of(plan.resources, place=min(plan.at_a_time, len(plan.members)) - 1)
-    for member in plan.members:
-        check_data(member.config)
-    for member in plan.members:
-        claim(member.run_dir, member.config, accepted_data=plan.accepted_data).close()
+    gpus_of(plan.resources, slot=min(plan.at_a_time, len(plan.runs)) - 1)
+    for planned in plan.runs:
+        check_data(planned.config)
+    for planned in plan.runs:
+        claim(planned.run_dir, planned.config, accepted_data=plan.accepted_data).close()
     snapshot = read_snapshot()
-    waiting = deque(plan.members)
-    running: dict[int, tuple[Member, submitit.Job[None]]] = {}
+    waiting = deque(plan.runs)
+    running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}
     num_failed = 0
     while waiting or running:
-        for place in range(plan.at_a_time):
-            if place in running and running[place][1].done():
-                member, _ = running.pop(place)
-                status = run_status(member.run_dir, {})
+        for slot in range(plan.at_a_time):
+            if slot in running and running[slot][1].done():
+                planned, _ = running.pop(slot)
+                status = run_status(planned.run_dir, {})
                 num_failed += status.state != "finished"
-                print(f"{member.run_dir.path.name}: {status.state} {status.reason}".rstrip(), flush=True)
-            if place not in running and waiting:
-                member = waiting.popleft()
-                name = member.run_dir.path.name
+                print(f"{planned.run_dir.path.name}: {status.state} {status.reason}".rstrip(), flush=True)
+            if slot not in running and waiting:
+                planned = waiting.popleft()
+                name = planned.run_dir.path.name
                 try:
-                    (job,) = submit(replace(plan, members=[member], place=place), command=command, snapshot=snapshot)
+                    (job,) = submit(replace(plan, runs=[planned], slot=slot), command=command, snapshot=snapshot)
                 except (UserError, OSError) as error:  # such as a disk that has become full
                     num_failed += 1
                     print(f"{name}: not started: {error}", file=sys.stderr, flush=True)
                     continue
-                running[place] = member, job
+                running[slot] = planned, job
                 print(f"{name}: job {job.job_id}, {len(waiting)} to come", flush=True)
         time.sleep(POLL_SECONDS)
     if num_failed:
         print(
-            f"error: {num_failed} of {len(plan.members)} run(s) did not finish; the same command goes on",
+            f"error: {num_failed} of {len(plan.runs)} run(s) did not finish; the same command goes on",
             file=sys.stderr,
         )
         raise SystemExit(1)
 
 
-def tell_study(plan: Plan, jobs: Sequence[submitit.Job[None]]) -> None:
-    """Print what `submit` has done."""
-    for member, job in zip(plan.members, jobs, strict=True):
-        print(f"job {job.job_id}: {member.run_dir.path}")
+def print_submitted(plan: SubmissionPlan, jobs: Sequence[submitit.Job[None]]) -> None:
+    """Print the jobs that `submit` has started."""
+    for planned, job in zip(plan.runs, jobs, strict=True):
+        print(f"job {job.job_id}: {planned.run_dir.path}")
     array = jobs[0].job_id.partition("_")[0]
     print(
         f"{len(jobs)} run(s) of {plan.resources.num_ranks} rank(s), {plan.at_a_time} at a time; "
@@ -101,16 +101,16 @@ def tell_study(plan: Plan, jobs: Sequence[submitit.Job[None]]) -> None:
     )
 
 
-def wait(member: Member, job: submitit.Job[None]) -> None:
-    """Show the job's state and rank 0's log until the job has ended; raises SystemExit(1) if a rank failed."""
-    submission = last_submission(member.run_dir)
+def wait(planned: PlannedRun, job: submitit.Job[None]) -> None:
+    """Show the job's state and the log of rank 0 until the job ends. Raises SystemExit(1) if a rank failed."""
+    submission = last_submission(planned.run_dir)
     assert submission is not None, "submit has just noted it"
     log = job.task(0).paths.stdout
     state: str | None = ""
     shown = 0
     while state is not None:
         time.sleep(POLL_SECONDS)
-        before, state = state, _now(submission)
+        before, state = state, _state_in_queue(submission)
         if state is not None and state != before:
             print(f"job {job.job_id}: {state}", flush=True)
         if log.is_file():
@@ -120,7 +120,7 @@ def wait(member: Member, job: submitit.Job[None]) -> None:
                 shown = file.tell()
     outcomes = outcomes_of_job(log.parent, job_id=job.job_id, inside=log.parent)
     missing = [rank for rank in range(job.num_tasks) if rank not in outcomes]
-    if error := first_error(member.run_dir, submission):
+    if error := first_error(planned.run_dir, submission):
         rank, problem = error.rank, f"failed: {error.line}"
     elif missing:
         rank, problem = missing[0], "left no result (it was killed, or its node died)"
@@ -130,40 +130,40 @@ def wait(member: Member, job: submitit.Job[None]) -> None:
     raise SystemExit(1)
 
 
-def wait_for_study(members: Sequence[Member]) -> None:
-    """Tell each member's state when it changes, until all have ended; raises SystemExit(1) if one is not finished."""
-    told: dict[Path, str] = {}
-    run_dirs = [member.run_dir for member in members]
+def wait_for_study(runs: Sequence[PlannedRun]) -> None:
+    """Print the state of each run when it changes, until all end. Raises SystemExit(1) if one did not finish."""
+    printed: dict[Path, str] = {}
+    run_dirs = [planned.run_dir for planned in runs]
     while True:
         time.sleep(POLL_SECONDS)
         try:
             queue = queue_for(run_dirs)
-        except UserError as error:  # Slurm is away for a while
+        except UserError as error:  # Slurm does not answer for a while
             print(error, file=sys.stderr, flush=True)
             continue
         statuses = {run_dir.path: run_status(run_dir, queue) for run_dir in run_dirs}
         for path, status in statuses.items():
-            if told.get(path) != status.state:
-                told[path] = status.state
+            if printed.get(path) != status.state:
+                printed[path] = status.state
                 print(f"{path.name}: {status.state} {status.reason}".rstrip(), flush=True)
-        if not {"waiting", "running"} & set(told.values()):
+        if not {"waiting", "running"} & set(printed.values()):
             break
-    if set(told.values()) != {"finished"}:
+    if set(printed.values()) != {"finished"}:
         raise SystemExit(1)
 
 
-def _now(submission: Submission) -> str | None:
-    """The state of a job in the queue; None once it has ended. Not from sacct, which many clusters lack."""
+def _state_in_queue(submission: Submission) -> str | None:
+    """Return the state of a job in the queue; None once it has ended."""
     if submission.executor == "local":
         return in_queue(submission, None)
     try:
         return in_queue(submission, queued_jobs())
-    except UserError as error:  # Slurm is away for a while
+    except UserError as error:  # Slurm does not answer for a while
         return str(error)
 
 
 def runs_in(directory: Path) -> list[RunDir]:
-    """The run at `directory`, or the runs in it, by name; raises `UserError` if there is none."""
+    """Return the run at `directory`, or the runs in it by name. Raises `UserError` if there is none."""
     found = [RunDir(path) for path in (directory, *sorted(directory.glob("*/"))) if RunDir(path).config.is_file()]
     if not found:
         raise UserError(f"{directory} holds no run; pass a --run-dir or --study-dir of launch/slurm.py")
@@ -171,7 +171,7 @@ def runs_in(directory: Path) -> list[RunDir]:
 
 
 def table(statuses: Mapping[str, RunStatus]) -> str:
-    """A line for each run; a step is "logged/all" where the number of all is known."""
+    """Return a table with a line for each run. A step is shown as "logged/all", with "?" if all is not known."""
     rows = [HEADER]
     for name, status in statuses.items():
         step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
@@ -184,7 +184,7 @@ def table(statuses: Mapping[str, RunStatus]) -> str:
 
 
 def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Return where a run stands; a run with a damaged file is `unknown`, and hides no other."""
+    """Return the status of a run, which is `unknown` if a file of it is damaged."""
     try:
         return run_status(run_dir, queue)
     except UserError as error:
@@ -192,10 +192,10 @@ def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
 
 
 def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) -> None:
-    """Each with what its job asked for, together where they were; a run goes on from its newest checkpoint.
+    """Submit runs again with the resources of their last job. Each goes on from its newest checkpoint.
 
-    The code is that of now, not the snapshot of before: most failures are mended there. Raises SystemExit(1), once all
-    have been started, where one that runs on this machine did not finish.
+    Runs of one study are submitted together. They use the present code, not the earlier snapshot, because most
+    failures are mended in the code. Raises SystemExit(1) at the end if a run on this machine did not finish.
     """
     configs = {run_dir: read_config(run_dir.config, allow_pipe=allow_pipe) for run_dir in runs}
     for config in configs.values():
@@ -207,11 +207,11 @@ def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) 
         key = f"{before.home_of(run_dir)} {before.model_dump_json(include={'resources', 'executor'})}"
         groups.setdefault(key, []).append((run_dir, before))
     plans = [
-        Plan(
-            members=[Member(run_dir, configs[run_dir]) for run_dir, _ in group],
+        SubmissionPlan(
+            runs=[PlannedRun(run_dir, configs[run_dir]) for run_dir, _ in group],
             home=group[0][1].home_of(group[0][0]),
             resources=group[0][1].resources,
-            # One that was submitted alone meanwhile had no others to run beside.
+            # A run that was last submitted alone has at_a_time 1.
             at_a_time=min(max(before.at_a_time for _, before in group), len(group)),
             name=group[0][1].home_of(group[0][0]).name,
             executor=group[0][1].executor,
@@ -221,11 +221,11 @@ def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) 
     have_all_finished = True
     for plan in plans:
         if plan.executor == "slurm":
-            tell_study(plan, submit(plan, command=command))
+            print_submitted(plan, submit(plan, command=command))
             continue
         try:
             run_study_here(plan, command=command)
-        except SystemExit:  # which it has explained
+        except SystemExit:  # it has printed why
             have_all_finished = False
     if not have_all_finished:
         raise SystemExit(1)

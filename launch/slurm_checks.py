@@ -38,11 +38,11 @@ def check_with_slurm(resources: Resources, *, home: Path, script: str) -> None:
 
 
 def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
-    """Why this job can never run, by what `sbatch --test-only` says and the nodes that sinfo lists as
-    "name host partition state gres", the default partition with a star; None if it could only not run now.
+    """Return why this job can never run; None if it could run later.
 
-    A job that needs nodes which are down for the moment may wait in the queue, but the test speaks of it as of one that
-    asks for the impossible.
+    said: the output of `sbatch --test-only`. It also refuses a job whose nodes are only down at the moment, which may
+        wait in the queue.
+    nodes: the lines "name host partition state gres" of sinfo, in which the default partition has a star.
     """
     reason = refusal_reason(said)
     if "down, drained or reserved" in reason:
@@ -58,14 +58,14 @@ def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
 
 
 def _nodes_of_partition(resources: Resources, nodes: str) -> list[list[str]]:
-    """The rows of sinfo, in words, for the partitions that are asked for, or for the default one."""
+    """Return the rows of sinfo, as words, for the requested partitions, by default the default one."""
     rows = [line.split() for line in nodes.splitlines()]
     asked = set(resources.partition.split(",")) if resources.partition else None
     return [row for row in rows if (row[2].endswith("*") if asked is None else row[2].rstrip("*") in asked)]
 
 
 def check_gpus(resources: Resources, nodes: str) -> None:
-    """Raises `UserError` if every node of the partition has GPUs, by the list of sinfo, and nothing is said of them.
+    """Raise `UserError` if every node of the partition has GPUs, but the request does not mention them.
 
     Examples:
         >>> asked = Resources(nodes=4, tasks_per_node=1, cpus_per_task=1, threads_per_task=1, time_minutes=60)
@@ -92,14 +92,15 @@ asked for, so 4 ranks would train on the CPU; add --gpus-per-node 8, or --gpus-p
 
 
 def _is_up(state: str) -> bool:
-    """Whether sinfo's word for a node's state is of one that takes jobs; a star says that it does not answer."""
+    """Tell whether a node in this state of sinfo takes jobs. A star says that the node does not answer."""
     return "*" not in state and state.rstrip("~#!%$@^-+") in {"idle", "mixed", "allocated", "completing", "planned"}
 
 
 def check_time_limit(resources: Resources, partitions: str) -> None:
-    """Raises `UserError` if the job asks for more time than any of its partitions allows, by `scontrol show partition`:
-    many a Slurm takes such a job, and lets it wait for ever. A QOS may allow more, so where one is asked for Slurm
-    decides.
+    """Raise `UserError` if the job asks for more time than any of its partitions allows.
+
+    Many clusters accept such a job and let it wait for ever. A QOS may allow more time, so with a QOS Slurm decides.
+    `partitions` is the output of `scontrol show partition`.
 
     Examples:
         >>> asked = Resources(nodes=1, tasks_per_node=1, cpus_per_task=1, threads_per_task=1, time_minutes=61)
@@ -126,7 +127,7 @@ run that takes longer is started again and goes on
 
 
 def check_shared(home: Path, hosts: Sequence[str], *, this_host: str | None = None) -> None:
-    """Raises `UserError` if `home` lies where each machine has a disk of its own, and a node is another machine."""
+    """Raise `UserError` if `home` is on a local disk of this machine, and a node is another machine."""
     own = (this_host or socket.gethostname()).partition(".")[0]
     others = sorted({host for host in hosts if host.partition(".")[0] != own})
     for private in {"/tmp", "/var/tmp", "/dev/shm", "/run", tempfile.gettempdir()}:

@@ -41,7 +41,7 @@ Executor = Literal["slurm", "local"]
 
 
 @dataclass(frozen=True)
-class Member:
+class PlannedRun:
     """A run to submit: alone, or one of a study."""
 
     run_dir: RunDir
@@ -49,20 +49,22 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is submitted together: one job, or one job array of which `at_a_time` members run at once.
+class SubmissionPlan:
+    """The runs that are submitted together, as one job or as one job array.
 
-    `home` holds the logs and the code of all: the run directory itself, or that of the study. On this machine, `place`
-    numbers the members that run at once: each has GPUs of its own. `accepted_data` as in `trainer.train`.
+    home: the directory of the logs and the code: the run directory itself, or that of the study.
+    at_a_time: the number of runs that train at the same time.
+    slot: on this machine, the number of this run among those; each slot has GPUs of its own.
+    accepted_data: as in `trainer.train`.
     """
 
-    members: Sequence[Member]
+    runs: Sequence[PlannedRun]
     home: Path
     resources: Resources
     at_a_time: int
     name: str
     executor: Executor = "slurm"
-    place: int = 0
+    slot: int = 0
     accepted_data: tuple[str, ...] = ()
 
     @property
@@ -70,10 +72,11 @@ class Plan:
         return self.home / "logs"
 
 
-def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_time: int = 1) -> dict[str, Any]:
-    """submitit's parameters for these resources and the code in `code`."""
+def slurm_parameters(plan: SubmissionPlan, *, code: Path) -> dict[str, Any]:
+    """Return the parameters of submitit for a plan and the code in `code`."""
+    resources = plan.resources
     parameters = {
-        "job_name": job_name,
+        "job_name": plan.name,
         "nodes": resources.nodes,
         "ntasks_per_node": resources.tasks_per_node,
         "cpus_per_task": resources.cpus_per_task,
@@ -84,7 +87,7 @@ def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_ti
         "account": resources.account,
         "qos": resources.qos,
         "constraint": resources.constraint,
-        "array_parallelism": at_a_time,
+        "array_parallelism": plan.at_a_time,
         "signal_delay_s": WARNING_SECONDS,
         "stderr_to_stdout": True,
         "setup": [
@@ -92,8 +95,8 @@ def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_ti
             f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}",
             *shell_lines(code),
         ],
-        # Since 22.05 Slurm does not hand sbatch's --cpus-per-task on to srun. A rank that dies takes the others with
-        # it, which would otherwise wait for it.
+        # Since 22.05 Slurm does not pass --cpus-per-task from sbatch to srun. A rank that dies ends the others, which
+        # would otherwise wait for it.
         "srun_args": [f"--cpus-per-task={resources.cpus_per_task}", "--kill-on-bad-exit=1"],
         "teardown": list(AFTER_SRUN),
         "additional_parameters": {"requeue": True}
@@ -102,36 +105,34 @@ def slurm_parameters(resources: Resources, *, job_name: str, code: Path, at_a_ti
     return {name: value for name, value in parameters.items() if value is not None}
 
 
-def sbatch_script(plan: Plan, *, code: Path) -> str:
-    """The batch script that `submit` hands to sbatch; needs no Slurm."""
+def sbatch_script(plan: SubmissionPlan, *, code: Path) -> str:
+    """Return the batch script that `submit` gives to sbatch. This needs no Slurm."""
     executor = _ScriptWriter(plan.logs, python=_python(code))
-    executor.update_parameters(
-        **slurm_parameters(plan.resources, job_name=plan.name, code=code, at_a_time=plan.at_a_time)
-    )
-    if len(plan.members) > 1:
-        executor.parameters["map_count"] = len(plan.members)
+    executor.update_parameters(**slurm_parameters(plan, code=code))
+    if len(plan.runs) > 1:
+        executor.parameters["map_count"] = len(plan.runs)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
 def _python(code: Path) -> str:
-    """How a rank starts Python: deaf to warnings until it can act on them."""
+    """Return the command that starts Python on a rank, with warning signals blocked until it can act on them."""
     start = code / "launch" / "deaf_start.py"
     return shlex.join([sys.executable, "-I", "-S", str(start), sys.executable])
 
 
 class _ScriptWriter(submitit.SlurmExecutor):
-    """submitit makes no Slurm executor where srun is missing; to write a script none is needed."""
+    """Writes batch scripts on machines without srun, where submitit refuses its own executor."""
 
     @classmethod
     def affinity(cls) -> int:
         return 1
 
 
-def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> list[submitit.Job[None]]:
-    """Claim the run directories, copy the code, hand all to Slurm (or start it here), and note each job in its run.
+def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot | None = None) -> list[submitit.Job[None]]:
+    """Claim the run directories, copy the code, submit the jobs or start them here, and record each job in its run.
 
-    The code is that of `snapshot`, by default that of now. Raises `UserError` for what cannot run, with nothing
-    submitted and no directory left that was not there before.
+    The code is that of `snapshot`, by default the present one. Raises `UserError` for a run that could never start. In
+    that case nothing is submitted, and no new directory is left.
     """
     snapshot = snapshot or read_snapshot()
     code = snapshot.folder(plan.home)
@@ -139,37 +140,37 @@ def submit(plan: Plan, *, command: str, snapshot: Snapshot | None = None) -> lis
         write_snapshot(snapshot, into=plan.home)
         train_jobs = [
             TrainJob(
-                run_dir=member.run_dir.path,
+                run_dir=planned.run_dir.path,
                 command=command,
                 local_port=free_ports(1)[0],
                 warning_seconds=WARNING_SECONDS,
                 accepted_data=plan.accepted_data,
             )
-            for member in plan.members
+            for planned in plan.runs
         ]
         jobs = _submit_here(train_jobs, plan, code) if plan.executor == "local" else _sbatch(train_jobs, plan, code)
-    for member, job in zip(plan.members, jobs, strict=True):
+    for planned, job in zip(plan.runs, jobs, strict=True):
         submission = Submission(
             job_id=job.job_id,
             executor=plan.executor,
-            home="." if plan.home == member.run_dir.path else "..",
+            home="." if plan.home == planned.run_dir.path else "..",
             submitted_at=datetime.now(UTC),
             at_a_time=plan.at_a_time,
             resources=plan.resources,
             host=socket.gethostname(),
         )
-        record(member.run_dir, submission)
+        record(planned.run_dir, submission)
     return jobs
 
 
 class _DryRunError(Exception):
-    """Raised inside `_claimed` to take back what a dry run has claimed."""
+    """Raised inside `_claimed` to release what a dry run has claimed."""
 
 
-def dry_run(plan: Plan, *, snapshot: Snapshot) -> str:
-    """Make every check that `submit` makes, leave nothing, and return the batch script.
+def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
+    """Make every check of `submit`, leave no files, and return the batch script.
 
-    Slurm itself is asked only if there is one on this machine. Raises `UserError` as `submit` does.
+    Asks Slurm only if there is one on this machine. Raises the errors of `submit`.
     """
     code = snapshot.folder(plan.home)
     with contextlib.suppress(_DryRunError), _claimed(plan, code=code, needs_slurm=False):
@@ -178,18 +179,18 @@ def dry_run(plan: Plan, *, snapshot: Snapshot) -> str:
 
 
 @contextlib.contextmanager
-def _claimed(plan: Plan, *, code: Path, needs_slurm: bool = True) -> Iterator[None]:
-    """Check all that can be checked before a submission, and claim the run directories.
+def _claimed(plan: SubmissionPlan, *, code: Path, needs_slurm: bool = True) -> Iterator[None]:
+    """Make all checks that are possible before a submission, and claim the run directories.
 
-    What was made for that is removed if the block raises. Raises `UserError` for what cannot run.
+    Removes the new files and directories if the block raises. Raises `UserError` for a run that could never start.
     """
     if not str(plan.home).isprintable():
         raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
-    for member in plan.members:
-        check_data(member.config)
+    for planned in plan.runs:
+        check_data(planned.config)
     if plan.executor == "slurm" and (needs_slurm or has_slurm()):
         check_with_slurm(plan.resources, home=plan.home, script=sbatch_script(plan, code=code))
-    directories = [plan.home, *(member.run_dir.path for member in plan.members)]
+    directories = [plan.home, *(planned.run_dir.path for planned in plan.runs)]
     new = [path for path in directories if not path.exists()]
     new_files = [
         path / name
@@ -199,8 +200,8 @@ def _claimed(plan: Plan, *, code: Path, needs_slurm: bool = True) -> Iterator[No
     ]
     new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
     try:
-        for member in plan.members:
-            claim(member.run_dir, member.config, accepted_data=plan.accepted_data).close()
+        for planned in plan.runs:
+            claim(planned.run_dir, planned.config, accepted_data=plan.accepted_data).close()
         yield
     except BaseException as error:
         for path in new:
@@ -208,40 +209,38 @@ def _claimed(plan: Plan, *, code: Path, needs_slurm: bool = True) -> Iterator[No
         for path in new_files:
             with contextlib.suppress(OSError):
                 path.unlink()
-        for path in new_parents:  # the innermost first; one in which something else lies meanwhile stays
+        for path in new_parents:  # the innermost first; a directory that is not empty stays
             with contextlib.suppress(OSError):
                 path.rmdir()
-        if not isinstance(error, OSError) or error.errno == errno.ENOSPC:  # which has a sentence of its own
+        if not isinstance(error, OSError) or error.errno == errno.ENOSPC:  # `storage_problem` has a sentence for it
             raise
         raise UserError(
             f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
         ) from None
 
 
-def _sbatch(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list[submitit.Job[None]]:
-    """Raises `UserError` with sbatch's own words if it refuses."""
+def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:
+    """Submit the jobs to Slurm. Raises `UserError` with the reason of sbatch if it refuses."""
     executor = submitit.SlurmExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS, python=_python(code))
-    executor.update_parameters(
-        **slurm_parameters(plan.resources, job_name=plan.name, code=code, at_a_time=plan.at_a_time)
-    )
-    said = io.StringIO()
+    executor.update_parameters(**slurm_parameters(plan, code=code))
+    stderr = io.StringIO()
     try:
-        with outside_any_job(), contextlib.redirect_stderr(said):
+        with outside_any_job(), contextlib.redirect_stderr(stderr):
             return executor.submit_array(train_jobs)
     except FailedJobError:
         raise UserError(
-            f"sbatch refused the job ({refusal_reason(said.getvalue())}); change what is asked for, or ask with sinfo"
+            f"sbatch refused the job ({refusal_reason(stderr.getvalue())}); change what is asked for, or ask with sinfo"
         ) from None
 
 
-def _submit_here(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list[submitit.Job[None]]:
-    """Start the ranks as processes of this machine, detached from this one."""
+def _submit_here(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:
+    """Start the ranks as detached processes on this machine."""
     resources = plan.resources
     executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
     executor.update_parameters(
         tasks_per_node=resources.tasks_per_node,
         gpus_per_node=resources.gpus_per_node or 0,
-        visible_gpus=gpus_of(resources, place=plan.place),
+        visible_gpus=gpus_of(resources, slot=plan.slot),
         timeout_min=resources.time_minutes,
         signal_delay_s=WARNING_SECONDS,
         stderr_to_stdout=True,
@@ -251,14 +250,14 @@ def _submit_here(train_jobs: Sequence[TrainJob], plan: Plan, code: Path) -> list
         return executor.submit_array(train_jobs)
 
 
-def gpus_of(resources: Resources, *, place: int) -> list[int]:
-    """The GPUs of the run at `place` of those that run on this machine at once, as CUDA_VISIBLE_DEVICES numbers them.
+def gpus_of(resources: Resources, *, slot: int) -> list[int]:
+    """Return the GPUs of the run in `slot` on this machine, by the numbers of CUDA_VISIBLE_DEVICES.
 
-    Where that variable is set already, they are taken from what it names. Raises `UserError` where it names too few, or
-    names them by other things than numbers.
+    If that variable is set, the GPUs are among those that it names. Raises `UserError` if it names too few, or if it
+    does not use numbers.
     """
     num_gpus = resources.gpus_per_node or 0
-    first, end = place * num_gpus, (place + 1) * num_gpus
+    first, end = slot * num_gpus, (slot + 1) * num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not num_gpus:
         return list(range(first, end))

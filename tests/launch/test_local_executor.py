@@ -16,7 +16,7 @@ import pytest
 
 import launch.slurm
 from launch.ports import free_ports
-from launch.slurm_command import gathered_from, plan_from
+from launch.slurm_command import plan_from, request_from
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_dataset
 from trainer.run_dir import RunDir
@@ -119,7 +119,7 @@ def test_ranks_of_this_machine_share_its_cores(
     what = ["--study", "studies:debug_seeds"] if "--study" in flags else ["--config", "debug:image"]
     words = [*what, "--executor", "local", *(flag for flag in flags if flag != "--study")]
     arguments = launch.slurm._parser().parse_args(words)
-    assert plan_from(arguments, gathered_from(arguments)).resources.cpus_per_task == expected
+    assert plan_from(arguments, request_from(arguments)).resources.cpus_per_task == expected
 
 
 def test_a_study_runs_here_and_is_not_run_twice(

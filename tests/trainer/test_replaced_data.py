@@ -21,7 +21,7 @@ from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.storage.manifest import load_manifest
 from launch import submission
 from launch.job import TrainJob
-from launch.slurm_command import gathered_from, plan_from
+from launch.slurm_command import plan_from, request_from
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
@@ -245,7 +245,7 @@ def test_the_flag_reaches_training_and_jobs(
     monkeypatch.setattr(submission, "_submit_here", submit_here)
     words = [*recipe, "--executor", "local", *match[0].split(), "--accept-data", "0" * 12]
     arguments = launch.slurm._parser().parse_args(words)
-    plan = plan_from(arguments, gathered_from(arguments))
+    plan = plan_from(arguments, request_from(arguments))
     with contextlib.suppress(ValueError):  # of jobs that were not started
         submission.submit(plan, command="slurm")
     assert [job.accepted_data for job in submitted] == [(match[1], "0" * 12)]
