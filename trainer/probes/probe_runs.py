@@ -33,7 +33,7 @@ from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear
 from trainer.probes.result import ProbeResult
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
-from trainer.reports.config_identity import science_of
+from trainer.reports.config_identity import config_identity
 from trainer.run_dir import RunDir, steps_in, write_json
 
 
@@ -238,8 +238,8 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
     arms: dict[tuple[str, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
     for path, results in zip(paths, of_runs, strict=True):
         one = next(iter(results.values()))
-        science = science_of(read_config(RunDir(path).config))
-        arms.setdefault((science, one.train_manifest_sha256, one.test_manifest_sha256), {})[path] = results
+        identity = config_identity(read_config(RunDir(path).config))
+        arms.setdefault((identity, one.train_manifest_sha256, one.test_manifest_sha256), {})[path] = results
     lines = []
     for of_arm in arms.values():
         if len(of_arm) == 1:
