@@ -101,7 +101,7 @@ def test_replay_runs_no_command(run: RunDir, ran: Path, monkeypatch: pytest.Monk
     record = NonFiniteRecord(
         step=0, state_step=0, epoch=0, seed=0, precision="float32", command="", learning_rates={}, ranks=()
     )
-    monkeypatch.setattr(trainer.replay, "read_record", lambda run_dir, step: (record, {}))
+    monkeypatch.setattr("trainer.fault_tolerance.nonfinite.read_record", lambda run_dir, step: (record, {}))
     with pytest.raises(UserError, match=REFUSAL):
         call(monkeypatch, trainer.replay, run.path, "--step", "0")
     assert not ran.exists()
