@@ -15,8 +15,6 @@ from data_pipeline.core.schema import MAX_SEED, Schema
 from trainer.run_dir import ALLOW_PIPE_HELP, open_run, runs_of
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.analyses.analysis import Analysis
 
 # Each is the module of that name in trainer/analyses.
@@ -82,30 +80,18 @@ def main() -> None:
     if arguments.list_settings:
         print(describe_settings(settings))
         return
+    from data_pipeline.core.devices import named_device
     from trainer.analyses.loaded_run import AnalysisOptions
 
     options = AnalysisOptions(
         step=arguments.step,
-        device=_device(arguments.device),
+        device=named_device(arguments.device),
         seed=arguments.seed,
         allow_pipe=arguments.allow_pipe,
     )
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     for path in analysis.run(runs, settings, options):
         print(path)
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise UserError(f'--device {name}: this machine has no such device; take "cpu" or leave it out') from None
-    return device
 
 
 if __name__ == "__main__":

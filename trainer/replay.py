@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.errors import run_command
 from trainer.run_dir import ALLOW_PIPE_HELP, open_run
 
 
@@ -24,14 +24,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    import torch
-
+    from data_pipeline.core.devices import named_device
     from trainer.fault_tolerance.nonfinite import read_record
     from trainer.step_replay import explain, replay
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("there is no GPU to be seen here; leave out --device cuda")
+    device = named_device(arguments.device).type
     run_dir = open_run(arguments.run_dir)
     record, states = read_record(run_dir, arguments.step)
     result = replay(run_dir, record, states, device=device, allow_pipe=arguments.allow_pipe)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
+from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream, batch_indices, epoch_order
 from data_pipeline.overlays import Overlay, evaluation_keys
@@ -157,13 +158,7 @@ def run(args: argparse.Namespace) -> None:
     """Print a table of rates. The first pass over a dataset may be bound by the disk: run it twice."""
     if args.batch_size < 1 or args.max_workers < 0 or args.seconds <= 0:
         raise UserError("--batch-size and --seconds must be above 0 and --max-workers at least 0")
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used ({reason}); try cpu or cuda") from None
+    device = named_device(args.device)
     print(f"{'what':<20}{'workers':>8}{'samples/s':>12}", flush=True)
     for row in rows(args.location, batch_size=args.batch_size, max_workers=args.max_workers, device=device):
         workers = "" if row.num_workers is None else row.num_workers

@@ -12,8 +12,6 @@ from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.theory.framework.experiment import Experiment
 
 # Each is the package of that name in trainer/theory.
@@ -57,32 +55,17 @@ def main() -> None:
     if arguments.explain:
         print(settings.model_dump_json(indent=2))
         return
+    from data_pipeline.core.devices import named_device
     from trainer.memory import keep_freed_memory
     from trainer.theory.framework.claim import claim_table
     from trainer.theory.framework.experiment import RESULT, default_out, run_experiment
 
     keep_freed_memory()
     out = arguments.out or default_out(name, settings, experiment.defaults)
-    result = run_experiment(name, experiment, settings, out=out, device=choose_device(arguments.device))
+    result = run_experiment(name, experiment, settings, out=out, device=named_device(arguments.device))
     print(claim_table(result.claims))
     for path in (*result.figures, RESULT):
         print(out / path)
-
-
-def choose_device(name: str | None) -> torch.device:
-    """Return the device of that name, by default the GPU if there is one. Raises `UserError` if it is not there."""
-    import torch
-
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in {"cpu", "cuda"}:
-        raise UserError(f"--device {name} is no device; write cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs; pass --device cpu")
-    return device
 
 
 if __name__ == "__main__":

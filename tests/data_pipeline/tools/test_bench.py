@@ -120,7 +120,7 @@ def test_the_command_prints_a_rate_for_every_row(
     [
         (["--batch-size", "0"], "--batch-size"),
         (["--batch-size", "21"], "does not fit a dataset of 20 samples"),
-        (["--device", "abacus"], "--device abacus cannot be used"),
+        (["--device", "abacus"], "--device abacus: this machine has no such device"),
     ],
 )
 def test_what_cannot_be_measured_is_said(tmp_path: Path, words: list[str], problem: str) -> None:
