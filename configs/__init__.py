@@ -5,6 +5,6 @@ which return several.
 one RunConfig of a run. What may never happen: logic, or a setting that is not in the resolved config.json.
 """
 
-from configs.resolve import explain, resolve_recipe, resolve_study
+from configs.resolve import describe_recipes, explain, resolve_recipe, resolve_study
 
-__all__ = ["explain", "resolve_recipe", "resolve_study"]
+__all__ = ["describe_recipes", "explain", "resolve_recipe", "resolve_study"]

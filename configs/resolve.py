@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import configs
 from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.overrides import set_paths
 from data_pipeline.core.schema import flatten
@@ -43,8 +44,7 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     known = studies()
     if name not in known:
         raise UserError(f'unknown study "{name}"{nearest(name, known)}')
-    module = importlib.import_module(f"configs.{STUDIES}")
-    members: list[RunConfig] = getattr(module, name.partition(":")[2])()
+    members: list[RunConfig] = _function(name)()
     resolved = [
         member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})") for member in members
     ]
@@ -77,36 +77,59 @@ def explain(name: str, overrides: Sequence[str] = ()) -> str:
     return "\n".join(f"{path:{width}}  {value:{value_width}}  {origin}" for path, value, origin in lines)
 
 
+def describe_recipes() -> str:
+    """Return a line for every recipe and every study: its name, and the first paragraph of its docstring."""
+    groups = {"recipes, for --config": recipes(), "studies, for --study of launch/slurm.py": studies()}
+    width = max(len(name) for names in groups.values() for name in names)
+    lines = []
+    for title, names in groups.items():
+        lines += [f"{title}:", *(f"  {name:{width}}  {_summary(_function(name))}" for name in names)]
+    return "\n".join(lines)
+
+
 def recipes() -> list[str]:
-    """Every recipe there is, as module:function."""
-    names = []
-    for module_info in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module_info.name not in {"resolve", "base", STUDIES}:
-            module = importlib.import_module(f"configs.{module_info.name}")
-            names += [f"{module_info.name}:{function}" for function in _functions(module)]
-    return names
+    """Return the names of all recipes, as module:function."""
+    return [name for module in _modules() if module != STUDIES for name in _names(module)]
 
 
 def studies() -> list[str]:
-    """Every study there is, as studies:function."""
-    return [f"{STUDIES}:{function}" for function in _functions(importlib.import_module(f"configs.{STUDIES}"))]
+    """Return the names of all studies, as studies:function."""
+    return _names(STUDIES)
 
 
 def _recipe(name: str) -> Callable[[], RunConfig]:
-    module_name, _, function_name = name.partition(":")
     known = recipes()
     if name not in known:
         raise UserError(f'unknown recipe "{name}"{nearest(name, known)}')
-    recipe: Callable[[], RunConfig] = getattr(importlib.import_module(f"configs.{module_name}"), function_name)
+    recipe: Callable[[], RunConfig] = _function(name)
     return recipe
 
 
-def _functions(module: Any) -> list[str]:
+def _modules() -> list[str]:
+    """Return the names of the modules in configs/ that hold recipes or studies."""
+    return [info.name for info in pkgutil.iter_modules(configs.__path__) if info.name not in {"resolve", "base"}]
+
+
+def _names(module_name: str) -> list[str]:
+    """Return the public functions of a module in configs/, as module:function."""
+    module = importlib.import_module(f"configs.{module_name}")
     return [
-        name
+        f"{module_name}:{name}"
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     ]
+
+
+def _function(name: str) -> Callable[[], Any]:
+    """Return the function that `name`, module:function, stands for."""
+    module_name, _, function_name = name.partition(":")
+    function: Callable[[], Any] = getattr(importlib.import_module(f"configs.{module_name}"), function_name)
+    return function
+
+
+def _summary(function: Callable[[], Any]) -> str:
+    """Return the first paragraph of a docstring on one line."""
+    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
 
 
 def _given(config: RunConfig) -> set[str]:

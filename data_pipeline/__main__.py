@@ -1,39 +1,172 @@
-"""`python -m data_pipeline COMMAND`: build, look at and check datasets."""
+"""`python -m data_pipeline COMMAND`: build, check, show and measure datasets."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
-from data_pipeline.building import build
+from data_pipeline.building.datasets import (
+    DIGITS,
+    DRAWN,
+    NOISE_CROPS,
+    NOISE_VOLUME,
+    NUM_SAMPLES_PER_SHARD,
+    SPLITS,
+    TEST_SPEAKER,
+    describe_datasets,
+)
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.tools import batch_trace, bench, preview, verify
-
-COMMANDS = {
-    "build": (build, "make a dataset: shards and a manifest"),
-    "verify": (verify, "read every byte and name what is wrong"),
-    "preview": (preview, "draw the first samples as a picture"),
-    "trace": (batch_trace, "print which samples training would see, batch by batch"),
-    "bench": (bench, "measure how many samples a second can be read"),
-}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument as every other mistake of the user is: in one sentence."""
+    """Reports a wrong argument like every other mistake of the user: in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
-def main() -> None:
-    parser = Parser(prog="python -m data_pipeline", description="Build, look at and check datasets.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    args = parser.parse_args()
-    args.run(args)
+def _build(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s DATASET --out DIR [options]"
+    parser.epilog = describe_datasets()
+    add = parser.add_argument
+    add("dataset", metavar="DATASET", help="The dataset to build, one of the list below.")
+    add("--out", metavar="DIR", type=Path, required=True, help="The directory to write.")
+    add("--source", metavar="S", help="The source of the data, one of the list below.")
+    add("--root", metavar="PATH", type=Path, help="The directory that holds the data of the source.")
+    add("--split", metavar="|".join(SPLITS), default="train", help="The split to build (default: train).")
+    add("--seed", metavar="N", type=int, default=0, help="The seed of the order and of the overlays (default: 0).")
+    add("--limit", metavar="N", type=int, help="Use at most N records, balanced over the classes.")
+    add("--overlay", metavar="|".join(DRAWN), help="Draw overlays into the shards (default), or at each reading.")
+    add(
+        "--repeats",
+        metavar="R",
+        type=int,
+        default=1,
+        help="Store each record R times, each with an overlay of its own.",
+    )
+    add("--image-size", metavar="N", type=int, help="Crop the pictures of a folder to squares and resize them to NxN.")
+    add(
+        "--test-share",
+        metavar="P",
+        type=float,
+        help="For a folder without train/ and test/: the share of pictures in the test split. --seed chooses them.",
+    )
+    add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: sklearn for procedural, else mnist).")
+    add(
+        "--digits-root",
+        metavar="PATH",
+        type=Path,
+        help="The directory that holds MNIST/raw, for the digits of MNIST (default: --root).",
+    )
+    add(
+        "--noise-root",
+        metavar="PATH",
+        type=Path,
+        help="The directory of cafe.wav, traffic.wav and machinery.wav (default: --root; the source procedural makes "
+        "its own).",
+    )
+    add("--noise-volume", metavar="V", type=float, help=f"The loudest point of the noise (default: {NOISE_VOLUME}).")
+    add("--noise-crop", metavar="|".join(NOISE_CROPS), help="Crops of the train split (default: first_or_last).")
+    add("--test-speaker", metavar="NAME", help=f"The speaker of the test split of fsdd (default: {TEST_SPEAKER}).")
+    add(
+        "--samples-per-shard",
+        metavar="N",
+        type=int,
+        default=NUM_SAMPLES_PER_SHARD,
+        help="The samples in a shard (default: %(default)s).",
+    )
+    num_cpus = len(os.sched_getaffinity(0))
+    add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    _add_location(parser)
+
+
+def _preview(parser: argparse.ArgumentParser) -> None:
+    _add_location(parser)
+    parser.add_argument("--out", metavar="PNG", type=Path, required=True, help="The picture to write.")
+    parser.add_argument(
+        "--samples", metavar="N", type=int, default=60, help="The number of samples (default: %(default)s)."
+    )
+
+
+def _trace(parser: argparse.ArgumentParser) -> None:
+    _add_location(parser)
+    add = parser.add_argument
+    add("--ranks", type=int, default=1, metavar="N", help="The number of training processes (default: 1).")
+    add("--workers", type=int, default=0, metavar="M", help="The reader processes of each rank (default: 0).")
+    add(
+        "--batch-size", type=int, required=True, metavar="B", help="The global batch size: samples a step on all ranks."
+    )
+    add("--epoch", type=int, default=0, metavar="E", help="The epoch to show, counted from 0 (default: 0).")
+    add("--seed", type=int, default=0, metavar="S", help="The seed of the training run (default: 0).")
+    add("--from-step", type=int, default=0, metavar="K", help="Begin at step K of the epoch, as a resumed run would.")
+    add(
+        "--shuffle-shards",
+        type=int,
+        metavar="N",
+        help="Shuffle within windows of N shards (default: the whole dataset).",
+    )
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    _add_location(parser)
+    add = parser.add_argument
+    add("--batch-size", type=int, default=256, metavar="B", help="The samples in a batch (default: %(default)s).")
+    add(
+        "--max-workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="M",
+        help="Measure with 0, 1, 2, 4, ... up to M workers (default: %(default)s).",
+    )
+    add(
+        "--seconds", type=float, default=2.0, metavar="T", help="The length of each measurement (default: %(default)s)."
+    )
+    add("--device", metavar="D", help="The device that finishes batches (default: cuda if there is a GPU, else cpu).")
+
+
+def _add_location(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "location", metavar="DIR", help="A built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}."
+    )
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it does, the function that adds its arguments, and the module whose `run` takes them."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    module: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "build": Command("Build a dataset: shards and a manifest.", _build, "data_pipeline.building.build"),
+    "verify": Command("Read every byte of a dataset and name what is wrong.", _verify, "data_pipeline.tools.verify"),
+    "preview": Command("Draw the first samples as one picture.", _preview, "data_pipeline.tools.preview"),
+    "trace": Command(
+        "Print the samples that training would see, batch by batch.", _trace, "data_pipeline.tools.batch_trace"
+    ),
+    "bench": Command("Measure how many samples a second can be read.", _bench, "data_pipeline.tools.bench"),
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command in `words`, by default those of the command line. Raises `UserError`."""
+    parser = Parser(prog="python -m data_pipeline", description="Build, check, show and measure datasets.")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.summary, description=command.summary))
+    arguments = parser.parse_args(words)
+    importlib.import_module(COMMANDS[arguments.command].module).run(arguments)
 
 
 if __name__ == "__main__":

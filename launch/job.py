@@ -34,7 +34,7 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
 from launch.outcome import last_line, outcome_path, write_outcome
-from launch.train import run
+from launch.rank import run
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
 from trainer.run_dir import open_run

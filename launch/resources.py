@@ -1,6 +1,6 @@
-"""What is asked of a cluster, and where each wish came from: a flag, the environment, a file of the user's, or nowhere.
+"""The resources that a job asks for, and where each value comes from: a flag, the environment, a file, or a default.
 
-Nothing is guessed from the name of a host: who moves to another cluster edits one small file.
+Nothing is guessed from the name of a host. To move to another cluster, edit one small file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainer.config import RunConfig
 
 PREFIX = "FEATURE_DROPOUT_SLURM_"
 FILE_NAME = "slurm.yaml"
-# Slurm's own variables, which a site may set for its users. submitit hides them from sbatch, so they are read here.
+# Variables of Slurm that a site may set for its users. submitit hides them from sbatch, so they are read here.
 SLURM_NAMES = ("partition", "account", "qos", "constraint")
-# What has a flag of its own here, and what this command has to decide by itself.
+# Fields of sbatch that have a flag here, and fields that launch/slurm.py decides.
 OWN_FLAGS = {
     "partition": "--partition",
     "account": "--account",
@@ -40,7 +40,7 @@ OWN_FLAGS = {
     "mem": "--mem-gb",
 }
 DECIDED = {"array", "error", "job-name", "no-requeue", "open-mode", "output", "requeue", "signal"}
-# Fields of sbatch by which GPUs may be asked for in another way than by --gpus-per-node.
+# Fields of sbatch that ask for GPUs in another way than --gpus-per-node.
 _GPU_FIELDS = {"gres", "gpus", "gpus-per-socket", "gpus-per-task", "tres-per-job", "tres-per-node", "tres-per-task"}
 
 
@@ -64,10 +64,10 @@ SbatchValue: TypeAlias = bool | Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_fields)]
 
 
-class Wishes(Schema):
-    """What flags, environment or a file may ask for; None leaves the default.
+class RequestedResources(Schema):
+    """The resources that flags, the environment or a file may ask for; None leaves the default.
 
-    gpus_per_node: 0 says that the CPU is meant, where None says nothing.
+    gpus_per_node: 0 says that the job is meant for the CPU, None does not say anything.
     sbatch: any other field of sbatch.
     """
 
@@ -84,10 +84,10 @@ class Wishes(Schema):
 
 
 class Resources(Schema):
-    """What a job asks for; None leaves the cluster's own default.
+    """The resources of a job; None leaves the default of the cluster.
 
-    Of the `cpus_per_task` cores of a rank its training process computes with `threads_per_task`; the others are for its
-    data workers. More threads than cores would not only be slow: they wait for each other in busy loops.
+    A rank has `cpus_per_task` cores. Its training process computes with `threads_per_task` of them, and the data
+    workers use the others. More threads than cores are slow, because they wait for each other in busy loops.
     """
 
     nodes: NumProcesses
@@ -113,7 +113,7 @@ class Resources(Schema):
 
     @property
     def says_nothing_of_gpus(self) -> bool:
-        """Whether GPUs are neither asked for nor refused (by --gpus-per-node 0)."""
+        """Tell whether the request does not mention GPUs; --gpus-per-node 0 does mention them."""
         return self.gpus_per_node is None and not self.asks_for_gpus
 
     @property
@@ -122,7 +122,7 @@ class Resources(Schema):
 
 
 def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
-    """Say in plain words what is asked for.
+    """Describe the resources in words.
 
     Examples:
         >>> few = Resources(nodes=4, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=240)
@@ -150,21 +150,24 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """The wishes, and of each one that is not the default, by its name, where it came from."""
+class ResolvedRequest:
+    """The wanted, and of each one that is not the default, by its name, where it came from."""
 
-    wishes: Wishes
+    wanted: RequestedResources
     origins: Mapping[str, str]
 
 
-def gather(
+def resolve_request(
     flags: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, files: Sequence[Path] | None = None
-) -> Gathered:
-    """A flag (None: not given) goes before the environment, that before ./slurm.yaml, that before the user's file.
+) -> ResolvedRequest:
+    """Resolve what is asked for: a flag beats the environment, which beats ./slurm.yaml, which beats the user's file.
 
-    The environment is FEATURE_DROPOUT_SLURM_PARTITION and so on, else Slurm's own SBATCH_PARTITION, _ACCOUNT, _QOS and
-    _CONSTRAINT. The fields under `sbatch` are put together from all of them. Raises `UserError` for what is unknown or
-    no such value, and says where it stands. An empty variable is taken as unset.
+    flags: by name; None means that the flag was not given.
+    environ: FEATURE_DROPOUT_SLURM_PARTITION and so on, which beat SBATCH_PARTITION, _ACCOUNT, _QOS and _CONSTRAINT of
+        Slurm itself. An empty variable counts as unset.
+
+    The fields under `sbatch` are merged from all of them. Raises `UserError` for an unknown name or a wrong value, and
+    says where it stands.
     """
     environ = set_variables(os.environ if environ is None else environ)
     values: dict[str, Any] = {}
@@ -185,17 +188,19 @@ def gather(
         if value is not None:
             flag = f"--{name.replace('_', '-')}"
             _add({name: value}, where=flag, origin=flag, values=values, fields=fields, origins=origins)
-    return Gathered(Wishes.parse(values | {"sbatch": fields}, where="the cluster's settings"), origins)
+    return ResolvedRequest(
+        RequestedResources.parse(values | {"sbatch": fields}, where="the cluster's settings"), origins
+    )
 
 
 def default_files(environ: Mapping[str, str]) -> list[Path]:
-    """./slurm.yaml and the user's own, strongest first, where they are there."""
+    """Return the files that exist of ./slurm.yaml and the user's own, the strongest first."""
     home = Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
     return [path for path in (Path(FILE_NAME), home / "feature-dropout" / FILE_NAME) if path.is_file()]
 
 
 def parse_fields(words: Sequence[str]) -> dict[str, str | bool]:
-    """KEY=VALUE, or KEY for a field without a value.
+    """Parse fields of sbatch: KEY=VALUE, or KEY for a field without a value.
 
     Examples:
         >>> parse_fields(["reservation=night", "exclusive"])
@@ -205,19 +210,20 @@ def parse_fields(words: Sequence[str]) -> dict[str, str | bool]:
     return {name: value if separator else True for name, separator, value in pairs}
 
 
-def resources_for(wishes: Wishes, configs: Sequence[RunConfig], *, nodes: int) -> Resources:
-    """What to ask for so that each of `configs` can run: a rank a GPU, and a core for it and for each data worker.
+def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, nodes: int) -> Resources:
+    """Return the resources with which each of `configs` can run.
 
-    Raises `UserError` unless the ranks divide every global batch, before a job waits in a queue only to find out.
+    By default there is one rank for each GPU, and a rank has one core for itself and one for each data worker. Raises
+    `UserError` unless the number of ranks divides every global batch.
     """
     num_workers = max(config.data.num_workers for config in configs)
-    cpus_per_task = wishes.cpus_per_task or 1 + num_workers
+    cpus_per_task = wanted.cpus_per_task or 1 + num_workers
     resources = Resources(
         nodes=nodes,
-        tasks_per_node=wishes.tasks_per_node or wishes.gpus_per_node or 1,
+        tasks_per_node=wanted.tasks_per_node or wanted.gpus_per_node or 1,
         cpus_per_task=cpus_per_task,
         threads_per_task=max(1, cpus_per_task - num_workers),
-        **wishes.model_dump(exclude={"tasks_per_node", "cpus_per_task"}),
+        **wanted.model_dump(exclude={"tasks_per_node", "cpus_per_task"}),
     )
     for config in configs:
         if config.global_batch_size % resources.num_ranks:
@@ -229,16 +235,16 @@ def resources_for(wishes: Wishes, configs: Sequence[RunConfig], *, nodes: int) -
     return resources
 
 
-def told_origins(gathered: Gathered) -> list[str]:
-    """A line for each wish: its value, and where it came from."""
-    values = gathered.wishes.model_dump(exclude={"sbatch"})
+def describe_origins(request: ResolvedRequest) -> list[str]:
+    """Return a line for each requested value, with its origin."""
+    values = request.wanted.model_dump(exclude={"sbatch"})
     lines = [
-        f"{name}: {value} from {gathered.origins.get(name, 'default')}"
+        f"{name}: {value} from {request.origins.get(name, 'default')}"
         for name, value in values.items()
         if value is not None
     ]
     return lines + [
-        f"{name}: {value} from {gathered.origins[f'sbatch.{name}']}" for name, value in gathered.wishes.sbatch.items()
+        f"{name}: {value} from {request.origins[f'sbatch.{name}']}" for name, value in request.wanted.sbatch.items()
     ]
 
 
@@ -251,8 +257,8 @@ def _add(
     fields: dict[str, Any],
     origins: dict[str, str],
 ) -> None:
-    """Lay what one place gives over what weaker ones gave; checked here, so that a mistake is named where it stands."""
-    checked = Wishes.parse(given, where=where)
+    """Merge the values of one place over those of weaker ones. Checks them first, so that an error names the place."""
+    checked = RequestedResources.parse(given, where=where)
     for name in given:
         if name == "sbatch":
             fields.update(checked.sbatch)
@@ -262,7 +268,7 @@ def _add(
 
 
 def _words(text: str, *, where: str) -> list[str]:
-    """As a shell would read them."""
+    """Split the text as a shell would."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -8,13 +8,10 @@ code of it is run, no file outside of it (or of its study) is read, and what it 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import platform
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,12 +28,12 @@ from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import load_manifest
 from launch.outcome import ENDED_NAME, is_inside, outcomes_of_job, read_end, read_outcome
 from launch.resources import Resources
+from launch.slurm_client import queued_jobs, was_cancelled
 from trainer.config import RunConfig, read_config
 from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 
-SQUEUE_SECONDS = 60
 _SAME_CAUSE_SECONDS = 300.0  # the errors of several ranks so close together have one cause: the first of them
 _LOG_END_BYTES = 20_000
 _RECORD_BYTES = 1_000_000
@@ -109,23 +106,6 @@ def last_submission(run_dir: RunDir) -> Submission | None:
     return Submission.parse(value, where=str(path))
 
 
-def queued_jobs() -> dict[str, str] | None:
-    """Of every job of this user in the queue, by its id, the state and the reason; None where there is no squeue.
-
-    Each member of a job array has an id of its own, such as 12_3. Raises `UserError` if squeue gets no answer.
-    """
-    if shutil.which("squeue") is None:
-        return None
-    command = ["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%i|%T|%r"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"squeue gave no answer within {SQUEUE_SECONDS} s; try again") from None
-    if done.returncode:
-        raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
-    return parse_queue(done.stdout)
-
-
 def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
     """`queued_jobs`, but Slurm is left alone if none of these runs was ever submitted to it, as far as is known."""
     submissions = []
@@ -135,20 +115,6 @@ def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
     if any(submission is not None and submission.executor == "slurm" for submission in submissions):
         return queued_jobs()
     return {}
-
-
-def parse_queue(text: str) -> dict[str, str]:
-    """Lines of `%i|%T|%r`.
-
-    Examples:
-        >>> parse_queue("12_0|RUNNING|None\\n12_1|PENDING|JobArrayTaskLimit\\n")
-        {'12_0': 'RUNNING', '12_1': 'PENDING (JobArrayTaskLimit)'}
-    """
-    found = {}
-    for line in text.splitlines():
-        job_id, state, reason = (part.strip() for part in line.split("|", 2))
-        found[job_id] = state if reason == "None" else f"{state} ({reason})"
-    return found
 
 
 def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | None:
@@ -262,7 +228,7 @@ def how_it_ended(run_dir: RunDir, submission: Submission, *, start: _LastStart |
         return Standing(error.ended, error.line if error.ended == "stopped" else f"rank {error.rank}: {error.line}")
     home, log = submission.home_of(run_dir), submission.rank_log(run_dir, 0)
     if not log.is_file():
-        if submission.executor == "slurm" and _was_cancelled(submission.job_id):
+        if submission.executor == "slurm" and was_cancelled(submission.job_id):
             return Standing("stopped", f"{_CANCELLED} while it waited")
         return Standing(
             "failed", f"no log: it was cancelled while it waited, or the nodes cannot write to {log.parent}"
@@ -299,19 +265,6 @@ def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
         return _LastStart(datetime.fromisoformat(str(last.get("started_at"))).timestamp(), str(last.get("host")))
     except (ValueError, OverflowError):
         return None
-
-
-def _was_cancelled(job_id: str) -> bool:
-    """By slurmctld, which forgets a job minutes after its end, else by the accounting, which many clusters lack."""
-    ways = (("scontrol", "show", "job"), ("sacct", "--noheader", "--allocations", "--format=State", "--jobs"))
-    for command in ways:
-        if shutil.which(command[0]) is None:
-            continue
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run([*command, job_id], capture_output=True, text=True, timeout=SQUEUE_SECONDS)
-            if re.search(r"^\s*(?:JobState=)?CANCELLED\b", done.stdout, re.MULTILINE):
-                return True
-    return False
 
 
 @dataclass(frozen=True)

@@ -7,82 +7,59 @@ torchrun --standalone --nproc-per-node 2 launch/train.py --config debug:image
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
-import torch
-
-from configs import explain, resolve_recipe
-from data_pipeline.core.errors import UserError, log_to_terminal, run_command
+from data_pipeline.core.errors import run_command
 from data_pipeline.core.overrides import SET_HELP
-from launch.outcome import last_line, note_end
-from trainer.config import RunConfig
-from trainer.data import read_manifests
-from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
-from trainer.distributed.environment import choose_device, process_group, read_env
-from trainer.fault_tolerance.preemption import StoppedError
-from trainer.memory import keep_freed_memory
-from trainer.planning.describe import describe
-from trainer.planning.fit import plan
-from trainer.provenance import command_line
-from trainer.run_dir import RunDir
-from trainer.train import train
 
 _MAX_NUMBER = 10**7
 _MAX_GIGABYTES = 10**9
 
 
-def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
-    """Train as the rank given by the variables of torchrun or Slurm; alone if there are none. Raises as `train`."""
-    keep_freed_memory()
-    world = read_env(os.environ)
-    log_to_terminal()
-    device = choose_device(world)
-    with process_group(world, device):
-        try:
-            train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"rank {world.rank} has not enough memory on {device} ({str(error).partition('. GPU')[0]}); raise "
-                "memory.micro_batches, set memory.encoder_checkpointing=whole, or see what fits with `--plan "
-                "--gpu-gigabytes`"
-            ) from error
-
-
-def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
-    """Call `run`; if it ends early, the first rank writes why into the run directory, for launch/status.py."""
-    is_first = read_env(os.environ).rank == 0
-    try:
-        run(config, run_dir, command=command, accepted_data=accepted_data)
-    except Exception as error:
-        if is_first and isinstance(error, StoppedError):
-            note_end(RunDir(run_dir), config, "stopped", str(error))
-        elif is_first:
-            note_end(RunDir(run_dir), config, "failed", last_line(error))
-        raise
-
-
-def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
-    """The plan of a run on so many ranks, of its dataset where that is there, and what DeepSpeed would be told."""
-    try:
-        manifest = read_manifests(config.data).train
-    except UserError:
-        manifest = None
-    planned = plan(
-        config,
-        world_size=world_size,
-        num_samples=None if manifest is None else manifest.num_samples,
-        input_shape=None if manifest is None else manifest.input_shape,
-        device_gigabytes=device_gigabytes,
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", metavar="RECIPE", help="The recipe, module:function in configs/, or a config file.")
+    what.add_argument("--list", action="store_true", help="Print all recipes and studies, each with its first line.")
+    add_run_arguments(parser)
+    add = parser.add_argument
+    add("--explain", action="store_true", help="Print every setting and where it comes from, and stop.")
+    add("--plan", action="store_true", help="Print the memory and the network traffic that the run needs, and stop.")
+    add("--nodes", type=positive, default=1, metavar="N", help="The nodes of the plan (default: 1).")
+    add(
+        "--tasks-per-node",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="The ranks on each node (default: 1).",
     )
-    print(describe(planned))
-    if isinstance(config.engine, DeepSpeedConfig):
-        told = deepspeed_dictionary(config.engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
-        print(f"\nDeepSpeed is told\n{json.dumps(told, indent=2)}")
+    add("--gpu-gigabytes", type=gigabytes, metavar="GB", help="The device memory that the plan fits a batch into.")
+    return parser
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that launch/train.py and launch/slurm.py share.
+
+    --accept-data names the new dataset, so that a requeue or a script cannot accept a later replacement with it.
+    """
+    add = parser.add_argument
+    add("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
+    add("--allow-pipe", action="store_true", help="Execute the pipe: locations of a config file.")
+    add(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="The run directory (default: runs/NAME-seedSEED). A run that was killed goes on from its last checkpoint.",
+    )
+    add(
+        "--accept-data",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Go on with a dataset that was replaced. The refusal says its NAME. May be repeated.",
+    )
 
 
 def positive(text: str) -> int:
@@ -104,41 +81,16 @@ def gigabytes(text: str) -> float:
     return number
 
 
-def add_accept_data(parser: argparse.ArgumentParser) -> None:
-    """Add the flag by which a run goes on with a dataset that was replaced.
-
-    It names the new data, so that no later replacement is accepted with it, by a requeue or by a script.
-    """
-    parser.add_argument(
-        "--accept-data",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="go on with a dataset that was replaced; the refusal says its NAME; repeatable",
-    )
-
-
-def default_run_dir(config: RunConfig) -> Path:
-    return Path("runs") / f"{config.name}-seed{config.seed}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--config", required=True, metavar="RECIPE", help="module:function in configs/, or a config file"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
-    parser.add_argument("--allow-pipe", action="store_true", help="run the pipe: locations of a config file")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-seedSEED; a killed run goes on")
-    add_accept_data(parser)
-    parser.add_argument("--explain", action="store_true", help="print every setting and where it came from, and stop")
-    parser.add_argument("--plan", action="store_true", help="print what the run would take of memory and net, and stop")
-    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="of the plan; default: 1")
-    parser.add_argument(
-        "--tasks-per-node", type=positive, default=1, metavar="N", help="ranks, of the plan; default: 1"
-    )
-    parser.add_argument("--gpu-gigabytes", type=gigabytes, metavar="GB", help="memory into which the plan fits a batch")
-    arguments = parser.parse_args()
+    arguments = _parser().parse_args()
+    from configs import describe_recipes, explain, resolve_recipe
+    from launch.rank import default_run_dir, print_plan, run_noting_its_end
+    from trainer.fault_tolerance.preemption import StoppedError
+    from trainer.provenance import command_line
+
+    if arguments.list:
+        print(describe_recipes())
+        return
     if arguments.explain:
         print(explain(arguments.config, arguments.set))
         return

@@ -3,122 +3,95 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import importlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
 from data_pipeline.core.schema import MAX_SEED, Schema
-from trainer.analyses.alignment import AlignmentConfig, analyze_alignment
-from trainer.analyses.collision import CollisionConfig, analyze_collision
-from trainer.analyses.concentration import ConcentrationConfig, analyze_concentration
-from trainer.analyses.embedding import EmbeddingConfig, analyze_embedding
-from trainer.analyses.feature_dropout import FeatureDropoutConfig, analyze_feature_dropout
-from trainer.analyses.filters import FiltersConfig, analyze_filters
-from trainer.analyses.loaded_run import AnalysisOptions
-from trainer.analyses.views import ViewsAnalysisConfig, analyze_views
-from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, runs_of
+from trainer.run_dir import ALLOW_PIPE_HELP, open_run, runs_of
 
+if TYPE_CHECKING:
+    from trainer.analyses.analysis import Analysis
 
-@dataclass(frozen=True)
-class Analysis:
-    """An analysis: its question, its settings, and the function that writes its files and yields their paths."""
-
-    question: str
-    config: type[Schema]
-    make: Callable[[Sequence[RunDir], Any, AnalysisOptions], Iterator[Path]]
-
-
-def _of_each(analyze: Callable[..., list[Path]]) -> Callable[[Sequence[RunDir], Any, AnalysisOptions], Iterator[Path]]:
-    """An analysis of one run, for several one after the other."""
-
-    def make(run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
-        for run_dir in run_dirs:
-            yield from analyze(run_dir, config=config, options=options)
-
-    return make
-
-
-def _of_all(run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
-    yield from analyze_feature_dropout(run_dirs, config=config, options=options)
-
-
-ANALYSES: Mapping[str, Analysis] = {
-    "views": Analysis(
-        "what does the view policy do to pictures, and where?", ViewsAnalysisConfig, _of_each(analyze_views)
-    ),
-    "feature_dropout": Analysis(
-        "how often do the views of one run destroy what another can read? (two runs or more)",
-        FeatureDropoutConfig,
-        _of_all,
-    ),
-    "alignment": Analysis(
-        "are views of a sample close, and classes far apart?", AlignmentConfig, _of_each(analyze_alignment)
-    ),
-    "concentration": Analysis(
-        "which pair of transforms brings pictures of a class together?",
-        ConcentrationConfig,
-        _of_each(analyze_concentration),
-    ),
-    "embedding": Analysis("do the features form clusters?", EmbeddingConfig, _of_each(analyze_embedding)),
-    "collision": Analysis(
-        "how fast do transforms, used again and again, make pictures alike?",
-        CollisionConfig,
-        _of_each(analyze_collision),
-    ),
-    "filters": Analysis(
-        "how sparsely do features fire, and do they see more than colour?", FiltersConfig, _of_each(analyze_filters)
-    ),
+# Each is the module of that name in trainer/analyses.
+ANALYSES: Mapping[str, str] = {
+    "views": "What does the view policy do to pictures, and where?",
+    "feature_dropout": "How often do the views of one run destroy what another can read? (Takes two runs or more.)",
+    "alignment": "Are views of a sample close, and classes far apart?",
+    "concentration": "Which pair of transforms brings pictures of a class together?",
+    "embedding": "Do the features form clusters?",
+    "collision": "How fast do transforms, used again and again, make pictures alike?",
+    "filters": "How sparsely do features fire, and do they see more than colour?",
 }
 
 
-def main() -> None:
+def load_analysis(name: str) -> Analysis:
+    """Import the analysis of that name. Raises `UserError` with the nearest name if there is none."""
+    if name not in ANALYSES:
+        raise UserError(f'there is no analysis "{name}"{nearest(name, ANALYSES)}')
+    analysis: Analysis = importlib.import_module(f"trainer.analyses.{name}").ANALYSIS
+    return analysis
+
+
+def describe_settings(settings: Schema) -> str:
+    """Return a line for each setting: its name, its value, and what it means."""
+    rows = [
+        (name, json.dumps(value), str(type(settings).model_fields[name].description))
+        for name, value in settings.model_dump(mode="json").items()
+    ]
+    name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{name:{name_width}}  {value:{value_width}}  {meaning}" for name, value, meaning in rows)
+
+
+def _parser() -> argparse.ArgumentParser:
     width = max(map(len, ANALYSES))
-    listing = "\n".join(f"  {name:{width}}  {analysis.question}" for name, analysis in ANALYSES.items())
+    listing = "\n".join(f"  {name:{width}}  {question}" for name, question in ANALYSES.items())
     parser = argparse.ArgumentParser(
         prog="python -m trainer.analyze",
         description=__doc__,
-        epilog=f"NAME is one of\n{listing}\ndocs/analyses.md explains their numbers.",
+        epilog=f"analyses:\n{listing}\n\ndocs/analyses.md explains their numbers.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME")
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="or a study's directory")
-    parser.add_argument("--step", type=int, help="checkpoint to look at; 0 is untrained (default: the newest)")
-    parser.add_argument("--seed", type=int, help="of all that is drawn (default: the seed of the run)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=f"of the analysis: {SET_HELP}")
-    parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="The analysis to run, one of the list below.")
+    add("run_dirs", type=Path, nargs="*", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
+    add("--list-settings", action="store_true", help="Print every setting of the analysis, and stop.")
+    add("--step", type=int, help="The checkpoint to analyse; 0 is the untrained encoder (default: the newest).")
+    add("--seed", type=int, help="The seed of all random draws (default: the seed of the run).")
+    add("--device", help="The device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU).")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=SET_HELP)
+    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     arguments = parser.parse_args()
-    if arguments.name not in ANALYSES:
-        raise UserError(f'there is no analysis "{arguments.name}"{nearest(arguments.name, ANALYSES)}')
+    if not arguments.run_dirs and not arguments.list_settings:
+        parser.error("the following arguments are required: RUN_DIR")
     if arguments.seed is not None and not 0 <= arguments.seed <= MAX_SEED:
         raise UserError(f"--seed must be 0 to {MAX_SEED:,}, got {arguments.seed}")
-    analysis = ANALYSES[arguments.name]
-    config = analysis.config().override(arguments.set, where=f"settings of {arguments.name}")
+    analysis = load_analysis(arguments.name)
+    settings = analysis.settings().override(arguments.set, where=f"settings of {arguments.name}")
+    if arguments.list_settings:
+        print(describe_settings(settings))
+        return
+    from data_pipeline.core.devices import named_device
+    from trainer.analyses.loaded_run import AnalysisOptions
+
     options = AnalysisOptions(
         step=arguments.step,
-        device=_device(arguments.device),
+        device=named_device(arguments.device),
         seed=arguments.seed,
         allow_pipe=arguments.allow_pipe,
     )
-    runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # all of them before the first is worked on
-    for path in analysis.make(runs, config, options):
+    runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
+    for path in analysis.run(runs, settings, options):
         print(path)
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise UserError(f'--device {name}: this machine has no such device; take "cpu" or leave it out') from None
-    return device
 
 
 if __name__ == "__main__":

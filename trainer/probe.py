@@ -1,55 +1,68 @@
 """`python -m trainer.probe RUN_DIR...`: one linear probe and one kNN vote for each label, from the frozen encoder.
 
-Reads run directories and the shards that their configs name. Writes for each checkpoint, under RUN_DIR/probes/,
-step_00010000/base.json, and overlay.json if something was drawn on the pictures or mixed into the sounds, with the
-trained heads in heads.safetensors; and curves.json over all that was probed. With `--out DIR` the results are under
-DIR/NAME instead, NAME being the run directory's, which may then be read-only.
+Reads run directories and the shards that their configs name. Under RUN_DIR/probes/ it writes, for each checkpoint,
+step_00010000/base.json and the trained heads in heads.safetensors, and overlay.json if the samples have overlays. It
+also writes curves.json over all checkpoints. With `--out DIR` the results are under DIR/NAME, where NAME is that of the
+run directory, which may then be read-only.
 
-Guarantees: no encoder or checkpoint is changed, and no result depends on the number of ranks.
-
-Alone, or for more speed `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or under srun.
+It runs in one process; for more speed use `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
+from data_pipeline.core.errors import run_command
+from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
 
-from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.progress import Progress
-from data_pipeline.loading.order import num_steps_per_epoch
-from trainer.checkpoint.run_state import other_data
-from trainer.config import read_config
-from trainer.data import read_manifests
-from trainer.distributed.collectives import broadcast_object, rank
-from trainer.distributed.environment import choose_device, process_group, read_env
-from trainer.modules import TrainedModules
-from trainer.observability.wandb_run import summarize
-from trainer.preflight import on_first_rank
-from trainer.pretrained import load_modules
-from trainer.probes.curve import ProbeCurve, read_curves
-from trainer.probes.features import LABEL_SPACES, TRAIN_DRAW, LabelSpace, Pictures, read_pictures
-from trainer.probes.heads import Heads, write_heads
-from trainer.probes.knn import probe_knn
-from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear, spread
-from trainer.probes.result import ProbeResult
-from trainer.probes.shared import check_shared, find_shared
-from trainer.probes.targets import label_targets, readable_labels
-from trainer.reports.config_identity import science_of
-from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of, steps_in, write_json
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.probe",
+        description="Fit one linear probe and one kNN vote for each label on the features of the frozen encoder.",
+    )
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", type=_whole, help="The checkpoint to probe; 0 is the untrained encoder (default: the newest)."
+    )
+    which.add_argument("--all-steps", action="store_true", help="Probe every checkpoint of the run.")
+    add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
+    add("--label", choices=("base", "overlay"), help="Probe this label only (default: all labels of the data).")
+    add(
+        "--overlay-draws",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="Test under N draws of the overlays (default: 1).",
+    )
+    add(
+        "--allow-shared",
+        type=_share,
+        metavar="P",
+        help="The share of test samples that may also be in the train set (default: probe.allow_shared of the run).",
+    )
+    add("--out", type=Path, metavar="DIR", help="Write DIR/NAME/, and nothing into the run directory.")
+    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    fit = parser.add_argument_group(
+        "linear probe", "The defaults are in the config of the run. A changed value becomes part of the file names."
+    )
+    fit.add_argument("--views", choices=["policy", "none"], help="none computes the features once, which is fast.")
+    fit.add_argument("--batch-norm", choices=["eval", "train"], help="train uses batch statistics, as first published.")
+    fit.add_argument("--epochs", type=_positive, metavar="N", help="The number of epochs.")
+    return parser
 
 
 def main() -> None:
     arguments = _parser().parse_args()
+    from trainer.distributed.collectives import rank
+    from trainer.distributed.environment import choose_device, process_group, read_env
+    from trainer.preflight import on_first_rank
+    from trainer.probes.probe_runs import probe_run, runs_table
+
     world = read_env(os.environ)
     device = choose_device(world)
     changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
@@ -63,7 +76,7 @@ def main() -> None:
             if arguments.out is not None:
                 places_of_probes(run_dirs, arguments.out)
 
-        on_first_rank(check)  # all, before the first is worked on
+        on_first_rank(check)  # check all before the first is probed
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
         of_runs = [
@@ -82,283 +95,6 @@ def main() -> None:
         ]
         if len(of_runs) > 1 and rank() == 0:
             print(runs_table(paths, of_runs))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.probe", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="or a study's directory")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step", type=_whole, help="checkpoint to probe; 0 is the untrained encoder (default: the newest)"
-    )
-    which.add_argument("--all-steps", action="store_true", help="probe every checkpoint that is there")
-    parser.add_argument("--untrained", action="store_true", help="probe the untrained encoder too, for comparison")
-    parser.add_argument("--label", choices=LABEL_SPACES, help="probe this one alone (default: all that there are)")
-    parser.add_argument(
-        "--overlay-draws", type=_positive, default=1, metavar="N", help="test under N draws of the overlays (default 1)"
-    )
-    parser.add_argument(
-        "--allow-shared",
-        type=_share,
-        metavar="P",
-        help="share of the test samples that the train set may show too (default: the run's probe.allow_shared)",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/NAME/ and nothing into the run directory")
-    parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
-    fit = parser.add_argument_group("linear probe", "by default as the run's config says; else files bear the change")
-    fit.add_argument("--views", choices=["policy", "none"], help="none: fast, on features that are computed once")
-    fit.add_argument("--batch-norm", choices=["eval", "train"], help="train: batch statistics, as originally published")
-    fit.add_argument("--epochs", type=_positive, metavar="N")
-    return parser
-
-
-def probe_run(
-    run_dir: RunDir,
-    *,
-    steps: int | str | None,
-    labels: Sequence[LabelSpace] | None,
-    num_draws: int,
-    changes: Mapping[str, Any],
-    device: torch.device,
-    untrained: bool = False,
-    allow_shared: float | None = None,
-    allow_pipe: bool = False,
-) -> Mapping[LabelSpace, ProbeResult]:
-    """Probe checkpoints of a run, and write what was found; returns the last one's. Every rank calls this.
-
-    `steps`: one of them, "all", or None for the newest. `untrained`: the untrained encoder too, first. `changes` are
-    those to the probe of the run's config; results are then filed under names that say so. `allow_shared` is used in
-    place of the config's, if given. `allow_pipe` is that of `read_config`. Raises `UserError`.
-    """
-    config = read_config(run_dir.config, allow_pipe=allow_pipe)
-    probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
-    changed = {name: value for name, value in changes.items() if value != getattr(config.probe, name)}
-    suffix = "".join(f"-{name}_{value}" for name, value in changed.items())
-
-    def check() -> list[int | None]:
-        manifests = read_manifests(config.data)
-        readable_labels(manifests.train, manifests.test, wanted=labels)
-        check_ranks(probe_config)
-        chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
-        return [0, *chosen] if untrained else chosen
-
-    def count_shared() -> int | None:
-        manifests = read_manifests(config.data)
-        shared = find_shared(config.data, train=manifests.train, test=manifests.test)
-        allowed = config.probe.allow_shared if allow_shared is None else allow_shared
-        if (said := check_shared(shared, config.data, allowed=allowed)) is not None:
-            print(said, file=sys.stderr)
-        return None if shared is None else shared.num_shared
-
-    chosen = broadcast_object(on_first_rank(check)) or []
-    players = _load(run_dir, chosen[-1])  # a run that has none is told so before its data are read
-    num_shared = broadcast_object(on_first_rank(count_shared))
-    data = config.data
-    train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
-    if num_draws > 1 and not test.is_drawn_online and rank() == 0:
-        print(f"nothing is drawn on {data.test_dir} as it is read, so there is one draw and no spread", file=sys.stderr)
-    other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
-    for number, step in enumerate(chosen):
-        players = players if len(chosen) == 1 else _load(run_dir, step)
-        _warn_of_other_data(players, train=train, test=test)
-        readout = probe(
-            players,
-            train=train,
-            test=test,
-            device=device,
-            config=probe_config,
-            labels=labels,
-            other_draws=other_draws,
-            num_shared=num_shared,
-        )
-        directory = run_dir.probes(players.step)
-        on_first_rank(partial(_write, directory, readout, suffix=suffix))
-        if rank() == 0:
-            if run_dir.probes_at is None and not suffix and number + 1 == len(chosen) and not isinstance(steps, int):
-                final = {
-                    f"probe/{space}/{method}_final": getattr(result, method).accuracy
-                    for space, result in readout.results.items()
-                    for method in ("linear", "knn")
-                }
-                summarize(run_dir, config.tracking, final)
-            print(table(readout.results))
-            print(directory)
-
-    def write_curves() -> None:
-        steps_per_epoch = num_steps_per_epoch(train.manifest.num_samples, config.global_batch_size)
-        curves = read_curves(run_dir, suffix=suffix, steps_per_epoch=steps_per_epoch)
-        if curves.curves:
-            write_json(run_dir.all_probes / f"curves{suffix}.json", curves.model_dump(mode="json"))
-        if len(chosen) > 1:
-            print(curve_table(curves.curves))
-
-    on_first_rank(write_curves)
-    return readout.results
-
-
-def _write(directory: Path, readout: Readout, *, suffix: str) -> None:
-    """Write the heads and results of one checkpoint."""
-    write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
-    for space, result in readout.results.items():
-        write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
-
-
-def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
-    """Return the steps of all checkpoints, ascending. Raises `UserError` if there is none."""
-    steps = steps_in(run_dir.checkpoints)
-    if not steps:
-        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
-    return [*steps]
-
-
-@dataclass(frozen=True)
-class Readout:
-    """The results of one checkpoint by label, and the trained heads."""
-
-    results: Mapping[LabelSpace, ProbeResult]
-    heads: Heads
-
-
-def probe(
-    players: TrainedModules,
-    *,
-    train: Pictures,
-    test: Pictures,
-    device: torch.device,
-    config: ProbeConfig | None = None,
-    labels: Sequence[LabelSpace] | None = None,
-    other_draws: Sequence[Pictures] = (),
-    num_shared: int | None = None,
-) -> Readout:
-    """Read out `labels`, or every one the pictures have, by the run's own probe or by `config`; every rank calls this.
-
-    `num_shared`, the number of test samples that the train set shows too, is written into the results as it is given.
-
-    Raises `UserError` where train and test set have different classes, or not a label that is asked for.
-    """
-    started = time.monotonic()
-    targets = label_targets(train, test, wanted=labels)
-    players = players.to(device)
-    config = players.config.probe if config is None else config
-    title = f"probe of step {players.step}"
-    with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
-
-        def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
-            progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
-
-        linear = probe_linear(
-            players.encoder,
-            view_policy=players.view_policy,
-            train=train,
-            test=test,
-            targets=targets,
-            config=config,
-            device=device,
-            other_draws=other_draws,
-            on_epoch=on_epoch,
-        )
-    knn = probe_knn(players.encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
-    seconds = round(time.monotonic() - started, 1)
-    results = {
-        space: ProbeResult(
-            label=space,
-            checkpoint_step=players.step,
-            linear=linear[space].result,
-            knn=knn[space],
-            chance=1 / target.num_classes,
-            majority_share=majority_share(target),
-            class_names=train.class_names(space),
-            num_train=len(train),
-            num_test=len(test),
-            probe_config=config.protocol,
-            train_manifest_sha256=train.manifest.sha256,
-            test_manifest_sha256=test.manifest.sha256,
-            seconds=seconds,
-            title=getattr(train.manifest.label_names, f"title_{space}"),
-            num_shared=num_shared,
-        )
-        for space, target in targets.items()
-    }
-    settings = (f"{name} {value}" for name, value in config.fit_settings.items())
-    made_by = f"probe with {', '.join(settings)}"
-    return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
-
-
-def majority_share(target: Target) -> float:
-    """Test accuracy of always answering the commonest class of the train set."""
-    commonest = torch.bincount(target.train_N, minlength=target.num_classes).argmax()
-    return float((target.test_N == commonest).float().mean().item())
-
-
-def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
-    """Test accuracies in per cent, one line a label; and one more for the draws of the test overlays, if several."""
-    lines = [f"{'test accuracy, %':18}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
-    for space, result in results.items():
-        best = f"({100 * result.linear.best_accuracy:.1f}, {result.linear.best_epoch})"
-        lines.append(
-            f"{'label_' + space:18}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
-            f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
-        )
-        if result.linear.draws is not None and result.knn.draws is not None:
-            linear, knn = (
-                f"{100 * draws.mean:.1f} ± {100 * draws.deviation:.1f}"
-                for draws in (result.linear.draws, result.knn.draws)
-            )
-            lines.append(f"  {len(result.linear.draws.accuracies)} draws of the test overlays: {linear}, kNN {knn}")
-    return "\n".join(lines)
-
-
-def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
-    """Mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, one line a label."""
-    arms: dict[tuple[str, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
-    for path, results in zip(paths, of_runs, strict=True):
-        one = next(iter(results.values()))
-        science = science_of(read_config(RunDir(path).config))
-        arms.setdefault((science, one.train_manifest_sha256, one.test_manifest_sha256), {})[path] = results
-    lines = []
-    for of_arm in arms.values():
-        if len(of_arm) == 1:
-            continue
-        lines.append(f"mean over {', '.join(map(str, of_arm))}:")
-        for space in next(iter(of_arm.values())):
-            linear, knn = (
-                spread([getattr(results[space], method).accuracy for results in of_arm.values()])
-                for method in ("linear", "knn")
-            )
-            assert linear is not None
-            assert knn is not None
-            lines.append(
-                f"label_{space}, {len(of_arm)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
-                f"kNN {100 * knn.mean:.1f} ± {100 * knn.deviation:.1f}"
-            )
-    return "\n".join(lines) or "no two of the runs are of one configuration and dataset, so there is no mean over them"
-
-
-def curve_table(curves: Sequence[ProbeCurve]) -> str:
-    """The last and the best checkpoint of each curve, in per cent."""
-    lines = [f"{'over checkpoints, %':26}{'last (step)':>18}{'best on the test set (step)':>30}"]
-    for curve in curves:
-        last, best = (f"{100 * point.accuracy:.1f} ({point.step})" for point in (curve.last, curve.best))
-        lines.append(f"{f'label_{curve.label}, {curve.method}':26}{last:>18}{best:>30}")
-    return "\n".join(lines)
-
-
-def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
-    """The players that the first rank finds, on every rank."""
-    players = on_first_rank(lambda: load_modules(run_dir, step=step))
-    found = broadcast_object(None if players is None else players.step)
-    return load_modules(run_dir, step=found) if players is None else players
-
-
-def _warn_of_other_data(players: TrainedModules, *, train: Pictures, test: Pictures) -> None:
-    """Print a warning for each dataset that is not that of the training. The results hold the hashes of both."""
-    data = players.config.data
-    for warning in (
-        other_data(players.trained_on, which="train", sha256=train.manifest.sha256, location=data.train_dir),
-        other_data(players.trained_on, which="test", sha256=test.manifest.sha256, location=data.test_dir),
-    ):
-        if warning is not None and rank() == 0:
-            print(f"warning: {warning}", file=sys.stderr)
 
 
 def _whole(text: str) -> int:

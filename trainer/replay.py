@@ -1,199 +1,34 @@
-"""`python -m trainer.replay RUN_DIR --step N`: repeat a skipped step, and say where its first inf or nan comes from.
-
-Input: a run directory with a record of the step (`trainer.fault_tolerance.step_record`), and the shards that its config
-names. Output: lines that name the first module with an output that is not finite, and the samples. The whole global
-batch goes through the run's own training step in this one process. Invariant: the run is not changed.
-
-Shapes: B samples of the global batch, D embedding size.
-"""
+"""`python -m trainer.replay RUN_DIR --step N`: repeat a skipped step, and say where its first inf or nan comes from."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterator, Mapping, Sized
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.sample import Batch
-from data_pipeline.loading.stream import Stream
-from trainer.build import build_training
-from trainer.config import read_config
-from trainer.distributed.engines import DDPConfig
-from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
-from trainer.fault_tolerance.step_record import NonFiniteRecord, read_record
-from trainer.normalization import recorded_normalization
-from trainer.optim.loss_scale import LossScale
-from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run
-from trainer.step import StepOutput
-
-_NUM_SAMPLES_LISTED = 10
-_NUM_PARAMETERS_LISTED = 3
+from data_pipeline.core.errors import run_command
+from trainer.run_dir import ALLOW_PIPE_HELP, open_run
 
 
-@dataclass(frozen=True)
-class Replay:
-    """The result of a step that was replayed; `found` is what the hooks saw.
-
-    `bad_parameters` are those with values that were not finite before the step, each with their number.
-    """
-
-    batch: Batch
-    output: StepOutput
-    bad_parameters: Mapping[str, int]
-    found: Inspector
-
-    @property
-    def too_long(self) -> list[str]:
-        """The engines whose gradient is finite, but whose length overflows float32."""
-        norms = {name: value for name, value in self.output.metrics.items() if name.endswith("_gradient_norm")}
-        too_long = [name for name, norm in norms.items() if self.found.backward is None and not norm.isfinite()]
-        return [name.removeprefix("train/").removesuffix("_gradient_norm") for name in too_long]
-
-
-def replay(
-    run_dir: RunDir,
-    record: NonFiniteRecord,
-    states: Mapping[str, Mapping[str, Tensor]],
-    *,
-    device: str,
-    allow_pipe: bool = False,
-) -> Replay:
-    """Repeat the recorded step in one process. Raises `UserError` if the dataset or the state do not fit the run."""
-    config = read_config(run_dir.config, allow_pipe=allow_pipe)
-    config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
-    where = torch.device(device)
-    stream = Stream(
-        config.data.train_dir,
-        read=config.data.model_copy(update={"placement": "stream", "num_workers": 0}),
-        global_batch_size=config.global_batch_size,
-        seed=record.seed,
-        rank=0,
-        world_size=1,
-        start_step=record.step,
-        end_step=record.step + 1,
-        device=where,
-        overlay_draw=config.data.overlay_draw,
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.replay",
+        description="Repeat a skipped step, and say where its first inf or nan comes from.",
     )
-    batch = next(iter(stream))
-    if batch.keys != record.keys or record.train_manifest_sha256 not in {None, stream.manifest.sha256}:
-        raise UserError(
-            f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded, but another one; "
-            "put that back"
-        )
-    training = build_training(
-        config,
-        num_samples=stream.manifest.num_samples,
-        device=where,
-        normalization=recorded_normalization(run_dir, config),
-    )
-    modules, objective = training.modules.trained_modules, training.objective
-    try:
-        for name, module in modules.items():
-            module.load_state_dict(states[name])
-        objective.load_saved(states["objective"])
-    except (KeyError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"the recorded state of step {record.step} does not fit the config ({reason})") from None
-    training.step.loss_scale = LossScale(enabled=False, device=where)  # a search for the scale overflows by design
-    watched = {"views": training.modules.view_policy} | modules | {"objective": objective}
-    if "viewmaker" in modules:
-        del watched["views"]
-    bad_parameters = {
-        f"{player}.{name}": bad
-        for player, module in watched.items()
-        for name, tensor in module.state_dict().items()
-        if (bad := num_bad(tensor))
-    }
-    inspector = Inspector(watched, batch_size=len(batch), num_parts=config.memory.micro_batches)
-    output = training.step(batch, learning_rates=record.learning_rates)
-    return Replay(batch, output, bad_parameters, inspector)
-
-
-def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator[str]:
-    """Yield the result in lines."""
-    found, bad_ranks = result.found, record.bad_ranks
-    losses = (
-        f"the loss of rank{_s(bad_ranks)} {', '.join(map(str, bad_ranks))} was not finite"
-        if bad_ranks
-        else "every loss was finite, a gradient or its length was not"
-    )
-    yield (
-        f"step {record.step}, epoch {record.epoch}, seed {record.seed}: {len(record.keys)} samples on "
-        f"{len(record.ranks)} rank{_s(record.ranks)}, precision {record.precision}; {losses}"
-    )
-    if record.state_step != record.step:
-        yield (
-            f"the recorded state is of up to {record.state_step} steps: the run had gone on before it knew, or the "
-            "encoder had taken its step before the viewmaker's was skipped"
-        )
-    for name, count in result.bad_parameters.items():
-        values = f"{count} values that are" if count > 1 else "1 value that is"
-        yield f"before the step, {name} held {values} not finite"
-    for engine in result.too_long:
-        yield from _too_long(engine, found.lengths)
-    for going, finding in (("forward", found.forward), ("back", found.backward)):
-        if finding is not None:
-            yield f"going {going}, the first that is not finite: {finding.what}, {finding.share:.3g} of its values"
-            if finding.given:
-                yield f"  {finding.given}"
-    if found.forward is None and found.backward is None and not result.too_long:
-        loss = float(result.output.metrics["train/loss"])
-        yield f"here, on {device} in one process, everything is finite: loss {loss:.6g}"
-        yield (
-            "the run may have had other kernels (a GPU), another number of ranks, whose sums round differently, "
-            "another loss scale (float16), or an earlier state"
-        )
-    yield from _samples(result)
-
-
-def _too_long(engine: str, lengths: Mapping[str, Length]) -> Iterator[str]:
-    """Name the parameters that make a gradient too long for float32."""
-    own = {name: length for name, length in lengths.items() if name.partition(".")[0] == engine}
-    whole = math.hypot(*(length.length for length in own.values()))
-    yield (
-        f"going back, every gradient is finite, but the length of the whole gradient of {engine} is {whole:.4g}; its "
-        f"sum of squares is above {torch.finfo(torch.float32).max:.4g}, where float32 ends"
-    )
-    for name in sorted(own, key=lambda name: own[name].length, reverse=True)[:_NUM_PARAMETERS_LISTED]:
-        yield f"  the gradient of {name} has length {own[name].length:.4g}, its largest number {own[name].largest:.4g}"
-
-
-def _samples(result: Replay) -> Iterator[str]:
-    """List the samples that are not finite, or else those with the largest embeddings."""
-    keys = result.batch.keys
-    norm_a_B, norm_b_B = (z_BD.double().norm(dim=1) for z_BD in (result.output.z_a_BD, result.output.z_b_BD))
-    rows = list(result.found.forward.rows) if result.found.forward is not None else []
-    if rows := rows or (~(norm_a_B + norm_b_B).isfinite()).nonzero().flatten().tolist():
-        yield f"samples concerned: {len(rows)} of {len(keys)}"
-    else:
-        yield f"samples: {len(keys)}, of which these have the largest embeddings"
-        rows = torch.maximum(norm_a_B, norm_b_B).argsort(descending=True).tolist()
-    yield "  key       length of embedding a, b"
-    for row in rows[:_NUM_SAMPLES_LISTED]:
-        yield f"  {keys[row]}  {float(norm_a_B[row]):.4g}, {float(norm_b_B[row]):.4g}"
-    if len(rows) > _NUM_SAMPLES_LISTED:
-        yield f"  and {len(rows) - _NUM_SAMPLES_LISTED} more"
-
-
-def _s(several: Sized) -> str:
-    return "s" if len(several) > 1 else ""
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR", help="The run directory.")
+    add("--step", type=int, required=True, metavar="N", help="A step that has a record under RUN_DIR/nonfinite.")
+    add("--device", choices=("cpu", "cuda"), help="The device (default: cuda if there is a GPU).")
+    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.replay", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="a step under RUN_DIR/nonfinite")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
-    arguments = parser.parse_args()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("torch sees no GPU here; leave out --device cuda")
+    arguments = _parser().parse_args()
+    from data_pipeline.core.devices import named_device
+    from trainer.fault_tolerance.step_record import read_record
+    from trainer.step_replay import explain, replay
+
+    device = named_device(arguments.device).type
     run_dir = open_run(arguments.run_dir)
     record, states = read_record(run_dir, arguments.step)
     result = replay(run_dir, record, states, device=device, allow_pipe=arguments.allow_pipe)

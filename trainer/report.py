@@ -1,7 +1,7 @@
 """`python -m trainer.report RUN_DIR...`: one self-contained HTML file that compares runs.
 
-A directory of run directories, such as that of a study, stands for all of them. With `--out FILE` the run directories
-may be read-only, and `--probes DIR` adds what `python -m trainer.probe RUN_DIR... --out DIR` has written.
+The directory of a study stands for all its runs. With `--out FILE` the run directories may be read-only, and
+`--probes DIR` adds what `python -m trainer.probe RUN_DIR... --out DIR` has written.
 """
 
 from __future__ import annotations
@@ -10,27 +10,33 @@ import argparse
 from pathlib import Path
 
 from data_pipeline.core.errors import run_command
-from trainer.reports.as_markdown import as_markdown
-from trainer.reports.page import page
-from trainer.reports.publish import publish
-from trainer.reports.published import study
-from trainer.reports.runs import arms_of, read_runs
-from trainer.reports.study_sheet import fill
 from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, runs_of, write_atomically
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.report", description=__doc__)
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument(
-        "--out", type=Path, help="file to write (default: RUN_DIR/report.html; of several: ./report.html)"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.report",
+        description="Write one self-contained HTML file that compares runs.",
     )
-    parser.add_argument("--study", metavar="NAME", help="set the runs beside the paper's table, such as table1")
-    parser.add_argument("--probes", type=Path, metavar="DIR", help="also read the results of `trainer.probe --out DIR`")
-    parser.add_argument("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
-    parser.add_argument("--markdown", action="store_true", help="also write it as Markdown beside the page")
-    parser.add_argument("--wandb", action="store_true", help="also make it at Weights & Biases; needs a login")
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
+    add("--out", type=Path, help="The file to write (default: RUN_DIR/report.html, or ./report.html for several runs).")
+    add("--study", metavar="NAME", help="Compare the runs with a published table, such as table1.")
+    add("--probes", type=Path, metavar="DIR", help="Also read the results that `trainer.probe --out DIR` has written.")
+    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    add("--markdown", action="store_true", help="Also write the report as Markdown, beside the page.")
+    add("--wandb", action="store_true", help="Also make the report at Weights & Biases, which needs a login.")
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    from trainer.reports.as_markdown import as_markdown
+    from trainer.reports.page import page
+    from trainer.reports.published import study
+    from trainer.reports.runs import arms_of, read_runs
+    from trainer.reports.study_sheet import fill
+
     chosen = None if arguments.study is None else study(arguments.study)
     runs = read_runs(runs_of(arguments.run_dirs), probes_at=arguments.probes, allow_pipe=arguments.allow_pipe)
     sheet = None if chosen is None else fill(chosen, runs)
@@ -43,6 +49,8 @@ def main() -> None:
         write_atomically(markdown, as_markdown(arms, sheet))
         print(markdown)
     if arguments.wandb:
+        from trainer.reports.publish import publish
+
         print(publish(out, arms, sheet))
 
 

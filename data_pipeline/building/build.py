@@ -29,17 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.catalogue import (
-    DATASETS,
-    DIGITS,
-    NOISE_CROPS,
-    NOISE_VOLUME,
-    SOURCE_SUMMARIES,
-    SPLITS,
-    Choices,
-    open_dataset,
-    sources_of,
-)
+from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset
+from data_pipeline.building.datasets import DRAWN, NUM_SAMPLES_PER_SHARD
 from data_pipeline.building.workers import (
     FINISHED_SUFFIX,
     Recipe,
@@ -59,7 +50,6 @@ from data_pipeline.core.validation import describe
 from data_pipeline.overlays import IMAGE_SIZE, Overlay
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.sources import Source
-from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
 from data_pipeline.sources.silence import Silence
 from data_pipeline.storage.manifest import (
     FORMAT_VERSION,
@@ -77,9 +67,7 @@ from data_pipeline.storage.source_digests import check_source_digests, write_sou
 
 logger = logging.getLogger(__name__)
 
-NUM_SAMPLES_PER_SHARD: Final = 1_000
 _NUM_NAMED: Final = 12  # classes in the summary of a build
-DRAWN: Final = ("baked", "online")
 _ARGUMENTS_NAME = "build.json"  # in DIR.partial: what its finished shards were made from
 _OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, _ARGUMENTS_NAME})
 
@@ -475,17 +463,6 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def describe_catalogue() -> str:
-    """Return the lines of the help on every dataset with its sources, and on every source."""
-    by_base: dict[str, list[str]] = {}
-    for name, dataset in DATASETS.items():
-        by_base.setdefault(dataset.base, []).append(name)
-    lines = ["datasets, and the sources of each (the first is the default):"]
-    lines += [f"  {', '.join(names)}: {', '.join(sources_of(names[0]))}" for names in by_base.values()]
-    lines += ["sources:", *(f"  {name}: {summary}" for name, summary in SOURCE_SUMMARIES.items())]
-    return "\n".join(lines)
-
-
 def describe_manifest(manifest: Manifest) -> list[str]:
     """Return lines on what was built: the samples, both labels with their classes, the overlay, the origin."""
     size = " x ".join(map(str, manifest.input_shape[:0:-1]))
@@ -514,61 +491,6 @@ def describe_manifest(manifest: Manifest) -> list[str]:
     made = manifest.how_made
     lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
     return lines
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "%(prog)s DATASET --out DIR [options]"
-    parser.epilog = describe_catalogue()
-    parser.add_argument("dataset", metavar="DATASET", help="what to build: see below")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to make")
-    parser.add_argument("--source", metavar="S", help="where the data comes from: see below")
-    parser.add_argument("--root", metavar="PATH", type=Path, help="the folder that holds the source's data")
-    parser.add_argument("--split", metavar="|".join(SPLITS), default="train", help="default: train")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the order and the overlays (default: 0)")
-    parser.add_argument("--limit", metavar="N", type=int, help="at most N records, balanced over the classes")
-    parser.add_argument(
-        "--overlay", metavar="|".join(DRAWN), help="drawn into the shards (default), or anew at each reading"
-    )
-    parser.add_argument(
-        "--repeats", metavar="R", type=int, default=1, help="store each record R times, each with its own overlay"
-    )
-    parser.add_argument(
-        "--image-size", metavar="N", type=int, help="of a folder's pictures: the middle of each, resized to NxN pixels"
-    )
-    parser.add_argument(
-        "--test-share",
-        metavar="P",
-        type=float,
-        help="of a folder without train/ and test/: the share that is the test split, chosen by --seed",
-    )
-    parser.add_argument(
-        "--digits", metavar="|".join(DIGITS), help="default: sklearn for procedural pictures, else mnist"
-    )
-    parser.add_argument(
-        "--digits-root",
-        metavar="PATH",
-        type=Path,
-        help="folder that holds MNIST/raw, for the digits of MNIST (default: --root)",
-    )
-    parser.add_argument(
-        "--noise-root",
-        metavar="PATH",
-        type=Path,
-        help="folder of cafe.wav, traffic.wav, machinery.wav (default: --root; made ones for the source procedural)",
-    )
-    parser.add_argument(
-        "--noise-volume", metavar="V", type=float, help=f"the noise's loudest point (default: {NOISE_VOLUME})"
-    )
-    parser.add_argument(
-        "--noise-crop", metavar="|".join(NOISE_CROPS), help="of the train split (default: first_or_last)"
-    )
-    parser.add_argument("--test-speaker", metavar="NAME", help=f"of fsdd (default: {DEFAULT_TEST_SPEAKER})")
-    parser.add_argument(
-        "--samples-per-shard", metavar="N", type=int, default=NUM_SAMPLES_PER_SHARD, help="default: %(default)s"
-    )
-    num_cpus = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", metavar="N", type=int, default=num_cpus, help="processes (default: one per CPU)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,5 +1,4 @@
-"""The datasets that can be built: a base and for most an overlay, `cifar10_digits` or `spoken_noise`, and the sources
-from which each base can come."""
+"""Opens the source and the overlay of a dataset such as `cifar10_digits` or `spoken_noise`."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypedDict, Unpack, cast
+from typing import TypedDict, Unpack, cast
 
 from data_pipeline.audio.log_mel import mel_config
+from data_pipeline.building.datasets import DIGITS, NOISE_CROPS, NOISE_VOLUME, SOURCES, SPLITS, datasets_with
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.overlays import Overlay, PictureOverlay
 from data_pipeline.overlays.digits import Digits
@@ -19,56 +19,14 @@ from data_pipeline.overlays.registry import OVERLAYS
 from data_pipeline.sources import SoundSource, Source, background, fsdd, procedural, procedural_speech
 from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.cifar import Cifar
-from data_pipeline.sources.digits import MNIST_KINDS, DigitSource, MnistKind, mnist_digits, sklearn_digits
+from data_pipeline.sources.digits import DigitSource, MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.silence import Silence
 
-SPLITS: Final = ("train", "test")
-DIGITS: Final = (*MNIST_KINDS, "sklearn")
-NOISE_CROPS: Final = ("first_or_last", "random_offset")  # of the train split; the test split keeps the first points
-NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
-
-# The sources that each base can come from, the default first.
-SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "cifar10": ("torchvision", "folder"),
-        "cifar100": ("torchvision", "folder"),
-        "folder": ("folder",),
-        "procedural": ("procedural",),
-        "spoken": ("audiomnist", "fsdd", "procedural"),
-        "silence": ("audiomnist", "fsdd", "procedural"),
-    }
-)
-SOURCE_SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "torchvision": "the files that torchvision downloads, in --root",
-        "folder": "pictures in --root, as train/CLASS/* and test/CLASS/*, or as CLASS/* with --test-share",
-        "procedural": "made by the build; needs no data",
-        "audiomnist": "the folders 01 to 60 of AudioMNIST in --root; 48 kHz",
-        "fsdd": "the recordings of the Free Spoken Digit Dataset in --root; 8 kHz",
-    }
-)
-_PICTURES = ("cifar10", "cifar100", "folder", "procedural")
-_PICTURE_OVERLAYS = tuple(kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay))
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """The base of a dataset, a key of `SOURCES`, and the name of its overlay."""
-
-    base: str
-    overlay: str | None
-
-
-DATASETS: Final[Mapping[str, Dataset]] = MappingProxyType(
-    {base: Dataset(base, None) for base in _PICTURES}
-    | {f"{base}_{overlay}": Dataset(base, overlay) for base in _PICTURES for overlay in _PICTURE_OVERLAYS}
-    | {"spoken": Dataset("spoken", None), "noise": Dataset("silence", "noise")}
-    | {"spoken_noise": Dataset("spoken", "noise")}
-)
+DATASETS = datasets_with([kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay)])
 # What a record of silence stands for: as many, at the same rate, as the source has of speech.
 _SAMPLE_RATES: Mapping[str, int] = MappingProxyType(
     {"audiomnist": AudioMnist.sample_rate, "fsdd": Fsdd.sample_rate, "procedural": procedural_speech.SAMPLE_RATE}
@@ -80,11 +38,6 @@ _NUM_OF_SPEECH: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "procedural": procedural_speech.DEFAULT_NUM_RECORDS,
     }
 )
-
-
-def sources_of(dataset: str) -> tuple[str, ...]:
-    """Return the sources that a dataset can come from, the default first."""
-    return SOURCES[DATASETS[dataset].base]
 
 
 class Choices(TypedDict, total=False):

@@ -18,9 +18,9 @@ from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.sections import KIND, default_at, field_of, kinds_of, models_at, models_of_kind
 
 SET_HELP: Final = (
-    "override one setting, the value in YAML; may be repeated, in any order. A mapping replaces its whole section. A "
-    "new kind starts its section from the defaults of that kind, before its other settings are applied. Of two values "
-    "for one name the last one counts."
+    "Override one setting; the value is YAML. May be repeated, in any order. A mapping replaces its whole section. A "
+    "new kind starts its section from the defaults of that kind, before its other settings are applied. The last value "
+    "of a setting counts."
 )
 
 Path = tuple[str, ...]

@@ -14,28 +14,6 @@ from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "location", metavar="DIR", help="a built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}"
-    )
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of training processes")
-    parser.add_argument("--workers", type=int, default=0, metavar="M", help="reader processes of each rank")
-    parser.add_argument(
-        "--batch-size", type=int, required=True, metavar="B", help="global batch size: samples a step over all ranks"
-    )
-    parser.add_argument("--epoch", type=int, default=0, metavar="E", help="the epoch to show, from 0")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the seed of the training run")
-    parser.add_argument(
-        "--from-step", type=int, default=0, metavar="K", help="begin at this step of the epoch, as a resumed run would"
-    )
-    parser.add_argument(
-        "--shuffle-shards",
-        type=int,
-        metavar="N",
-        help="shuffle within windows of N shards (default: the whole dataset)",
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     """Print one line a batch; steps are numbered from the start of training, as in metrics and checkpoints."""
     try:

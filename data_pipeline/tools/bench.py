@@ -8,7 +8,6 @@ say what the overlay and the spectrogram of a batch cost by themselves.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
+from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import batch_indices, epoch_order
@@ -158,35 +158,11 @@ def worker_counts(largest: int) -> list[int]:
     return sorted({0, *powers, largest})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("location", metavar="DIR", help="a built dataset: a directory, an address or a pipe")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="B", help="samples a batch")
-    parser.add_argument(
-        "--max-workers",
-        type=int,
-        default=os.cpu_count() or 1,
-        metavar="M",
-        help="measure 0, 1, 2, 4, ... up to M workers",
-    )
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="T", help="how long each measurement lasts")
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        metavar="D",
-        help="where batches are finished (default: %(default)s)",
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     """Print a table of rates. The first pass over a dataset may be bound by the disk: run it twice."""
     if args.batch_size < 1 or args.max_workers < 0 or args.seconds <= 0:
         raise UserError("--batch-size and --seconds must be above 0 and --max-workers at least 0")
-    try:
-        device = torch.device(args.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {args.device} cannot be used ({reason}); try cpu or cuda") from None
+    device = named_device(args.device)
     print(f"{'what':<20}{'workers':>8}{'samples/s':>12}", flush=True)
     for row in rows(args.location, batch_size=args.batch_size, max_workers=args.max_workers, device=device):
         workers = "" if row.num_workers is None else row.num_workers

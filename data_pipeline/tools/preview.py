@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, TypeVar
 
 import matplotlib
@@ -115,12 +114,6 @@ def _outline(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
     padded = np.pad(inside, 1)
     surrounded = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
     return inside & ~surrounded
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("location", metavar="DIR", help="a built dataset: a directory, an address or a pipe")
-    parser.add_argument("--out", metavar="PNG", type=Path, required=True, help="the picture to write")
-    parser.add_argument("--samples", metavar="N", type=int, default=60, help="how many (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -327,10 +327,6 @@ def _decode_png(name: str, data: bytes, shape: tuple[int, int, int]) -> torch.Te
     return pixels
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("location", metavar="DIR", help="a built dataset: a directory, an address or a pipe")
-
-
 def run(args: argparse.Namespace) -> None:
     verification = Verification(args.location)
     for problem in verification.problems():

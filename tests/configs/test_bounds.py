@@ -16,18 +16,18 @@ from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sections import models_at
 from launch import train as launch_train
-from launch.resources import Resources, Wishes
-from launch.train import default_run_dir
-from trainer.analyze import ANALYSES
+from launch.rank import default_run_dir
+from launch.resources import RequestedResources, Resources
+from trainer.analyze import ANALYSES, load_analysis
 from trainer.config import RunConfig
-from trainer.theory.__main__ import EXPERIMENTS
+from trainer.theory.__main__ import EXPERIMENTS, load_experiment
 
 CONFIGS = (
     RunConfig,
-    Wishes,
+    RequestedResources,
     Resources,
-    *(analysis.config for analysis in ANALYSES.values()),
-    *(type(experiment.defaults) for experiment in EXPERIMENTS.values()),
+    *(load_analysis(name).settings for name in ANALYSES),
+    *(type(load_experiment(name).defaults) for name in EXPERIMENTS),
 )
 
 
@@ -158,7 +158,7 @@ def test_a_text_that_cannot_be_printed_is_refused(settings: dict[str, Any], said
 def test_a_line_of_a_batch_script_cannot_end_early() -> None:
     for wish in ({"partition": "gpu\n#SBATCH --x"}, {"sbatch": {"comment": "a\nb"}}, {"sbatch": {"a\nb": 1}}):
         with pytest.raises(UserError, match="cannot be printed"):
-            Wishes.parse(wish, where="x")
+            RequestedResources.parse(wish, where="x")
 
 
 @pytest.mark.parametrize(

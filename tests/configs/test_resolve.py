@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.resolve import explain, recipes, resolve_recipe, resolve_study, studies
-from data_pipeline.building.catalogue import NOISE_VOLUME
+from data_pipeline.building.datasets import NOISE_VOLUME
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from trainer.adversary import AdversaryConfig

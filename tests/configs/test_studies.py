@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from configs import studies
 from configs.resolve import resolve_study
-from data_pipeline.building import build
+from data_pipeline.__main__ import main as data_pipeline
 from data_pipeline.loading.stream import Stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
@@ -86,9 +85,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split in ("train", "test"):
             out = directory / "data" / "small" / name / split
             size = ["--split", split, "--limit", "80", "--workers", "1"]
-            parser = argparse.ArgumentParser()
-            build.add_arguments(parser)
-            build.run(parser.parse_args([*what, *online, *size, "--out", str(out)]))
+            data_pipeline(["build", *what, *online, *size, "--out", str(out)])
     return directory
 
 

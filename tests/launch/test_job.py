@@ -21,7 +21,7 @@ import launch.job
 from data_pipeline.core.errors import UserError
 from launch.job import AFTER_SRUN, EARLY_SECONDS, TrainJob
 from launch.outcome import outcome_path, read_outcome, write_outcome
-from launch.slurm import MAX_TIMEOUTS_HERE, WARNING_SECONDS
+from launch.submission import MAX_TIMEOUTS_HERE, WARNING_SECONDS
 from trainer.fault_tolerance.preemption import WARNINGS
 
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ import pytest
 
 import launch.slurm
 from launch.ports import free_ports
+from launch.slurm_command import plan_from, request_from
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_dataset
 from trainer.run_dir import RunDir
@@ -80,7 +81,7 @@ def test_a_port_that_is_taken_meanwhile_is_passed_over(
     slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (port,) = free_ports(1)
-    monkeypatch.setattr(launch.slurm, "free_ports", lambda count: [port] * count)
+    monkeypatch.setattr("launch.submission.free_ports", lambda count: [port] * count)
     flags = ["--executor", "local", "--tasks-per-node", "2", "--wait", *recipe, "--set", "num_epochs=1"]
     with socket.create_server(("", port)):
         done = slurm_py(*flags, "--run-dir", tmp_path / "run")
@@ -118,7 +119,7 @@ def test_ranks_of_this_machine_share_its_cores(
     what = ["--study", "studies:debug_seeds"] if "--study" in flags else ["--config", "debug:image"]
     words = [*what, "--executor", "local", *(flag for flag in flags if flag != "--study")]
     arguments = launch.slurm._parser().parse_args(words)
-    assert launch.slurm._plan(arguments, launch.slurm._gather(arguments)).resources.cpus_per_task == expected
+    assert plan_from(arguments, request_from(arguments)).resources.cpus_per_task == expected
 
 
 def test_a_study_runs_here_and_is_not_run_twice(

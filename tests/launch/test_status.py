@@ -22,15 +22,15 @@ import pytest
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from launch import slurm as slurm_module
+from launch import rank as rank_module
+from launch import runs as runs_module
 from launch import status as status_module
 from launch import submitted as submitted_module
-from launch import train as train_module
 from launch.outcome import ENDED_NAME, Ended, Outcome, note_end, outcome_path
 from launch.resources import Resources
-from launch.slurm import Member, Plan, run_study_here, wait_for_study
+from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait_for_study
 from launch.snapshot import Snapshot
-from launch.status import resubmit, runs_in, status_of, table
+from launch.submission import PlannedRun, SubmissionPlan
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import read_config
@@ -201,25 +201,25 @@ def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatc
     alone = make_run(tmp_path / "other", "c", job_id="2")
     done = make_run(tmp_path, "d", job_id="1_2")
     write_json(done.provenance, {"finished_step": 16, "starts": []})
-    plans: list[Plan] = []
+    plans: list[SubmissionPlan] = []
 
-    def submit(plan: Plan, *, command: str) -> list[object]:
+    def submit(plan: SubmissionPlan, *, command: str) -> list[object]:
         plans.append(plan)
         return []
 
-    monkeypatch.setattr(status_module, "submit", submit)
-    monkeypatch.setattr(status_module, "tell_study", lambda plan, jobs: None)
+    monkeypatch.setattr(runs_module, "submit", submit)
+    monkeypatch.setattr(runs_module, "print_submitted", lambda plan, jobs: None)
     resubmit([*failed, alone], command="again")
-    assert [[member.run_dir for member in plan.members] for plan in plans] == [failed, [alone]]
+    assert [[planned.run_dir for planned in plan.runs] for plan in plans] == [failed, [alone]]
     assert [(plan.home, plan.at_a_time, plan.resources) for plan in plans] == [
         (tmp_path, 2, RESOURCES),
         (tmp_path / "other", 1, RESOURCES),
     ]
-    monkeypatch.setattr(status_module, "queue_for", lambda runs: {})
+    monkeypatch.setattr(submitted_module, "queue_for", lambda runs: {})
     monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path), "--resubmit-failed"])
     plans.clear()
     status_module.main()
-    assert [[member.run_dir for member in plan.members] for plan in plans] == [failed]
+    assert [[planned.run_dir for planned in plan.runs] for plan in plans] == [failed]
 
 
 def test_what_was_submitted_again_alone_is_together_with_the_others_the_next_time(
@@ -229,11 +229,11 @@ def test_what_was_submitted_again_alone_is_together_with_the_others_the_next_tim
     before = last_submission(runs[0])
     assert before is not None
     record(runs[0], before.model_copy(update={"at_a_time": 1}))
-    plans: list[Plan] = []
-    monkeypatch.setattr(status_module, "submit", lambda plan, **_: plans.append(plan))
-    monkeypatch.setattr(status_module, "tell_study", lambda plan, jobs: None)
+    plans: list[SubmissionPlan] = []
+    monkeypatch.setattr(runs_module, "submit", lambda plan, **_: plans.append(plan))
+    monkeypatch.setattr(runs_module, "print_submitted", lambda plan, jobs: None)
     resubmit(runs, command="again")
-    assert [([member.run_dir for member in plan.members], plan.at_a_time) for plan in plans] == [(runs, 2)]
+    assert [([planned.run_dir for planned in plan.runs], plan.at_a_time) for plan in plans] == [(runs, 2)]
 
 
 def test_what_failed_on_this_machine_does_not_stop_what_comes_after_it(
@@ -246,12 +246,12 @@ def test_what_failed_on_this_machine_does_not_stop_what_comes_after_it(
         record(run_dir, before.model_copy(update={"executor": "local"}))
     started: list[str] = []
 
-    def run_study_here(plan: Plan, *, command: str) -> None:
+    def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
         started.append(plan.name)
         if plan.name == "b":
             raise SystemExit(1)
 
-    monkeypatch.setattr(status_module, "run_study_here", run_study_here)
+    monkeypatch.setattr(runs_module, "run_study_here", run_study_here)
     resubmit([runs[0], runs[2]], command="again")
     assert started == ["a", "c"]
     with pytest.raises(SystemExit) as end:
@@ -329,7 +329,7 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
     done, failed = make_run(tmp_path, "a", job_id="7_0"), make_run(tmp_path, "b", job_id="7_1")
     write_json(done.provenance, {"finished_step": 16, "starts": []})
     leave_outcome(failed, 0, "failed", "ValueError: no")
-    members = [Member(run_dir, resolve_recipe("debug:image")) for run_dir in (done, failed)]
+    runs = [PlannedRun(run_dir, resolve_recipe("debug:image")) for run_dir in (done, failed)]
     queues: list[Mapping[str, str] | UserError] = [
         {"7_0": "RUNNING", "7_1": "PENDING (Priority)"},
         {"7_0": "RUNNING", "7_1": "PENDING (Priority)"},
@@ -345,9 +345,9 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
         return answer
 
     monkeypatch.setattr(submitted_module, "queued_jobs", queued)
-    monkeypatch.setattr(slurm_module, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0.0)
     with pytest.raises(SystemExit) as end:
-        wait_for_study(members)
+        wait_for_study(runs)
     assert end.value.code == 1
     said = capsys.readouterr()
     assert said.err == "squeue failed\n"
@@ -367,10 +367,10 @@ def test_waiting_for_a_study_on_this_machine_asks_no_slurm(tmp_path: Path, monke
     submission = last_submission(run_dir)
     assert submission is not None
     record(run_dir, submission.model_copy(update={"executor": "local", "job_id": "0"}))
-    for module in (slurm_module, submitted_module):
+    for module in (runs_module, submitted_module):
         monkeypatch.setattr(module, "queued_jobs", lambda: pytest.fail("Slurm was asked"))
-    monkeypatch.setattr(slurm_module, "POLL_SECONDS", 0.0)
-    wait_for_study([Member(run_dir, resolve_recipe("debug:image"))])
+    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0.0)
+    wait_for_study([PlannedRun(run_dir, resolve_recipe("debug:image"))])
 
 
 class JobHere:
@@ -393,23 +393,23 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
     settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
     config = resolve_recipe("debug:image", settings)
-    members = [Member(RunDir(tmp_path / "study" / name), config) for name in "abcde"]
-    plan = Plan(members, tmp_path / "study", RESOURCES, at_a_time=2, name="study", executor="local")
+    runs = [PlannedRun(RunDir(tmp_path / "study" / name), config) for name in "abcde"]
+    plan = SubmissionPlan(runs, tmp_path / "study", RESOURCES, at_a_time=2, name="study", executor="local")
     active: list[JobHere] = []
     places: list[tuple[str, int]] = []
 
-    def submit(plan: Plan, *, command: str, snapshot: Snapshot) -> list[JobHere]:
-        (member,) = plan.members
-        name = member.run_dir.path.name
+    def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot) -> list[JobHere]:
+        (planned,) = plan.runs
+        name = planned.run_dir.path.name
         if name == "d":
             raise UserError("its disk is full; free some")
         assert len([job for job in active if job._asked < 3]) < 2
-        places.append((name, plan.place))
-        active.append(JobHere(member.run_dir, finishes=name != "b"))
+        places.append((name, plan.slot))
+        active.append(JobHere(planned.run_dir, finishes=name != "b"))
         return active[-1:]
 
-    monkeypatch.setattr(slurm_module, "submit", submit)
-    monkeypatch.setattr(slurm_module, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runs_module, "submit", submit)
+    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0.0)
     with pytest.raises(SystemExit) as end:
         run_study_here(plan, command="train")
     assert end.value.code == 1
@@ -437,15 +437,15 @@ def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(
     write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
     settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
     configs = [resolve_recipe("debug:image", settings), resolve_recipe("debug:image", ["data.train_dir=nowhere"])]
-    members = [Member(RunDir(tmp_path / "study" / f"{number}"), config) for number, config in enumerate(configs)]
-    plan = Plan(members, tmp_path / "study", RESOURCES, at_a_time=1, name="study", executor="local")
+    runs = [PlannedRun(RunDir(tmp_path / "study" / f"{number}"), config) for number, config in enumerate(configs)]
+    plan = SubmissionPlan(runs, tmp_path / "study", RESOURCES, at_a_time=1, name="study", executor="local")
     with pytest.raises(UserError, match="nowhere does not exist"):
         run_study_here(plan, command="train")
     assert not (tmp_path / "study").exists()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     on_gpus = plan.resources.model_copy(update={"gpus_per_node": 2})
     with pytest.raises(UserError, match=r"names 3 GPU\(s\), but 4 are needed"):
-        run_study_here(replace(plan, members=[members[0]] * 2, at_a_time=3, resources=on_gpus), command="train")
+        run_study_here(replace(plan, runs=[runs[0]] * 2, at_a_time=3, resources=on_gpus), command="train")
     assert not (tmp_path / "study").exists()
 
 
@@ -631,7 +631,7 @@ def test_only_what_was_submitted_can_be_submitted_again(
     run_dir = make_run(tmp_path, "a", job_id=None)
     note_end(run_dir, read_config(run_dir.config), "failed", "ValueError: no")
     monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path), "--resubmit-failed"])
-    monkeypatch.setattr(status_module, "resubmit", lambda *_, **__: pytest.fail("it has no job"))
+    monkeypatch.setattr(runs_module, "resubmit", lambda *_, **__: pytest.fail("it has no job"))
     status_module.main()
     assert capsys.readouterr().out.splitlines()[-1] == ("a was never submitted; start it again with its own command")
 
@@ -653,12 +653,12 @@ def test_a_run_of_train_py_notes_why_it_ended(
         begin(run_dir)
         raise error
 
-    monkeypatch.setattr(train_module, "run", fail)
+    monkeypatch.setattr(rank_module, "run", fail)
     numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
     for name, value in {**numbers, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(type(error)):
-        train_module.run_noting_its_end(read_config(run_dir.config), run_dir.path, command="")
+        rank_module.run_noting_its_end(read_config(run_dir.config), run_dir.path, command="")
     shown = state_of(run_dir)
     assert shown[0] == state
     assert shown[1].startswith(reason)

@@ -15,22 +15,14 @@ import submitit
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
+from launch.environment import outside_any_job
 from launch.job import TrainJob
 from launch.outcome import outcomes_of_job
-from launch.resources import Resources, describe_request, gather, resources_for, told_origins
-from launch.slurm import (
-    Member,
-    Plan,
-    _outside_any_job,
-    _reason,
-    _submit_here,
-    check_gpus,
-    check_shared,
-    check_time_limit,
-    main,
-    refusal,
-    sbatch_script,
-)
+from launch.resources import Resources, describe_origins, describe_request, resolve_request, resources_for
+from launch.slurm import main
+from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
+from launch.slurm_client import refusal_reason
+from launch.submission import PlannedRun, SubmissionPlan, _submit_here, sbatch_script
 from launch.submitted import Submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
@@ -113,8 +105,8 @@ def test_dry_run_prints_the_script_that_is_on_record(slurm_py: Command, settings
 
 
 def test_everything_asked_for_is_in_the_script(tmp_path: Path) -> None:
-    members = [Member(RunDir(tmp_path), resolve_recipe("debug:image"))]
-    plan = Plan(members=members, home=tmp_path, resources=RESOURCES, at_a_time=1, name="run a")
+    runs = [PlannedRun(RunDir(tmp_path), resolve_recipe("debug:image"))]
+    plan = SubmissionPlan(runs=runs, home=tmp_path, resources=RESOURCES, at_a_time=1, name="run a")
     script = sbatch_script(plan, code=tmp_path / "a b")
     options = set(re.findall(r"^#SBATCH --(\S+)", script, re.MULTILINE))
     assert options >= {
@@ -189,19 +181,19 @@ def test_flag_before_environment_before_file(
 def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     """A rank a GPU; a core for it and for each data worker of the run that has most of them."""
     few, many = (resolve_recipe("debug:image", [f"data.num_workers={number}"]) for number in (1, 3))
-    wishes = gather({"gpus_per_node": 4, "partition": "a"}, environ={}, files=[]).wishes
-    resources = resources_for(wishes, [few, many], nodes=2)
+    wanted = resolve_request({"gpus_per_node": 4, "partition": "a"}, environ={}, files=[]).wanted
+    resources = resources_for(wanted, [few, many], nodes=2)
     assert (resources.num_ranks, resources.cpus_per_task, resources.threads_per_task) == (8, 4, 1)
     assert (resources.gpus_per_node, resources.partition) == (4, "a")
-    wishes = gather({"cpus_per_task": 12, "tasks_per_node": 2}, environ={}, files=[]).wishes
-    assert resources_for(wishes, [few], nodes=1).threads_per_task == 11
+    wanted = resolve_request({"cpus_per_task": 12, "tasks_per_node": 2}, environ={}, files=[]).wanted
+    assert resources_for(wanted, [few], nodes=1).threads_per_task == 11
     with pytest.raises(UserError, match="3 ranks do not divide the global batch of 32 of debug-image"):
-        resources_for(wishes.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
+        resources_for(wanted.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
 
 
 def test_without_any_wish_the_cluster_decides() -> None:
-    gathered = gather({"partition": None}, environ={}, files=[])
-    assert told_origins(gathered) == ["time_minutes: 240 from default"]
+    request = resolve_request({"partition": None}, environ={}, files=[])
+    assert describe_origins(request) == ["time_minutes: 240 from default"]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +224,7 @@ def test_a_mistake_is_named_where_it_stands(
 ) -> None:
     (tmp_path / "slurm.yaml").write_text(text)
     with pytest.raises(UserError) as raised:
-        gather(flags, environ=environ, files=[tmp_path / "slurm.yaml"])
+        resolve_request(flags, environ=environ, files=[tmp_path / "slurm.yaml"])
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -278,8 +270,8 @@ def test_more_time_than_a_partition_allows_is_refused() -> None:
         "PartitionName=endless AllowGroups=ALL Default=NO MaxTime=UNLIMITED State=UP\n"
     )
 
-    def check(**wishes: str | int | None) -> None:
-        check_time_limit(RESOURCES.model_copy(update={"partition": None, "qos": None} | wishes), shown)
+    def check(**wanted: str | int | None) -> None:
+        check_time_limit(RESOURCES.model_copy(update={"partition": None, "qos": None} | wanted), shown)
 
     check(time_minutes=59)
     check(partition="long", time_minutes=24 * 60)
@@ -295,9 +287,12 @@ def test_more_time_than_a_partition_allows_is_refused() -> None:
 
 def test_sbatchs_reason_is_found_in_what_it_says() -> None:
     said = "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name specified\n"
-    assert _reason(said) == "Invalid partition name specified"
-    assert _reason("sbatch: error: Batch job submission failed: No room\n") == "Batch job submission failed: No room"
-    assert _reason("") == "it gave no reason"
+    assert refusal_reason(said) == "Invalid partition name specified"
+    assert (
+        refusal_reason("sbatch: error: Batch job submission failed: No room\n")
+        == "Batch job submission failed: No room"
+    )
+    assert refusal_reason("") == "it gave no reason"
 
 
 @pytest.mark.parametrize(
@@ -313,7 +308,7 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
         (["--config", "debug:image", "--executor", "local", "--dry-run"], "--executor local writes no batch script"),
         (
             ["--config", "debug:image", "--executor", "local", "--time-minutes", "2"],
-            "error: --time-minutes 2 leaves no time to train, for a run is warned 120 seconds before; allow 3 minutes",
+            "error: --time-minutes 2 leaves no time to train, because a run is warned 120 seconds before its limit;",
         ),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
         (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),
@@ -372,7 +367,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("launch.slurm.check_shared", lambda *_: None)  # /tmp is, for all nodes of this cluster
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)  # /tmp is, for all nodes of this cluster
     runs = tmp_path / "runs"
     config = resolve_recipe("debug:image", settings[1::2])
     for name in ("OTHER", "FULL", "HELD", "QUEUED"):
@@ -400,7 +395,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
 def test_a_dry_run_on_a_cluster_checks_and_leaves_all_as_it_was(
     slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.slurm.check_shared", lambda *_: None)
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
     (tmp_path / "empty_run").mkdir()
     before = sorted(tmp_path.rglob("*"))
     flags = ["--partition", "gpu", "--nodes", "2", "--gpus-per-node", "8", "--dry-run"]
@@ -455,14 +450,14 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.M
     inherited = {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in {**inherited, "SLURM_CONF": "cluster.conf"}.items():
         monkeypatch.setenv(name, value)
-    with _outside_any_job():
+    with outside_any_job():
         assert not inherited.keys() & os.environ.keys()
         assert os.environ["SLURM_CONF"] == "cluster.conf", "which cluster, not which job"
     assert {name: os.environ[name] for name in inherited} == inherited
 
 
 @pytest.mark.parametrize(
-    ("visible", "place", "expected"),
+    ("visible", "slot", "expected"),
     [
         (None, 0, [0, 1]),
         (None, 1, [2, 3]),
@@ -474,7 +469,7 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.M
     ],
 )
 def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
-    visible: str | None, place: int, expected: list[int] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, slot: int, expected: list[int] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -489,7 +484,7 @@ def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
     monkeypatch.setattr(submitit.LocalExecutor, "submit_array", submit_array)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     resources = RESOURCES.model_copy(update={"nodes": 1, "gpus_per_node": 2})
-    plan = Plan([], tmp_path, resources, at_a_time=2, name="study", executor="local", place=place)
+    plan = SubmissionPlan([], tmp_path, resources, at_a_time=2, name="study", executor="local", slot=slot)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=re.escape(expected)):
             _submit_here([], plan, code=tmp_path)

@@ -27,7 +27,7 @@ import safetensors.torch
 import torch
 from submitit.helpers import DelayedSubmission
 
-from launch.slurm import MAX_TIMEOUTS
+from launch.submission import MAX_TIMEOUTS
 from tests.slurm.cluster import NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.observability.wandb_run import offline_steps

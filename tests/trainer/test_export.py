@@ -24,8 +24,14 @@ from data_pipeline.core.errors import UserError
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.export import export, main
-from trainer.models import Encoder, ResNetConfig, TimmConfig, load_encoder
+from trainer.encoder_export import export
+from trainer.export import main
+from trainer.models import (
+    Encoder,
+    ResNetConfig,
+    TimmConfig,
+    load_encoder,
+)
 from trainer.modules import build_modules
 from trainer.optim.optimizers import SGDConfig
 from trainer.pretrained import HEADER_KEY

@@ -17,7 +17,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
-from trainer.export import export
+from trainer.encoder_export import export
 from trainer.models import Encoder, Normalization, load_encoder
 from trainer.modules import build_modules
 from trainer.normalization import normalization_of

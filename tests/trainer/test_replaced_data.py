@@ -19,7 +19,9 @@ import launch.train
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.storage.manifest import load_manifest
+from launch import submission
 from launch.job import TrainJob
+from launch.slurm_command import plan_from, request_from
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
@@ -29,7 +31,7 @@ from trainer.config import RunConfig
 from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
 from trainer.preflight import claim
-from trainer.probe import _warn_of_other_data
+from trainer.probes.probe_runs import _warn_of_other_data
 from trainer.reports.runs import read_runs
 from trainer.reports.tables import _FACTS
 from trainer.run_dir import RunDir, write_json
@@ -241,16 +243,16 @@ def test_the_flag_reaches_training_and_jobs(
         submitted.extend(jobs)
         return []
 
-    monkeypatch.setattr(launch.slurm, "_submit_here", submit_here)
+    monkeypatch.setattr(submission, "_submit_here", submit_here)
     words = [*recipe, "--executor", "local", *match[0].split(), "--accept-data", "0" * 12]
     arguments = launch.slurm._parser().parse_args(words)
-    plan = launch.slurm._plan(arguments, launch.slurm._gather(arguments))
+    plan = plan_from(arguments, request_from(arguments))
     with contextlib.suppress(ValueError):  # of jobs that were not started
-        launch.slurm.submit(plan, command="slurm")
+        submission.submit(plan, command="slurm")
     assert [job.accepted_data for job in submitted] == [(match[1], "0" * 12)]
     refused = dataclasses.replace(plan, accepted_data=())
     with pytest.raises(UserError, match="holds another dataset"):
-        launch.slurm.submit(refused, command="slurm")
+        submission.submit(refused, command="slurm")
 
     monkeypatch.setattr(sys, "argv", ["train.py", *recipe, *match[0].split()])
     run_command(launch.train.main)

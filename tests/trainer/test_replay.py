@@ -17,7 +17,7 @@ from data_pipeline.loading.order import batch_indices
 from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer import replay
+from trainer import replay, step_replay
 from trainer.build import build_training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
@@ -233,8 +233,8 @@ def test_ranks_record_together_what_one_process_replays(
     poison = states["encoder"]["trunk.layer1.0.conv1.weight"]
     assert int((~poison.isfinite()).sum()) == 1
     states["encoder"]["trunk.layer1.0.conv1.weight"] = poison.nan_to_num(posinf=0.0)
-    result = replay.replay(run_dir, record, states, device="cpu")
-    lines = "\n".join(replay.explain(record, result, device="cpu"))
+    result = step_replay.replay(run_dir, record, states, device="cpu")
+    lines = "\n".join(step_replay.explain(record, result, device="cpu"))
     assert "everything is finite: loss " in lines
     assert "another number of ranks" in lines
     assert "which these have the largest embeddings" in lines
@@ -290,9 +290,9 @@ def test_another_dataset_with_the_same_keys_is_not_replayed(data: Path, tmp_path
     write_tiny_dataset(other / "train", num_samples=NUM_SAMPLES, seed=5)
     write_json(run_dir.config, configure(other, "debug:image").model_dump(mode="json"))
     with pytest.raises(UserError, match=rf"{other / 'train'} is not the dataset from which step {BAD_STEP} was"):
-        replay.replay(run_dir, record, states, device="cpu")
+        step_replay.replay(run_dir, record, states, device="cpu")
     older = record.model_copy(update={"train_manifest_sha256": None})
-    replay.replay(run_dir, older, states, device="cpu")  # a record of an earlier version names no dataset
+    step_replay.replay(run_dir, older, states, device="cpu")  # a record of an earlier version names no dataset
 
 
 def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
@@ -308,12 +308,12 @@ def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: P
     other = write_tiny_pair(tmp_path / "other", num_train=NUM_SAMPLES + 16, num_test=20)
     write_json(run_dir.config, configure(other, "debug:image").model_dump(mode="json"))
     with pytest.raises(UserError, match="is not the dataset from which step"):
-        replay.replay(run_dir, record, states, device="cpu")
+        step_replay.replay(run_dir, record, states, device="cpu")
     wider = configure(data, "debug:image", "encoder.width=8")
     run_dir.config.unlink()
     write_json(run_dir.config, wider.model_dump(mode="json"))
     with pytest.raises(UserError, match="does not fit the config"):
-        replay.replay(run_dir, record, states, device="cpu")
+        step_replay.replay(run_dir, record, states, device="cpu")
 
 
 class Root(nn.Module):

@@ -20,7 +20,7 @@ import trainer.report
 from configs import debug, resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
-from launch.status import resubmit
+from launch.runs import resubmit
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
 from trainer.config import read_config
@@ -102,7 +102,7 @@ def test_replay_runs_no_command(run: RunDir, ran: Path, monkeypatch: pytest.Monk
     record = NonFiniteRecord(
         step=0, state_step=0, epoch=0, seed=0, precision="float32", command="", learning_rates={}, ranks=()
     )
-    monkeypatch.setattr(trainer.replay, "read_record", lambda run_dir, step: (record, {}))
+    monkeypatch.setattr("trainer.fault_tolerance.step_record.read_record", lambda run_dir, step: (record, {}))
     with pytest.raises(UserError, match=REFUSAL):
         call(monkeypatch, trainer.replay, run.path, "--step", "0")
     assert not ran.exists()

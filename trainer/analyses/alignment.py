@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
+from trainer.analyses.analysis import of_each_run
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
@@ -33,11 +34,15 @@ _EPSILONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
 
 class AlignmentConfig(Schema):
-    """Numbers of train and test samples and of views of each, and the distances epsilon at which R is counted."""
+    """The settings of the analysis of alignment."""
 
-    num_samples: Annotated[int, Field(ge=2, le=10**6)] = 1000
-    num_views: Annotated[int, Field(ge=2, le=10**6)] = 4
-    epsilons: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = _EPSILONS
+    num_samples: Annotated[int, Field(ge=2, le=10**6)] = Field(
+        1000, description="The samples of the train set and of the test set that are used."
+    )
+    num_views: Annotated[int, Field(ge=2, le=10**6)] = Field(4, description="The views of each sample.")
+    epsilons: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = Field(
+        _EPSILONS, description="The distances of two views at which R(epsilon) is counted."
+    )
 
 
 class ClassCentres(Schema):
@@ -130,6 +135,9 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
         test_manifest_sha256=loaded.test.manifest.sha256,
     )
     return write_result(run_dir, "alignment", result, _figure(result, test_views["embedding"].cpu()))
+
+
+ANALYSIS = of_each_run(AlignmentConfig, analyze_alignment)
 
 
 def alignment(u_NVD: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema
+from trainer.analyses.analysis import of_each_run
 from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
 from trainer.observability.figures import to_png
 from trainer.probes.features import ViewFunction, to_float
@@ -39,14 +40,16 @@ _OFF = {switch: None if switch == "area" else 0.0 for switch in SWITCHES.values(
 
 
 class CollisionConfig(Schema):
-    """Number of pictures and the greatest number of uses.
+    """The settings of the analysis of collisions."""
 
-    Two pictures collide at a distance of at most `near` times the mean distance of the pictures themselves.
-    """
-
-    num_pictures: Annotated[int, Field(ge=2, le=10**6)] = 256
-    max_uses: Annotated[int, Field(ge=1, le=10**6)] = 64
-    near: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    num_pictures: Annotated[int, Field(ge=2, le=10**6)] = Field(256, description="The test pictures that are compared.")
+    max_uses: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        64, description="The most times that a transform is applied, a power of two."
+    )
+    near: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.25,
+        description="Two pictures collide within this multiple of the mean distance of the untransformed pictures.",
+    )
 
 
 class Collision(Schema):
@@ -105,6 +108,9 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
         test_manifest_sha256=test.manifest.sha256,
     )
     return write_result(run_dir, "collision", result, _figure(result))
+
+
+ANALYSIS = of_each_run(CollisionConfig, analyze_collision)
 
 
 def collide(

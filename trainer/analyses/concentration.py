@@ -31,6 +31,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import PositiveFactor, Schema
+from trainer.analyses.analysis import of_each_run
 from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
 from trainer.observability.figures import to_png
 from trainer.probes.features import Pictures, to_float
@@ -42,15 +43,17 @@ _BLOCK = 10  # pictures whose views are compared at once
 
 
 class ConcentrationConfig(Schema):
-    """Pictures of each class, views of each picture (itself included), distances delta, and the jitter's strength.
+    """The settings of the analysis of concentration."""
 
-    Distances are Euclidean, of pixel values in [0, 1].
-    """
-
-    num_per_class: Annotated[int, Field(ge=2, le=10**6)] = 50
-    num_views: Annotated[int, Field(ge=1, le=10**6)] = 30
-    deltas: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = (8.0, 9.0, 10.0, 12.0)
-    strength: Annotated[float, Field(gt=0, le=1.25)] = 0.5
+    num_per_class: Annotated[int, Field(ge=2, le=10**6)] = Field(50, description="The pictures of each class.")
+    num_views: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        30, description="The views of each picture, besides the picture itself."
+    )
+    deltas: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = Field(
+        (8.0, 9.0, 10.0, 12.0),
+        description="The distances delta at which 1 - sigma is bounded, for pixel values in [0, 1].",
+    )
+    strength: Annotated[float, Field(gt=0, le=1.25)] = Field(0.5, description="The strength of the colour jitter.")
 
 
 class Concentration(Schema):
@@ -126,6 +129,9 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
         test_manifest_sha256=test.manifest.sha256,
     )
     return write_result(run_dir, "concentration", result, _figure(result))
+
+
+ANALYSIS = of_each_run(ConcentrationConfig, analyze_concentration)
 
 
 def draw_views(policy: ExpertImage, images_NCHW: Tensor, index_N: Tensor, *, num_views: int, seed: int) -> Tensor:

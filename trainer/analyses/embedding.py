@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Measured, Schema
+from trainer.analyses.analysis import of_each_run
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, extract, frozen
@@ -32,11 +33,13 @@ from trainer.run_dir import RunDir
 
 
 class EmbeddingConfig(Schema):
-    """Number of test samples and method of the map; `perplexity` is t-SNE's, and UMAP's number of neighbours."""
+    """The settings of the map of features."""
 
-    num_samples: Annotated[int, Field(ge=4, le=10**6)] = 2000
-    method: Literal["tsne", "umap"] = "tsne"
-    perplexity: Annotated[float, Field(ge=2, le=1e6)] = 30.0
+    num_samples: Annotated[int, Field(ge=4, le=10**6)] = Field(2000, description="The test samples on the map.")
+    method: Literal["tsne", "umap"] = Field("tsne", description="The method that draws the map: tsne or umap.")
+    perplexity: Annotated[float, Field(ge=2, le=1e6)] = Field(
+        30.0, description="The perplexity of t-SNE, or the number of neighbours of UMAP."
+    )
 
 
 class EmbeddingResult(Schema):
@@ -92,6 +95,9 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
             f"label_{space}" + ("" if score is None else f", silhouette of features {score:.3f}"), fontsize=11
         )
     return write_result(run_dir, "embedding", result, to_png(figure))
+
+
+ANALYSIS = of_each_run(EmbeddingConfig, analyze_embedding)
 
 
 def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, shown
+from trainer.analyses.analysis import of_all_runs
 from trainer.analyses.classifier import heads_of
 from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
@@ -38,15 +39,18 @@ LOW, HIGH = 0.1, 0.9
 
 
 class FeatureDropoutConfig(Schema):
-    """Numbers of test samples and bins, and of uniform samples with which the dip test compares.
+    """The settings of the analysis of feature dropout."""
 
-    of_sample: the number of one test sample. All views are then of this sample and show what happens to its feature.
-    """
-
-    num_examples: Annotated[int, Field(ge=10, le=10**6)] = 1200
-    of_sample: CountOrZero | None = None
-    num_bins: Annotated[int, Field(ge=10, le=10**6)] = 20
-    num_uniform_samples: Annotated[int, Field(ge=1, le=10**6)] = 999
+    num_examples: Annotated[int, Field(ge=10, le=10**6)] = Field(
+        1200, description="The test samples, or the views of one sample."
+    )
+    of_sample: CountOrZero | None = Field(
+        None, description="The index of a test sample: all views are then views of this one."
+    )
+    num_bins: Annotated[int, Field(ge=10, le=10**6)] = Field(20, description="The bins of each histogram.")
+    num_uniform_samples: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        999, description="The uniform samples that the dip test compares with."
+    )
 
 
 class Probabilities(Schema):
@@ -155,6 +159,9 @@ def analyze_feature_dropout(
     )
     png = _figure(result)
     return [path for run_dir in run_dirs for path in write_result(run_dir, name, result, png)]
+
+
+ANALYSIS = of_all_runs(FeatureDropoutConfig, analyze_feature_dropout)
 
 
 def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,6 +22,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Count, LearningRate, Measured, Schema
+from trainer.analyses.analysis import of_each_run
 from trainer.analyses.embedding import silhouette
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, refuse_sounds, write_result
 from trainer.observability.figures import GridRow, picture_grid
@@ -33,12 +35,12 @@ _CONTRAST = 1e-6
 
 
 class FiltersConfig(Schema):
-    """Numbers of test pictures to measure and of features to show, and the steps of their gradient ascent."""
+    """The settings of the analysis of filters."""
 
-    num_pictures: Count = 2000
-    num_shown: Count = 24
-    num_steps: Count = 64
-    learning_rate: LearningRate = 0.1
+    num_pictures: Count = Field(2000, description="The test pictures that are measured.")
+    num_shown: Count = Field(24, description="The features that the picture shows.")
+    num_steps: Count = Field(64, description="The steps of gradient ascent for each shown feature.")
+    learning_rate: LearningRate = Field(0.1, description="The learning rate of the gradient ascent.")
 
 
 class Sparsity(Schema):
@@ -117,6 +119,9 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
         test_manifest_sha256=test.manifest.sha256,
     )
     return write_result(run_dir, "filters", result, _picture(found_FCHW, result))
+
+
+ANALYSIS = of_each_run(FiltersConfig, analyze_filters)
 
 
 def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:

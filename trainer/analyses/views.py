@@ -15,20 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Count, Measured, Schema
+from trainer.analyses.analysis import of_each_run
 from trainer.analyses.loaded_run import AnalysisOptions, load_run, write_result
 from trainer.observability.view_grid import choose_pictures, draw_views, view_grid
 from trainer.run_dir import RunDir
 
 
 class ViewsAnalysisConfig(Schema):
-    """Numbers of test pictures to measure and to show."""
+    """The settings of the analysis of views."""
 
-    num_pictures: Count = 1024
-    num_shown: Count = 8
+    num_pictures: Count = Field(1024, description="The test samples that are measured.")
+    num_shown: Count = Field(8, description="The samples that the picture shows.")
 
 
 class ViewsResult(Schema):
@@ -70,6 +72,9 @@ def analyze_views(
 ) -> list[Path]:
     """Write analysis/views.json and views.png of a run, return their paths. Raises `UserError` if data is missing."""
     return write_result(run_dir, "views", *measure_views(run_dir, config=config, options=options))
+
+
+ANALYSIS = of_each_run(ViewsAnalysisConfig, analyze_views)
 
 
 def measure_views(

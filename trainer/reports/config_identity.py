@@ -1,4 +1,4 @@
-"""Which settings decide what an encoder learns: runs that agree in all of them are repetitions of one configuration."""
+"""Tells which runs repeat one configuration: those that agree in every setting that decides what an encoder learns."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from data_pipeline.core.schema import flatten
 from trainer.config import RunConfig
 
-# Settings that do not change what an encoder learns, so that runs which differ in them alone are repetitions.
-NOT_SCIENCE = (
+# Settings that do not change what an encoder learns. Runs that differ only in them are repetitions.
+NOT_IDENTITY = (
     "name",
     "seed",
     "tracking",
@@ -23,11 +23,11 @@ NOT_SCIENCE = (
 )
 
 
-def science_of(config: RunConfig) -> str:
-    """The settings that decide what an encoder learns, in one string, which is equal for repetitions on one dataset."""
-    science = {key: value for key, value in flatten(config).items() if not _is_not_science(key)}
-    return json.dumps(science, sort_keys=True)
+def config_identity(config: RunConfig) -> str:
+    """Return the settings that decide what an encoder learns, as one string that is equal for repetitions."""
+    settings = {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
+    return json.dumps(settings, sort_keys=True)
 
 
-def _is_not_science(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in NOT_SCIENCE)
+def _is_ignored(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult
-from trainer.reports.protocols import Reading, label_titles, readings
+from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
 from trainer.reports.runs import Arm, Run
 
 # Readable on white and on near-black alike; arms beyond these repeat the colours.
@@ -83,16 +83,16 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
             lines := [line for arm, color in colored for line in _lines([_metric(run, key) for run in arm.runs], color)]
         )
     ]
-    for reading in readings(arms):
-        drawn += _probe_charts(reading, titles)
+    for group in by_protocol(arms):
+        drawn += _probe_charts(group, titles)
     return drawn
 
 
-def _probe_charts(reading: Reading, titles: Mapping[LabelSpace, str]) -> list[Chart]:
+def _probe_charts(group: ProtocolArms, titles: Mapping[LabelSpace, str]) -> list[Chart]:
     """Draw the probes of one protocol; colours are those of the whole report."""
     drawn = []
-    colored = [(arm, color_of(number)) for number, arm in enumerate(reading.arms)]
-    note = f"; {reading.title}" if reading.title else ""
+    colored = [(arm, color_of(number)) for number, arm in enumerate(group.arms)]
+    note = f"; {group.title}" if group.title else ""
     for space in LABEL_SPACES:
         fits: list[Line] = []
         for arm, color in colored:

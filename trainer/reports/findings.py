@@ -13,7 +13,7 @@ from typing import Literal
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult
-from trainer.reports.protocols import Reading, label_titles, readings
+from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
 from trainer.reports.runs import Arm, Run, datasets_of
 
 Method = Literal["linear", "knn"]
@@ -81,7 +81,7 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
 
     Compares with the untrained encoder, then between arms, and only within one dataset and one probe protocol.
     """
-    measured = [reading for reading in readings(arms) if _measured(reading.arms)]
+    measured = [group for group in by_protocol(arms) if _measured(group.arms)]
     if not measured:
         return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
     datasets = datasets_of(arms)
@@ -95,14 +95,14 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
         sentences.append(f"The runs were probed in {len(measured)} ways; accuracies are compared within each alone.")
     elif measured[0].title:
         sentences.append(f"Accuracies are of a {measured[0].title}.")
-    for reading in measured:
-        title = reading.title[:1].upper() + reading.title[1:]
-        sentences += _verdict_under(reading, title if len(measured) > 1 else "")
+    for group in measured:
+        title = group.title[:1].upper() + group.title[1:]
+        sentences += _verdict_under(group, title if len(measured) > 1 else "")
     return sentences
 
 
-def _verdict_under(reading: Reading, title: str) -> list[str]:
-    datasets = datasets_of(reading.arms)
+def _verdict_under(group: ProtocolArms, title: str) -> list[str]:
+    datasets = datasets_of(group.arms)
     sentences = []
     for dataset in datasets:
         where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
@@ -191,7 +191,7 @@ def winner(arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
 def limits(arms: Sequence[Arm]) -> list[str]:
     """What the numbers are too small to show, from the sizes of what was run."""
     runs = [run for arm in arms for run in arm.runs]
-    main = readings(arms)[0].arms
+    main = by_protocol(arms)[0].arms
     probes = [probe for arm in main for space in LABEL_SPACES for probe in arm.trained(space)]
     notes: list[str] = []
     single = [arm.name for arm in arms if num_seeds(arm) == 1]

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from trainer.probes.features import LABEL_SPACES
 from trainer.reports.curves import charts, color_of
 from trainer.reports.findings import limits, samples_of, verdict
-from trainer.reports.protocols import label_titles, readings
+from trainer.reports.protocols import by_protocol, label_titles
 from trainer.reports.runs import NO_NUMBER, Arm, Run
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
@@ -38,7 +38,7 @@ STYLE = Path(__file__).with_name("report.css")
 def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     """Return the whole page. `arms` keep their order; `sheet` is the published table to compare them with."""
     runs = [run for arm in arms for run in arm.runs]
-    with_data = [arm for reading in readings(arms) for arm in reading.arms]
+    with_data = [arm for group in by_protocol(arms) for arm in group.arms]
     return (
         _templates()
         .get_template("page.html")
@@ -105,7 +105,7 @@ CONTENTS = {
 
 
 def _subtitle(arms: Sequence[Arm]) -> str:
-    every = [arm for reading in readings(arms) for arm in reading.arms]
+    every = [arm for group in by_protocol(arms) for arm in group.arms]
     probes = [one for arm in every for space in LABEL_SPACES for one in [*arm.trained(space), *arm.untrained(space)]]
     names, titles = list(dict.fromkeys(arm.name for arm in arms)), label_titles(arms)
     num_runs = sum(len(arm.runs) for arm in arms)

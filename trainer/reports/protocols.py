@@ -1,7 +1,7 @@
-"""Probe results by the protocol that they were measured under: two protocols never share a column or a sentence.
+"""Groups probe results by protocol. Invariant: results of two protocols never share a column or a sentence.
 
-A protocol is all settings of a probe but its seed. Most reports have one, that of the runs' own configs; the options
-`--views`, `--batch-norm` and `--epochs` of `python -m trainer.probe` make others.
+A protocol is all settings of a probe except its seed. Most reports have one protocol, that of the configs of the runs.
+The options `--views`, `--batch-norm` and `--epochs` of `python -m trainer.probe` make others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--e
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProtocolArms:
     """The arms of a report with their results of one protocol.
 
-    `title` names the protocol. It is empty if every result of the report is of the runs' own protocol.
+    `title` names the protocol. It is empty if all results of the report have the protocol of the configs.
     """
 
     protocol: ProbeConfig
@@ -29,13 +29,13 @@ class Reading:
     arms: tuple[Arm, ...]
 
 
-def readings(arms: Sequence[Arm]) -> list[Reading]:
-    """Return one reading for each protocol that has results, the one of most runs first; at least one."""
+def by_protocol(arms: Sequence[Arm]) -> list[ProtocolArms]:
+    """Return the arms once for each protocol that has results, at least once. The protocol of most runs comes first."""
     protocols = protocols_of([run for arm in arms for run in arm.runs])
     own = all(run.own_protocol == protocols[0] for arm in arms for run in arm.runs)
     is_plain = len(protocols) == 1 and own
     return [
-        Reading(
+        ProtocolArms(
             protocol,
             "" if is_plain else f"probe of {describe_protocol(protocol)}",
             tuple(arm.under(protocol) for arm in arms),
@@ -45,7 +45,7 @@ def readings(arms: Sequence[Arm]) -> list[Reading]:
 
 
 def protocols_of(runs: Sequence[Run]) -> list[ProbeConfig]:
-    """Return the protocols with results: that of most trained runs first, a run's own before others; at least one."""
+    """Return the protocols with results, at least one. That of most trained runs comes first, then a run's own."""
 
     def rank(protocol: ProbeConfig) -> tuple[int, int, str]:
         trained = sum(run.under(protocol).final_probe(space) is not None for run in runs for space in LABEL_SPACES)
@@ -57,7 +57,7 @@ def protocols_of(runs: Sequence[Run]) -> list[ProbeConfig]:
 
 
 def describe_protocol(protocol: ProbeConfig) -> str:
-    """Return words that tell the protocol from every other one.
+    """Describe a protocol so that no other has the same words.
 
     Examples:
         >>> describe_protocol(ProbeConfig(views="none", momentum=0.5))
@@ -77,7 +77,7 @@ FITTED_ON = {"policy": "views of the run's own policy", "none": "samples without
 
 
 def probe_command(run: Run, protocol: ProbeConfig, *more: str) -> str:
-    """Return the command that measures a run under a protocol, as far as options can ask for it."""
+    """Return the command that probes a run with a protocol, as far as the options of the command allow it."""
     own = protocol_values(run.own_protocol)
     wanted = protocol_values(protocol)
     options = [f"{_OPTIONS[name]} {value}" for name, value in wanted.items() if own[name] != value]
@@ -90,9 +90,9 @@ def protocol_values(protocol: ProbeConfig) -> dict[str, str | int]:
 
 
 def label_titles(arms: Sequence[Arm]) -> dict[LabelSpace, str]:
-    """Return what readers call each label, such as "picture" and "digit", as the manifest did when it was probed.
+    """Return the title of each label, such as "picture" and "digit", from the manifest at the time of the probe.
 
-    "base label" and "overlay label" if the results give no title, several, or one title for both labels.
+    The titles are "base label" and "overlay label" if the results have none, or several, or the same for both labels.
     """
     found: dict[LabelSpace, set[str]] = {space: set() for space in LABEL_SPACES}
     for run in (run for arm in arms for run in arm.runs):

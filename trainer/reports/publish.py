@@ -1,8 +1,8 @@
-"""The report at Weights & Biases, for those who are logged in; the local file never depends on it.
+"""Publishes the report at Weights & Biases, which needs a login. The local file never depends on it.
 
-Two things there: a run of job type "report" that holds the page and its pictures, and a report of W&B's own with the
-same sentences and tables, the curves of the runs themselves, and those pictures. Made again of the same runs, both are
-brought up to date in place. What may never happen: a second report where there was one.
+It makes two things there. A run of job type "report" holds the page and its pictures. A report of W&B's own has the
+same sentences and tables, the curves of the runs themselves, and those pictures. Publishing the same runs again updates
+both in place. Invariant: the same runs never get a second report.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PLOTTED = (*METRICS, "perf/samples_per_second")
 MAX_TITLE = 128  # characters, of W&B
 
 
-class Made(Schema):
-    """PAGE.wandb.json: where the report of a page is, so that it is found again."""
+class PublishedReport(Schema):
+    """PAGE.wandb.json: the address of a published report, by which it is found again."""
 
     entity: str
     project: str
@@ -43,10 +43,10 @@ class Made(Schema):
 
 
 def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
-    """Make or renew the report; returns where it is.
+    """Publish or update the report, and return its address.
 
-    With WANDB_MODE=offline only the run is made, in the `wandb` folder beside the page, for `wandb sync`. Raises
-    `UserError` where nobody is logged in, wandb-workspaces is missing, or the server does not take it.
+    With WANDB_MODE=offline this makes only the run, in the `wandb` folder beside the page, for `wandb sync`. Raises
+    `UserError` without a login, without wandb-workspaces, or if the server refuses the report.
     """
     forget_empty_variables("WANDB_")
     runs = [run for arm in arms for run in arm.runs]
@@ -74,7 +74,7 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
 
 
 def _workspaces(written: str) -> Any:
-    """The library that makes reports; raises `UserError` where it is not installed."""
+    """Import the library that makes reports. Raises `UserError` if it is not installed."""
     try:
         return importlib.import_module("wandb_workspaces.reports.v2")
     except ModuleNotFoundError:
@@ -89,7 +89,7 @@ def _tags(sheet: Sheet | None) -> tuple[str, ...]:
 
 
 def report_run_id(runs: Sequence[Run]) -> str:
-    """The same for the same runs, by their ids at W&B, or by their directories where they have none."""
+    """Return the id of the report's run, which depends on the ids of the runs at W&B, or on their paths without ids."""
     names = sorted(_run_id(run) or str(run.path.resolve()) for run in runs)
     return f"report-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]}"
 
@@ -102,7 +102,7 @@ def _run_id(run: Run) -> str | None:
 def _log_run(
     page: Path, runs: Sequence[Run], *, title: str, tags: Sequence[str], offline: bool
 ) -> tuple[str, str, str]:
-    """Entity, project and id of the run that holds the page and its pictures."""
+    """Log the page and its pictures as a run. Return its entity, its project and its id."""
     with wandb.init(
         project=runs[0].config.tracking.wandb_project,
         id=report_run_id(runs),
@@ -122,7 +122,7 @@ def _log_run(
 
 
 def pictures(runs: Sequence[Run]) -> dict[str, Image.Image]:
-    """The view grids and the figures of all analyses by the names of their media; what runs share, once."""
+    """Return the grids of views and the figures of analyses by the names of their media. Shared ones appear once."""
     found: dict[str, Image.Image] = {}
     seen: set[bytes] = set()
     for run in runs:
@@ -135,7 +135,7 @@ def pictures(runs: Sequence[Run]) -> dict[str, Image.Image]:
 
 
 def _media_name(name: str) -> str:
-    """A file's name for any run's name."""
+    """Return a name for a file from the name of any run."""
     return "".join(character if character.isalnum() or character in "-_" else "_" for character in name)
 
 
@@ -149,7 +149,7 @@ def _save_report(
     run_id: str,
     title: str,
 ) -> str:
-    """Its address. The id that W&B gave it is kept beside the page."""
+    """Save the report at W&B and return its address. Keeps the id that W&B gives it beside the page."""
     wr = _workspaces("nothing was sent")
 
     kept = page.with_name(f"{page.name}.wandb.json")
@@ -163,17 +163,19 @@ def _save_report(
         width="fluid",
     )
     if kept.is_file():
-        made = Made.parse(read_object(kept, mend="remove it, and a new report is made at W&B"), where=str(kept))
-        if (made.entity, made.project) == (entity, project):
-            report.id = made.report_id
+        published = PublishedReport.parse(
+            read_object(kept, mend="remove it, and a new report is made at W&B"), where=str(kept)
+        )
+        if (published.entity, published.project) == (entity, project):
+            report.id = published.report_id
     report.save()
-    made = Made(entity=entity, project=project, report_id=report.id, url=report.url)
-    write_json(kept, made.model_dump(mode="json"))
-    return made.url
+    published = PublishedReport(entity=entity, project=project, report_id=report.id, url=report.url)
+    write_json(kept, published.model_dump(mode="json"))
+    return published.url
 
 
 def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: str, run_id: str) -> list[Any]:
-    """What W&B's report consists of. Asks the server for the projects of the runs."""
+    """Return the blocks of the report at W&B. Asks the server for the projects of the runs."""
     wr = _workspaces("nothing was sent")
 
     runs = [run for arm in arms for run in arm.runs]

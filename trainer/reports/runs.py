@@ -1,4 +1,4 @@
-"""Reading run directories, and sorting them into arms: the runs that differ by their seed alone."""
+"""Reads run directories and groups the runs into arms. The runs of an arm differ only in their seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.observability.records import read_metrics, read_provenance
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, read_result
-from trainer.reports.config_identity import science_of
+from trainer.reports.config_identity import config_identity
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ NO_NUMBER = "— no finite number"
 
 @dataclass(frozen=True)
 class Views:
-    """The grid and the numbers of `python -m trainer.analyze views`; `png` is None where `problem` says why."""
+    """The grid and the numbers of `python -m trainer.analyze views`. If `png` is None, `problem` says why."""
 
     png: bytes | None
     result: ViewsResult | None
@@ -38,7 +38,7 @@ class Views:
 
 @dataclass(frozen=True)
 class Picture:
-    """What `python -m trainer.analyze NAME` left behind: its picture, and the numbers beside it by their path."""
+    """The files of `python -m trainer.analyze NAME`: the picture, and the numbers by their path."""
 
     name: str
     png: bytes
@@ -52,8 +52,8 @@ Probes = Mapping[int, Mapping[LabelSpace, ProbeResult]]  # by step and label; st
 class Run:
     """All that a report shows of one run.
 
-    Results of different probe protocols are never mixed: `readouts` holds those of each protocol, and `probes` are
-    those of `protocol`. `read_runs` sets it to the protocol of the run's own config, `under` to another one.
+    `readouts` holds the results of each probe protocol, and `probes` are those of `protocol`, so that results of
+    different protocols are never mixed. `read_runs` sets `protocol` to that of the run's config, `under` to another.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Run:
         return replace(self, protocol=protocol)
 
     def final_probe(self, space: LabelSpace) -> ProbeResult | None:
-        """The probe of the latest probed checkpoint; None where only the untrained encoder was probed, or nothing."""
+        """Return the probe of the last probed checkpoint; None if no trained encoder was probed."""
         step = max(self.probes, default=0)
         return self.probes[step].get(space) if step > 0 else None
 
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def data_key(self) -> tuple[str, str]:
-        """What tells datasets apart: the hashes of both manifests, or their places where no hash is known."""
+        """Return what identifies the data: the hashes of both manifests, or their directories if no hash is known."""
         results = [vars(one) for probes in self.readouts.values() for step in probes.values() for one in step.values()]
         for source in [*results, self.provenance]:
             hashes = source.get("train_manifest_sha256"), source.get("test_manifest_sha256")
@@ -99,14 +99,14 @@ class Run:
 
     @property
     def data_name(self) -> str:
-        """The folder that holds train and test set, or the place of the train set where its name says more."""
+        """Return the name of the directory above train/, or the directory of the train set if it has another name."""
         parts = self.config.data.train_dir.rstrip("/").split("/")
         return parts[-2] if len(parts) > 1 and parts[-1] == "train" else self.config.data.train_dir
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration: runs that differ by their seed alone."""
+    """One configuration: the runs that differ only in their seed."""
 
     name: str
     runs: tuple[Run, ...]
@@ -122,10 +122,8 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """The arms that were trained and tested on the same data, and so may be compared; with their numbers in the report,
-    by which they are coloured.
-    """
+class DatasetArms:
+    """The arms on one dataset, which may be compared. `numbers` are those of the arms in the report, for colours."""
 
     name: str
     arms: tuple[Arm, ...]
@@ -133,11 +131,12 @@ class Dataset:
 
 
 def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pipe: bool = False) -> list[Run]:
-    """Read every run once. Missing view grids are made now, if checkpoint and data are at hand.
+    """Read every run once, and make the missing grids of views if the checkpoint and the data are there.
 
-    `probes_at` holds more probe results, by the name of each run directory; they come before the run's own.
-    `allow_pipe` is that of `read_config`. Raises `UserError` if a path is not a run directory, is named twice, or holds
-    a damaged config or result.
+    probes_at: a directory with more probe results, by the name of each run directory. They replace the run's own.
+    allow_pipe: as in `read_config`.
+
+    Raises `UserError` if a path is not a run directory, is named twice, or holds a damaged config or result.
     """
     for path, count in Counter(path.resolve() for path in paths).items():
         if count > 1:
@@ -158,22 +157,22 @@ def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pip
 
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """Runs by configuration, in the order of their first run."""
+    """Group runs by configuration, in the order of their first run."""
     grouped: dict[tuple[str, tuple[str, str]], list[Run]] = {}
     for run in runs:
-        grouped.setdefault((science_of(run.config), run.data_key), []).append(run)
+        grouped.setdefault((config_identity(run.config), run.data_key), []).append(run)
     groups = list(grouped.values())
     return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
 
 
-def datasets_of(arms: Sequence[Arm]) -> list[Dataset]:
-    """The arms by their data, in the order of the first arm of each."""
+def datasets_of(arms: Sequence[Arm]) -> list[DatasetArms]:
+    """Group arms by dataset, in the order of their first arm."""
     grouped: dict[tuple[str, str], list[int]] = {}
     for number, arm in enumerate(arms):
         grouped.setdefault(arm.runs[0].data_key, []).append(number)
     names = [arms[numbers[0]].runs[0].data_name for numbers in grouped.values()]
     return [
-        Dataset(
+        DatasetArms(
             name if names.count(name) == 1 else f"{name} ({key[0][:12]})",
             tuple(arms[number] for number in numbers),
             tuple(numbers),
@@ -184,10 +183,10 @@ def datasets_of(arms: Sequence[Arm]) -> list[Dataset]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting, or a whole section where the arms do not have the same settings in it.
+    """A setting that differs, or a whole section if the arms do not have the same settings in it.
 
-    `values` has for each arm the settings by their name below `key` ("" for `key` itself), each with the values that
-    its runs have, one unless it is a seed or the like; empty where the arm has no such setting.
+    `values` has a mapping for each arm: from the name of a setting below `key` ("" for `key` itself) to the distinct
+    values in the runs of the arm. The mapping is empty if the arm has no such setting.
     """
 
     key: str
@@ -195,7 +194,7 @@ class Difference:
 
 
 def config_differences(arms: Sequence[Arm]) -> list[Difference]:
-    """The settings that are not the same in all runs, in the order of the config."""
+    """Return the settings that are not the same in all runs, in the order of the config."""
     arm_flats = [[flatten(run.config) for run in arm.runs] for arm in arms]
     flats = [flat for arm in arm_flats for flat in arm]
     keys = list(dict.fromkeys(key for flat in flats for key in flat))
@@ -252,14 +251,14 @@ def _read_run(
 
 
 def protocol_of(config: ProbeConfig) -> ProbeConfig:
-    """Return the settings that make accuracies comparable: all of the probe but its seed and the online probe."""
+    """Return the settings that make accuracies comparable: those of the probe without its seed and the online probe."""
     return config.protocol.model_copy(update={"seed": 0})
 
 
 def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
-    """Read the results of every protocol; of two results of one place in the report, the first.
+    """Read the results by protocol, step and label. The first result of each wins.
 
-    What a file holds decides its protocol, not the name of the file.
+    The content of a file decides its protocol, not its name.
     """
     readouts: dict[ProbeConfig, dict[int, dict[LabelSpace, ProbeResult]]] = {}
     for run_dir in places:
@@ -272,7 +271,7 @@ def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
 
 
 def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[ProbeResult]:
-    """Yield the results of one label at one step, the run's own protocol first."""
+    """Yield the results of one label at one step, that of the run's own protocol first."""
     for path in sorted(directory.glob(f"{space}*.json"), key=lambda path: (len(path.name), path)):
         result = read_result(path)
         if (result.label, result.checkpoint_step) != (space, step):
@@ -294,11 +293,11 @@ def _read_views(run_dir: RunDir, options: AnalysisOptions) -> Views:
         return Views(None, None, str(error))
     try:
         write_result(run_dir, "views", result, png)
-    except OSError as error:  # it is kept for the next report alone, which makes it again
+    except OSError as error:  # the next report can make it again
         problem = storage_problem(error)
         if problem is None:
             raise
-        logger.info("the views of %s are not kept: %s", run_dir.path, problem)
+        logger.info("the views of %s are not saved: %s", run_dir.path, problem)
     return Views(png, result)
 
 
@@ -306,7 +305,7 @@ _MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"
 
 
 def _read_pictures(run_dir: RunDir) -> tuple[tuple[Picture, ...], tuple[str, ...]]:
-    """Return those of all analyses but the view grids, which a report shows for themselves; and what is damaged."""
+    """Return the pictures of all analyses except the views, and sentences on the damaged ones."""
     pictures, problems = [], []
     for path in sorted(run_dir.analysis.glob("*.png")):
         json_path = path.with_suffix(".json")
@@ -335,7 +334,7 @@ _LONGEST = 60  # characters of a value that are shown
 
 
 def _numbers(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
-    """Return all that a reader may want of a result, by its dotted path: no long lists, no hashes, no settings."""
+    """Return the numbers of a result by their dotted paths, without long lists, hashes and settings."""
     if depth > _DEEPEST:
         return {}
     if isinstance(value, dict):
@@ -354,7 +353,7 @@ def _numbers(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """Return a value as text; results hold null in place of what was not finite or could not be measured."""
+    """Return a value as text. In results, null stands for a number that is not finite or was not measured."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return NO_NUMBER
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -362,7 +361,7 @@ def _short(value: Any) -> str:
 
 
 def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -> list[str]:
-    """For each run the first that no other run has: its name; name and seed; directory name; path."""
+    """Return for each run the first of these that is unique: its name, name and seed, directory name, path."""
     candidates = [
         [config.name for config in configs],
         [f"{config.name}, seed {config.seed}" for config in configs],
@@ -376,7 +375,7 @@ def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -
 
 
 def _arm_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """The name in the configs of an arm's runs, or the names of its runs where another arm has the same."""
+    """Return for each arm the name in its configs, or the names of its runs if another arm has the same name."""
     names = [" / ".join(dict.fromkeys(run.config.name for run in runs)) for runs in groups]
     return [
         name if names.count(name) == 1 else ", ".join(run.name for run in runs)

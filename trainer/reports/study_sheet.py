@@ -29,7 +29,7 @@ Direction = Literal["same", "opposite", "not told from chance", "not measured"]
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledCell:
     """A cell and what was measured for it: `score` over `runs`, one a seed, or why there is none.
 
     `unlike` says in what the runs are not like the paper's; it is empty if levels may be compared.
@@ -66,7 +66,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedContrast:
     """A published difference beside ours, in points, which is resolved from `resolution` on."""
 
     contrast: Contrast
@@ -89,8 +89,8 @@ class Sheet:
 
     study: Study
     protocol: ProbeConfig
-    cells: Mapping[tuple[str, int], Filled]
-    compared: tuple[Compared, ...]
+    cells: Mapping[tuple[str, int], FilledCell]
+    compared: tuple[ComparedContrast, ...]
     left_out: tuple[Run, ...]
 
 
@@ -149,12 +149,12 @@ def _check_namesakes(runs: Sequence[Run]) -> None:
             raise UserError(f"{paths} are the same run, with seed {run.config.seed}; leave one out")
 
 
-def _fill(study: Study, cell: Cell, label: LabelSpace, runs: Sequence[Run]) -> Filled:
+def _fill(study: Study, cell: Cell, label: LabelSpace, runs: Sequence[Run]) -> FilledCell:
     measured = _measured(study, label, runs)
     if not measured:
-        return Filled(cell, tuple(runs), None, ())
+        return FilledCell(cell, tuple(runs), None, ())
     unlike = list(dict.fromkeys(text for run in runs for text in _unlike(study, cell, label, run)))
-    return Filled(
+    return FilledCell(
         cell,
         tuple(runs),
         _score(measured),
@@ -234,13 +234,13 @@ def _number(value: int | str) -> str:
     return value if isinstance(value, str) else f"{value:,}"
 
 
-def _compare(study: Study, contrast: Contrast, cells: Mapping[tuple[str, int], Filled]) -> Compared:
+def _compare(study: Study, contrast: Contrast, cells: Mapping[tuple[str, int], FilledCell]) -> ComparedContrast:
     first, second = cells[contrast.first], cells[contrast.second]
     name = _name(study, contrast)
     if first.score is None or second.score is None:
-        return Compared(contrast, name, None, None)
+        return ComparedContrast(contrast, name, None, None)
     points = 100 * (first.score.mean - second.score.mean)
-    return Compared(contrast, name, points, 100 * resolution(first.score, second.score))
+    return ComparedContrast(contrast, name, points, 100 * resolution(first.score, second.score))
 
 
 def _name(study: Study, contrast: Contrast) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from trainer.reports.published import Column
-from trainer.reports.study_sheet import Filled, Sheet, missing_commands, summary
+from trainer.reports.study_sheet import FilledCell, Sheet, missing_commands, summary
 from trainer.reports.tables import Grid
 
 MEASURES = {
@@ -69,7 +69,7 @@ def study_section(sheet: Sheet) -> StudySection:
     )
 
 
-def _cell(filled: Filled | None) -> StudyCell | None:
+def _cell(filled: FilledCell | None) -> StudyCell | None:
     """Return ours, ours with batch norm in train mode if it was probed, the paper's, and the differences."""
     if filled is None:
         return None

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.reports.curves import color_of
 from trainer.reports.findings import Method, Score, baseline, score, winner
-from trainer.reports.protocols import describe_protocol, label_titles, probe_command, readings
-from trainer.reports.runs import Arm, Dataset, Run, config_differences, datasets_of
+from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, probe_command
+from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class ProtocolResults:
 def results(arms: Sequence[Arm]) -> list[ProtocolResults]:
     """Return the tables of each probe protocol and each dataset. Only comparable accuracies share a table."""
     found = []
-    for reading in readings(arms):
-        datasets = datasets_of(reading.arms)
+    for group in by_protocol(arms):
+        datasets = datasets_of(group.arms)
         tables = []
         for dataset in datasets:
-            title = " · ".join(part for part in (reading.title, dataset.name if len(datasets) > 1 else "") if part)
+            title = " · ".join(part for part in (group.title, dataset.name if len(datasets) > 1 else "") if part)
             tables.append(_result_table(dataset, title=title[:1].upper() + title[1:]))
-        found.append(ProtocolResults(describe_protocol(reading.protocol), tables))
+        found.append(ProtocolResults(describe_protocol(group.protocol), tables))
     return found
 
 
@@ -84,7 +84,7 @@ def _measured_spaces(arms: Sequence[Arm]) -> list[LabelSpace]:
     return [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
 
 
-def _result_table(dataset: Dataset, *, title: str) -> ResultTable:
+def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
     arms = dataset.arms
     spaces, titles = _measured_spaces(arms), label_titles(arms)
     best = {space: winner(arms, space) for space in spaces}
@@ -107,11 +107,11 @@ def _result_table(dataset: Dataset, *, title: str) -> ResultTable:
 def result_grids(arms: Sequence[Arm]) -> list[tuple[str, Grid]]:
     """Return the same tables as text, each with its protocol and dataset; without the best epochs."""
     grids = []
-    for reading in readings(arms):
-        datasets = datasets_of(reading.arms)
+    for group in by_protocol(arms):
+        datasets = datasets_of(group.arms)
         for dataset in datasets:
             name = dataset.name if len(datasets) > 1 else ""
-            grids.append((" · ".join(part for part in (reading.title, name) if part), _result_grid(dataset.arms)))
+            grids.append((" · ".join(part for part in (group.title, name) if part), _result_grid(dataset.arms)))
     return grids
 
 
@@ -167,14 +167,14 @@ def _stage(arm: Arm) -> str:
 
 def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
     """Return the commands that fill the gaps of the first protocol's tables."""
-    reading = readings(arms)[0]
+    group = by_protocol(arms)[0]
     commands = []
-    for arm in reading.arms:
+    for arm in group.arms:
         for run in arm.runs:
             if not any(run.final_probe(space) for space in LABEL_SPACES):
-                commands.append(probe_command(run, reading.protocol))
-        if not any(baseline(arm, reading.arms, space) for space in LABEL_SPACES):
-            commands.append(probe_command(arm.runs[0], reading.protocol, "--step 0"))
+                commands.append(probe_command(run, group.protocol))
+        if not any(baseline(arm, group.arms, space) for space in LABEL_SPACES):
+            commands.append(probe_command(arm.runs[0], group.protocol, "--step 0"))
     return commands
 
 

@@ -3,69 +3,69 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
-from trainer.memory import keep_freed_memory
-from trainer.theory.framework.claim import claim_table
-from trainer.theory.framework.experiment import RESULT, Experiment, default_out, run_experiment
-from trainer.theory.generalization import command as generalization
-from trainer.theory.linear_contrastive import command as linear_contrastive
-from trainer.theory.sparse_coding import command as sparse_coding
 
-EXPERIMENTS: Mapping[str, Experiment[Any]] = {
-    "generalization": generalization.EXPERIMENT,
-    "linear_contrastive": linear_contrastive.EXPERIMENT,
-    "sparse_coding": sparse_coding.EXPERIMENT,
+if TYPE_CHECKING:
+    from trainer.theory.framework.experiment import Experiment
+
+# Each is the package of that name in trainer/theory.
+EXPERIMENTS: Mapping[str, str] = {
+    "generalization": "Huang et al. 2023: identities, collapse, divergence and the error bound of alignment.",
+    "linear_contrastive": "Tamkin et al. 2022: feature suppression in a linear model (Theorem 4.1, Lemma E.1).",
+    "sparse_coding": "Wen and Li 2021: sparse features, dense noise, and what the random mask and the bias do.",
 }
 
 
-def main() -> None:
-    names = "".join(f"\n  {name}: {experiment.title}" for name, experiment in EXPERIMENTS.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.theory",
-        description=f"{__doc__}\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(EXPERIMENTS)}")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=SET_HELP)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/theory/NAME")
-    parser.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda if there is one)")
-    parser.add_argument("--explain", action="store_true", help="print the settings and stop")
-    arguments = parser.parse_args()
-    name = arguments.name
+def load_experiment(name: str) -> Experiment[Any]:
+    """Import the experiment of that name. Raises `UserError` with the nearest name if there is none."""
     if name not in EXPERIMENTS:
         raise UserError(f'there is no experiment "{name}"{nearest(name, EXPERIMENTS)}')
-    experiment = EXPERIMENTS[name]
+    experiment: Experiment[Any] = importlib.import_module(f"trainer.theory.{name}.command").EXPERIMENT
+    return experiment
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = "\n".join(f"  {name}: {title}" for name, title in EXPERIMENTS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.theory",
+        description="Run an experiment, judge the claims of its paper, and draw its figures.",
+        epilog=f"experiments:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", help="The experiment to run, one of the list below.")
+    add("--set", action="append", default=[], metavar="A.B=C", help=SET_HELP)
+    add("--out", type=Path, metavar="DIR", help="The directory to write (default: runs/theory/NAME).")
+    add("--device", metavar="D", help="The device: cpu or cuda (default: cuda if there is a GPU).")
+    add("--explain", action="store_true", help="Print the settings, and stop.")
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    name = arguments.name
+    experiment = load_experiment(name)
     settings = experiment.defaults.override(arguments.set, where=name)
     if arguments.explain:
         print(settings.model_dump_json(indent=2))
         return
+    from data_pipeline.core.devices import named_device
+    from trainer.memory import keep_freed_memory
+    from trainer.theory.framework.claim import claim_table
+    from trainer.theory.framework.experiment import RESULT, default_out, run_experiment
+
     keep_freed_memory()
     out = arguments.out or default_out(name, settings, experiment.defaults)
-    result = run_experiment(name, experiment, settings, out=out, device=choose_device(arguments.device))
+    result = run_experiment(name, experiment, settings, out=out, device=named_device(arguments.device))
     print(claim_table(result.claims))
     for path in (*result.figures, RESULT):
         print(out / path)
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device of that name, the GPU if none is given and there is one; raises `UserError` where it is not there."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in {"cpu", "cuda"}:
-        raise UserError(f"--device {name} is no device; write cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs; pass --device cpu")
-    return device
 
 
 if __name__ == "__main__":

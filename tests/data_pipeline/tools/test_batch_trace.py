@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.__main__ import main
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.tools import batch_trace
 from tests.data_pipeline.random_shards import write_dataset
 from tests.tiny_data import write_tiny_dataset
 
@@ -23,9 +22,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def traced(directory: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[int, int, list[str]]]:
     """Step, rank and keys of every line that the command prints."""
-    parser = argparse.ArgumentParser()
-    batch_trace.add_arguments(parser)
-    batch_trace.run(parser.parse_args([str(directory), "--batch-size", "4", *options]))
+    main(["trace", str(directory), "--batch-size", "4", *options])
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     return [(int(step), int(rank), keys.split()) for step, rank, keys in rows]
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.__main__ import main
 from data_pipeline.core.errors import UserError
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
@@ -98,9 +98,7 @@ def test_a_dataset_is_measured_in_all_that_happens_to_it(tmp_path: Path) -> None
 
 
 def run_bench(*words: str) -> None:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    bench.run(parser.parse_args(words))
+    main(["bench", *words])
 
 
 @pytest.mark.parametrize("kind", ["pictures", "sounds"])
@@ -122,7 +120,7 @@ def test_the_command_prints_a_rate_for_every_row(
     [
         (["--batch-size", "0"], "--batch-size"),
         (["--batch-size", "21"], "does not fit a dataset of 20 samples"),
-        (["--device", "abacus"], "--device abacus cannot be used"),
+        (["--device", "abacus"], "--device abacus: this machine has no such device"),
     ],
 )
 def test_what_cannot_be_measured_is_said(tmp_path: Path, words: list[str], problem: str) -> None:

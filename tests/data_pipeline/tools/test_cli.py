@@ -14,10 +14,21 @@ from PIL import Image
 from scipy.io import wavfile
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.catalogue import DATASETS, SOURCE_SUMMARIES, SOURCES, open_dataset, sources_of
+from data_pipeline.building.catalogue import DATASETS, open_dataset
+from data_pipeline.building.datasets import (
+    DIGITS,
+    PICTURE_OVERLAYS,
+    SOURCE_SUMMARIES,
+    SOURCES,
+    TEST_SPEAKER,
+)
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.loading.decode import decode_sample
+from data_pipeline.overlays import PictureOverlay
+from data_pipeline.overlays.registry import OVERLAYS
 from data_pipeline.sources.audiomnist import TEST_SPEAKERS
+from data_pipeline.sources.digits import MNIST_KINDS
+from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
 from data_pipeline.storage.store import SampleStore
 from tests.real_data import REPOSITORY, archive
 
@@ -244,7 +255,7 @@ def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: s
         except UserError as error:
             said = str(error)
         refused = f'{dataset} cannot come from the source "{source}"; ' in said
-        assert refused == (source not in sources_of(dataset))
+        assert refused == (source not in SOURCES[DATASETS[dataset].base])
         assert refused or not said or "; name it with --" in said  # --root, --digits-root or --noise-root
 
 
@@ -296,3 +307,10 @@ def test_the_current_directory_cannot_be_built_anew(
     assert (status, out) == (2, [])
     assert err == ["error: --out . is no name for a folder to make; give one, such as --out ./data"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_help_names_what_the_overlays_and_sources_offer() -> None:
+    """The names stand apart from the code that they name, so that the help needs none of it."""
+    assert [kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay)] == [*PICTURE_OVERLAYS]
+    assert (*MNIST_KINDS, "sklearn") == DIGITS
+    assert TEST_SPEAKER == DEFAULT_TEST_SPEAKER

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from data_pipeline.__main__ import main
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode, decode_sample
 from data_pipeline.overlays import evaluation_keys
@@ -16,7 +16,6 @@ from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sources.background import procedural_sounds
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools import preview
 from data_pipeline.tools.preview import colour_spectrograms, draw_cell, draw_grid
 from tests.tiny_data import NUM_POINTS, SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
 
@@ -135,9 +134,7 @@ def test_a_background_drawn_online_is_seen_and_named(tmp_path: Path) -> None:
 
 
 def run_preview(*words: str) -> None:
-    parser = argparse.ArgumentParser()
-    preview.add_arguments(parser)
-    preview.run(parser.parse_args(words))
+    main(["preview", *words])
 
 
 def test_the_command_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from PIL import Image
 
 from configs import debug
-from data_pipeline.building import build
+from data_pipeline.__main__ import main as data_pipeline
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
@@ -46,10 +45,8 @@ def wide_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
             pictures.mkdir(parents=True)
             for number in range(4):
                 Image.fromarray(rng.integers(0, 256, (16, 24, 3), dtype=np.uint8)).save(pictures / f"{number}.png")
-        parser = argparse.ArgumentParser()
-        build.add_arguments(parser)
         where = ["--root", str(directory / "source"), "--out", str(directory / "data" / split)]
-        build.run(parser.parse_args(["folder", "--split", split, "--workers", "1", *where]))
+        data_pipeline(["build", "folder", "--split", split, "--workers", "1", *where])
     return write_run(directory / "run", directory / "data", recipe=debug.image)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from configs import debug, resolve_recipe
 from data_pipeline.core.errors import UserError
-from launch.status import table
+from launch.runs import table
 from launch.submitted import run_status
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.observability.tracked import open_tracker
@@ -23,7 +23,7 @@ from tests.trainer.reports.test_report import Page, make_run, probe_result, repo
 from trainer.checkpoint.files import all_steps
 from trainer.data import read_manifests
 from trainer.observability.records import read_metrics, read_provenance
-from trainer.probe import checkpoint_steps
+from trainer.probes.probe_runs import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.reports.as_markdown import as_markdown
 from trainer.reports.page import page

@@ -17,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import trainer.probe
 from configs import debug
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME
@@ -27,11 +26,12 @@ from tests.trainer.probes.toy import toy_pictures
 from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
-from trainer.probe import main, majority_share, probe, runs_table
+from trainer.probe import main
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
 from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
+from trainer.probes.probe_runs import majority_share, probe, runs_table
 from trainer.probes.result import read_result
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
@@ -370,7 +370,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
         seen.update(pictures)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.probe, "probe", look)
+    monkeypatch.setattr("trainer.probes.probe_runs.probe", look)
     with pytest.raises(KeyboardInterrupt):
         call(monkeypatch, run_dir.path, "--allow-shared", 1)
     same_NHW = (seen["train"].images_NCHW == seen["test"].images_NCHW).all(1)
@@ -392,7 +392,9 @@ def command_of_rank(*arguments: str) -> str:
     """What the command prints as this rank of a process group that is there already."""
     out = io.StringIO()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(trainer.probe, "process_group", return_value=contextlib.nullcontext()))
+        stack.enter_context(
+            mock.patch("trainer.distributed.environment.process_group", return_value=contextlib.nullcontext())
+        )
         stack.enter_context(contextlib.redirect_stdout(out))
         sys.argv = ["probe", *arguments]
         main()

@@ -21,7 +21,7 @@ from trainer.probe import main as probe_main
 from trainer.probes.linear import ProbeConfig
 from trainer.report import main
 from trainer.reports.findings import winner
-from trainer.reports.protocols import describe_protocol, readings
+from trainer.reports.protocols import by_protocol, describe_protocol
 from trainer.reports.published import study
 from trainer.reports.runs import arms_of, read_runs
 from trainer.reports.study_sheet import fill, summary
@@ -94,8 +94,8 @@ def test_what_a_file_holds_is_its_protocol_and_not_its_name(tmp_path: Path) -> N
     fast = ProbeConfig(views="none", num_epochs=7)
     one = make_run(tmp_path / "one", name="one", trained={"base": [0.9]})
     two = make_run(tmp_path / "two", name="two", trained={"base": [0.5]}, probe=fast, num_epochs=3)
-    found = readings(arms_of(read_runs([one, two])))
-    assert [[len(arm.trained("base")) for arm in reading.arms] for reading in found] == [[1, 0], [0, 1]]
+    found = by_protocol(arms_of(read_runs([one, two])))
+    assert [[len(arm.trained("base")) for arm in group.arms] for group in found] == [[1, 0], [0, 1]]
 
 
 def test_the_seed_of_a_probe_is_no_protocol(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_the_seed_of_a_probe_is_no_protocol(tmp_path: Path) -> None:
         make_run(tmp_path / str(seed), seed=seed, trained={"base": [0.5]}, probe=ProbeConfig(num_epochs=5, seed=seed))
         for seed in (0, 1)
     ]
-    (reading,) = readings(arms_of(read_runs(runs)))
-    assert len(reading.arms[0].trained("base")) == 2
+    (group,) = by_protocol(arms_of(read_runs(runs)))
+    assert len(group.arms[0].trained("base")) == 2
 
 
 def test_every_setting_of_a_protocol_is_in_its_words() -> None:

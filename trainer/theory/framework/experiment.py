@@ -69,14 +69,12 @@ class Experiment(Generic[S]):
     """One experiment.
 
     Attributes:
-        title: one line for the help.
         defaults: settings in which it takes under two minutes on two cores.
         parts: from the settings, what has to be computed, by name (a file name); each takes a device, returns tensors,
             and depends on nothing but the settings. A part is what a killed run may lose: seconds, not hours.
         conclude: from the settings and the tensors of all parts (on the CPU), the outcome; quick.
     """
 
-    title: str
     defaults: S
     parts: Callable[[S], Mapping[str, Part]]
     conclude: Callable[[S, Mapping[str, Tensors]], Outcome]

@@ -322,7 +322,6 @@ def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
 
 
 EXPERIMENT = Experiment(
-    title="alignment, divergence and concentration of Huang et al. 2023: identities, collapse, divergence, error bound",
     defaults=GeneralizationSettings(),
     parts=parts,
     conclude=conclude,

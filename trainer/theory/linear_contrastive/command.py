@@ -247,7 +247,6 @@ def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -
 
 
 EXPERIMENT = Experiment(
-    title="feature suppression in the linear model of Tamkin et al. 2022: Theorem 4.1, appendix D, Lemma E.1",
     defaults=LinearContrastiveSettings(),
     parts=parts,
     conclude=conclude,

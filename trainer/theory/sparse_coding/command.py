@@ -207,7 +207,6 @@ def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[
 
 
 EXPERIMENT = Experiment(
-    title="sparse features and dense noise in the model of Wen and Li 2021: what the random mask and the bias do",
     defaults=SparseCodingSettings(),
     parts=parts,
     conclude=conclude,

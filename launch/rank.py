@@ -1,0 +1,76 @@
+"""Trains as one rank in this process, or prints the plan of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from data_pipeline.core.errors import UserError, log_to_terminal
+from launch.outcome import last_line, note_end
+from trainer.config import RunConfig
+from trainer.data import read_manifests
+from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
+from trainer.distributed.environment import choose_device, process_group, read_env
+from trainer.fault_tolerance.preemption import StoppedError
+from trainer.memory import keep_freed_memory
+from trainer.planning.describe import describe
+from trainer.planning.fit import plan
+from trainer.run_dir import RunDir
+from trainer.train import train
+
+
+def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
+    """Train as the rank given by the variables of torchrun or Slurm; alone if there are none. Raises as `train`."""
+    keep_freed_memory()
+    world = read_env(os.environ)
+    log_to_terminal()
+    device = choose_device(world)
+    with process_group(world, device):
+        try:
+            train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"rank {world.rank} has not enough memory on {device} ({str(error).partition('. GPU')[0]}); raise "
+                "memory.micro_batches, set memory.encoder_checkpointing=whole, or see what fits with `--plan "
+                "--gpu-gigabytes`"
+            ) from error
+
+
+def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
+    """Call `run`; if it ends early, the first rank writes why into the run directory, for launch/status.py."""
+    is_first = read_env(os.environ).rank == 0
+    try:
+        run(config, run_dir, command=command, accepted_data=accepted_data)
+    except Exception as error:
+        if is_first and isinstance(error, StoppedError):
+            note_end(RunDir(run_dir), config, "stopped", str(error))
+        elif is_first:
+            note_end(RunDir(run_dir), config, "failed", last_line(error))
+        raise
+
+
+def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
+    """The plan of a run on so many ranks, of its dataset where that is there, and what DeepSpeed would be told."""
+    try:
+        manifest = read_manifests(config.data).train
+    except UserError:
+        manifest = None
+    planned = plan(
+        config,
+        world_size=world_size,
+        num_samples=None if manifest is None else manifest.num_samples,
+        input_shape=None if manifest is None else manifest.input_shape,
+        device_gigabytes=device_gigabytes,
+    )
+    print(describe(planned))
+    if isinstance(config.engine, DeepSpeedConfig):
+        told = deepspeed_dictionary(config.engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
+        print(f"\nDeepSpeed is told\n{json.dumps(told, indent=2)}")
+
+
+def default_run_dir(config: RunConfig) -> Path:
+    return Path("runs") / f"{config.name}-seed{config.seed}"

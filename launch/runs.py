@@ -1,0 +1,231 @@
+"""Runs that were submitted, alone or together: start them here, follow them, list them, submit them again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import submitit
+
+from data_pipeline.core.errors import UserError, printable
+from launch.outcome import outcomes_of_job
+from launch.slurm_client import queued_jobs
+from launch.snapshot import read_snapshot
+from launch.submission import PlannedRun, SubmissionPlan, gpus_of, submit
+from launch.submitted import (
+    RunStatus,
+    Submission,
+    first_error,
+    in_queue,
+    last_submission,
+    queue_for,
+    run_status,
+)
+from trainer.config import read_config, refuse_commands
+from trainer.preflight import check_data, claim
+from trainer.run_dir import RunDir
+
+POLL_SECONDS = 1.0
+HEADER = ("run", "state", "step", "loss", "reason")
+MAX_REASON = 500  # characters that are shown
+
+
+def still_to_do(plan: SubmissionPlan) -> tuple[list[PlannedRun], list[str]]:
+    """Return the runs that are neither finished nor have a job, and a line for each run that is left out."""
+    queue = queue_for([planned.run_dir for planned in plan.runs])
+    left, left_out = [], []
+    for planned in plan.runs:
+        status = run_status(planned.run_dir, queue) if planned.run_dir.config.is_file() else None
+        if status is not None and status.state in {"finished", "waiting", "running"}:
+            left_out.append(f"{planned.run_dir.path.name} is {status.state} already")
+        else:
+            left.append(planned)
+    return left, left_out
+
+
+def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
+    """Train the runs on this machine, `at_a_time` at once, with the present code, and print each start and end.
+
+    A run that fails or cannot be started does not stop the others. In that case this raises SystemExit(1) at the end.
+    Raises `UserError`, before any run starts, if a run cannot be trained on its data or in its directory, or if there
+    are too few GPUs for the runs that train at once.
+    """
+    gpus_of(plan.resources, slot=min(plan.at_a_time, len(plan.runs)) - 1)
+    for planned in plan.runs:
+        check_data(planned.config)
+    for planned in plan.runs:
+        claim(planned.run_dir, planned.config, accepted_data=plan.accepted_data).close()
+    snapshot = read_snapshot()
+    waiting = deque(plan.runs)
+    running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}
+    num_failed = 0
+    while waiting or running:
+        for slot in range(plan.at_a_time):
+            if slot in running and running[slot][1].done():
+                planned, _ = running.pop(slot)
+                status = run_status(planned.run_dir, {})
+                num_failed += status.state != "finished"
+                print(f"{planned.run_dir.path.name}: {status.state} {status.reason}".rstrip(), flush=True)
+            if slot not in running and waiting:
+                planned = waiting.popleft()
+                name = planned.run_dir.path.name
+                try:
+                    (job,) = submit(replace(plan, runs=[planned], slot=slot), command=command, snapshot=snapshot)
+                except (UserError, OSError) as error:  # such as a disk that has become full
+                    num_failed += 1
+                    print(f"{name}: not started: {error}", file=sys.stderr, flush=True)
+                    continue
+                running[slot] = planned, job
+                print(f"{name}: job {job.job_id}, {len(waiting)} to come", flush=True)
+        time.sleep(POLL_SECONDS)
+    if num_failed:
+        print(
+            f"error: {num_failed} of {len(plan.runs)} run(s) did not finish; the same command goes on",
+            file=sys.stderr,
+        )
+        raise SystemExit(1)
+
+
+def print_submitted(plan: SubmissionPlan, jobs: Sequence[submitit.Job[None]]) -> None:
+    """Print the jobs that `submit` has started."""
+    for planned, job in zip(plan.runs, jobs, strict=True):
+        print(f"job {job.job_id}: {planned.run_dir.path}")
+    array = jobs[0].job_id.partition("_")[0]
+    print(
+        f"{len(jobs)} run(s) of {plan.resources.num_ranks} rank(s), {plan.at_a_time} at a time; "
+        f"end them: scancel {array}"
+    )
+
+
+def wait(planned: PlannedRun, job: submitit.Job[None]) -> None:
+    """Show the job's state and the log of rank 0 until the job ends. Raises SystemExit(1) if a rank failed."""
+    submission = last_submission(planned.run_dir)
+    assert submission is not None, "submit has just noted it"
+    log = job.task(0).paths.stdout
+    state: str | None = ""
+    shown = 0
+    while state is not None:
+        time.sleep(POLL_SECONDS)
+        before, state = state, _state_in_queue(submission)
+        if state is not None and state != before:
+            print(f"job {job.job_id}: {state}", flush=True)
+        if log.is_file():
+            with log.open(errors="replace") as file:
+                file.seek(shown)
+                print(file.read(), end="", flush=True)
+                shown = file.tell()
+    outcomes = outcomes_of_job(log.parent, job_id=job.job_id, inside=log.parent)
+    missing = [rank for rank in range(job.num_tasks) if rank not in outcomes]
+    if error := first_error(planned.run_dir, submission):
+        rank, problem = error.rank, f"failed: {error.line}"
+    elif missing:
+        rank, problem = missing[0], "left no result (it was killed, or its node died)"
+    else:
+        return
+    print(f"error: rank {rank} of job {job.job_id} {problem}; see {job.task(rank).paths.stdout}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+def wait_for_study(runs: Sequence[PlannedRun]) -> None:
+    """Print the state of each run when it changes, until all end. Raises SystemExit(1) if one did not finish."""
+    printed: dict[Path, str] = {}
+    run_dirs = [planned.run_dir for planned in runs]
+    while True:
+        time.sleep(POLL_SECONDS)
+        try:
+            queue = queue_for(run_dirs)
+        except UserError as error:  # Slurm does not answer for a while
+            print(error, file=sys.stderr, flush=True)
+            continue
+        statuses = {run_dir.path: run_status(run_dir, queue) for run_dir in run_dirs}
+        for path, status in statuses.items():
+            if printed.get(path) != status.state:
+                printed[path] = status.state
+                print(f"{path.name}: {status.state} {status.reason}".rstrip(), flush=True)
+        if not {"waiting", "running"} & set(printed.values()):
+            break
+    if set(printed.values()) != {"finished"}:
+        raise SystemExit(1)
+
+
+def _state_in_queue(submission: Submission) -> str | None:
+    """Return the state of a job in the queue; None once it has ended."""
+    if submission.executor == "local":
+        return in_queue(submission, None)
+    try:
+        return in_queue(submission, queued_jobs())
+    except UserError as error:  # Slurm does not answer for a while
+        return str(error)
+
+
+def runs_in(directory: Path) -> list[RunDir]:
+    """Return the run at `directory`, or the runs in it by name. Raises `UserError` if there is none."""
+    found = [RunDir(path) for path in (directory, *sorted(directory.glob("*/"))) if RunDir(path).config.is_file()]
+    if not found:
+        raise UserError(f"{directory} holds no run; pass a --run-dir or --study-dir of launch/slurm.py")
+    return found[:1] if found[0].path == directory else found
+
+
+def table(statuses: Mapping[str, RunStatus]) -> str:
+    """Return a table with a line for each run. A step is shown as "logged/all", with "?" if all is not known."""
+    rows = [HEADER]
+    for name, status in statuses.items():
+        step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
+        loss = "" if status.loss is None else f"{status.loss:.4f}"
+        rows.append((printable(name), status.state, step, loss, printable(status.reason)[:MAX_REASON]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
+    """Return the status of a run, which is `unknown` if a file of it is damaged."""
+    try:
+        return run_status(run_dir, queue)
+    except UserError as error:
+        return RunStatus("unknown", step=None, num_steps=None, loss=None, reason=str(error))
+
+
+def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) -> None:
+    """Submit runs again with the resources of their last job. Each goes on from its newest checkpoint.
+
+    Runs of one study are submitted together. They use the present code, not the earlier snapshot, because most
+    failures are mended in the code. Raises SystemExit(1) at the end if a run on this machine did not finish.
+    """
+    configs = {run_dir: read_config(run_dir.config, allow_pipe=allow_pipe) for run_dir in runs}
+    for config in configs.values():
+        refuse_commands(config)
+    groups: dict[str, list[tuple[RunDir, Submission]]] = {}
+    for run_dir in runs:
+        before = last_submission(run_dir)
+        assert before is not None, "only runs that were submitted are submitted again"
+        key = f"{before.home_of(run_dir)} {before.model_dump_json(include={'resources', 'executor'})}"
+        groups.setdefault(key, []).append((run_dir, before))
+    plans = [
+        SubmissionPlan(
+            runs=[PlannedRun(run_dir, configs[run_dir]) for run_dir, _ in group],
+            home=group[0][1].home_of(group[0][0]),
+            resources=group[0][1].resources,
+            # A run that was last submitted alone has at_a_time 1.
+            at_a_time=min(max(before.at_a_time for _, before in group), len(group)),
+            name=group[0][1].home_of(group[0][0]).name,
+            executor=group[0][1].executor,
+        )
+        for group in groups.values()
+    ]
+    have_all_finished = True
+    for plan in plans:
+        if plan.executor == "slurm":
+            print_submitted(plan, submit(plan, command=command))
+            continue
+        try:
+            run_study_here(plan, command=command)
+        except SystemExit:  # it has printed why
+            have_all_finished = False
+    if not have_all_finished:
+        raise SystemExit(1)

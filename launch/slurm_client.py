@@ -1,0 +1,75 @@
+"""Asks Slurm: runs its commands and reads what they print."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import shutil
+import subprocess
+
+from data_pipeline.core.errors import UserError
+
+SLURM_SECONDS = 120  # for one command of Slurm
+
+
+def has_slurm() -> bool:
+    return shutil.which("sbatch") is not None and shutil.which("srun") is not None
+
+
+def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm with `text` as its input. Raises `UserError` if it gives no answer."""
+    try:
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=SLURM_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]} gave no answer within {SLURM_SECONDS} s; try again when Slurm answers") from None
+
+
+def refusal_reason(said: str) -> str:
+    """Return the reason that sbatch gives, in its own words."""
+    lines = [line for line in said.splitlines() if "error:" in line or "failure:" in line] or ["it gave no reason"]
+    return lines[-1].rpartition("error:")[2].rpartition("failure:")[2].strip()
+
+
+def queued_jobs() -> dict[str, str] | None:
+    """Return state and reason of every job of this user in the queue, by job id; None if there is no squeue.
+
+    Each job of an array has an id of its own, such as 12_3. Raises `UserError` if squeue gives no answer.
+    """
+    if shutil.which("squeue") is None:
+        return None
+    done = run_slurm("squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%i|%T|%r")
+    if done.returncode:
+        raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
+    return parse_queue(done.stdout)
+
+
+def parse_queue(text: str) -> dict[str, str]:
+    """Parse lines of `%i|%T|%r`.
+
+    Examples:
+        >>> parse_queue("12_0|RUNNING|None\\n12_1|PENDING|JobArrayTaskLimit\\n")
+        {'12_0': 'RUNNING', '12_1': 'PENDING (JobArrayTaskLimit)'}
+    """
+    found = {}
+    for line in text.splitlines():
+        job_id, state, reason = (part.strip() for part in line.split("|", 2))
+        found[job_id] = state if reason == "None" else f"{state} ({reason})"
+    return found
+
+
+def was_cancelled(job_id: str) -> bool:
+    """Tell whether a job was cancelled.
+
+    Asks slurmctld, which forgets a job minutes after its end, and then the accounting, which many clusters lack.
+    """
+    ways = (("scontrol", "show", "job"), ("sacct", "--noheader", "--allocations", "--format=State", "--jobs"))
+    for command in ways:
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = run_slurm(*command, job_id)
+        except UserError:
+            continue
+        if re.search(r"^\s*(?:JobState=)?CANCELLED\b", done.stdout, re.MULTILINE):
+            return True
+    return False

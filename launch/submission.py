@@ -1,0 +1,275 @@
+"""Submits runs: claims their directories, copies the code, and hands them to Slurm or starts them on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import submitit
+from submitit.core.utils import FailedJobError
+
+from data_pipeline.core.environment import variable
+from data_pipeline.core.errors import UserError
+from launch.environment import outside_any_job
+from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
+from launch.ports import free_ports
+from launch.resources import Resources
+from launch.slurm_checks import check_with_slurm
+from launch.slurm_client import has_slurm, refusal_reason
+from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
+from launch.submitted import Submission, record
+from trainer.config import RunConfig
+from trainer.preflight import check_data, claim
+from trainer.run_dir import LOCK_NAME, RunDir
+
+MAX_TIMEOUTS = 20  # a job that has reached its time limit this often is not requeued again
+MAX_TIMEOUTS_HERE = 5  # on this machine, where submitit starts a job six times at most
+WARNING_SECONDS = 120  # between the warning signal and the time limit
+
+Executor = Literal["slurm", "local"]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to submit: alone, or one of a study."""
+
+    run_dir: RunDir
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class SubmissionPlan:
+    """The runs that are submitted together, as one job or as one job array.
+
+    home: the directory of the logs and the code: the run directory itself, or that of the study.
+    at_a_time: the number of runs that train at the same time.
+    slot: on this machine, the number of this run among those; each slot has GPUs of its own.
+    accepted_data: as in `trainer.train`.
+    """
+
+    runs: Sequence[PlannedRun]
+    home: Path
+    resources: Resources
+    at_a_time: int
+    name: str
+    executor: Executor = "slurm"
+    slot: int = 0
+    accepted_data: tuple[str, ...] = ()
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+
+def slurm_parameters(plan: SubmissionPlan, *, code: Path) -> dict[str, Any]:
+    """Return the parameters of submitit for a plan and the code in `code`."""
+    resources = plan.resources
+    parameters = {
+        "job_name": plan.name,
+        "nodes": resources.nodes,
+        "ntasks_per_node": resources.tasks_per_node,
+        "cpus_per_task": resources.cpus_per_task,
+        "gpus_per_node": resources.gpus_per_node or None,
+        "time": resources.time_minutes,
+        "mem": None if resources.mem_gb is None else f"{resources.mem_gb}GB",
+        "partition": resources.partition,
+        "account": resources.account,
+        "qos": resources.qos,
+        "constraint": resources.constraint,
+        "array_parallelism": plan.at_a_time,
+        "signal_delay_s": WARNING_SECONDS,
+        "stderr_to_stdout": True,
+        "setup": [
+            *BEFORE_SRUN,
+            f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}",
+            *shell_lines(code),
+        ],
+        # Since 22.05 Slurm does not pass --cpus-per-task from sbatch to srun. A rank that dies ends the others, which
+        # would otherwise wait for it.
+        "srun_args": [f"--cpus-per-task={resources.cpus_per_task}", "--kill-on-bad-exit=1"],
+        "teardown": list(AFTER_SRUN),
+        "additional_parameters": {"requeue": True}
+        | {name: value for name, value in resources.sbatch.items() if value is not False},
+    }
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+def sbatch_script(plan: SubmissionPlan, *, code: Path) -> str:
+    """Return the batch script that `submit` gives to sbatch. This needs no Slurm."""
+    executor = _ScriptWriter(plan.logs, python=_python(code))
+    executor.update_parameters(**slurm_parameters(plan, code=code))
+    if len(plan.runs) > 1:
+        executor.parameters["map_count"] = len(plan.runs)
+    return executor._make_submission_file_text(executor._submitit_command_str, "")
+
+
+def _python(code: Path) -> str:
+    """Return the command that starts Python on a rank, with warning signals blocked until it can act on them."""
+    start = code / "launch" / "block_signals.py"
+    return shlex.join([sys.executable, "-I", "-S", str(start), sys.executable])
+
+
+class _ScriptWriter(submitit.SlurmExecutor):
+    """Writes batch scripts on machines without srun, where submitit refuses its own executor."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1
+
+
+def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot | None = None) -> list[submitit.Job[None]]:
+    """Claim the run directories, copy the code, submit the jobs or start them here, and record each job in its run.
+
+    The code is that of `snapshot`, by default the present one. Raises `UserError` for a run that could never start. In
+    that case nothing is submitted, and no new directory is left.
+    """
+    snapshot = snapshot or read_snapshot()
+    code = snapshot.folder(plan.home)
+    with _claimed(plan, code=code):
+        write_snapshot(snapshot, into=plan.home)
+        train_jobs = [
+            TrainJob(
+                run_dir=planned.run_dir.path,
+                command=command,
+                local_port=free_ports(1)[0],
+                warning_seconds=WARNING_SECONDS,
+                accepted_data=plan.accepted_data,
+            )
+            for planned in plan.runs
+        ]
+        jobs = _submit_here(train_jobs, plan, code) if plan.executor == "local" else _sbatch(train_jobs, plan, code)
+    for planned, job in zip(plan.runs, jobs, strict=True):
+        submission = Submission(
+            job_id=job.job_id,
+            executor=plan.executor,
+            home="." if plan.home == planned.run_dir.path else "..",
+            submitted_at=datetime.now(UTC),
+            at_a_time=plan.at_a_time,
+            resources=plan.resources,
+            host=socket.gethostname(),
+        )
+        record(planned.run_dir, submission)
+    return jobs
+
+
+class _DryRunError(Exception):
+    """Raised inside `_claimed` to release what a dry run has claimed."""
+
+
+def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
+    """Make every check of `submit`, leave no files, and return the batch script.
+
+    Asks Slurm only if there is one on this machine. Raises the errors of `submit`.
+    """
+    code = snapshot.folder(plan.home)
+    with contextlib.suppress(_DryRunError), _claimed(plan, code=code, needs_slurm=False):
+        raise _DryRunError
+    return sbatch_script(plan, code=code)
+
+
+@contextlib.contextmanager
+def _claimed(plan: SubmissionPlan, *, code: Path, needs_slurm: bool = True) -> Iterator[None]:
+    """Make all checks that are possible before a submission, and claim the run directories.
+
+    Removes the new files and directories if the block raises. Raises `UserError` for a run that could never start.
+    """
+    if not str(plan.home).isprintable():
+        raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
+    for planned in plan.runs:
+        check_data(planned.config)
+    if plan.executor == "slurm" and (needs_slurm or has_slurm()):
+        check_with_slurm(plan.resources, home=plan.home, script=sbatch_script(plan, code=code))
+    directories = [plan.home, *(planned.run_dir.path for planned in plan.runs)]
+    new = [path for path in directories if not path.exists()]
+    new_files = [
+        path / name
+        for path in directories
+        for name in (RunDir(path).config.name, LOCK_NAME)
+        if path.exists() and not (path / name).exists()
+    ]
+    new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
+    try:
+        for planned in plan.runs:
+            claim(planned.run_dir, planned.config, accepted_data=plan.accepted_data).close()
+        yield
+    except BaseException as error:
+        for path in new:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in new_files:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        for path in new_parents:  # the innermost first; a directory that is not empty stays
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if not isinstance(error, OSError) or error.errno == errno.ENOSPC:  # `storage_problem` has a sentence for it
+            raise
+        raise UserError(
+            f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
+        ) from None
+
+
+def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:
+    """Submit the jobs to Slurm. Raises `UserError` with the reason of sbatch if it refuses."""
+    executor = submitit.SlurmExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS, python=_python(code))
+    executor.update_parameters(**slurm_parameters(plan, code=code))
+    stderr = io.StringIO()
+    try:
+        with outside_any_job(), contextlib.redirect_stderr(stderr):
+            return executor.submit_array(train_jobs)
+    except FailedJobError:
+        raise UserError(
+            f"sbatch refused the job ({refusal_reason(stderr.getvalue())}); change what is asked for, or ask with sinfo"
+        ) from None
+
+
+def _submit_here(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:
+    """Start the ranks as detached processes on this machine."""
+    resources = plan.resources
+    executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
+    executor.update_parameters(
+        tasks_per_node=resources.tasks_per_node,
+        gpus_per_node=resources.gpus_per_node or 0,
+        visible_gpus=gpus_of(resources, slot=plan.slot),
+        timeout_min=resources.time_minutes,
+        signal_delay_s=WARNING_SECONDS,
+        stderr_to_stdout=True,
+    )
+    os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(resources.threads_per_task)
+    with outside_any_job(python_environment(code, os.environ)):
+        return executor.submit_array(train_jobs)
+
+
+def gpus_of(resources: Resources, *, slot: int) -> list[int]:
+    """Return the GPUs of the run in `slot` on this machine, by the numbers of CUDA_VISIBLE_DEVICES.
+
+    If that variable is set, the GPUs are among those that it names. Raises `UserError` if it names too few, or if it
+    does not use numbers.
+    """
+    num_gpus = resources.gpus_per_node or 0
+    first, end = slot * num_gpus, (slot + 1) * num_gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not num_gpus:
+        return list(range(first, end))
+    words = [word.strip() for word in visible.partition("-1")[0].split(",") if word.strip()]  # CUDA stops at -1
+    if not all(word.isdecimal() for word in words):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible} does not number the GPUs, as --executor local needs it; set it to the "
+            "numbers that nvidia-smi shows"
+        )
+    if len(words) < end:
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible} names {len(words)} GPU(s), but {end} are needed here (--gpus-per-node for "
+            "each of --at-a-time runs); ask for fewer, or unset it"
+        )
+    return [int(word) for word in words[first:end]]

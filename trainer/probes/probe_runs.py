@@ -1,0 +1,287 @@
+"""Probes the checkpoints of a run, writes the results into its directory, and prints them.
+
+Guarantees: no encoder or checkpoint is changed, and no result depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.loading.order import num_steps_per_epoch
+from trainer.checkpoint.run_state import other_data
+from trainer.config import read_config
+from trainer.data import read_manifests
+from trainer.distributed.collectives import broadcast_object, rank
+from trainer.modules import TrainedModules
+from trainer.observability.wandb_run import summarize
+from trainer.preflight import on_first_rank
+from trainer.pretrained import load_modules
+from trainer.probes.curve import ProbeCurve, read_curves
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
+from trainer.probes.heads import Heads, write_heads
+from trainer.probes.knn import probe_knn
+from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear, spread
+from trainer.probes.result import ProbeResult
+from trainer.probes.shared import check_shared, find_shared
+from trainer.probes.targets import label_targets, readable_labels
+from trainer.reports.config_identity import config_identity
+from trainer.run_dir import RunDir, steps_in, write_json
+
+
+def probe_run(
+    run_dir: RunDir,
+    *,
+    steps: int | str | None,
+    labels: Sequence[LabelSpace] | None,
+    num_draws: int,
+    changes: Mapping[str, Any],
+    device: torch.device,
+    untrained: bool = False,
+    allow_shared: float | None = None,
+    allow_pipe: bool = False,
+) -> Mapping[LabelSpace, ProbeResult]:
+    """Probe checkpoints of a run, and write what was found; returns the last one's. Every rank calls this.
+
+    `steps`: one of them, "all", or None for the newest. `untrained`: the untrained encoder too, first. `changes` are
+    those to the probe of the run's config; results are then filed under names that say so. `allow_shared` is used in
+    place of the config's, if given. `allow_pipe` is that of `read_config`. Raises `UserError`.
+    """
+    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
+    changed = {name: value for name, value in changes.items() if value != getattr(config.probe, name)}
+    suffix = "".join(f"-{name}_{value}" for name, value in changed.items())
+
+    def check() -> list[int | None]:
+        manifests = read_manifests(config.data)
+        readable_labels(manifests.train, manifests.test, wanted=labels)
+        check_ranks(probe_config)
+        chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
+        return [0, *chosen] if untrained else chosen
+
+    def count_shared() -> int | None:
+        manifests = read_manifests(config.data)
+        shared = find_shared(config.data, train=manifests.train, test=manifests.test)
+        allowed = config.probe.allow_shared if allow_shared is None else allow_shared
+        if (said := check_shared(shared, config.data, allowed=allowed)) is not None:
+            print(said, file=sys.stderr)
+        return None if shared is None else shared.num_shared
+
+    chosen = broadcast_object(on_first_rank(check)) or []
+    players = _load(run_dir, chosen[-1])  # a run that has none is told so before its data are read
+    num_shared = broadcast_object(on_first_rank(count_shared))
+    data = config.data
+    train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
+    if num_draws > 1 and not test.is_drawn_online and rank() == 0:
+        print(f"nothing is drawn on {data.test_dir} as it is read, so there is one draw and no spread", file=sys.stderr)
+    other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
+    for number, step in enumerate(chosen):
+        players = players if len(chosen) == 1 else _load(run_dir, step)
+        _warn_of_other_data(players, train=train, test=test)
+        readout = probe(
+            players,
+            train=train,
+            test=test,
+            device=device,
+            config=probe_config,
+            labels=labels,
+            other_draws=other_draws,
+            num_shared=num_shared,
+        )
+        directory = run_dir.probes(players.step)
+        on_first_rank(partial(_write, directory, readout, suffix=suffix))
+        if rank() == 0:
+            if run_dir.probes_at is None and not suffix and number + 1 == len(chosen) and not isinstance(steps, int):
+                final = {
+                    f"probe/{space}/{method}_final": getattr(result, method).accuracy
+                    for space, result in readout.results.items()
+                    for method in ("linear", "knn")
+                }
+                summarize(run_dir, config.tracking, final)
+            print(table(readout.results))
+            print(directory)
+
+    def write_curves() -> None:
+        steps_per_epoch = num_steps_per_epoch(train.manifest.num_samples, config.global_batch_size)
+        curves = read_curves(run_dir, suffix=suffix, steps_per_epoch=steps_per_epoch)
+        if curves.curves:
+            write_json(run_dir.all_probes / f"curves{suffix}.json", curves.model_dump(mode="json"))
+        if len(chosen) > 1:
+            print(curve_table(curves.curves))
+
+    on_first_rank(write_curves)
+    return readout.results
+
+
+def _write(directory: Path, readout: Readout, *, suffix: str) -> None:
+    """Write the heads and results of one checkpoint."""
+    write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
+    for space, result in readout.results.items():
+        write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
+
+
+def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
+    """Return the steps of all checkpoints, ascending. Raises `UserError` if there is none."""
+    steps = steps_in(run_dir.checkpoints)
+    if not steps:
+        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
+    return [*steps]
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The results of one checkpoint by label, and the trained heads."""
+
+    results: Mapping[LabelSpace, ProbeResult]
+    heads: Heads
+
+
+def probe(
+    players: TrainedModules,
+    *,
+    train: Pictures,
+    test: Pictures,
+    device: torch.device,
+    config: ProbeConfig | None = None,
+    labels: Sequence[LabelSpace] | None = None,
+    other_draws: Sequence[Pictures] = (),
+    num_shared: int | None = None,
+) -> Readout:
+    """Read out `labels`, or every one the pictures have, by the run's own probe or by `config`; every rank calls this.
+
+    `num_shared`, the number of test samples that the train set shows too, is written into the results as it is given.
+
+    Raises `UserError` where train and test set have different classes, or not a label that is asked for.
+    """
+    started = time.monotonic()
+    targets = label_targets(train, test, wanted=labels)
+    players = players.to(device)
+    config = players.config.probe if config is None else config
+    title = f"probe of step {players.step}"
+    with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
+
+        def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
+            progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
+
+        linear = probe_linear(
+            players.encoder,
+            view_policy=players.view_policy,
+            train=train,
+            test=test,
+            targets=targets,
+            config=config,
+            device=device,
+            other_draws=other_draws,
+            on_epoch=on_epoch,
+        )
+    knn = probe_knn(players.encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
+    seconds = round(time.monotonic() - started, 1)
+    results = {
+        space: ProbeResult(
+            label=space,
+            checkpoint_step=players.step,
+            linear=linear[space].result,
+            knn=knn[space],
+            chance=1 / target.num_classes,
+            majority_share=majority_share(target),
+            class_names=train.class_names(space),
+            num_train=len(train),
+            num_test=len(test),
+            probe_config=config.protocol,
+            train_manifest_sha256=train.manifest.sha256,
+            test_manifest_sha256=test.manifest.sha256,
+            seconds=seconds,
+            title=getattr(train.manifest.label_names, f"title_{space}"),
+            num_shared=num_shared,
+        )
+        for space, target in targets.items()
+    }
+    settings = (f"{name} {value}" for name, value in config.fit_settings.items())
+    made_by = f"probe with {', '.join(settings)}"
+    return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
+
+
+def majority_share(target: Target) -> float:
+    """Test accuracy of always answering the commonest class of the train set."""
+    commonest = torch.bincount(target.train_N, minlength=target.num_classes).argmax()
+    return float((target.test_N == commonest).float().mean().item())
+
+
+def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
+    """Test accuracies in per cent, one line a label; and one more for the draws of the test overlays, if several."""
+    lines = [f"{'test accuracy, %':18}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
+    for space, result in results.items():
+        best = f"({100 * result.linear.best_accuracy:.1f}, {result.linear.best_epoch})"
+        lines.append(
+            f"{'label_' + space:18}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
+            f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
+        )
+        if result.linear.draws is not None and result.knn.draws is not None:
+            linear, knn = (
+                f"{100 * draws.mean:.1f} ± {100 * draws.deviation:.1f}"
+                for draws in (result.linear.draws, result.knn.draws)
+            )
+            lines.append(f"  {len(result.linear.draws.accuracies)} draws of the test overlays: {linear}, kNN {knn}")
+    return "\n".join(lines)
+
+
+def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
+    """Mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, one line a label."""
+    arms: dict[tuple[str, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
+    for path, results in zip(paths, of_runs, strict=True):
+        one = next(iter(results.values()))
+        identity = config_identity(read_config(RunDir(path).config))
+        arms.setdefault((identity, one.train_manifest_sha256, one.test_manifest_sha256), {})[path] = results
+    lines = []
+    for of_arm in arms.values():
+        if len(of_arm) == 1:
+            continue
+        lines.append(f"mean over {', '.join(map(str, of_arm))}:")
+        for space in next(iter(of_arm.values())):
+            linear, knn = (
+                spread([getattr(results[space], method).accuracy for results in of_arm.values()])
+                for method in ("linear", "knn")
+            )
+            assert linear is not None
+            assert knn is not None
+            lines.append(
+                f"label_{space}, {len(of_arm)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
+                f"kNN {100 * knn.mean:.1f} ± {100 * knn.deviation:.1f}"
+            )
+    return "\n".join(lines) or "no two of the runs are of one configuration and dataset, so there is no mean over them"
+
+
+def curve_table(curves: Sequence[ProbeCurve]) -> str:
+    """The last and the best checkpoint of each curve, in per cent."""
+    lines = [f"{'over checkpoints, %':26}{'last (step)':>18}{'best on the test set (step)':>30}"]
+    for curve in curves:
+        last, best = (f"{100 * point.accuracy:.1f} ({point.step})" for point in (curve.last, curve.best))
+        lines.append(f"{f'label_{curve.label}, {curve.method}':26}{last:>18}{best:>30}")
+    return "\n".join(lines)
+
+
+def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
+    """The players that the first rank finds, on every rank."""
+    players = on_first_rank(lambda: load_modules(run_dir, step=step))
+    found = broadcast_object(None if players is None else players.step)
+    return load_modules(run_dir, step=found) if players is None else players
+
+
+def _warn_of_other_data(players: TrainedModules, *, train: Pictures, test: Pictures) -> None:
+    """Print a warning for each dataset that is not that of the training. The results hold the hashes of both."""
+    data = players.config.data
+    for warning in (
+        other_data(players.trained_on, which="train", sha256=train.manifest.sha256, location=data.train_dir),
+        other_data(players.trained_on, which="test", sha256=test.manifest.sha256, location=data.test_dir),
+    ):
+        if warning is not None and rank() == 0:
+            print(f"warning: {warning}", file=sys.stderr)
