@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import configs
 from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.overrides import set_paths
 from data_pipeline.core.schema import flatten
@@ -107,7 +106,9 @@ def _recipe(name: str) -> Callable[[], RunConfig]:
 
 def _modules() -> list[str]:
     """Return the names of the modules in configs/ that hold recipes or studies."""
-    return [info.name for info in pkgutil.iter_modules(configs.__path__) if info.name not in {"resolve", "base"}]
+    return [
+        info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)]) if info.name not in {"resolve", "base"}
+    ]
 
 
 def _names(module_name: str) -> list[str]:

@@ -61,7 +61,7 @@ def main() -> None:
     from trainer.distributed.collectives import rank
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.preflight import on_first_rank
-    from trainer.probes.probe_runs import probe_run, runs_table
+    from trainer.probe_runs import probe_run, runs_table
 
     world = read_env(os.environ)
     device = choose_device(world)

@@ -24,10 +24,10 @@ from trainer.analyses.feature_dropout import (
     right_class_probability,
 )
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
+from trainer.probe_runs import probe_run
 from trainer.probes.features import read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import LinearHead, probe_linear
-from trainer.probes.probe_runs import probe_run
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
 

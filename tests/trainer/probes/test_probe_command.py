@@ -27,11 +27,11 @@ from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probe import main
+from trainer.probe_runs import majority_share, probe, runs_table
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
 from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
-from trainer.probes.probe_runs import majority_share, probe, runs_table
 from trainer.probes.result import read_result
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
@@ -370,7 +370,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
         seen.update(pictures)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.probes.probe_runs.probe", look)
+    monkeypatch.setattr("trainer.probe_runs.probe", look)
     with pytest.raises(KeyboardInterrupt):
         call(monkeypatch, run_dir.path, "--allow-shared", 1)
     same_NHW = (seen["train"].images_NCHW == seen["test"].images_NCHW).all(1)

@@ -21,10 +21,10 @@ from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views
 from trainer.modules import build_modules
 from trainer.probe import main
+from trainer.probe_runs import probe
 from trainer.probes.features import read_pictures
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, probe_linear
-from trainer.probes.probe_runs import probe
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
 from trainer.views.expert_audio import Spectral, SpectralConfig, clean_spectrogram
