@@ -1,4 +1,4 @@
-"""Gradient reversal against two explicit backward passes, in float64."""
+"""Compare gradient reversal with two explicit backward passes, in float64."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_config_survives_json_and_refuses_a_negative_weight() -> None:
 
 
 def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again() -> None:
-    """Without views that ask for a gradient its graph is another one; a compilation shows no sign of life."""
+    """Without a gradient for the views the encoder's graph changes, and compiling it gives no sign of life."""
     config = resolve_recipe("debug:viewmaker", ["compile=true", "adversary.freeze_step=3", "watchdog.enabled=false"])
     asked: list[tuple[float, str]] = []
 
@@ -86,7 +86,7 @@ def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again(
 
 
 def train_with_a_viewmaker_that_diverges(data: Path, directory: Path, update: str) -> str:
-    """What the user is told."""
+    """Train, and return the error message."""
     settings = {
         "data.train_dir": data / "train",
         "data.test_dir": data / "test",

@@ -29,7 +29,7 @@ from trainer.run_dir import RunDir
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """An untrained run with data: nothing that is looked at here needs training."""
+    """An untrained run with data; these tests need no training."""
     directory = tmp_path_factory.mktemp("run")
     for number, split in enumerate(("train", "test")):
         write_tiny_dataset(directory / split, num_samples=37, seed=number)

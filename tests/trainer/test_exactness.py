@@ -65,7 +65,7 @@ def configure(objective: str, overrides: list[str]) -> RunConfig:
 
 
 def own_part() -> Batch:
-    """This rank's part of the batch: pictures that differ from each other, and so from rank to rank."""
+    """Return this rank's part of the batch; all its pictures differ."""
     size = BATCH_SIZE // world_size()
     rows = slice(rank() * size, (rank() + 1) * size)
     draw = torch.Generator().manual_seed(5)
@@ -76,7 +76,7 @@ def own_part() -> Batch:
 
 
 def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
-    """The loss, every gradient, and every buffer and frozen parameter after one step on this rank's part."""
+    """Return the loss, every gradient, every buffer and every frozen parameter after one step on this rank's part."""
     training = build_training(config, num_samples=BATCH_SIZE, device=torch.device("cpu"))
     engines = training.engines
     found: dict[str, torch.Tensor] = {}

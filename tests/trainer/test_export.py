@@ -242,7 +242,7 @@ def test_what_the_command_refuses_is_one_line_and_status_2(
 
 
 class CreatesAFile:
-    """Its pickle, when read, creates the file."""
+    """An object whose pickle creates the file when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""By what the encoder normalises pictures: its config's numbers, or those of the train set, which the run records."""
+"""The encoder normalises pictures by its config's numbers, or by those of the train set, which the run records."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def manifest_of(data: Path) -> Manifest:
 
 
 def test_a_run_normalises_by_its_train_set_and_needs_it_no_more_once_it_is_trained(data: Path, tmp_path: Path) -> None:
-    """A run directory alone gives the encoder at every step, untrained too, and its export."""
+    """A run directory is enough to load the encoder at every step, also untrained, and to export it."""
     copy = shutil.copytree(data, tmp_path / "data")
     manifest = manifest_of(copy)
     run_dir = start(copy, tmp_path / "run", *OF_THE_DATA)
@@ -109,7 +109,7 @@ def test_a_restart_normalises_as_before(trained: RunDir, data: Path, tmp_path: P
 
 
 def test_a_run_with_numbers_of_its_own_needs_no_record(trained: RunDir, tmp_path: Path) -> None:
-    """Runs that are older than the record have none."""
+    """Runs from before there was a record have none."""
     run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
     config = json.loads(run_dir.config.read_text())
     config["encoder"] |= {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
@@ -172,7 +172,7 @@ def test_a_channel_that_never_changes_is_divided_by_one(data: Path) -> None:
 def test_numbers_of_other_pictures_are_said(
     settings: list[str], numbers: dict[str, Any], is_said: bool, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CIFAR-10's on others, but not ImageNet's on CIFAR-10, which were published."""
+    """CIFAR-10's numbers on other pictures give a warning; ImageNet's on CIFAR-10, which were published, do not."""
     manifest = manifest_of(data).model_copy(update=numbers)
     config = configure(data, *settings)
     with caplog.at_level(logging.WARNING):

@@ -87,7 +87,7 @@ def without_data(tensor: Tensor) -> Tensor:
 
 
 def filters_on_the_gpu(mel: MelConfig) -> Callable[..., Any]:
-    """Those of a spectrogram, which are made once, from numbers."""
+    """Return the filters of a spectrogram, which are made once, from numbers."""
     real = log_mel._filters(mel, torch.device("cpu"), torch.float32)
 
     def filters(*_: object) -> Any:
@@ -98,7 +98,7 @@ def filters_on_the_gpu(mel: MelConfig) -> Callable[..., Any]:
 
 
 def on_the_gpu(module: nn.Module) -> None:
-    """Exchange a module's tensors for a GPU's, without data; inside `FakeTensorMode`."""
+    """Replace a module's tensors by tensors of a GPU without data; to be called inside `FakeTensorMode`."""
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
             if parameter is not None:
@@ -109,7 +109,7 @@ def on_the_gpu(module: nn.Module) -> None:
 
 
 def give_gradients(loss: Tensor) -> None:
-    """To every tensor that the loss was made of, as backward would."""
+    """Give a gradient to every tensor that the loss was made of, as backward would."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -123,7 +123,7 @@ def give_gradients(loss: Tensor) -> None:
 
 
 def what_waits(monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str], num_ranks: int) -> list[str]:
-    """In a step, and in reading its metrics."""
+    """Return the lines that make the host wait, in a step and in reading its metrics."""
     config = resolve_recipe(
         recipe, ["tracking.wandb=disabled", f"global_batch_size={num_ranks * NUM_ROWS}", *overrides]
     )
@@ -179,7 +179,7 @@ OBJECTIVES = [*CONTRASTIVE, "barlow_twins", "simsiam"]
 def test_a_step_makes_the_host_wait_for_nothing(
     monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str]
 ) -> None:
-    """As rank 0 of two, whose collectives send nothing."""
+    """The step runs as rank 0 of two, whose collectives send nothing."""
     assert what_waits(monkeypatch, recipe, overrides, num_ranks=2) == []
 
 
@@ -187,7 +187,7 @@ def test_a_step_makes_the_host_wait_for_nothing(
 def test_an_optimizer_that_is_not_fused_skips_a_step_without_waiting(
     config: OptimizerConfig, waits_for: list[str]
 ) -> None:
-    """But for LAMB, which counts its steps on the host."""
+    """LAMB is left out, because it counts its steps on the host."""
     pytest.importorskip("timm")
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     with FakeTensorMode(), Waits() as waits:

@@ -1,4 +1,4 @@
-"""What is refused, taken and said before step 0."""
+"""What is refused, accepted and logged before step 0."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_no_run_starts_that_could_not_write_its_first_checkpoint(kind: str, tmp_
 
 
 def of_size(config: RunConfig, height: int, width: int) -> RunConfig:
-    """The same, with manifests that tell of other pictures: before step 0 no other file of a dataset is read."""
+    """Change the pictures' size in the manifests; before step 0 no other file of a dataset is read."""
     for directory in (config.data.train_dir, config.data.test_dir):
         path = Path(directory, MANIFEST_NAME)
         manifest = json.loads(path.read_text()) | {"input_shape": [3, height, width]}
@@ -313,7 +313,7 @@ def test_whatever_goes_wrong_on_the_first_rank_ends_all() -> None:
 
 
 def test_the_watchdogs_limits_may_change_from_start_to_start(config: RunConfig, tmp_path: Path) -> None:
-    """Its message says to raise them, and the run has to go on in its directory then."""
+    """The watchdog's message says to raise its limits, and then the run must go on in its directory."""
     run_dir = RunDir(tmp_path / "run")
     claim(run_dir, config).close()
     patient = config.model_copy(update={"watchdog": WatchdogConfig(limit_seconds=400)})

@@ -1,4 +1,4 @@
-"""The stages of a step: together they are the whole, and a delay put into any of them is named."""
+"""The stages of a step add up to the whole, and a delay in any of them is named."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_inner_stage_is_not_counted_twice() -> None:
 
 
 class Event:
-    """As `torch.cuda.Event`, of a device that does all at once."""
+    """A stand-in for `torch.cuda.Event`, of a device that does everything at once."""
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
@@ -80,7 +80,7 @@ class Event:
 
 
 def test_on_a_gpu_each_step_that_is_read_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the first after a restart, and a last one that is no multiple of anything."""
+    """This includes the first step after a restart, and a last step that is no multiple of anything."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     reads = {7, 10, 11}
     clock = Clock(device=torch.device("cuda"), start_step=6, is_read=lambda num_done: num_done in reads)
@@ -134,7 +134,7 @@ def train_with_a_delay(slow: str, data: Path, directory: Path) -> None:
 
 @pytest.mark.parametrize("slow", DELAYED)
 def test_a_delay_is_named(slow: str, data: Path, tmp_path: Path) -> None:
-    """50 ms in one stage of each step, on two ranks where the stage is communication."""
+    """Each step waits 50 ms in one stage; for communication there are two ranks."""
     run_ranks(train_with_a_delay, 2 if slow == "communication" else 1, slow, data, tmp_path / "run")
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert slowest(metrics).startswith(slow), metrics

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def small(config: RunConfig, **changes: Any) -> RunConfig:
-    """The recipe with a tiny network, in float64; losses, optimizers and order are its own."""
+    """Return the recipe with a tiny network, in float64; losses, optimizers and order are the recipe's."""
     encoder = config.encoder
     assert encoder.kind == "resnet18_small"
     head = encoder.head.model_copy(update={"hidden_sizes": tuple(8 for _ in encoder.head.hidden_sizes)})
@@ -111,7 +111,7 @@ def plain(head: nn.Module) -> nn.Module:
 
 
 def sgd(modules: list[nn.Module], config: RunConfig) -> torch.optim.SGD:
-    """The published optimizer, by the recipe's numbers."""
+    """Return the published optimizer, with the recipe's numbers."""
     settings: Any = config.optimizer
     parameters = [parameter for module in modules for parameter in module.parameters()]
     return torch.optim.SGD(
@@ -208,7 +208,7 @@ def simsiam_by_loop(objective: Any) -> tuple[Loss, list[nn.Module]]:
 
 
 def moco_by_loop(objective: Any) -> tuple[Loss, list[nn.Module]]:
-    """Before the keys of either view the key encoder moves; used keys join the queue at its end."""
+    """The key encoder moves before it encodes the keys of a view; used keys join the end of the queue."""
     state: dict[str, Any] = {"queue": objective.queue_QD.clone(), "keys": None}
 
     def loss(net: AsTorchHasIt, a: Tensor, b: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def moco_by_loop(objective: Any) -> tuple[Loss, list[nn.Module]]:
 def test_two_steps_of_a_method_of_huang_are_those_of_the_loop_as_written(
     recipe: Callable[[], RunConfig], by_loop: Callable[[Any], tuple[Loss, list[nn.Module]]], learning_rate: float
 ) -> None:
-    """With one batch norm over the batch for MoCo, whose split one, with the shuffle, has tests of its own."""
+    """MoCo has one batch norm over the batch here; its split batch norm, with the shuffle, has tests of its own."""
     changes: dict[str, Any] = {}
     published = recipe()
     if published.objective.kind == "moco":

@@ -145,7 +145,7 @@ def test_a_command_that_must_write_says_so_in_one_sentence(
 
 
 def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:
-    """By a limit of the process, which binds root too; write() then fails, and its error names no file."""
+    """A limit of the process, which also binds root, makes write() fail with an error that names no file."""
     call(trainer.analyze, "views", run)  # whose cache of fonts may have to grow
     out = tmp_path / "r.html"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,6 +159,6 @@ def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Pa
 
 
 def test_text_that_utf8_cannot_hold_is_written(tmp_path: Path) -> None:
-    """Such as the name of a file in other bytes, from a command line."""
+    """One example is a file name of other bytes, from a command line."""
     write_atomically(tmp_path / "text", "caf\udce9")
     assert (tmp_path / "text").read_text() == "caf\\udce9"

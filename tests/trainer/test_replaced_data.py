@@ -1,4 +1,4 @@
-"""A dataset that was replaced in its place: a run does not go on with it unless the user names it."""
+"""A run does not go on with a dataset that was replaced, unless the user names the new one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def go_on(run_dir: RunDir, config: RunConfig, *accepted: str) -> None:
 
 
 def replace(data: Path, split: Any, *, num_samples: int, seed: int = 7) -> str:
-    """Build one of the datasets anew in its place; returns its manifest's hash."""
+    """Rebuild one of the datasets in its place, and return its manifest's hash."""
     shutil.rmtree(data / split)
     write_tiny_dataset(data / split, num_samples=num_samples, seed=seed, split=split)
     return load_manifest(data / split).sha256
@@ -162,7 +162,7 @@ def test_an_older_checkpoint_is_looked_at_too_when_the_newest_is_damaged(data: P
 
 @pytest.mark.parametrize(("num_samples", "num_steps"), [(60, 6), (20, None)])
 def test_accepted_data_of_another_size(num_samples: int, num_steps: int | None, data: Path, tmp_path: Path) -> None:
-    """The state is the number of steps, so a larger dataset makes a run longer; one may also make it too short."""
+    """A run's position is its step, so a larger dataset makes the run longer; a smaller one may end it earlier."""
     run_dir, config = stopped_run(data, tmp_path / "run", step=3), configure(data, "keep_checkpoints=9")
     replace(data, "train", num_samples=num_samples)
     with pytest.raises(UserError, match=r"by --accept-data \w+$"):

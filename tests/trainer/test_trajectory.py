@@ -151,7 +151,7 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
 
 @pytest.mark.parametrize("kind", ["moco", "simsiam", "instance_discrimination"])
 def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(kind: str, data: Path, tmp_path: Path) -> None:
-    """From the checkpoint of one process at step 10, one process ends in the same bits, and two in the same numbers."""
+    """From a checkpoint of one process at step 10, one process ends in the same bits, two in the same numbers."""
     recipe, overrides = STEPS[kind]
     every = ["precision=float64", "checkpoint_every_steps=10", *overrides]
     config = configure(data, recipe, every)
@@ -170,7 +170,7 @@ def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(kind: str,
 
 
 def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None:
-    """With a small learning rate, where few ReLUs are pushed over zero: to 1e-5 at first, to 1e-4 in all 20 steps."""
+    """At a small learning rate few ReLUs are pushed over zero: equal to 1e-5 at first, to 1e-4 in all 20 steps."""
     config = configure(data, "debug:image", ["optimizer.learning_rate=0.003"])
     for num_ranks in (1, 2):
         run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
@@ -182,7 +182,7 @@ def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None
 
 
 def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
-    """Both players under ZeRO 2 on two ranks; then from step 10 on one rank, with rounding for the only difference."""
+    """Both players train under ZeRO 2 on two ranks, then from step 10 on one rank; only rounding differs."""
     slow = ["optimizer.learning_rate=0.003", "adversary.optimizer.learning_rate=0.0001", "checkpoint_every_steps=10"]
     curves = {}
     for engine in ("ddp", "deepspeed"):
@@ -213,7 +213,7 @@ def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
 
 
 def test_a_compiled_encoder_trains_alike(data: Path, tmp_path: Path) -> None:
-    """All of it in one graph, so that the compiler sees what it may put together."""
+    """The encoder is one graph, so that the compiler sees what it can fuse."""
     torch._dynamo.utils.counters.clear()
     losses = {}
     for name in ("false", "true"):

@@ -1,4 +1,4 @@
-"""Nothing that lies in a run directory or in a config file runs, unless the user says so."""
+"""Nothing in a run directory or a config file is executed, unless the user allows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.run_dir import RunDir, write_json
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Path:
-    """A file that the run's locations make when they are executed."""
+    """The file that the run's locations create if they are executed."""
     return tmp_path / "ran"
 
 
@@ -123,7 +123,7 @@ def test_what_reads_no_data_does_not_ask(
 def test_a_config_file_is_no_command_line(
     option: list[str], run: RunDir, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever names a file with --config may not have written it."""
+    """The user who passes a file to --config may not have written it."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=REFUSAL):
         call(monkeypatch, launch.train, "--config", run.config, *option)
@@ -142,7 +142,7 @@ def test_a_command_that_is_typed_is_not_asked_about(run: RunDir, tmp_path: Path)
 
 
 def test_going_on_with_a_run_of_ones_own_does_not_ask(run: RunDir) -> None:
-    """Its config is compared with the typed one, and read for nothing else."""
+    """The stored config is only compared with the typed one."""
     stored, typed = read_config(run.config), read_config(run.config, allow_pipe=True)
     assert difference(stored, typed) == []
     assert stored.data.remote.read_back_from == str(run.config)
@@ -173,7 +173,7 @@ def test_a_failed_run_is_not_submitted_again_with_a_command_of_its_own(
 
 
 class Touches:
-    """Its pickle, when read, creates the file."""
+    """An object whose pickle creates the file when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -185,7 +185,7 @@ class Touches:
 def test_no_pickle_of_a_run_directory_is_read(
     run: RunDir, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever bears the name of something that is read: all of it is a pickle here, but for the config."""
+    """Every file of the run directory that is read is a pickle here, except the config."""
     evil = pickle.dumps(Touches(ran))
     checkpoint = run.checkpoint(10) / "encoder.safetensors"
     names = ["metrics.jsonl", "provenance.json", "analysis/views.json", "analysis/views.png", "analysis/alignment.png"]

@@ -26,7 +26,7 @@ _PROJECT = {"id": "project", "entityName": ENTITY, "createdAt": "", "isBenchmark
 
 @dataclass
 class StoredRun:
-    """A run as the server has it."""
+    """A run, as the server stores it."""
 
     project: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class StoredRun:
 
 @dataclass
 class StandIn:
-    """`delay` seconds pass before each answer. `asked` are the operations, in order."""
+    """The state of the server. Each answer takes `delay` seconds; `asked` are the operations, in order."""
 
     url: str = ""
     delay: float = 0.0
@@ -175,14 +175,14 @@ def _handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-            """Not on the terminal."""
+            """Print nothing."""
 
     return Handler
 
 
 @contextmanager
 def stand_in_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Runs the server, and makes it the one that this process and its children are logged in to."""
+    """Run the server, and log this process and its children in to it."""
     stand_in = StandIn()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(stand_in))
     server.daemon_threads = True

@@ -1,4 +1,4 @@
-"""Alarms: forced collapses are told within 200 steps, healthy players set nothing off, and each is said once."""
+"""Forced collapses set off an alarm within 200 steps, once each; healthy training sets off none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG_EVERY = 10
 
 
 def alarms_of(measure: Callable[[int], dict[str, float]], *, num_steps: int = 200) -> dict[int, list[str]]:
-    """What goes off, by step, when metrics are logged every few steps."""
+    """Return the alarms by step, if metrics are logged every few steps."""
     alarms = Alarms()
     by_step = {step: alarms.check(measure(step), step) for step in range(LOG_EVERY, num_steps + 1, LOG_EVERY)}
     return {step: sentences for step, sentences in by_step.items() if sentences}
@@ -37,7 +37,7 @@ def attraction(z_a: Tensor, z_b: Tensor) -> Tensor:
 
 
 def training(loss_function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int], dict[str, float]]:
-    """An encoder of points in ten clouds; the metrics after each `LOG_EVERY` steps."""
+    """Return a function that trains an encoder for `LOG_EVERY` steps on points in ten clouds, and returns metrics."""
     torch.manual_seed(0)
     centre = 2 * torch.randn(10, 20)
     encoder = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
@@ -92,7 +92,7 @@ def saturated(viewmaker: Viewmaker) -> None:
 
 
 def deaf(viewmaker: Viewmaker) -> None:
-    """Does not hear its noise: the weights on the channels that are appended to a map, and on what comes of them."""
+    """Make a viewmaker ignore its noise: set to zero the weights on the noise channels, and on what comes of them."""
     num_blocks = viewmaker.config.num_res_blocks
     weights = dict(viewmaker.named_parameters())
     weights["stem.0.conv.weight"][:, -1] = 0

@@ -1,4 +1,4 @@
-"""Whatever metrics.jsonl, provenance.json and stray files hold: restart, report and status say it, and go on."""
+"""Restart, report and status name any damage in metrics.jsonl, provenance.json and stray files, and go on."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ TAGS = (
 
 
 class Tags(Page):
-    """All tags with the names of their attributes."""
+    """Return all tags with the names of their attributes."""
 
     def __init__(self, html: str) -> None:
         self.attributes: set[str] = set()
@@ -282,7 +282,7 @@ class Tags(Page):
 
 
 def check_page(html: str) -> None:
-    """No tag but the page's own, none that runs or loads anything."""
+    """Check that the page has only tags of its own, and none that runs or loads anything."""
     found = Tags(html)
     assert set(found.tags) <= TAGS, set(found.tags) - TAGS
     assert not [name for name in found.attributes if name.startswith("on")]
@@ -319,7 +319,7 @@ def test_no_record_of_a_run_stops_a_command_or_gets_into_the_page(
 @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.one_of(HOSTILE, st.text(min_size=1, max_size=9)), titles=st.tuples(HOSTILE, HOSTILE), value=VALUES)
 def test_no_name_gets_into_the_page_as_markup(name: str, titles: tuple[str, str], value: Any, fuzzed: Path) -> None:
-    """Names of runs, of labels and their titles, of classes, of an analysis and of its numbers."""
+    """The names are of runs, labels and their titles, classes, an analysis and its numbers."""
     run_dir = RunDir(fuzzed)
     config = json.loads(run_dir.config.read_text()) | {"name": name}
     write_json(run_dir.config, config)

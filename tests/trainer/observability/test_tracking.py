@@ -1,4 +1,4 @@
-"""Metrics reach metrics.jsonl always, and W&B's own client offline as one run; W&B failing harms nothing."""
+"""Metrics always reach metrics.jsonl, and offline W&B files as one run; a failure of W&B harms nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ wandb.finish()
 
 
 def wandb_steps(run_dir: RunDir) -> list[int]:
-    """Of all starts, one after another."""
+    """Return the steps of all starts, one start after another."""
     paths = sorted(run_dir.path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len({path.name for path in paths}) == 1
     return [step for path in paths for step in offline_steps(path)]
@@ -87,7 +87,7 @@ def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
 def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the start and at the end, so that one of them is seen."""
+    """The log says it at the start and at the end, so that one of them is seen."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     caplog.set_level(logging.INFO, logger="trainer.observability.wandb_run")
     run_dir = RunDir(tmp_path / "a run")
@@ -113,7 +113,7 @@ def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
 def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM comes to all processes of a job, and W&B's own leaves at once, with what it holds in memory."""
+    """SIGTERM reaches all processes of a job; W&B's own ends at once and loses what it has in memory."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = RunDir(tmp_path)
     subprocess.run([sys.executable, "-c", ENDED_WITH_ITS_JOB, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
@@ -127,7 +127,7 @@ def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_ne
 def test_a_killed_run_gets_its_id_back_though_who_started_it_has_a_wandb_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a job that was submitted from a notebook, and started again."""
+    """This is a job that was submitted from a notebook, and restarted."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()

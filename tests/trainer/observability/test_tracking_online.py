@@ -1,4 +1,4 @@
-"""W&B as a server sees it, on a stand-in for one; and TensorBoard, read by its own reader."""
+"""What a W&B server gets, by a stand-in server; and what TensorBoard's own reader reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def train(run_dir: RunDir, config: RunConfig, *, start_step: int, last: int) -> list[float]:
-    """Seconds that each step's log took."""
+    """Return the seconds that each step's log took."""
     tracker, seconds = open_tracker(run_dir, config, start_step=start_step), []
     for step in range(start_step + 1, last + 1):
         started = time.perf_counter()
@@ -129,7 +129,7 @@ def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
 
 @pytest.mark.parametrize("mode", ["auto", "online"])
 def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """In a process of its own, because W&B's library remembers a login."""
+    """The test uses a process of its own, because W&B's library remembers a login."""
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     for name in ("WANDB_SERVICE", "WANDB_MODE"):

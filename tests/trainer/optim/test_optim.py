@@ -57,7 +57,7 @@ one_of_each_kind = pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "lar
 
 
 def small_net(*, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A convolution, a norm and a matrix with its bias; the bias begins at zero, where a length is no divisor."""
+    """A convolution, a norm and a matrix with its bias, which starts with a length of zero, a bad divisor."""
     net = nn.Sequential(nn.Conv2d(1, 2, 2, bias=False), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3)).to(dtype)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def take_steps(optimizer: torch.optim.Optimizer, net: nn.Module, rates: tuple[fl
 
 @dataclass
 class SlowParameter:
-    """One parameter as a list of floats with what any of the optimizers keeps of it."""
+    """One parameter as a list of floats, with the state that any of the optimizers keeps."""
 
     w: list[float]
     m: list[float]
@@ -252,7 +252,7 @@ def test_a_skipped_step_leaves_no_trace(config: OptimizerConfig, device: str) ->
 
 @pytest.mark.parametrize("config", [CONFIGS["lars"], CONFIGS["lars, all"]], ids=["lars", "lars, all"])
 def test_a_step_that_is_taken_back_was_never_taken(config: OptimizerConfig) -> None:
-    """As on a GPU, where whether it stays is not known to the host."""
+    """This is the path of a GPU, where the host does not know whether the step stays."""
 
     def states(skips: list[bool]) -> list[Tensor]:
         net = small_net(seed=0)

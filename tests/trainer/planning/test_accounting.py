@@ -1,4 +1,4 @@
-"""Accounts against sums by hand, and fakes against real tensors."""
+"""Compare accounts with sums by hand, and fake tensors with real ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_ignored_is_not_counted() -> None:
 
 
 def test_backward_is_counted_too() -> None:
-    """Of x.exp().sum(): the result of exp is kept, then x's gradient is made, beside that of the sum (a view)."""
+    """For x.exp().sum(), the result of exp is kept; then x's gradient is made, beside the sum's gradient, a view."""
     x = torch.ones(KB, requires_grad=True)
     with Accounts() as accounts:
         loss = x.exp().sum()
@@ -123,6 +123,6 @@ def sent() -> dict[str, int]:
 
 
 def test_what_a_rank_puts_into_collectives() -> None:
-    """Rows forward and a whole gradient backward; long sums are reduced, short ones gathered."""
+    """A gather sends rows forward and a whole gradient backward; long sums are reduced, short ones gathered."""
     expected = {"allgather": 3 * 5 * 8 + 7 * 4, "reduce_scatter": 2 * 3 * 5 * 8, "allreduce": 400_000}
     assert run_ranks(sent, 2) == [expected, expected]

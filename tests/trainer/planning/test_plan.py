@@ -1,4 +1,4 @@
-"""The plan against what real steps take: bytes of tensors in one process, bytes of collectives on two gloo ranks."""
+"""Compare a plan with real steps: bytes of tensors in one process, bytes of collectives on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def planned(config: RunConfig, *, ranks: int = 1, device_gigabytes: float | None
 
 @dataclasses.dataclass(frozen=True)
 class Real:
-    """What a real run of a config takes: `resident_bytes` before its first step, the others in it."""
+    """Bytes of a real run: `resident_bytes` before its first step, the others in it."""
 
     resident_bytes: int
     step_bytes: int
@@ -63,7 +63,7 @@ class Real:
 
 
 def measured(config: RunConfig, num_before: int = 0) -> Real:
-    """A step as `trainer.train` takes it, after so many others."""
+    """Measure a step as `trainer.train` takes it, after `num_before` others."""
     size = config.global_batch_size // world_size()
     draw = torch.Generator().manual_seed(rank())
     pictures = torch.randint(0, 256, (size, *SHAPE), dtype=torch.uint8, generator=draw)
@@ -141,7 +141,7 @@ def test_the_parts_of_a_step_are_within_it() -> None:
 
 
 def test_a_whole_matrix_of_similarities_is_in_the_loss() -> None:
-    """In float32, of 2 B by 2 B; a chunked loss has a tile of it alone."""
+    """The matrix is 2 B by 2 B float32 numbers; a chunked loss has only a tile of it."""
     whole, chunked = (
         plan(
             resolve_recipe("debug:image", ["global_batch_size=128", *more]),
