@@ -42,7 +42,6 @@ from data_pipeline.loading.stream import Stream, read_all
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
-from trainer.optim.learning_rates import learning_rate_at
 from trainer.profiling import Clock
 
 OURS, GAME, TWO_PASSES, LIGHTLY = "SimCLR", "viewmaker, one pass", "viewmaker, two passes", "lightly's SimCLR"
@@ -74,7 +73,7 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
 
 def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer:
     config = config_of(name, arguments)
-    step = build_training(config, num_samples=1, device=device).step
+    training = build_training(config, num_samples=1, device=device)
     stream = Stream(
         config.data.train_dir,
         read=config.data,
@@ -87,11 +86,8 @@ def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer
     )
     clock = Clock(device=device)
     batches = clock.timed(stream)
-    rates = {
-        name: learning_rate_at(each, step=0, num_steps=1, global_batch_size=config.global_batch_size)
-        for name, each in config.module_optimizers.items()
-    }
-    return Peer(lambda: void(step(next(batches), learning_rates=rates)), clock)
+    rates = training.learning_rates(0, num_steps=1)
+    return Peer(lambda: void(training.step(next(batches), learning_rates=rates)), clock)
 
 
 class Pictures(Dataset[list[Tensor]]):

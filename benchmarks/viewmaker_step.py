@@ -43,7 +43,6 @@ from trainer.config import RunConfig
 from trainer.memory import keep_freed_memory
 from trainer.modules import TrainedModules, build_modules
 from trainer.objectives import PublishedNTXentConfig
-from trainer.optim.learning_rates import learning_rate_at
 from trainer.optim.optimizers import AdamConfig, SGDConfig
 
 Step = Callable[[Batch], float]  # which returns the encoder's loss
@@ -64,10 +63,7 @@ def config_of(name: str, batch_size: int) -> RunConfig:
 
 def our_step(config: RunConfig) -> tuple[Step, TrainedModules]:
     training = build_training(config, num_samples=50_000, device=torch.device("cpu"))
-    rates = {
-        name: learning_rate_at(each, step=0, num_steps=1, global_batch_size=config.global_batch_size)
-        for name, each in config.module_optimizers.items()
-    }
+    rates = training.learning_rates(0, num_steps=1)
     return lambda batch: training.step(batch, learning_rates=rates).metrics["train/loss"].item(), training.modules
 
 

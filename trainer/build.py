@@ -13,6 +13,7 @@ from trainer.distributed.engines import DDPConfig, DDPEngine, DeepSpeedConfig, D
 from trainer.models.encoder import Normalization
 from trainer.modules import TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
+from trainer.optim.learning_rates import learning_rate_at
 from trainer.step import TrainingStep
 
 
@@ -31,6 +32,15 @@ class Training:
     objective: Objective
     engines: dict[str, Engine]
     step: TrainingStep
+
+    def learning_rates(self, step: int, *, num_steps: int) -> dict[str, float]:
+        """Return the learning rate of each engine at step `step` (from 0) of `num_steps`."""
+        config = self.modules.config
+        size, optimizers = config.global_batch_size, config.engine_optimizers
+        return {
+            name: learning_rate_at(optimizers[name], step=step, num_steps=num_steps, global_batch_size=size)
+            for name in self.engines
+        }
 
 
 def build_training(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from functools import partial
 
 import torch
 
@@ -29,7 +28,6 @@ from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.normalization import normalization_of
-from trainer.optim.learning_rates import learning_rates_at
 from trainer.preflight import claim, node_share, on_first_rank, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
@@ -88,8 +86,6 @@ def _train(
     )
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start)
-    optimizers = {name: config.engine_optimizers[name] for name in engines}
-    rates_at = partial(learning_rates_at, optimizers, num_steps=num_steps, global_batch_size=config.global_batch_size)
     log = TrainingLog(config, run_dir, training, counters, watch, start_step=start, num_steps=num_steps, device=device)
     with (
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
@@ -98,7 +94,7 @@ def _train(
         watch.reading(start)
         for batch in log.timed(stream):
             progress.tell_meanwhile(watchdog.step_at_hand)  # not before: the first batch may have forked data workers
-            rates, num_done = rates_at(batch.step), batch.step + 1
+            rates, num_done = training.learning_rates(batch.step, num_steps=num_steps), batch.step + 1
             with watch.training(batch.step):
                 output = training.step(batch, learning_rates=rates)
             with watch.waiting_for_device():

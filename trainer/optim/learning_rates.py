@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from trainer.optim.optimizers import OptimizerConfig
 from trainer.optim.schedules import ConstantConfig, CosineConfig
@@ -46,13 +45,3 @@ def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, glob
         case CosineConfig():
             progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
             return highest * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def learning_rates_at(
-    configs: Mapping[str, OptimizerConfig], step: int, *, num_steps: int, global_batch_size: int
-) -> dict[str, float]:
-    """Return `learning_rate_at` for each of several optimizers, by its name."""
-    return {
-        name: learning_rate_at(config, step=step, num_steps=num_steps, global_batch_size=global_batch_size)
-        for name, config in configs.items()
-    }
