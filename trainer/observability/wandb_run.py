@@ -40,14 +40,14 @@ class WandbRun:
     def __init__(self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any]) -> None:
         """Start the W&B run or resume it, and send what it lacks of metrics.jsonl."""
         forget_empty_variables("WANDB_")
-        self._name, self._settings = name, dict(settings)
+        self._run_dir, self._config = run_dir, config
+        self._name, self._all_settings = name, dict(settings)
         self._run: wandb.Run | None = None
-        self._folder = run_dir.path.absolute() / "wandb"
         self._last_step = 0  # that W&B has
         if not run_dir.wandb_run_id.is_file():
             write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
-        if not (_mode(config) == "online" and self._goes_online(run_dir, config)):
-            self._guard(lambda: self._start(run_dir, config, "offline"))
+        if not (_mode(config) == "online" and self._goes_online()):
+            self._guard(lambda: self._start("offline"))
         for entry in run_dir.read_metrics():
             self.log(entry["step"], {name: value for name, value in entry.items() if name != "step"})
 
@@ -71,22 +71,22 @@ class WandbRun:
             if run.offline:
                 self._tell_how_to_sync("Weights & Biases: the run is in")
 
-    def _start(self, run_dir: RunDir, config: TrackingConfig, mode: Literal["online", "offline"]) -> None:
+    def _start(self, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
-            self._last_step = _last_offline_step(run_dir)
+            self._last_step = _last_offline_step(self._run_dir)
         # W&B's own process inherits the blocked signals, so a warning to all processes of a job does not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         _leave_inherited_process()
         try:
             self._run = wandb.init(
-                dir=run_dir.path,
-                project=config.wandb_project,
-                id=run_dir.wandb_run_id.read_text().strip(),
-                name=run_dir.path.name,
+                dir=self._run_dir.path,
+                project=self._config.wandb_project,
+                id=self._run_dir.wandb_run_id.read_text().strip(),
+                name=self._run_dir.path.name,
                 group=self._name,
                 job_type="train",
-                tags=config.tags,
-                config=self._settings,
+                tags=self._config.tags,
+                config=self._all_settings,
                 mode=mode,
                 resume="allow",
                 settings=_settings(),
@@ -100,13 +100,14 @@ class WandbRun:
 
     def _tell_how_to_sync(self, what: str) -> None:
         """Log where the files of this run are, and the command that sends them to the server."""
-        folders = sorted(self._folder.glob("offline-run-*"))
-        where = shlex.quote(str(folders[0])) if len(folders) == 1 else f"{shlex.quote(str(self._folder))}/offline-run-*"
-        logger.info("%s %s; from a machine that reaches the server: wandb sync %s", what, self._folder, where)
+        folder = self._run_dir.path.absolute() / "wandb"
+        found = sorted(folder.glob("offline-run-*"))
+        where = shlex.quote(str(found[0])) if len(found) == 1 else f"{shlex.quote(str(folder))}/offline-run-*"
+        logger.info("%s %s; from a machine that reaches the server: wandb sync %s", what, folder, where)
 
-    def _goes_online(self, run_dir: RunDir, config: TrackingConfig) -> bool:
+    def _goes_online(self) -> bool:
         try:
-            self._start(run_dir, config, "online")
+            self._start("online")
         except Exception as error:
             logger.warning("Weights & Biases does not answer (%s); going on offline", " ".join(str(error).split()))
             wandb.teardown()  # its process keeps the run's id from the next start
