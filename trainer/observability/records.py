@@ -117,13 +117,10 @@ def _entry(value: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _checked(value: Mapping[str, Any], known: Mapping[str, Callable[[Any], bool]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the facts of the right type, unknown ones among them, and what is wrong with the others."""
-    wrong = [
-        f"has {name}: {_shown(fact)}, which it cannot be"
-        for name, fact in value.items()
-        if fact is not None and name in known and not known[name](fact)
-    ]
-    return {name: fact for name, fact in value.items() if fact is None or known.get(name, _anything)(fact)}, wrong
+    """Return the facts that are unknown or of the right type, and what is wrong with the others."""
+    bad = {name for name, fact in value.items() if fact is not None and name in known and not known[name](fact)}
+    wrong = [f"has {name}: {_shown(value[name])}, which it cannot be" for name in value if name in bad]
+    return {name: fact for name, fact in value.items() if name not in bad}, wrong
 
 
 def _told(path: Path, wrong: list[str]) -> tuple[str, ...]:
@@ -143,12 +140,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _anything(_: Any) -> bool:
-    return True
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _is_number(value: Any) -> bool:
@@ -163,16 +156,8 @@ def _is_seconds(value: Any) -> bool:
     return _is_number(value) and 0 <= value <= MOST and math.isfinite(value)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_texts_by_name(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _is_instant(value: Any) -> bool:
@@ -186,23 +171,23 @@ def _is_instant(value: Any) -> bool:
 _START_FACTS: Mapping[str, Callable[[Any], bool]] = {
     "started_at": _is_instant,
     "start_step": _is_count,
-    "command": _is_text,
+    "command": _is(str),
     "world_size": _is_count,
-    "host": _is_text,
-    "git_commit": _is_text,
-    "snapshot_sha256": _is_text,
+    "host": _is(str),
+    "git_commit": _is(str),
+    "snapshot_sha256": _is(str),
 }
 _FACTS: Mapping[str, Callable[[Any], bool]] = {
     **_START_FACTS,
-    "git_dirty": _is_flag,
+    "git_dirty": _is(bool),
     "seed": _is_count,
-    "cpu": _is_text,
+    "cpu": _is(str),
     "num_cpus": _is_count,
-    "gpu": _is_text,
+    "gpu": _is(str),
     "versions": _is_texts_by_name,
-    "train_manifest_sha256": _is_text,
-    "test_manifest_sha256": _is_text,
+    "train_manifest_sha256": _is(str),
+    "test_manifest_sha256": _is(str),
     "wall_seconds": _is_seconds,
     "finished_step": _is_count,
-    "starts": _is_list,
+    "starts": _is(list),
 }
