@@ -1,8 +1,10 @@
-"""WHAT to run: recipes, plain functions that return a RunConfig, one for each row of a paper's table; and studies,
-which return several.
+"""Recipes and studies: WHAT to run.
 
-`resolve_recipe` turns a command line's `module:function` (or the path of a config file) and its `--set a.b=c` into the
-one RunConfig of a run. What may never happen: logic, or a setting that is not in the resolved config.json.
+A recipe is a plain function that returns a RunConfig, one for each row of a paper's table. A study returns several.
+`resolve_recipe` turns `module:function` (or the path of a config file) and each `--set a.b=c` of a command line into
+the RunConfig of a run.
+
+Invariants: recipes hold no logic, and every setting is in the resolved config.json.
 """
 
 from configs.resolve import describe_recipes, explain, resolve_recipe, resolve_study

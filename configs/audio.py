@@ -1,11 +1,12 @@
-"""Spoken digits with a background sound: Table 2 of Tamkin et al. (2022), one function a cell.
+"""Spoken digits with a background sound: Table 2 of Tamkin et al. (2022), one function for each cell.
 
-ResNet-18 as torchvision has it on spectrograms of 64 bands and 64 frames; batches of 128, where the paper says 256 and
-the published code has 128; 200 epochs at a constant learning rate; the probe's learning rate is constant, too. The
-published code mixes another background sound into each view (`noise_per_view`: data.overlay=online_per_view), although
-the second feature is then not shared by the views; the recipes `..._per_item` have one for both. `..._speech` and
-`..._sound` are for speech and background alone. The paper does not say how speech was left out; here there is silence
-in its place. Build the shards first, for example
+The encoder is torchvision's ResNet-18 on spectrograms of 64 bands and 64 frames. Batches have 128 sounds, as in the
+published code; the paper says 256. Training takes 200 epochs. Its learning rate and the probe's are constant.
+
+The published code mixes another background sound into each view (`noise_per_view`: data.overlay=online_per_view), so
+the views do not share the second feature. The recipes `..._per_item` have one background for both views. `..._speech`
+and `..._sound` are for speech and background alone. The paper does not say how it left out speech; here silence takes
+its place. Build the shards first, for example
 
     for split in train test; do
       python -m data_pipeline build spoken_noise --root DIR --noise-root DIR --overlay online --split $split \
@@ -15,8 +16,8 @@ in its place. Build the shards first, for example
     done
     torchrun --standalone --nproc-per-node 8 launch/train.py --config audio:spectral
 
-With `--source fsdd` the sounds have 8,000 points a second: add `--set data.sample_rate=8000`. That is another dataset,
-whose numbers are not the paper's.
+With `--source fsdd` the sounds have 8,000 points a second: add `--set data.sample_rate=8000`. That is another dataset
+than the paper's, with other numbers.
 """
 
 from __future__ import annotations
@@ -50,61 +51,61 @@ def viewmaker() -> RunConfig:
 
 
 def viewmaker_after_waveform() -> RunConfig:
-    """The same behind crop and noise on the waveform: what the published code trained, without saying so.
+    """A viewmaker after crop and noise on the waveform, as the published code trained it without saying so.
 
-    Its probe had no such crop and noise; here the views of the probe are those of training (`--set probe.views=none`
-    for neither).
+    The published probe had no crop and noise. Here the probe has the views of training (`--set probe.views=none` for no
+    views).
     """
     return _published("viewmaker-after-waveform", _VIEWMAKER.model_copy(update={"waveform": WaveformConfig()}))
 
 
 def spectral_speech() -> RunConfig:
-    """As `spectral`, on speech alone. Published: 97.0 % on the digit."""
+    """Masks and noise on the spectrogram, speech alone. Published: 97.0 % on the digit."""
     return _on("spoken", spectral())
 
 
 def waveform_speech() -> RunConfig:
-    """As `waveform`, on speech alone. Published: 76.7 % on the digit."""
+    """Crop and noise on the waveform, speech alone. Published: 76.7 % on the digit."""
     return _on("spoken", waveform())
 
 
 def viewmaker_speech() -> RunConfig:
-    """As `viewmaker`, on speech alone. Published: 92.4 % on the digit."""
+    """A viewmaker on the spectrogram, speech alone. Published: 92.4 % on the digit."""
     return _on("spoken", viewmaker())
 
 
 def spectral_sound() -> RunConfig:
-    """As `spectral`, on background sounds alone. Published: 32.64 % on the background, which is chance."""
+    """Masks and noise on the spectrogram, background sounds alone. Published: 32.64 % on the background (chance)."""
     return _on("noise", spectral())
 
 
 def waveform_sound() -> RunConfig:
-    """As `waveform`, on background sounds alone. Published: 100.0 % on the background."""
+    """Crop and noise on the waveform, background sounds alone. Published: 100.0 % on the background."""
     return _on("noise", waveform())
 
 
 def viewmaker_sound() -> RunConfig:
-    """As `viewmaker`, on background sounds alone. Published: 100.0 % on the background."""
+    """A viewmaker on the spectrogram, background sounds alone. Published: 100.0 % on the background."""
     return _on("noise", viewmaker())
 
 
 def spectral_per_item() -> RunConfig:
-    """As `spectral`, with one background sound for both views."""
+    """Masks and noise on the spectrogram, with one background sound for both views."""
     return _per_item(spectral())
 
 
 def waveform_per_item() -> RunConfig:
-    """As `waveform`, with one background sound for both views."""
+    """Crop and noise on the waveform, with one background sound for both views."""
     return _per_item(waveform())
 
 
 def viewmaker_per_item() -> RunConfig:
-    """As `viewmaker`, with one background sound for both views."""
+    """A viewmaker on the spectrogram, with one background sound for both views."""
     return _per_item(viewmaker())
 
 
 def _on(dataset: str, recipe: RunConfig) -> RunConfig:
-    """The recipe on another dataset of sounds; on speech alone there is nothing for each view to have its own of."""
+    """Return the recipe on another dataset of sounds; speech alone has no background for each view to draw."""
     overlay = "online" if dataset == "spoken" else recipe.data.overlay
     shards = data(dataset, overlay=overlay, sample_rate=recipe.data.sample_rate)
     return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-{dataset}", "data": shards})

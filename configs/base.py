@@ -1,4 +1,4 @@
-"""Settings that many recipes share. Nothing here is a recipe."""
+"""Settings that several recipes share. No function here is a recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data(
     overlay: Literal["baked", "online", "online_per_view"] = "baked",
     sample_rate: int | None = None,
 ) -> DataConfig:
-    """Shards where the README's build commands put them: data/DATASET/train and data/DATASET/test."""
+    """Return shards in data/DATASET/train and data/DATASET/test, where the documented build commands put them."""
     return DataConfig(
         train_dir=f"data/{dataset}/train",
         test_dir=f"data/{dataset}/test",

@@ -1,4 +1,4 @@
-"""Seconds on a CPU: for torchrun debugging and for the tests. Proves that the parts fit, shows nothing about learning.
+"""Runs of seconds on a CPU, for torchrun debugging and the tests. They show that the parts fit, not learning.
 
 python -m data_pipeline build procedural_digits --out data/debug/train --limit 256
 python -m data_pipeline build procedural_digits --out data/debug/test --split test --limit 128
@@ -40,7 +40,7 @@ def image() -> RunConfig:
 
 
 def viewmaker() -> RunConfig:
-    """The same with a tiny viewmaker instead of expert views; about 10 seconds on 2 cores."""
+    """SimCLR with a tiny viewmaker instead of expert views, 16 steps; about 10 seconds on 2 cores."""
     return RunConfig.model_validate(
         image().model_dump()
         | {"name": "debug-viewmaker"}
@@ -64,7 +64,7 @@ def audio() -> RunConfig:
 
 
 def audio_viewmaker() -> RunConfig:
-    """The same with a tiny viewmaker on the spectrograms; about 30 seconds on 2 cores."""
+    """SimCLR on sounds with a tiny viewmaker on their spectrograms, 16 steps; about 30 seconds on 2 cores."""
     return RunConfig.model_validate(
         audio().model_dump()
         | {

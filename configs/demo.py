@@ -1,9 +1,9 @@
 """The two runs of `make demo`: drawn pictures with handwritten digits on them, minutes on two CPU cores.
 
-As in the paper the digits are drawn anew each time a picture is read. The published loss and learning rate, an encoder
-and a viewmaker of a size for that time. The probes are fitted on pictures without views, which costs seconds and gives
-both runs one untrained baseline. Batch norm is local, as in plain DDP: synchronised over two processes it sends 48
-messages a step, which on a CPU take as long as the step itself.
+As in the paper, the digits are drawn anew each time a picture is read, and loss and learning rate are the published
+ones. Encoder and viewmaker are small enough for minutes. The probes are fitted on pictures without views, which costs
+seconds and gives both runs the same untrained baseline. Batch norm is local, as in plain DDP: synchronised over two
+processes it sends 48 messages in each step, which take as long as the step itself on a CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def expert() -> RunConfig:
 
 
 def viewmaker() -> RunConfig:
-    """The same with a small viewmaker. Seen over three seeds: 32 % on the picture, 84 % on the digit."""
+    """SimCLR with a small viewmaker. Seen over three seeds: 32 % on the picture, 84 % on the digit."""
     return RunConfig.model_validate(
         expert().model_dump()
         | {

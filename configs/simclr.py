@@ -1,8 +1,8 @@
-"""SimCLR with expert views: the "Expert" columns of Table 1 (Tamkin et al. 2022), one function a row.
+"""SimCLR with expert views: the "Expert" columns of Table 1 (Tamkin et al. 2022), one function for each row.
 
-The published code's own loss, temperature and constant learning rate; ResNet-18 in its small-image form, 200 epochs.
-The overlay is drawn anew each time a picture is read, as published (`--overlay online`).
-Build the shards first, for example
+Loss, temperature and constant learning rate are those of the published code; ResNet-18 in its small-image form, 200
+epochs. The overlay is drawn anew each time a picture is read, as published (`--overlay online`). Build the shards
+first, for example
 
     for split in train test; do
       python -m data_pipeline build cifar10_digits --overlay online --root DIR --split $split \

@@ -1,20 +1,20 @@
-"""Studies: runs that are compared with one another. A study is a function that returns their RunConfigs.
+"""Studies: runs to compare with one another. A study is a function that returns their RunConfigs.
 
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/status.py runs/table1
 python -m trainer.probe runs/table1 --untrained
 python -m trainer.report --study table1 runs/table1
 
-Each run has a directory of its own, runs/STUDY/NAME-seedSEED. The report sets what was measured beside what the paper
-has. At the papers' scale every recipe is run with three seeds, the published one among them, although Tamkin et al.
-have one: without a deviation no difference can be told from chance.
+Each run has a directory of its own, runs/STUDY/NAME-seedSEED. The report shows the measured numbers beside the
+published ones. At the papers' scale every recipe runs with three seeds, including the published one. Tamkin et al. have
+a single seed, but without a deviation no difference can be told from chance.
 
-Studies `..._small` are the same tables for a CPU: a ResNet-10 of width 16 on a few thousand samples for some epochs, so
-levels mean nothing, and the report compares directions only. Without a cluster they run by
+Studies `..._small` are the same tables for a CPU: a ResNet-10 of width 16 on a few thousand samples for some epochs.
+Their accuracies mean nothing by themselves, so the report compares directions only. Without a cluster run them by
 
     python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 
-Their shards, of any source; with MNIST's test digits alone, `--digits mnist_t10k` for the set cifar10_digits:
+Build their shards from any source; if you have MNIST's test digits only, add `--digits mnist_t10k` to cifar10_digits:
 
     for set in cifar10 cifar10_shapes cifar10_digits cifar10_letters; do
       drawn=$([ $set = cifar10 ] || echo --overlay online)
@@ -43,9 +43,9 @@ from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import NO_VIEWS, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
-_SEEDS = (0, 1, 2)  # published are 0 and 2 for the pictures of Tamkin et al., and all three by Huang et al.
-_SOUND_SEEDS = (0, 1, 1337)  # the last is the published one
-_HUANG_EVERY_STEPS = 970  # ten epochs: as often all of the train and test set is voted on
+_SEEDS = (0, 1, 2)  # Tamkin et al. publish 0 and 2 for pictures, Huang et al. all three
+_SOUND_SEEDS = (0, 1, 1337)  # 1337 is the published one
+_HUANG_EVERY_STEPS = 970  # ten epochs, between two kNN votes of the whole train and test set
 _ROWS = ("cifar10", "shapes", "digits", "letters")
 _ADDED = ("abcde", "abcd", "abc", "ab", "a")
 _STRENGTHS = (1.0, 0.5, 0.25, 0.125)
@@ -60,7 +60,7 @@ def table1() -> list[RunConfig]:
 
 
 def table1_small() -> list[RunConfig]:
-    """The same with three seeds, 24 runs."""
+    """Table 1 of Tamkin et al. (2022) for a CPU, with three seeds; 24 runs."""
     return _small("table1_small", table1(), seeds=_SEEDS)
 
 
@@ -72,7 +72,7 @@ def table2() -> list[RunConfig]:
 
 
 def table2_small() -> list[RunConfig]:
-    """The same at 8 kHz with three seeds, 27 runs."""
+    """Table 2 of Tamkin et al. (2022) for a CPU, at 8 kHz with three seeds; 27 runs."""
     return _small("table2_small", table2(), seeds=_SEEDS)
 
 
@@ -83,7 +83,7 @@ def table3() -> list[RunConfig]:
 
 
 def table3_small() -> list[RunConfig]:
-    """The same with three seeds, 18 runs."""
+    """Table 3 of Tamkin et al. (2022) for a CPU, with three seeds; 18 runs."""
     return _small("table3_small", table3(), seeds=_SEEDS)
 
 
@@ -97,7 +97,7 @@ def richness() -> list[RunConfig]:
 
 
 def richness_small() -> list[RunConfig]:
-    """Its CIFAR-10 half with one seed, 20 runs."""
+    """The CIFAR-10 half of `richness` for a CPU, with one seed; 20 runs."""
     return _small("richness_small", _of_cifar10(richness()), seeds=(0,))
 
 
@@ -112,15 +112,15 @@ def colour() -> list[RunConfig]:
 
 
 def colour_small() -> list[RunConfig]:
-    """Its CIFAR-10 half with one seed, 16 runs."""
+    """The CIFAR-10 half of `colour` for a CPU, with one seed; 16 runs."""
     return _small("colour_small", _of_cifar10(colour()), seeds=(0,))
 
 
 def temperatures() -> list[RunConfig]:
     """The table of "Ours" of Huang et al. (2023): SimCLR at two temperatures and the split loss, four lengths; 36 runs.
 
-    The paper gives neither the weight of the split loss nor the data set, nor whether a row is a run of its own; here
-    the weight is twice the temperature, and each row a run whose learning rate falls to 0.
+    The paper gives neither the weight of the split loss nor the dataset, and does not say if each row is a run. Here
+    the weight is twice the temperature, and each row is a run whose learning rate falls to 0.
     """
     base = simclr.huang_cifar10()
     losses = {
@@ -137,7 +137,7 @@ def temperatures() -> list[RunConfig]:
 
 
 def temperatures_small() -> list[RunConfig]:
-    """The same with a hundredth of the epochs and one seed, 12 runs."""
+    """`temperatures` for a CPU, with a hundredth of the epochs and one seed; 12 runs."""
     return _small("temperatures_small", temperatures(), seeds=(0,), epochs={200: 2, 400: 4, 600: 6, 800: 8})
 
 
@@ -149,13 +149,14 @@ def pairs() -> list[RunConfig]:
 
 
 def pairs_small() -> list[RunConfig]:
-    """The same with one seed, 10 runs."""
+    """`pairs` for a CPU, with one seed; 10 runs."""
     return _small("pairs_small", pairs(), seeds=(0,))
 
 
 def sharing() -> list[RunConfig]:
-    """Whether views of a sound share their background: each policy of Table 2 with one for both views, and with one for
-    each as published, on both sounds together. The paper has no numbers of the first. 18 runs.
+    """Shared or separate backgrounds for the two views of a sound, for each policy of Table 2; 18 runs.
+
+    Separate backgrounds are published. The paper has no numbers for shared ones.
     """
     policies = ("spectral", "waveform", "viewmaker")
     runs = [getattr(audio, f"{policy}{ending}")() for policy in policies for ending in _SHARING]
@@ -163,16 +164,17 @@ def sharing() -> list[RunConfig]:
 
 
 def sharing_small() -> list[RunConfig]:
-    """The same at 8 kHz with three seeds, 18 runs."""
+    """`sharing` for a CPU, at 8 kHz with three seeds; 18 runs."""
     return _small("sharing_small", sharing(), seeds=_SEEDS)
 
 
 def ablations() -> list[RunConfig]:
-    """Where paper and code differ, or the paper from the field, on C+Shapes and C+Digits, beside the rows of Table 1.
+    """Differences of paper and code, and of the paper and the field, on C+Shapes and C+Digits; 48 runs.
 
-    The paper's temperature (the code's is 0.07), NT-Xent with both directions and no anchor among its negatives, views
-    that are not clamped (the code's), and two passes a step instead of one (the code's). The published mode of batch
-    norm in the probe is no run of its own: `trainer.probe --batch-norm train`. The paper has no numbers. 48 runs.
+    They stand beside the rows of Table 1: the paper's temperature (the code has 0.07), NT-Xent in both directions
+    without the anchor among its negatives, views without a clamp (the code), two passes in each step (the code). The
+    published mode of batch norm in the probe needs no run: `trainer.probe --batch-norm train`. The paper has no
+    numbers.
     """
     losses: dict[str, dict[str, Any]] = {
         "t0.1": {"objective": PublishedNTXentConfig(temperature=0.1)},
@@ -181,24 +183,24 @@ def ablations() -> list[RunConfig]:
     runs = []
     for row in ("shapes", "digits"):
         expert, learned = getattr(simclr, row)(), getattr(viewmaker, row)()
-        codes_ways: dict[str, dict[str, Any]] = {
+        as_in_code: dict[str, dict[str, Any]] = {
             "unclamped": {"views": learned.views.model_copy(update={"clamp": False})},
             "alternating": {"adversary": learned.adversary.model_copy(update={"update": "alternating"})},
         }
         runs += [expert, *(_named(expert, name, **change) for name, change in losses.items())]
-        runs += [learned, *(_named(learned, name, **change) for name, change in (losses | codes_ways).items())]
+        runs += [learned, *(_named(learned, name, **change) for name, change in (losses | as_in_code).items())]
     return _study("ablations", _seeded(runs, _SEEDS))
 
 
 def ablations_small() -> list[RunConfig]:
-    """Its C+Digits half with one seed, 8 runs."""
+    """The C+Digits half of `ablations` for a CPU, with one seed; 8 runs."""
     return _small("ablations_small", [run for run in ablations() if "digits" in run.name], seeds=(0,))
 
 
 def firing() -> list[RunConfig]:
     """Figures 2 to 4 of Wen and Li (2021): no augmentation, crop, crop and colour, for `trainer.analyze filters`.
 
-    The network is the paper's. It does not give the training, which here is that of Huang et al. for SimCLR.
+    The network is the paper's. The paper does not describe the training; here it follows Huang et al. for SimCLR.
     """
     base = simclr.huang_cifar10()
     network = WideResNet34x5Config.model_validate(
@@ -210,7 +212,7 @@ def firing() -> list[RunConfig]:
 
 
 def firing_small() -> list[RunConfig]:
-    """The same with three seeds, 9 runs."""
+    """`firing` for a CPU, with three seeds; 9 runs."""
     return _small("firing_small", firing(), seeds=_SEEDS)
 
 
@@ -220,7 +222,7 @@ def debug_seeds() -> list[RunConfig]:
 
 
 def _study(name: str, runs: Sequence[RunConfig]) -> list[RunConfig]:
-    """The runs, which W&B can find together by a tag."""
+    """Return the runs with the study's name as a tag, by which W&B finds them."""
     return [_changed(run, tracking=run.tracking.model_copy(update={"tags": (name,)})) for run in runs]
 
 
@@ -237,14 +239,14 @@ def _seeded(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
 
 
 def _huang() -> list[RunConfig]:
-    """All five transforms, by each method, on CIFAR-10 and on CIFAR-100."""
+    """Return all five transforms by each method, on CIFAR-10 and on CIFAR-100."""
     ten = (simclr.huang_cifar10(), barlow_twins.cifar10(), moco.cifar10(), simsiam.cifar10())
     hundred = (simclr.huang_cifar100(), barlow_twins.cifar100(), moco.cifar100(), simsiam.cifar100())
     return _voted([*ten, *hundred])
 
 
 def _voted(runs: Sequence[RunConfig]) -> list[RunConfig]:
-    """With the kNN vote of all train pictures on all test pictures now and then; the paper reports the best."""
+    """Return the runs with regular kNN votes of all train pictures on all test pictures; the paper reports the best."""
     votes = {"online_every_steps": _HUANG_EVERY_STEPS, "online_num_train": 50_000, "online_num_test": 10_000}
     return [_changed(run, probe=run.probe.model_copy(update=votes)) for run in runs]
 
@@ -256,7 +258,7 @@ def _of_cifar10(runs: Sequence[RunConfig]) -> list[RunConfig]:
 def _small(
     name: str, runs: Sequence[RunConfig], *, seeds: Sequence[int], epochs: Mapping[int, int] = MappingProxyType({})
 ) -> list[RunConfig]:
-    """The runs of a study, once for each seed, for minutes on a CPU; 6 epochs where `epochs` does not say otherwise."""
+    """Return the runs of a study, once for each seed, for minutes on a CPU; 6 epochs unless `epochs` says otherwise."""
     by_name = {run.name: _small_run(run, num_epochs=epochs.get(run.num_epochs, 6)) for run in runs}
     return _study(name, _seeded(list(by_name.values()), seeds))
 
@@ -289,6 +291,6 @@ def _small_run(run: RunConfig, *, num_epochs: int) -> RunConfig:
         global_batch_size=64,
         num_epochs=num_epochs,
         channels_last=not sounds,
-        # With the two drops of the rate for sounds, too, which audio.py leaves out: docs/claims.md was measured so.
+        # With two drops of the rate for sounds too, which audio.py leaves out: docs/claims.md was measured so.
         probe=ProbeConfig(num_epochs=20, views="none"),
     )

@@ -1,9 +1,9 @@
-"""SimCLR with a viewmaker: the "Viewmaker" columns of Table 1 (Tamkin et al. 2022), one function a row.
+"""SimCLR with a viewmaker: the "Viewmaker" columns of Table 1 (Tamkin et al. 2022), one function for each row.
 
-As in simclr.py, with the expert views replaced by a viewmaker of three residual blocks, trained with Adam against the
-encoder. The published code does not clamp the views to [0, 1] although the paper says so; here they are clamped
-(`--set views.clamp=false` for the code's way), and both players share one pass (`--set adversary.update=alternating`
-for the code's order).
+The recipes are those of simclr.py, with a viewmaker of three residual blocks in place of the expert views. It is
+trained with Adam against the encoder. Two settings follow the paper and not its code. Views are clamped to [0, 1]
+(`--set views.clamp=false` for the code's way). Encoder and viewmaker share one pass (`--set
+adversary.update=alternating` for the code's order).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def letters() -> RunConfig:
 
 
 def digits_dropout() -> RunConfig:
-    """C+Digits with a large budget that a quarter of the views gets: no feature can be destroyed in more of them.
+    """C+Digits with a large budget for a quarter of the views, an upper bound on how often any feature is dropped.
 
-    Not in the paper, which asks for a rate that can be set; docs/dropout_rate.md says what was measured.
+    This is not in the paper, which asks for such a rate. docs/dropout_rate.md has the measurements.
     """
     recipe = digits()
     views = ViewmakerConfig(budget=0.4, dropout_rate=0.25)
@@ -61,7 +61,7 @@ def letters_masked() -> RunConfig:
 
 
 def digits_small() -> RunConfig:
-    """C+Digits for a CPU: as simclr:digits_small, with a viewmaker of half the published width.
+    """C+Digits for a CPU: simclr:digits_small with a viewmaker of half the published width.
 
     15 minutes on one core. Seen with seed 2 and JPEG pictures: 33.5 % on CIFAR-10, 79.0 % on the digit.
     """
@@ -69,13 +69,13 @@ def digits_small() -> RunConfig:
 
 
 def _masked(recipe: RunConfig) -> RunConfig:
-    """The recipe with a viewmaker that changes nothing inside the tight boxes of what was drawn."""
+    """Return the recipe with a viewmaker that changes nothing inside the tight boxes of the drawn objects."""
     views = recipe.views.model_copy(update={"mask": "box"})
     return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-masked", "views": views})
 
 
 def _against(recipe: RunConfig, views: ViewmakerConfig) -> RunConfig:
-    """The recipe with learned views; seed 2, as published."""
+    """Return the recipe with learned views and seed 2, as published."""
     return RunConfig.model_validate(
         recipe.model_dump()
         | {

@@ -1,6 +1,7 @@
-"""The theory, runnable: what the papers prove or claim of small models, measured and judged.
+"""The theory as experiments: what the papers prove or claim about small models, measured and judged.
 
-Comes in: a name and settings. Goes out: OUT/result.json with a verdict for each claim, and its figures. What may never
-happen: a verdict that was not computed from an interval, a random draw that depends on anything but the settings, or a
-part of a result that was made with other settings or by other code.
+In: a name and settings. Out: OUT/result.json with a verdict for each claim, and figures.
+
+Invariants: every verdict follows from an interval. Every random draw depends on the settings alone. Every part of a
+result was computed with the same settings and the same code.
 """

@@ -28,7 +28,7 @@ Verdict = Literal["holds", "does not hold", "not decidable here"]
 
 
 class Interval(Schema):
-    """A measured value between `low` and `high`; `kind` says what the bounds are, e.g. "95 % t-interval, 10 seeds"."""
+    """A measured value with bounds `low` and `high`; `kind` names the bounds, e.g. "95 % t-interval, 10 seeds"."""
 
     value: float
     low: float
@@ -43,9 +43,9 @@ class Interval(Schema):
 
 
 class Claim(Schema):
-    """What is claimed, in one sentence, and where, e.g. "Tamkin et al. 2022, Theorem 4.1".
+    """A claim in one sentence and its source, e.g. "Tamkin et al. 2022, Theorem 4.1".
 
-    `name` is unique within an experiment and is what a page refers to.
+    `name` is unique within an experiment, and pages refer to it.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Claim(Schema):
 
 
 class ClaimResult(Schema):
-    """A claim, what was measured for it, and whether that agrees with its prediction; made by `judge`.
+    """A claim, its measurement and the verdict on its prediction; made by `judge`.
 
     `measured` says what the interval is of, with its unit and the setting. The claim predicts a value of at least
-    `at_least` and at most `at_most`, where given.
+    `at_least` and at most `at_most`; None: no such bound.
     """
 
     claim: Claim
@@ -166,9 +166,9 @@ def judge(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> ClaimResult:
-    """The claim holds if the whole interval agrees with it, does not if the whole interval disagrees.
+    """Judge a claim: it holds if the whole interval agrees with it, and does not if the whole interval disagrees.
 
-    In between it is not decidable from what was measured. Raises `ValueError` where no bound is given.
+    In between it is not decidable from the measurement. Raises `ValueError` if no bound is given.
     """
     verdict = decide(interval.low, interval.high, at_least=at_least, at_most=at_most)
     return ClaimResult(
@@ -177,7 +177,7 @@ def judge(
 
 
 def decide(low: float, high: float, *, at_least: float | None = None, at_most: float | None = None) -> Verdict:
-    """The verdict on "at least `at_least` and at most `at_most`" of a value that lies between `low` and `high`.
+    """Return the verdict on "at least `at_least` and at most `at_most`" for a value between `low` and `high`.
 
     Examples:
         >>> decide(0.1, 0.2, at_least=0.0)
@@ -201,16 +201,19 @@ def decide(low: float, high: float, *, at_least: float | None = None, at_most: f
 
 
 def t_interval(values_S: Tensor | Sequence[float], *, confidence: float = 0.95, of: str = "seeds") -> Interval:
-    """Mean and Student's t-interval of independent values, one a seed; raises `ValueError` for fewer than two."""
+    """Return mean and Student's t-interval of independent values, one for each seed.
+
+    Raises `ValueError` for fewer than two values.
+    """
     values_S = torch.as_tensor(values_S, dtype=torch.float64)
     mean, low, high = (bound.item() for bound in t_bounds(values_S, confidence=confidence))
     return Interval(value=mean, low=low, high=high, kind=f"{100 * confidence:g} % t-interval, {len(values_S)} {of}")
 
 
 def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, low and high bound over the first dimension of (S, ...) values; each of shape (...).
+    """Return mean, low and high bound over the first dimension of (S, ...) values; each of shape (...).
 
-    Raises `ValueError` for fewer than two values: one says nothing about the spread.
+    Raises `ValueError` for fewer than two values, because one has no spread.
     """
     num = len(values_S)
     if num < 2:
@@ -241,9 +244,10 @@ def mean_entries(name: str, values_S: Tensor) -> dict[str, Any]:
 def moment_bounds(
     mean_P: Tensor, mean_square_P: Tensor, *, num: int, confidence: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Low and high bound of means over many (`num`) independent values, from their two moments, by the normal law.
+    """Return low and high bound of means over many (`num`) independent values, from their first two moments.
 
-    For bounds that hold together at P points pass `simultaneous(confidence, P)`.
+    The bounds are those of a normal distribution. For bounds that hold at P points together pass
+    `simultaneous(confidence, P)`.
     """
     variance_P = (mean_square_P - mean_P**2).clamp(min=0) / (num - 1)
     half_P = NormalDist().inv_cdf(0.5 + confidence / 2) * variance_P.sqrt()
@@ -251,14 +255,14 @@ def moment_bounds(
 
 
 def simultaneous(confidence: float, num: int) -> float:
-    """The confidence of each of `num` intervals at which all of them hold with `confidence` (Bonferroni)."""
+    """Return the confidence that each of `num` intervals needs for all to hold with `confidence` (Bonferroni)."""
     return 1 - (1 - confidence) / num
 
 
 def worst(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_most: float | None = None) -> int:
-    """The point whose interval speaks most against "at least, at most", so that its verdict is that of all points.
+    """Return the point whose interval speaks most against the bounds, so that its verdict is the verdict on all points.
 
-    Where the claim does not hold anywhere, one such point; else where it is not decidable, one such point.
+    That is a point at which the claim does not hold, if there is one; else one at which it is not decidable.
     """
     least = -math.inf if at_least is None else at_least
     most = math.inf if at_most is None else at_most
@@ -268,12 +272,12 @@ def worst(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_mo
 
 
 def exactly(value: float, *, kind: str) -> Interval:
-    """Of what was computed and not estimated, such as the largest deviation of all that were looked at."""
+    """Return the interval of a computed value, without uncertainty, such as the largest of all deviations."""
     return Interval(value=value, low=value, high=value, kind=kind)
 
 
 def claim_table(results: Sequence[ClaimResult], *, width: int = 110) -> str:
-    """For a person: of each claim the verdict, the sentence, and what was measured."""
+    """Return the verdict, sentence and measurement of each claim as text for the terminal."""
     lines = []
     for result in results:
         lines.append(f"{result.verdict.upper():<20}{result.claim.name} ({result.claim.source})")
@@ -288,7 +292,7 @@ def claim_table(results: Sequence[ClaimResult], *, width: int = 110) -> str:
 
 
 def prediction(result: ClaimResult) -> str:
-    """What the claim predicts of the measured value, in words."""
+    """Return what the claim predicts of the measured value, in words."""
     low, high = result.at_least, result.at_most
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"

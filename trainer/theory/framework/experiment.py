@@ -1,7 +1,7 @@
-"""An experiment: settings, parts that are computed one after the other, and the claims judged from all of them.
+"""Experiments: settings, parts that are computed one after the other, and claims judged from all of them.
 
-Every finished part is filed at once, so a run that is killed goes on where it was. A part is filed under a hash of the
-settings and of the experiment's code: one that was made otherwise is never taken for it.
+Every finished part is saved at once, so a killed run continues with the next part. A part is saved under a hash of the
+settings and of the experiment's code, so a part of other settings or other code is never reused.
 
 OUT/ settings.json  parts/HASH/NAME.safetensors  NAME.png ...  result.json
 """
@@ -42,7 +42,7 @@ Part = Callable[[torch.device], Tensors]
 
 
 class TheorySettings(Schema):
-    """What every experiment has: seeds `seed`, `seed` + 1, ..., so `num_seeds` of them."""
+    """Settings of every experiment: the `num_seeds` seeds `seed`, `seed` + 1, ...."""
 
     seed: Seed = 0
     num_seeds: int = Field(default=10, ge=2, le=10**9)
@@ -54,7 +54,7 @@ class TheorySettings(Schema):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment concludes: claims, figures (PNG by the name of the file without .png), tables of numbers."""
+    """The conclusions of an experiment: claims, figures (PNG by file name without .png), tables of numbers."""
 
     claims: Sequence[ClaimResult]
     figures: Mapping[str, bytes]
@@ -69,10 +69,10 @@ class Experiment(Generic[S]):
     """One experiment.
 
     Attributes:
-        defaults: settings in which it takes under two minutes on two cores.
-        parts: from the settings, what has to be computed, by name (a file name); each takes a device, returns tensors,
-            and depends on nothing but the settings. A part is what a killed run may lose: seconds, not hours.
-        conclude: from the settings and the tensors of all parts (on the CPU), the outcome; quick.
+        defaults: settings with which it takes under two minutes on two cores.
+        parts: returns the computations for some settings, by name (a file name). Each takes a device, returns tensors,
+            and depends on the settings alone. A killed run loses one part, so a part takes seconds, not hours.
+        conclude: returns the outcome from the settings and the tensors of all parts (on the CPU); quick.
     """
 
     defaults: S
@@ -81,7 +81,7 @@ class Experiment(Generic[S]):
 
 
 class TheoryResult(Schema):
-    """OUT/result.json. `seconds` is the time of each part, also of those of an earlier run that was cut short."""
+    """OUT/result.json. `seconds` is the time of each part, including parts of an earlier run that was killed."""
 
     experiment: str
     settings: dict[str, Any]
@@ -105,7 +105,7 @@ def seed_blocks(name: str, seeds: Sequence[int], size: int) -> dict[str, Sequenc
 
 
 def default_out(name: str, settings: TheorySettings, defaults: TheorySettings) -> Path:
-    """runs/theory/NAME for the default settings; any others get a directory of their own beside it."""
+    """Return runs/theory/NAME for the default settings, and a directory beside it for any others."""
     return Path("runs/theory") / (name if settings == defaults else f"{name}-{settings_sha256(settings)[:8]}")
 
 
@@ -131,27 +131,24 @@ def run_experiment(
 ) -> TheoryResult:
     """Compute the parts that `out` does not hold yet, judge the claims, and write figures and result.json.
 
-    Raises `UserError` where `out` holds the result of other settings, or something else.
+    Raises `UserError` if `out` holds the result of other settings, or something else.
     """
     _claim_directory(name, settings, out)
-    filed = (
-        out
-        / "parts"
-        / hashlib.sha256(f"{settings_sha256(settings)} {code_sha256(experiment)}".encode()).hexdigest()[:16]
-    )
+    origin = f"{settings_sha256(settings)} {code_sha256(experiment)}"
+    saved = out / "parts" / hashlib.sha256(origin.encode()).hexdigest()[:16]
     parts = experiment.parts(settings)
     found: dict[str, Tensors] = {}
     told: dict[str, dict[str, str]] = {}
-    missing = {key: part for key, part in parts.items() if not (filed / f"{key}.safetensors").is_file()}
+    missing = {key: part for key, part in parts.items() if not (saved / f"{key}.safetensors").is_file()}
     with Progress(name, total=len(parts), start=len(parts) - len(missing), enabled=show_progress) as progress:
         for key, part in missing.items():
             started = time.monotonic()
             tensors = {label: tensor.detach().cpu().contiguous() for label, tensor in part(device).items()}
             facts = {"seconds": f"{time.monotonic() - started:.2f}", "device": _device_name(device)}
-            write_atomically(filed / f"{key}.safetensors", save(tensors, metadata=facts))
+            write_atomically(saved / f"{key}.safetensors", save(tensors, metadata=facts))
             progress.advance(note=key)
     for key in parts:
-        path = filed / f"{key}.safetensors"
+        path = saved / f"{key}.safetensors"
         found[key] = load(path.read_bytes())
         with safetensors.safe_open(path, framework="pt") as file:
             told[key] = file.metadata()
@@ -178,7 +175,7 @@ def run_experiment(
 
 
 def _claim_directory(name: str, settings: TheorySettings, out: Path) -> None:
-    """Say in `out` whose it is; refuse where it already is another's."""
+    """Write experiment and settings into `out`. Raises `UserError` if it holds others."""
     wanted = {"experiment": name, "settings": settings.model_dump(mode="json")}
     path = out / SETTINGS
     if out.exists() and not out.is_dir():

@@ -1,4 +1,4 @@
-"""Figures of the experiments, as PNG: panels of curves with their bands, and maps of a quantity over a grid."""
+"""Figures of the experiments as PNG: panels of curves with bands, and maps of a quantity over a grid."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from trainer.theory.framework.claim import t_bounds
 
 Values = Sequence[float] | Tensor
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by most eyes
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # safe for colour-blind eyes
 _INK, DPI = "#333333", 110
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line or, with `style` "", markers; `low` and `high` are shaded; `color` counts through `COLORS`."""
+    """A line or, with `style=""`, markers. The band from `low` to `high` is shaded. `color` is a place in `COLORS`."""
 
     x: Values
     y: Values
@@ -44,7 +44,7 @@ def mean_curve(
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one pair of axes; `vertical` marks values of x, such as the step at which something starts."""
+    """Curves in one pair of axes. `vertical` marks values of x, such as the step at which the noise starts."""
 
     title: str
     x_label: str
@@ -58,7 +58,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Map:
-    """A quantity over a grid, (Y, X) values, coloured about 0 or from its least to its greatest value."""
+    """A quantity over a grid, (Y, X) values, with colours centred on 0 or from the least to the greatest value."""
 
     title: str
     x_label: str
@@ -70,7 +70,7 @@ class Map:
 
 
 def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tuple[float, float] = (3.7, 2.9)) -> bytes:
-    """The panels row by row as one PNG; `panel_size` in inches at `DPI` pixels each."""
+    """Draw the panels row by row into one PNG; `panel_size` is in inches of `DPI` pixels."""
     num_rows = -(-len(panels) // num_columns)
     figure = Figure(figsize=(panel_size[0] * num_columns, panel_size[1] * num_rows), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False)
@@ -103,7 +103,7 @@ def _draw_curves(axis: Any, panel: Panel) -> None:
     if panel.log_x:
         axis.set_xscale("log")
         values = sorted({float(x) for curve in panel.curves for x in _array(curve.x)})
-        if len(values) <= 8:  # those of a sweep
+        if len(values) <= 8:  # a sweep: label its values
             axis.set_xticks(values, [f"{value:g}" for value in values])
             axis.set_xticks([], minor=True)
     if panel.log_y:

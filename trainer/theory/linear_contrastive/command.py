@@ -1,4 +1,4 @@
-"""Feature suppression in the linear model of Tamkin et al. 2022: what is computed, what is concluded from it.
+"""The experiment on feature suppression in the linear model of Tamkin et al. 2022: its parts and its conclusions.
 
 Shapes: S seeds, A arms, K features, T steps, P and Q states of two features, C correlations of the other feature.
 """
@@ -78,7 +78,7 @@ def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping
 
 @dataclass(frozen=True)
 class NoiseArm:
-    """One training: the weak feature's correlation, beta of the noise (1: none), how many dominant features get it."""
+    """One training: correlation of the weak feature, beta of the noise (1: none), number of features with noise."""
 
     weak_correlation: float
     beta: float
@@ -86,20 +86,20 @@ class NoiseArm:
 
 
 def _weak_correlation_arms(training: TrainingSettings) -> list[NoiseArm]:
-    """Without noise, then with it."""
+    """Return an arm for each correlation of the weak feature, first without noise, then with it."""
     betas = (1.0, training.noise_beta)
     return [NoiseArm(value, beta, training.num_dominant) for beta in betas for value in training.weak_correlations]
 
 
 def _noise_arms(training: TrainingSettings) -> list[NoiseArm]:
-    """Of `betas`, then of `fewer_noised`."""
+    """Return an arm for each of `betas`, then for each of `fewer_noised`."""
     counts = [(beta, training.num_dominant) for beta in training.betas]
     counts += [(training.noise_beta, num) for num in training.fewer_noised]
     return [NoiseArm(training.weak_correlation, beta, num) for beta, num in counts]
 
 
 def _two_arms(training: TrainingSettings, num_dominant: int) -> list[NoiseArm]:
-    """Without noise, and with it."""
+    """Return an arm without noise and one with it."""
     return [NoiseArm(training.weak_correlation, beta, num_dominant) for beta in (1.0, training.noise_beta)]
 
 
@@ -111,7 +111,7 @@ def _train(
     *,
     num_dominant: int | None = None,
 ) -> Tensors:
-    """Train the arms side by side, with `num_dominant` features beside the weak one; None: those of the settings."""
+    """Train the arms side by side, with `num_dominant` features beside the weak one; None: as in the settings."""
     num = training.num_dominant if num_dominant is None else num_dominant
     alpha_AK = torch.full((len(arms), 1 + num), training.dominant_correlation, dtype=torch.float64)
     beta_AK = torch.ones_like(alpha_AK)
@@ -124,7 +124,7 @@ def _train(
 
 
 def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
-    """Means of each seed, (S, 2, C): the other feature as learned as set, and not learned at all (90 degrees)."""
+    """Return means of each seed, (S, 2, C): with the other feature as set, and not learned at all (90 degrees)."""
     weak = FeatureStates.product(
         [theorem.point_weak_angle_degrees], [theorem.point_weak_norm], [theorem.point_weak_correlation]
     )
@@ -139,7 +139,7 @@ def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch
 
 
 def _theorem_grid(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
-    """Means over all batches of all seeds, (P, Q)."""
+    """Return means over all batches of all seeds, (P, Q)."""
     weak = FeatureStates.product(theorem.weak_angles_degrees, theorem.weak_norms, theorem.weak_correlations)
     other = FeatureStates.product(theorem.other_angles_degrees, theorem.other_norms, theorem.other_correlations)
     found = [_grid_of_a_seed(theorem, weak, other, len(theorem.other_correlations), seed, device) for seed in seeds]
@@ -205,7 +205,7 @@ def conclude(settings: LinearContrastiveSettings, found: Mapping[str, Tensors]) 
 
 
 def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -> dict[str, Any]:
-    """After the last step, means over seeds with the bounds of their 95 % t-intervals; angles in degrees."""
+    """Return means over seeds after the last step with bounds of 95 % t-intervals; angles in degrees."""
     num, start = len(training.weak_correlations), training.noise_from_step
 
     def arm(history: Tensors, place: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from trainer.theory.linear_contrastive.settings import ErrorSettings, TheoremSet
 
 
 def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> list[Panel | Map]:
-    """Gain with the correlation lowered from greatest to least, over two settings at a time, the rest in the middle."""
+    """Return the gain from lowering the correlation to its least, over two settings at a time, others mid-way."""
     speed = found["theorem_grid"]["speed_PQ"].view(theorem.grid_shape)
     gain = 100 * (speed[..., 0] / speed[..., -1] - 1)
     middle = [size // 2 for size in gain.shape]
@@ -65,7 +65,7 @@ def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> li
 
 
 def training_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[Panel]:
-    """A row for the weakest feature and one for that of the other parts: weak, a dominant one, mean p_ii."""
+    """Return a row for the weakest feature and one for `weak_correlation`: weak, a dominant one, mean p_ii."""
     num, panels = len(training.weak_correlations), []
     kinds = [("angle (degrees)", "weak_AST"), ("angle (degrees)", "second_AST"), ("mean p_ii", "p_positive_AST")]
     by_weak, base = found["weak_correlation"], training.two_of(found["noise"])
@@ -87,7 +87,7 @@ def training_panels(training: TrainingSettings, found: Mapping[str, Tensors]) ->
 
 
 def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[Panel]:
-    """Angles after the last step against each of the three knobs."""
+    """Return the angles after the last step against correlation, number of features and noise."""
     num, by_weak, by_beta = len(training.weak_correlations), found["weak_correlation"], found["noise"]
     base, betas = training.two_of(by_beta), training.betas
     counts = sorted({training.num_dominant, *training.fewer_dominant})

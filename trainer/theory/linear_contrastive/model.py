@@ -1,11 +1,11 @@
 """The linear model of feature suppression (Tamkin et al. 2022, section 4): its pairs, its loss, gradient and training.
 
 An input has K features, rows x_k ~ N(0, I) of D numbers. A view of it has rows v_k ~ N(0, I) that are independent of
-x_k but for one direction mu_k, in which <v_k, mu_k> = alpha_k <x_k, mu_k> + sqrt(1 - alpha_k^2) xi. The model is one
-vector theta_k a feature: f(x)_k = <theta_k, x_k>. It minimises the mean over a batch of M pairs of -log p_ii, where
-p_ij is the softmax over j of <f(x_i), f(v_j)>.
+x_k except in one direction mu_k, where <v_k, mu_k> = alpha_k <x_k, mu_k> + sqrt(1 - alpha_k^2) xi. The model has one
+vector theta_k for each feature: f(x)_k = <theta_k, x_k>. It minimises the mean over a batch of M pairs of -log p_ii,
+where p_ij is the softmax over j of <f(x_i), f(v_j)>.
 
-The rows are independent and N(0, I) looks the same from every side, so mu_k is the first coordinate throughout.
+The rows are independent and N(0, I) is invariant under rotations, so mu_k is the first coordinate throughout.
 
 Shapes: S seeds, A arms (settings trained side by side), K features, M pairs, D dimensions, T steps, R batches,
 P and Q states of two features, ... any leading dimensions.
@@ -24,29 +24,29 @@ from torch import Tensor
 from data_pipeline.core.counter_rng import DrawKeys, normal
 from data_pipeline.core.errors import UserError
 
-# Which of the draws under one key: of the training, of the grid's pairs, of the test samples, of the gradient check.
+# Purposes of `counter_rng`: of the training (4), the grid's pairs, the test samples and the gradient check.
 _INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST, _CHECK = range(7)
 
-# Numbers of the largest intermediate array, of the grid and of the training: what a processor's caches hold without
-# much waiting, and what fills a GPU.
+# Numbers in the largest intermediate array of the grid and of the training: they fit a CPU's caches and fill a GPU.
 CHUNK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
 TRAINING_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 29}
 
 
 def views_of(x_KD: Tensor, independent_KD: Tensor, alpha_K: Tensor) -> Tensor:
-    """Views (..., K, D) of inputs, from rows that are independent of them and the correlations of the features."""
+    """Return views (..., K, D) of inputs, from independent rows and the correlations of the features."""
     along_K = alpha_K * x_KD[..., 0] + (1 - alpha_K**2).sqrt() * independent_KD[..., 0]
     return torch.cat([along_K[..., None], independent_KD[..., 1:]], dim=-1)
 
 
 def contrastive_loss(theta_KD: Tensor, x_MKD: Tensor, v_MKD: Tensor) -> Tensor:
-    """(...) mean over the batch of -log p_ii; differentiable."""
+    """Return the mean over the batch of -log p_ii, (...); differentiable."""
     z_MM = _project(theta_KD, x_MKD) @ _project(theta_KD, v_MKD).mT
     return -z_MM.log_softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
 def loss_gradient(theta_KD: Tensor, x_MKD: Tensor, v_MKD: Tensor) -> Tensor:
-    """(..., K, D) gradient of `contrastive_loss`, in closed form:
+    """Return the gradient of `contrastive_loss` in closed form, (..., K, D).
+
     1/M sum_ij (p_ij - [i = j]) (<theta_k, v_k^j> x_k^i + <theta_k, x_k^i> v_k^j).
     """
     fx_MK, fv_MK = _project(theta_KD, x_MKD), _project(theta_KD, v_MKD)
@@ -60,7 +60,7 @@ def _project(theta_KD: Tensor, x_MKD: Tensor) -> Tensor:
 
 
 def _pull(z_MM: Tensor) -> tuple[Tensor, Tensor]:
-    """(p_ij - [i = j]) / M, in the place of `z_MM`, and log p_ii."""
+    """Return (p_ij - [i = j]) / M, in the memory of `z_MM`, and log p_ii."""
     greatest_M1 = z_MM.amax(-1, keepdim=True)
     own_M = z_MM.diagonal(dim1=-2, dim2=-1) - greatest_M1[..., 0]
     pull_MM = z_MM.sub_(greatest_M1).exp_()
@@ -73,7 +73,7 @@ def _pull(z_MM: Tensor) -> tuple[Tensor, Tensor]:
 def gradient_error(
     *, seeds: Sequence[int], num_pairs: int, num_features: int, dim: int, device: torch.device
 ) -> Tensor:
-    """(S,) largest |closed form - autograd| of the gradient over the largest entry of autograd's, in float64."""
+    """Return the largest |closed form - autograd| over the largest entry of autograd's gradient, (S,) float64."""
     shape = (num_pairs, num_features, dim)
     keys = DrawKeys(seed=0, epoch=0, index_B=_index(seeds, device), view=0)
     draws = normal(keys, 2 * math.prod(shape) + num_features * dim, purpose=_CHECK).double()
@@ -91,7 +91,7 @@ def gradient_error(
 def downstream_error(
     angle_degrees_P: Sequence[float], *, seeds: Sequence[int], num_samples: int, device: torch.device
 ) -> Tensor:
-    """(S, P) share of samples x ~ N(0, I) with sign <theta, x> != sign <mu, x>, theta at each angle to mu.
+    """Return the share of samples x ~ N(0, I) with sign <theta, x> != sign <mu, x>, (S, P), theta at each angle to mu.
 
     Only the plane of the two directions matters, whatever the dimension of x.
     """
@@ -105,7 +105,7 @@ def downstream_error(
 
 @dataclass(frozen=True)
 class FeatureStates:
-    """What a feature may be: the angle of theta to mu in radians, the norm of theta, the correlation; (P,) float64."""
+    """States of a feature: angle of theta to mu in radians, norm of theta, correlation; (P,) float64 each."""
 
     angle_P: Tensor
     norm_P: Tensor
@@ -113,7 +113,7 @@ class FeatureStates:
 
     @classmethod
     def product(cls, angles_degrees: Sequence[float], norms: Sequence[float], correlations: Sequence[float]) -> Self:
-        """Every combination, the last varying fastest: view results as (angles, norms, correlations)."""
+        """Return every combination, the last varying fastest: view results as (angles, norms, correlations)."""
         axes = [torch.tensor(values, dtype=torch.float64) for values in (angles_degrees, norms, correlations)]
         angle, norm, alpha = (grid.flatten() for grid in torch.meshgrid(*axes, indexing="ij"))
         return cls(angle.deg2rad(), norm, alpha)
@@ -129,7 +129,7 @@ class FeatureStates:
 
 
 def draw_pairs(seed: int, first: int, num: int, *, num_pairs: int, num_features: int, device: torch.device) -> Tensor:
-    """(R, K, M, 2) float64 N(0, 1): all that batches `first`, ... need of a feature, for `angular_speeds`."""
+    """Draw (R, K, M, 2) float64 N(0, 1) for `num` batches from `first` on, the input of `angular_speeds`."""
     index_R = torch.arange(first, first + num, device=device)
     keys = DrawKeys(seed=seed, epoch=0, index_B=index_R, view=0)
     return normal(keys, num_features * num_pairs * 2, purpose=_PAIR).double().view(num, num_features, num_pairs, 2)
@@ -137,28 +137,30 @@ def draw_pairs(seed: int, first: int, num: int, *, num_pairs: int, num_features:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of every pair of states, in every batch: see `angular_speeds`."""
+    """Speeds and mean p_ii of every pair of states in every batch: see `angular_speeds`."""
 
     speed_RPQ: Tensor
     p_positive_RPQ: Tensor
 
 
 def angular_speeds(weak: FeatureStates, other: FeatureStates, rest: FeatureStates, g_RKM2: Tensor) -> Speeds:
-    """How fast gradient descent turns a feature towards its mu (radians a unit of learning rate), and the mean p_ii.
+    """Return how fast gradient descent turns a feature towards its mu, and the mean p_ii.
 
-    The speed is -<dL/dtheta_k, u_k> / |theta_k|, u_k the unit vector across theta_k on the side of mu_k: after a small
-    step of size eta the angle is smaller by eta times it. Computed at once for each state P of the feature (`weak`)
-    with each state Q of one other feature (`other`), and all of `rest` beside them. As exp(z_ij) is a product of one
-    factor a feature, a softmax sum over j of all P x Q states is a product of two matrices.
+    The speed, in radians for each unit of learning rate, is -<dL/dtheta_k, u_k> / |theta_k|. Here u_k is the unit
+    vector orthogonal to theta_k on the side of mu_k: a small step of size eta reduces the angle by eta times the speed.
 
-    What a row has along theta decides z; the rest of it enters the speed linearly, so its mean given what lies along
-    theta stands in its place: the same expectation, less noise. See `_in_plane`.
+    Computes each state P of the feature (`weak`) with each state Q of one other feature (`other`) at once, with all of
+    `rest` beside them. As exp(z_ij) is a product of one factor for each feature, the softmax sums of all P x Q states
+    are a product of two matrices.
+
+    The component of a row along theta decides z. The rest of the row enters the speed linearly, so it is replaced by
+    its mean given that component: the same expectation with less noise. See `_in_plane`.
 
     Args:
         g_RKM2: from `draw_pairs`; its features are the weak one, the other one, then `rest`.
 
     Raises:
-        UserError: where the norms are so large that float64 loses a softmax sum.
+        UserError: if the norms are so large that float64 loses a softmax sum.
     """
     device = g_RKM2.device
     weak, other, rest = weak.to(device), other.to(device), rest.to(device)
@@ -181,7 +183,7 @@ def angular_speeds(weak: FeatureStates, other: FeatureStates, rest: FeatureState
 def angular_speed_at_a_point(
     weak: FeatureStates, other: FeatureStates, rest: FeatureStates, g_RKM2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, (R,) each, for a single state of each feature, from `loss_gradient`: the grid has to agree with it."""
+    """Return speed and mean p_ii, (R,) each, for one state of each feature, from `loss_gradient`, to check the grid."""
     states = [weak[:1], other[:1], *(rest[k : k + 1] for k in range(len(rest)))]
     rows = [[each[:, 0] for each in _in_plane(one.to(g_RKM2.device), g_RKM2[:, k])] for k, one in enumerate(states)]
     norm_K = torch.cat([one.norm_P for one in states]).to(g_RKM2.device)
@@ -195,11 +197,11 @@ def angular_speed_at_a_point(
 
 
 def _in_plane(states: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(R, P, M) each: <theta, x>, <theta, v>, and the means of <u, x> and <u, v> given these two.
+    """Return <theta, x>, <theta, v>, and the means of <u, x> and <u, v> given these two; (R, P, M) each.
 
-    u is the unit vector across theta, on the side of mu. With angle a and length n the first two are n N(0, 1) with
-    correlation r = alpha cos^2 a; <u, x> is independent of <theta, x> and has covariance n alpha cos a sin a with
-    <theta, v>, and <u, v> the other way round.
+    u is the unit vector orthogonal to theta, on the side of mu. With angle a and length n the first two are n N(0, 1)
+    with correlation r = alpha cos^2 a. <u, x> is independent of <theta, x> and has covariance n alpha cos a sin a with
+    <theta, v>. For <u, v> the roles of x and v are exchanged.
     """
     x, independent = g_RM2[:, None, :, 0], g_RM2[:, None, :, 1]
     cos, sin = states.angle_P.cos(), states.angle_P.sin()
@@ -213,7 +215,7 @@ def _in_plane(states: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _weak_terms(weak: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, M, P, M) each, by (i, state, j): what the feature adds to z_ij, and the derivative of that along u."""
+    """Return the feature's part of z_ij and its derivative along u, (R, M, P, M) each, by (i, state, j)."""
     along_x_RPM, along_v_RPM, across_x_RPM, across_v_RPM = _in_plane(weak, g_RM2)
     along_x, across_x = along_x_RPM.mT[..., None], across_x_RPM.mT[..., None]
     along_v, across_v = along_v_RPM[:, None], across_v_RPM[:, None]
@@ -221,24 +223,24 @@ def _weak_terms(weak: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rest_logits(rest: FeatureStates, g_RKM2: Tensor) -> Tensor:
-    """(R, M, M) sum over the rest of the features, each in its one state."""
+    """Return the sum over the rest of the features, each in its one state, (R, M, M)."""
     single = [_in_plane(rest[k : k + 1], g_RKM2[:, k])[:2] for k in range(len(rest))]
     return torch.stack([along_x.mT * along_v for along_x, along_v in single]).sum(0)
 
 
 def _stable_exp(z: Tensor) -> Tensor:
-    """Of each row over its greatest, in the place of `z`."""
+    """Return exp(z - greatest of its row), in the memory of `z`."""
     return z.sub_(z.amax(-1, keepdim=True)).exp_()
 
 
 def _own(by_pair_RMPM: Tensor) -> Tensor:
-    """(R, M, P) entries of i = j."""
+    """Return the entries of i = j, (R, M, P)."""
     return by_pair_RMPM.diagonal(dim1=1, dim2=3).mT
 
 
 @dataclass(frozen=True)
 class GridMoments:
-    """Means over batches of one seed, (P, Q) each; `gain` is against the same state with the reference correlation."""
+    """Means over the batches of a seed, (P, Q) each; `gain` is relative to the state with the reference correlation."""
 
     speed_PQ: Tensor
     p_positive_PQ: Tensor
@@ -257,9 +259,9 @@ def speed_grid(
     num_pairs: int,
     device: torch.device,
 ) -> GridMoments:
-    """`angular_speeds` over `num_batches` batches of one seed, the same batches for every state.
+    """Average `angular_speeds` over `num_batches` batches of one seed, the same batches for every state.
 
-    `reference_Q` holds, for each state of the other feature, the number of the state that its gain is taken against.
+    `reference_Q` holds, for each state of the other feature, the number of the state that its gain is relative to.
     """
     reference_Q = reference_Q.to(device)
     total: list[Tensor] = []
@@ -278,9 +280,9 @@ def speed_grid(
 
 @dataclass(frozen=True)
 class History:
-    """Of a training, float32 on its device: angles in degrees before each step and after the last, (A, S, T + 1).
+    """A training, float32 on its device: angles in degrees before each step and after the last, (A, S, T + 1).
 
-    `weak` is of feature 0, `second` of feature 1, `dominant` the mean over all but feature 0; `p_positive_AST` the mean
+    `weak` is feature 0, `second` feature 1, `dominant` the mean over all features but 0. `p_positive_AST` is the mean
     p_ii and `loss_AST` the loss of each step's batch.
     """
 
@@ -297,11 +299,11 @@ class Training:
 
     Attributes:
         alpha_AK: correlation of each feature's view with its input, 0 to 1.
-        beta_AK: what is left of each feature's view once the noise starts, 0 to 1; 1: no noise.
+        beta_AK: share of each feature's view that the noise leaves, 0 to 1; 1: no noise.
         dim: D.
-        num_pairs: M, of each step's batch.
-        learning_rate: theta moves by it times the gradient.
-        initial_scale: root mean square norm of theta_k at the start, whose entries are N(0, initial_scale^2 / D).
+        num_pairs: M, the size of each step's batch.
+        learning_rate: theta moves by the learning rate times the gradient.
+        initial_scale: root mean square norm of theta_k at the start; its entries are N(0, initial_scale^2 / D).
         num_steps: T.
         noise_from_step: the first step, from 0, whose views have the noise.
     """
@@ -317,11 +319,10 @@ class Training:
 
 
 def train_arms(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
-    """Gradient descent on fresh batches, the same for every arm; all arms and many seeds at once, float32.
+    """Train by gradient descent on new batches, the same for every arm; all arms and many seeds at once, float32.
 
-    Before `noise_from_step` every arm sees the views with correlations `alpha_AK`. From then on feature k of a view is
-    beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 nothing changes, to
-    the bit.
+    Before `noise_from_step` every arm sees views with the correlations `alpha_AK`. After it, feature k of a view is
+    beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 no bit changes.
     """
     num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(training.alpha_AK) * training.num_pairs**2))
     histories = [
@@ -349,7 +350,7 @@ def _train_together(training: Training, *, seeds: Sequence[int], device: torch.d
     for step in range(training.num_steps):
         noisy = step >= training.noise_from_step
         x_SKMD, n_SKMD = draws(step, _INPUT, num_pairs), draws(step, _VIEW, num_pairs)
-        # A view is n but for its first coordinate, so no arm needs views of its own: <theta, v> is linear in them.
+        # A view is n except in its first coordinate, and <theta, v> is linear in it: arms need no views of their own.
         first_SKMA = alpha_KMA * x_SKMD[..., :1] + independent_KMA * n_SKMD[..., :1]
         fx_SKMA = x_SKMD @ theta_SKDA
         fv_SKMA = n_SKMD @ theta_SKDA + theta_SKDA[:, :, :1] * first_SKMA
@@ -381,7 +382,7 @@ def _train_together(training: Training, *, seeds: Sequence[int], device: torch.d
 
 
 def _angles(theta_SKDA: Tensor) -> Tensor:
-    """(A, S, K) acute angle to mu in degrees."""
+    """Return the acute angles to mu in degrees, (A, S, K)."""
     across_SKA = theta_SKDA[:, :, 1:].norm(dim=2)
     return torch.atan2(across_SKA, theta_SKDA[:, :, 0].abs()).rad2deg().permute(2, 0, 1)
 

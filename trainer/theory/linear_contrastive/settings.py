@@ -1,4 +1,4 @@
-"""Settings of the linear model's experiment: one class a study."""
+"""Settings of the linear model's experiment: one class for each study."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ GRID_AXES = (
 
 
 class TheoremSettings(Schema):
-    """Theorem 4.1: the speed of one feature (`weak`) against the correlation of one other, with others beside them.
+    """Theorem 4.1: the speed of one feature (`weak`) against the correlation of another, with more beside them.
 
-    The first part is one point, the second a grid of all combinations. The gain is against the greatest of the other
-    feature's correlations.
+    The first part is one point, the second a grid of all combinations. The gain is relative to the greatest of the
+    other feature's correlations.
     """
 
     num_pairs: int = Field(default=32, ge=2, le=10**9)
@@ -74,7 +74,7 @@ class TheoremSettings(Schema):
 
 
 class Variation(Schema):
-    """One setting of the training that is changed, all others as they are."""
+    """A change of one setting of the training."""
 
     setting: Literal["dim", "num_pairs", "learning_rate", "initial_scale", "dominant_correlation", "noise_from_step"]
     value: Factor
@@ -85,10 +85,10 @@ class Variation(Schema):
 
 
 class TrainingSettings(Schema):
-    """Appendix D: one weak and many dominant features; from `noise_from_step` on, noise on the dominant ones or none.
+    """Appendix D: one weak and many dominant features; from `noise_from_step` on with noise on the dominant ones.
 
     The sweeps over `other_betas`, `fewer_noised`, `fewer_dominant` and `variations` have the weak feature at
-    `weak_correlation`; those of `weak_correlations` that are not below `dominant_correlation` are shown, not judged.
+    `weak_correlation`. Values of `weak_correlations` that are not below `dominant_correlation` are shown, not judged.
     """
 
     num_pairs: int = Field(default=256, ge=2, le=10**9)
@@ -131,11 +131,11 @@ class TrainingSettings(Schema):
 
     @property
     def betas(self) -> list[float]:
-        """Ascending; the last is 1, no noise."""
+        """Return all betas, ascending; the last is 1, no noise."""
         return sorted({*self.other_betas, self.noise_beta, 1.0})
 
     def two_of(self, by_beta: Tensors) -> dict[str, Tensor]:
-        """Of the arms that differ in beta, in the order of `betas`, the one without noise and that of `noise_beta`."""
+        """Return, of arms in the order of `betas`, the one without noise and the one of `noise_beta`."""
         chosen = torch.tensor([self.betas.index(1), self.betas.index(self.noise_beta)])
         return {name: history[chosen] for name, history in by_beta.items()}
 
@@ -145,7 +145,7 @@ class TrainingSettings(Schema):
 
 
 class ErrorSettings(Schema):
-    """Lemma E.1, by counting test samples on the wrong side."""
+    """Lemma E.1, checked by counting test samples on the wrong side."""
 
     angles_degrees: tuple[Angle, ...] = Field(default=(0, 5, 15, 30, 45, 60, 75, 85, 90), min_length=1)
     num_samples_a_seed: Count = 200_000
@@ -153,7 +153,7 @@ class ErrorSettings(Schema):
 
 
 class GradientSettings(Schema):
-    """The closed form against autograd, in float64."""
+    """Check of the closed-form gradient against autograd, in float64."""
 
     num_pairs: int = Field(default=16, ge=2, le=10**9)
     num_features: Count = 5
@@ -162,7 +162,7 @@ class GradientSettings(Schema):
 
 
 class LinearContrastiveSettings(TheorySettings):
-    """`studies` are the sections that are computed and judged."""
+    """Settings of the experiment; `studies` are the sections to compute and judge."""
 
     kind: Literal["linear_contrastive"] = "linear_contrastive"
     num_seeds: int = Field(default=16, ge=2, le=10**9)
