@@ -1,15 +1,15 @@
 """The error bound of Huang et al. 2023 (Theorem 1) in a model in which each of its terms is known exactly.
 
-A sample of class k has two nuisances: t, which augmentation changes, and u, which it does not. As an input it is
-(2 c_k, t, u), the c_k corners of a regular simplex. Its views have all t' within `strength` b of t, b its own. The
-encoder keeps the class but for an angle, phi = gain t + u, towards a direction v that all classes share:
-f = cos(phi) c_k + sin(phi) v. So r = 1, and f is L-Lipschitz with L = sqrt(1 + gain^2). Ordinary samples have u = 0;
-outliers, a share of each class, have `outlier_angle`, which is beyond a right angle: they are on the wrong side.
+A sample of class k has two nuisances: t, which augmentation changes, and u, which it does not. The input is
+(2 c_k, t, u), where the c_k are corners of a regular simplex. Its views have all t' within `strength` b of t, each
+sample with its own b. The encoder keeps the class except for an angle, phi = gain t + u, towards a direction v that all
+classes share: f = cos(phi) c_k + sin(phi) v. So r = 1, and f is L-Lipschitz with L = sqrt(1 + gain^2). Ordinary samples
+have u = 0. Outliers, a share of each class, have u = `outlier_angle`, beyond a right angle: they are on the wrong side.
 
-Two samples of a class are max(0, |t1 - t2| - radii) apart once augmented (d_A), outliers too far from the others. So
-"at most delta apart" says that the intervals of radius strength b + delta / 2 overlap, and as intervals that overlap
-two by two have a point in common, the largest subset that is delta-close is the greatest number of intervals over a
-point: sigma is exact. Means over views are integrals of sines, and the spread of a sample's views is a chord.
+Two augmented samples of a class are max(0, |t1 - t2| - radii) apart (d_A), and outliers are too far from the others. So
+"at most delta apart" means that the intervals of radius strength b + delta / 2 overlap. Intervals that overlap pairwise
+have a point in common. So the largest delta-close subset is the greatest number of intervals over one point, and sigma
+is exact. Means over views are integrals of sines, and the spread of a sample's views is a chord.
 
 Shapes: S seeds, Q shares of outliers, G gains, T strengths, K classes, N samples of a class, W deltas, E epsilons.
 """
@@ -28,16 +28,19 @@ from torch import Tensor
 from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
 from data_pipeline.core.schema import Factor, PositiveFactor, Schema
 
-_NUISANCE, _RADIUS = range(2)  # which of the draws under one key
+_NUISANCE, _RADIUS = range(2)  # purposes of `counter_rng`
 
 Share = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class BoundSettings(Schema):
-    """Ordinary t are uniform in [-`half_width`, `half_width`]; b is log-normal, of median 1.
+    """Settings of the model and the grid.
 
-    `num_deltas` of delta from 0 to the width, and the `num_epsilons` largest of those epsilon that make a share of up
-    to `largest_unaligned_share` of the samples have views farther apart: the bound is claimed for all of them.
+    Ordinary t are uniform in [-`half_width`, `half_width`]; b is log-normal with median 1.
+
+    The bound is claimed for all pairs of `num_deltas` values of delta, from 0 to the width, and `num_epsilons` values
+    of epsilon. These are the largest that leave a share of up to `largest_unaligned_share` of the samples with views
+    farther apart than epsilon.
     """
 
     num_classes: int = Field(default=4, ge=2, le=10**9)
@@ -59,14 +62,14 @@ class BoundSettings(Schema):
         if self.outlier_angle <= 2 * self.half_width:
             raise ValueError(
                 f"outlier_angle {self.outlier_angle:g} must exceed the width of t, {2 * self.half_width:g}: "
-                "or outliers would be among the samples that are delta-close"
+                "otherwise outliers would be delta-close to other samples"
             )
         return self
 
 
 @dataclass(frozen=True)
 class Samples:
-    """t, phi less gain t, and b of each sample, (S, Q, K, N) in float64; which of them are outliers, (Q, N)."""
+    """t and b of each sample, (S, Q, K, N) float64, and u = phi - gain t, (Q, N), which is 0 except for outliers."""
 
     t_SQKN: Tensor
     u_QN: Tensor
@@ -75,19 +78,19 @@ class Samples:
 
 @dataclass(frozen=True)
 class Cells:
-    """Of every cell (S, Q, G, T): the true error, and what the bound says of it.
+    """The true error and the terms of the bound in every cell (S, Q, G, T).
 
     Attributes:
-        error: of the nearest-centre classifier, centres over all views.
-        bound: the least (1 - sigma) + R_epsilon over those (delta, epsilon) that meet the theorem's condition; 1 where
-            none does.
-        met: whether one does.
-        unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon), the condition ignored.
-        slack: the greatest, over (delta, epsilon), of the condition's right side less its left; met where positive.
-        rho: at which that is.
+        error: error of the nearest-centre classifier, with centres over all views.
+        bound: the least (1 - sigma) + R_epsilon over the (delta, epsilon) that meet the theorem's condition; 1 if none
+            does.
+        met: whether some (delta, epsilon) meets the condition.
+        unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon), without the condition.
+        slack: the greatest right side less left side of the condition over (delta, epsilon); positive if it is met.
+        rho: the rho of that greatest slack.
         centre_shrinkage: Delta = 1 - min_k |mu_k|^2.
         closest: the greatest mu_k.mu_l.
-        sigma_at_0: share of the largest subset of which any two samples have a view in common.
+        sigma_at_0: share of the largest subset in which every two samples have a view in common.
     """
 
     error: Tensor
@@ -102,7 +105,7 @@ class Cells:
 
 
 def draw_samples(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Samples:
-    """The same t and b for every share of outliers."""
+    """Draw samples, with the same t and b for every share of outliers."""
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=0)
     K, N, Q = settings.num_classes, settings.samples_a_class, len(settings.outlier_shares)
     t = settings.half_width * (2 * uniform(keys, K * N, purpose=_NUISANCE).double() - 1)
@@ -114,29 +117,29 @@ def draw_samples(settings: BoundSettings, *, seeds: Sequence[int], device: torch
 
 
 def largest_overlap(position_XN: Tensor, radius_XN: Tensor) -> Tensor:
-    """(...) the greatest number of intervals [position - radius, position + radius] that have a point in common."""
+    """Return the greatest number of intervals [position - radius, position + radius] with a point in common, (...)."""
     low_XN, high_XN = ((position_XN + sign * radius_XN).contiguous() for sign in (-1, 1))
     begun_XN = torch.searchsorted(low_XN.sort(-1).values, low_XN, right=True)
     ended_XN = torch.searchsorted(high_XN.sort(-1).values, low_XN)
-    return (begun_XN - ended_XN).amax(-1)  # the greatest is at the beginning of an interval
+    return (begun_XN - ended_XN).amax(-1)  # the greatest number occurs at the beginning of an interval
 
 
 def concentration(samples: Samples, *, strength: float, deltas: Tensor, outlier_distance: float) -> Tensor:
-    """(S, Q, W) sigma of every delta: the least over classes of the share of the largest delta-close subset."""
+    """Return sigma of every delta, (S, Q, W): the least over classes of the share of the largest delta-close subset."""
     N = samples.t_SQKN.shape[-1]
     far_QKN = (10 * outlier_distance + 10 * strength * samples.b_SQKN.amax()) * (samples.u_QN[:, None] > 0)
-    position_SQKN = samples.t_SQKN + far_QKN  # along a line: outliers overlap no other
+    position_SQKN = samples.t_SQKN + far_QKN  # outliers are moved so far that they overlap no other
     counts = [largest_overlap(position_SQKN, strength * samples.b_SQKN + delta / 2) for delta in deltas]
     return torch.stack(counts, dim=-1).amin(2).double() / N
 
 
 def centre_condition(rho: Tensor, *, centre_shrinkage: Tensor) -> Tensor:
-    """What every mu_k.mu_l must stay below, r = 1: 1 - rho - sqrt(2 rho) - Delta / 2 (Huang et al. 2023, Theorem 1)."""
+    """Return the upper bound on every mu_k.mu_l, for r = 1: 1 - rho - sqrt(2 rho) - Delta / 2 (Theorem 1)."""
     return 1 - rho - (2 * rho).sqrt() - centre_shrinkage / 2
 
 
 def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Cells:
-    """Every cell of the grid, a strength at a time."""
+    """Measure every cell of the grid, one strength at a time."""
     samples = draw_samples(settings, seeds=seeds, device=device)
     by_strength = [_at_strength(settings, samples, strength) for strength in settings.strengths]
     return Cells(*(torch.stack(values, dim=-1) for values in zip(*by_strength, strict=True)))

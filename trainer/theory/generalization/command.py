@@ -1,7 +1,7 @@
-"""What generalisation of contrastive learning rests on (Huang et al. 2023): alignment, divergence, concentration.
+"""The experiment on generalisation of contrastive learning (Huang et al. 2023): alignment, divergence, concentration.
 
-Three studies: the identities behind the paper's proofs; small encoders trained by every loss, of which the divergence
-of class centres is measured and bounded; and the error bound in a model in which all of its terms are known.
+It has three studies: the identities behind the paper's proofs; small encoders trained by every loss, with the measured
+divergence of class centres and its bounds; and the error bound in a model in which all of its terms are known.
 
 Shapes: S seeds, O objectives, M = S O encoders, Q shares of outliers, G gains, T strengths.
 """
@@ -53,10 +53,10 @@ STUDIES: tuple[Study, ...] = ("identities", "encoders", "bound")
 
 
 class GeneralizationSettings(TheorySettings):
-    """`studies` are the sections that are computed and judged.
+    """Settings of the experiment; `studies` are the sections to compute and judge.
 
-    An InfoNCE of a temperature above `hot_above` is judged by itself, as it nears the linear loss. A loss counts as
-    trained once it has gone `trained_share` of the way from its start to a lower bound that no encoder passes.
+    InfoNCE with a temperature above `hot_above` is judged by itself, because it approaches the linear loss. A loss
+    counts as trained after `trained_share` of the way from its first value to a lower bound for any encoder.
     """
 
     kind: Literal["generalization"] = "generalization"
@@ -71,7 +71,7 @@ class GeneralizationSettings(TheorySettings):
 
 
 def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:
-    """The identities, the encoders of a few seeds at a time, and the cells of the bound."""
+    """Return the parts: the identities, the encoders of a few seeds at a time, and the cells of the bound."""
     seeds, named = settings.seeds, dict[str, Part]()
     if "identities" in settings.studies:
         named["identities"] = lambda device: measure_identities(settings.identities, seeds=seeds, device=device)
@@ -92,7 +92,7 @@ def _cells(settings: GeneralizationSettings, device: torch.device) -> Tensors:
 
 
 def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
-    """(S, O, ...) of every encoder."""
+    """Train the encoders and return their measures, (S, O, ...)."""
     encoders = settings.encoders
     trained = train(encoders, seeds=seeds, device=device)
     seeds_S = torch.tensor(seeds, device=device)
@@ -129,10 +129,10 @@ def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], d
 
 
 def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:
-    """A value below which no encoder gets the loss: positives coincide, and means of negatives are the least possible.
+    """Return a lower bound of the loss for any encoder: positives coincide, and negatives have the least mean.
 
-    B unit vectors have products of mean -1 / (B - 1) at least over all pairs of different ones, as the square of their
-    sum is not negative; log sum exp is convex.
+    The mean product of two different ones of B unit vectors is at least -1 / (B - 1), because the square of their sum
+    is not negative. Log sum exp is convex.
     """
     B, t = batch_size, objective.temperature
     least = -1 / (B - 1)
@@ -146,7 +146,7 @@ def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:
 
 
 def trained_shares(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
-    """(S, O) of the way from the first logged loss to its floor, the share that the last logged loss has gone."""
+    """Return the share of the way from the first logged loss to its floor at the last logged loss, (S, O)."""
     encoders = settings.encoders
     floor_O = torch.tensor([loss_floor(one, encoders.batch_size) for one in encoders.objectives])
     return (loss_SOL[..., 0] - loss_SOL[..., -1]) / (loss_SOL[..., 0] - floor_O)
@@ -187,7 +187,7 @@ def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> 
 
 
 def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Of every loss: means over seeds with the bounds of their 95 % t-intervals."""
+    """Return the means over seeds of each loss, with bounds of 95 % t-intervals."""
     quantities = [name for name in measured if name not in ("loss", "disagreements")]
     rows = []
     for at, name in enumerate(names):
@@ -200,7 +200,7 @@ def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list
 
 
 def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
-    """Counts over all cells of all seeds, and a row for every share of outliers, gain and strength."""
+    """Return counts over all cells of all seeds, and a row for every share of outliers, gain and strength."""
     met, value, error = cells["met"], cells["bound"], cells["error"]
     columns = {
         "met_share": met.double(),
@@ -230,7 +230,7 @@ def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
 def _encoder_panels(
     settings: GeneralizationSettings, names: Sequence[str], measured: Mapping[str, Tensor]
 ) -> list[Panel]:
-    """Shares of the way to the floor against steps; rank, closest centres with bounds, and errors of each loss."""
+    """Return panels of the way to the floor against steps, and of rank, closest centres with bounds, and errors."""
     encoders = settings.encoders
     loss_SOL = measured["loss"]
     steps = [max(1, encoders.log_every * at) for at in range(loss_SOL.shape[-1])]
@@ -262,7 +262,7 @@ def _encoder_panels(
 
 
 def _dots(values_SO: Tensor, label: str, color: int, *, shift: float = 0) -> list[Curve]:
-    """A dot for every objective, at 1, 2, ... + `shift`, with a bar from the low to the high bound of its mean."""
+    """Return a dot for every objective, at 1, 2, ... + `shift`, with a bar between the bounds of its mean."""
     mean_O, low_O, high_O = t_bounds(values_SO)
     places = [at + 1 + shift for at in range(len(mean_O))]
     bounds = zip(places, low_O.tolist(), high_O.tolist(), strict=True)
@@ -271,7 +271,7 @@ def _dots(values_SO: Tensor, label: str, color: int, *, shift: float = 0) -> lis
 
 
 def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
-    """Error and bound against strength, of a small and the greatest gain; where the condition is met, over the grid."""
+    """Return error and bound against strength for a small and the greatest gain, and maps of the met condition."""
     q, small = len(bound.outlier_shares) // 2, min(1, len(bound.gains) - 1)
     shares, strengths, gains = bound.outlier_shares, bound.strengths, bound.gains
     shown = [t for t, strength in enumerate(strengths) if strength > 0]

@@ -1,20 +1,20 @@
-"""How far apart class centres are, and how far Theorems 3 and 4 of Huang et al. 2023 let them be.
+"""The divergence of class centres, and its bounds by Theorems 3 and 4 of Huang et al. 2023.
 
-All is of a finite population, K classes of N samples of A views each, everything equally probable: its expectations are
-sums, so that an inequality on them has no error of sampling. f1 and f2 are embeddings of two views of a sample, drawn
-with replacement, f- of a view of a sample drawn by itself; mu_k is the mean embedding of class k and p = 1 / K its
+The population is finite: K classes of N samples of A views each, all equally probable. Its expectations are sums, so
+inequalities on them have no sampling error. f1 and f2 are embeddings of two views of a sample, drawn with replacement.
+f- is the embedding of a view of an independent sample. mu_k is the mean embedding of class k, and p = 1 / K its
 probability.
 
-The paper's theorems have a term tau of (sigma, delta), whose formula is in an appendix. In its place stands what the
-same steps need of the population itself, so that each bound is a theorem with no constant left open:
+The paper's theorems have a term tau of (sigma, delta), whose formula is in an appendix. Here tau is computed from the
+population itself, as the same steps of the proofs need it. So each bound is a theorem without an open constant:
 
 - Theorem 3: log(e^x + e^y) is convex, so the mean of log(e^f1.f2 + e^f1.f-) over class k and class l is at least
-  log(e^a_k + e^mu_k.mu_l), a_k the mean of f1.f2 over class k, and a the least of these (at least 1 - epsilon where
-  views are at most epsilon apart). All pairs of classes together give L2. What the others may take away is at most tau.
+  log(e^a_k + e^mu_k.mu_l). Here a_k is the mean of f1.f2 over class k, and a is the least a_k (at least 1 - epsilon if
+  views are at most epsilon apart). All pairs of classes together give L2. The other pairs take away at most tau.
 - Theorem 4: with C the mean of f1 f2^T and tau = |C - sum_k p mu_k mu_k^T|^2, |sum_k p mu_k mu_k^T - I|^2 is at most
   2 |C - I|^2 + 2 tau, and equals sum_kl (p mu_k.mu_l - [k = l])^2 + D - K.
 
-`sharpened` ones use the same inequalities, but keep what the printed form throws away: in Theorem 3 the other pairs of
+The sharpened bounds use the same inequalities and keep what the printed form drops: in Theorem 3 the other pairs of
 classes, in Theorem 4 that |x + y| <= |x| + |y| and that the pair occurs twice.
 
 Shapes: M encoders, K classes, N samples of a class, A views of a sample, D dimensions, P = K N A embeddings.
@@ -35,7 +35,7 @@ _BISECTIONS = 60
 
 @dataclass(frozen=True)
 class Population:
-    """Of each encoder, (M, ...) in float64.
+    """Expectations over the population of each encoder, (M, ...) in float64.
 
     Attributes:
         centre_MKD: mu_k.
@@ -53,7 +53,7 @@ class Population:
 
 
 def population_of(z_MKNAD: Tensor) -> Population:
-    """What the bounds need of unit embeddings."""
+    """Return the expectations of unit embeddings that the bounds need."""
     z_MKNAD = z_MKNAD.double()
     mean_MKND = z_MKNAD.mean(3)
     z_MPD, rows_MND = z_MKNAD.flatten(1, 3), mean_MKND.flatten(1, 2)
@@ -69,7 +69,7 @@ def population_of(z_MKNAD: Tensor) -> Population:
 
 
 def _divergence(z_KNAD: Tensor) -> Tensor:
-    """The mean of log(e^f1.f2 + e^f1.f-), over all of P f1, A f2 and P f-."""
+    """Return the mean of log(e^f1.f2 + e^f1.f-) over all of P f1, A f2 and P f-."""
     z_PD = z_KNAD.flatten(0, 2)
     own_PA = (z_KNAD @ z_KNAD.mT).flatten(0, 2)
     others_PP = z_PD @ z_PD.T
@@ -78,14 +78,14 @@ def _divergence(z_KNAD: Tensor) -> Tensor:
 
 
 def closest_centres(centre_MKD: Tensor) -> Tensor:
-    """(M,) the greatest mu_k.mu_l of two different classes."""
+    """Return the greatest mu_k.mu_l of two different classes, (M,)."""
     product_MKK = centre_MKD @ centre_MKD.mT
     own_KK = torch.eye(product_MKK.shape[-1], dtype=torch.bool, device=product_MKK.device)
     return product_MKK.masked_fill(own_KK, -torch.inf).amax((-2, -1))
 
 
 def theorem_3_bound(population: Population) -> Tensor:
-    """(M,) log(exp((L2 + tau) / p^2) - exp(a)): what no mu_k.mu_l exceeds; 1 is the trivial bound."""
+    """Return log(exp((L2 + tau) / p^2) - exp(a)), (M,), an upper bound on mu_k.mu_l; the trivial bound is 1."""
     p = 1 / population.centre_MKD.shape[1]
     a_M = population.alignment_MK.amin(1)
     tau_M = -torch.logaddexp(a_M, torch.full_like(a_M, -1.0)).clamp(max=0)
@@ -94,10 +94,11 @@ def theorem_3_bound(population: Population) -> Tensor:
 
 
 def theorem_3_sharpened(population: Population) -> Tensor:
-    """(M,) the greatest t = mu_k.mu_l, at most 1, with which all pairs of classes together can have this L2.
+    """Return the greatest t = mu_k.mu_l, at most 1, with which all pairs of classes together can have this L2; (M,).
 
-    Pairs of a class with itself have |mu_k|^2, the pair in question t, twice, and the rest, of weight w, have at least
-    the value at their mean alignment and mean product; the latter is known as the mean of all is |sum_k p mu_k|^2.
+    Pairs of a class with itself have |mu_k|^2, and the pair in question has t, twice. The rest, of weight w, have at
+    least the value at their mean alignment and mean product. The mean product follows from |sum_k p mu_k|^2, the mean
+    over all pairs.
     """
     centre_MKD, a_MK = population.centre_MKD, population.alignment_MK
     K = centre_MKD.shape[1]
@@ -128,14 +129,17 @@ def theorem_3_sharpened(population: Population) -> Tensor:
 
 @dataclass(frozen=True)
 class CorrelationBounds:
-    """(M,) each, of embeddings of length sqrt(D), divided by D so that 1 is the trivial bound."""
+    """Bounds for embeddings of length sqrt(D), divided by D so that the trivial bound is 1; (M,) each."""
 
     printed_M: Tensor
     sharpened_M: Tensor
 
 
 def theorem_4_bounds(population: Population) -> CorrelationBounds:
-    """sqrt(2 (L2 + tau - (D - K) / 2)) / p, and sqrt(((sqrt(L2) + sqrt(tau))^2 - (D - K)) / 2) / p; L2 = |C - I|^2."""
+    """Return sqrt(2 (L2 + tau - (D - K) / 2)) / p and sqrt(((sqrt(L2) + sqrt(tau))^2 - (D - K)) / 2) / p.
+
+    Here L2 = |C - I|^2.
+    """
     K, D = population.centre_MKD.shape[1:]
     p = 1 / K
     correlation_MDD = D * population.correlation_MDD
@@ -150,7 +154,7 @@ def theorem_4_bounds(population: Population) -> CorrelationBounds:
 
 @dataclass(frozen=True)
 class Classified:
-    """Test errors, (M,) each, and of how many test embeddings nearest centre and its linear form disagree."""
+    """Test errors, and the number of test embeddings on which nearest centre and its linear form differ; (M,) each."""
 
     nearest_centre_M: Tensor
     linear_M: Tensor
@@ -158,10 +162,10 @@ class Classified:
 
 
 def classify(train_MKPD: Tensor, test_MKPD: Tensor, *, num_steps: int, learning_rate: float) -> Classified:
-    """Nearest centre against the linear classifier of least cross-entropy, both from P training embeddings of a class.
+    """Compare nearest centre with the linear classifier of least cross-entropy, from P training embeddings of a class.
 
-    The linear one starts from the nearest-centre classifier, argmax_k mu_k.f - |mu_k|^2 / 2, and is trained on all of
-    them at once by Adam.
+    The linear classifier starts from the nearest-centre classifier, argmax_k mu_k.f - |mu_k|^2 / 2. Adam trains it on
+    all embeddings at once.
     """
     train_MKPD, test_MKPD = train_MKPD.double(), test_MKPD.double()
     M, K, P, _ = train_MKPD.shape

@@ -1,8 +1,8 @@
-"""Small encoders of Gaussian classes, all losses and seeds trained in lockstep.
+"""Small encoders of Gaussian classes, trained in lockstep for all losses and seeds.
 
-A sample of class k is c_k + `sample_sd` z, a view of it the sample + `view_sd` z', with normal z and z'. The encoder is
-a multi-layer perceptron whose output is put on the unit sphere; every loss starts from the same weights and sees the
-same batches.
+A sample of class k is c_k + `sample_sd` z, and a view of it is the sample + `view_sd` z', with normal z and z'. The
+encoder is a multi-layer perceptron with outputs normalised to unit length. Every loss starts from the same weights and
+sees the same batches.
 
 Shapes: S seeds, O objectives, K classes, N samples of a class, A views of a sample, B pairs of a batch, I inputs,
 H hidden units, D dimensions of an embedding, T steps, M any number of encoders, P embeddings of one encoder.
@@ -26,16 +26,16 @@ from data_pipeline.core.schema import Count, LearningRate, PositiveFactor, Schem
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
 
-# Which of the draws under one key.
+# Purposes of `counter_rng`.
 _CENTRE, _WEIGHT, _CLASS, _SAMPLE, _VIEW = range(5)
-# Which population the keys are of: of the training, of the measures, of the test.
+# The population of a key: training, measures or test.
 _TRAINING, MEASURED, TEST = range(3)
 
 PairLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class ObjectiveSettings(Schema):
-    """One loss: `kind` "info_nce" has a temperature, "split" that and a divergence weight, "linear" only the latter."""
+    """One loss. "info_nce" and "split" have a temperature, "split" and "linear" a divergence weight."""
 
     loss: Literal["info_nce", "linear", "barlow_twins", "split"]
     temperature: PositiveFactor = 1
@@ -52,7 +52,7 @@ class ObjectiveSettings(Schema):
 
 
 class EncoderSettings(Schema):
-    """The classes, the encoder, its training by Adam whose rate falls along a cosine, and what it is measured on."""
+    """The classes, the encoder, its training by Adam with a cosine schedule, and the samples of the measures."""
 
     objectives: tuple[ObjectiveSettings, ...] = Field(
         default=(
@@ -85,7 +85,7 @@ class EncoderSettings(Schema):
 
 @dataclass
 class Encoders:
-    """Perceptrons with one hidden layer, (S, O) of them; all tensors float32, weights as (inputs, outputs)."""
+    """(S, O) perceptrons with one hidden layer; all tensors float32, weights as (inputs, outputs)."""
 
     first_SOIH: Tensor
     first_bias_SOH: Tensor
@@ -96,13 +96,13 @@ class Encoders:
         return [self.first_SOIH, self.first_bias_SOH, self.second_SOHD, self.second_bias_SOD]
 
     def embed(self, x_SBI: Tensor) -> Tensor:
-        """(S, O, B, D) unit vectors: each objective's embeddings of the same inputs of a seed."""
+        """Return unit vectors (S, O, B, D): each objective's embeddings of the same inputs of a seed."""
         hidden_SOBH = torch.relu(x_SBI[:, None] @ self.first_SOIH + self.first_bias_SOH[:, :, None])
         return F.normalize(hidden_SOBH @ self.second_SOHD + self.second_bias_SOD[:, :, None], dim=-1)
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainedEncoders:
     """Encoders after the last step; the loss of the first step, then the mean of each `log_every` steps, (S, O, L)."""
 
     encoders: Encoders
@@ -110,14 +110,14 @@ class Training:
 
 
 def class_centres(settings: EncoderSettings, seeds_S: Tensor) -> Tensor:
-    """(S, K, I) c_k, normal with `centre_sd`."""
+    """Draw the centres c_k, (S, K, I), normal with `centre_sd`."""
     keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=0)
     drawn = normal(keys, settings.num_classes * settings.input_dim, purpose=_CENTRE)
     return settings.centre_sd * drawn.view(-1, settings.num_classes, settings.input_dim)
 
 
 def new_encoders(settings: EncoderSettings, seeds_S: Tensor) -> Encoders:
-    """The same weights for every objective of a seed: normal, of variance 2 / inputs, then 1 / inputs; no bias."""
+    """Draw the same weights for every objective of a seed: normal, variance 2 / inputs, then 1 / inputs; zero bias."""
     keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=0)
     num, inputs = len(settings.objectives), settings.input_dim
     H, D = settings.hidden_dim, settings.embedding_dim
@@ -136,7 +136,7 @@ def new_encoders(settings: EncoderSettings, seeds_S: Tensor) -> Encoders:
 
 
 def draw_batch(settings: EncoderSettings, centre_SKI: Tensor, seeds_S: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
-    """Both views of the step's samples, (S, B, I) each."""
+    """Draw both views of the step's samples, (S, B, I) each."""
     keys = DrawKeys(seed=0, epoch=step, index_B=seeds_S, view=_TRAINING)
     B, inputs = settings.batch_size, settings.input_dim
     label_SB = integers(keys, B, settings.num_classes, purpose=_CLASS)
@@ -147,7 +147,7 @@ def draw_batch(settings: EncoderSettings, centre_SKI: Tensor, seeds_S: Tensor, *
 
 
 def draw_population(settings: EncoderSettings, seeds_S: Tensor, *, which: int) -> Tensor:
-    """(S, K, N, A, I) views of N new samples of every class; `which` is `MEASURED` or `TEST`."""
+    """Draw views of N new samples of every class, (S, K, N, A, I); `which` is `MEASURED` or `TEST`."""
     K, N, A = settings.num_classes, settings.samples_a_class, settings.views_a_sample
     inputs = settings.input_dim
     keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=which)
@@ -158,9 +158,9 @@ def draw_population(settings: EncoderSettings, seeds_S: Tensor, *, which: int) -
 
 
 def stacked_nt_xent(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float) -> Tensor:
-    """(M,) the loss of `trainer.objectives.nt_xent` of each of M encoders; embeddings must have unit length.
+    """Return the loss of `trainer.objectives.nt_xent` for each of M encoders, (M,), from unit embeddings.
 
-    That function saves memory by an autograd function of its own, which cannot be mapped over encoders.
+    That function has an autograd function of its own to save memory, which cannot be mapped over encoders.
     """
     u_MPD = torch.cat([z_a_MBD, z_b_MBD], dim=1)
     num = z_a_MBD.shape[1]
@@ -171,9 +171,9 @@ def stacked_nt_xent(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float) -> 
 
 
 def stacked_split(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float, divergence_weight: float) -> Tensor:
-    """(M,) the loss of `trainer.objectives.split_loss` of each of M encoders; embeddings must have unit length.
+    """Return the loss of `trainer.objectives.split_loss` for each of M encoders, (M,), from unit embeddings.
 
-    That function masks in place, which `torch.func.vmap` does one encoder after the other.
+    That function masks in place, which `torch.func.vmap` runs for one encoder after the other.
     """
     own_BB = torch.eye(z_a_MBD.shape[1], dtype=torch.bool, device=z_a_MBD.device)
     sums_MB = (z_a_MBD @ z_b_MBD.mT / temperature).masked_fill(own_BB, -torch.inf).logsumexp(-1)
@@ -182,7 +182,7 @@ def stacked_split(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float, diver
 
 
 def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
-    """The loss of each of M encoders, (M,), from unit embeddings (M, B, D) of both views."""
+    """Return a function from unit embeddings (M, B, D) of both views to the loss of each of M encoders, (M,)."""
     temperature, weight = objective.temperature, objective.divergence_weight
     if objective.loss == "info_nce":
         return partial(stacked_nt_xent, temperature=temperature)
@@ -193,8 +193,8 @@ def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
     return mapped
 
 
-def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.device) -> Training:
-    """Train every objective of every seed at once; what a seed's encoders become does not depend on the others."""
+def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.device) -> TrainedEncoders:
+    """Train every objective of every seed at once; the encoders of a seed do not depend on the other seeds."""
     seeds_S = torch.tensor(seeds, device=device)
     centre_SKI, encoders = class_centres(settings, seeds_S), new_encoders(settings, seeds_S)
     losses = [stacked_loss(objective) for objective in settings.objectives]
@@ -219,4 +219,4 @@ def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.devi
             logged.append(running_SO / settings.log_every)
             running_SO = torch.zeros_like(running_SO)
     trained = Encoders(*(tensor.detach() for tensor in encoders.tensors()))
-    return Training(trained, torch.stack(logged, dim=-1))
+    return TrainedEncoders(trained, torch.stack(logged, dim=-1))

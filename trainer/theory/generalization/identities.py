@@ -1,6 +1,6 @@
 """Identities of Huang et al. 2023, checked in float64 on the losses of `trainer.objectives` themselves.
 
-Each is a function of embeddings of the two views (B, D) that gives by how much it is missed, relative to its size.
+Each is a function of the embeddings of two views (B, D) that returns its error relative to its size.
 
 Shapes: S seeds, B pairs, D dimensions, K classes.
 """
@@ -22,11 +22,11 @@ from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.split_loss import split_loss
 from trainer.theory.generalization.encoders import stacked_nt_xent, stacked_split
 
-_EMBEDDING, _PROBABILITY = range(2)  # which of the draws under one key
+_EMBEDDING, _PROBABILITY = range(2)  # purposes of `counter_rng`
 
 
 class IdentitySettings(Schema):
-    """Embeddings: the second view is the first plus normal noise of `view_sd`; `num_classes` centres."""
+    """Sizes of the embeddings. The second view is the first plus normal noise of `view_sd`."""
 
     batch_size: int = Field(default=64, ge=2, le=10**9)
     dim: int = Field(default=16, ge=2, le=10**9)
@@ -36,13 +36,13 @@ class IdentitySettings(Schema):
 
 
 def info_nce_split(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """InfoNCE is alignment plus divergence."""
+    """Check that InfoNCE is alignment plus divergence."""
     whole = info_nce_loss(z_a_BD, z_b_BD)
     return (alignment(z_a_BD, z_b_BD) + divergence(z_a_BD, z_b_BD) - whole).abs() / whole.abs()
 
 
 def correlation_split(z_a_BD: Tensor, z_b_BD: Tensor, *, weight: float = 5e-3) -> Tensor:
-    """The cross-correlation loss is (1 - lambda) L1 + lambda |C - I|^2, with C from `torch.corrcoef`."""
+    """Check that the cross-correlation loss is (1 - lambda) L1 + lambda |C - I|^2, with C from `torch.corrcoef`."""
     num, dim = z_a_BD.shape
     # Standardised by unbiased deviations, summed with divisor B.
     correlation_DD = torch.corrcoef(torch.cat([z_a_BD, z_b_BD], 1).T)[:dim, dim:] * (num - 1) / num
@@ -53,14 +53,14 @@ def correlation_split(z_a_BD: Tensor, z_b_BD: Tensor, *, weight: float = 5e-3) -
 
 
 def alignment_lemma(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """E |f1 - f2|^2 over 2 sqrt(D L1), of embeddings standardised by unbiased deviations: the lemma says at most 1."""
+    """Return E |f1 - f2|^2 over 2 sqrt(D L1) of standardised embeddings (unbiased): the lemma says at most 1."""
     a_BD, b_BD = ((z_BD - z_BD.mean(0)) / z_BD.std(0) for z_BD in (z_a_BD, z_b_BD))
     first = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=0)
     return (a_BD - b_BD).square().sum(1).mean() / (2 * (z_a_BD.shape[1] * first).sqrt())
 
 
 def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """The second term of the linear loss is |E f|^2, once a view's pairs with itself are in the mean."""
+    """Check that the second term of the linear loss is |E f|^2 if the mean includes a view's pair with itself."""
     u_BD = torch.nn.functional.normalize(torch.cat([z_a_BD, z_b_BD]), dim=1)
     at_1, at_2 = (linear_loss(u_BD, u_BD, divergence_weight=weight) for weight in (1, 2))
     others, num = at_2 - at_1, len(u_BD)
@@ -69,7 +69,7 @@ def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 
 
 def stacked_losses(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """The losses that are trained in lockstep are those of `trainer.objectives`."""
+    """Check that the losses for training in lockstep equal those of `trainer.objectives`."""
     u_BD, v_BD = (torch.nn.functional.normalize(z_BD, dim=1) for z_BD in (z_a_BD, z_b_BD))
     nt_xent = stacked_nt_xent(u_BD[None], v_BD[None], temperature=0.5)[0]
     split = stacked_split(u_BD[None], v_BD[None], temperature=0.2, divergence_weight=0.4)[0]
@@ -81,7 +81,7 @@ def stacked_losses(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 
 
 def centre_moment(centre_KD: Tensor, p_K: Tensor) -> Tensor:
-    """|sum_k p_k mu_k mu_k^T - I|^2 is sum_kl (sqrt(p_k p_l) mu_k.mu_l - [k = l])^2 + D - K."""
+    """Check that |sum_k p_k mu_k mu_k^T - I|^2 is sum_kl (sqrt(p_k p_l) mu_k.mu_l - [k = l])^2 + D - K."""
     num, dim = centre_KD.shape
     eyes = (torch.eye(size, dtype=centre_KD.dtype, device=centre_KD.device) for size in (dim, num))
     eye_DD, eye_KK = eyes
@@ -100,7 +100,7 @@ ON_PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def measure_identities(settings: IdentitySettings, *, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """(S,) of each: how far it is missed, of the lemma the ratio of its sides."""
+    """Return the relative error of each identity, and the ratio of the lemma's sides, (S,) each."""
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=0)
     B, D, K = settings.batch_size, settings.dim, settings.num_classes
     drawn = normal(keys, 2 * B * D + K * D, purpose=_EMBEDDING).double()

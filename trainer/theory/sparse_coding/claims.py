@@ -29,37 +29,37 @@ _REACHED = 0.9  # of its way from the start to its highest value
 
 @dataclass(frozen=True)
 class Arms:
-    """All seeds of one problem at one noise level; metrics (S, A, ...), final unless their name ends in _log."""
+    """All seeds of one problem at one noise level; metrics are (S, A, ...) and final unless their name ends in _log."""
 
     problem: Problem
     noise_variance: float
     metrics: Mapping[str, Tensor]
 
     def of(self, arm: Arm, name: str) -> Tensor:
-        """(S, ...) a metric of one arm; "r2" and "accuracy" are those with the most labels, "loss" the last logged."""
+        """Return a metric of one arm, (S, ...): "r2" and "accuracy" with the most labels, "loss" as last logged."""
         values = self.metrics[{"r2": "r2_labels", "accuracy": "accuracy_labels", "loss": "loss_log"}.get(name, name)]
         values = values[:, self.problem.arms.index(arm)]
         return values[..., -1] if name in {"r2", "accuracy", "loss"} else values
 
     @property
     def linear_ceiling(self) -> float:
-        """R^2 of the best linear function of x: E[z^2] / (E[z^2] + sigma^2)."""
+        """Return R^2 of the best linear function of x: E[z^2] / (E[z^2] + sigma^2)."""
         probability = self.problem.feature_probability
         return probability / (probability + self.noise_variance)
 
     @property
     def bias_over_noise(self) -> float:
-        """The largest bias over the standard deviation of a unit neuron's response to noise: kappa / sigma."""
+        """Return kappa / sigma: the largest bias over the standard deviation of a unit neuron's response to noise."""
         return self.problem.bias_cap / math.sqrt(self.noise_variance) if self.noise_variance else math.inf
 
     @property
     def noise_over_signal(self) -> float:
-        """E|xi|^2 / E|M z|^2: P sigma^2 / (D E[z^2])."""
+        """Return E|xi|^2 / E|M z|^2 = P sigma^2 / (D E[z^2])."""
         problem = self.problem
         return problem.num_pixels * self.noise_variance / (problem.num_features * problem.feature_probability)
 
     def untrained(self, arms: Sequence[Arm], settings: SparseCodingSettings) -> str:
-        """Which of the arms have a seed that has not trained yet or still does, in words; "" where none has."""
+        """Return in words which arms have a seed that has not trained or still trains; "" if none has."""
         start, told = self.problem.first_loss, []
         for arm in arms:
             loss_SL = self.of(arm, "loss_log")
@@ -89,7 +89,7 @@ def growth_claims(growth: Mapping[bool, Tensors]) -> list[ClaimResult]:
 
 
 def steps_to_reach(log_SL: Tensor, *, every: int, share: float = _REACHED) -> Tensor:
-    """(S,) the first logged step at which a curve has done `share` of its way from its first value to its highest."""
+    """Return the first logged step at which a curve has gone `share` of the way from its first value to its highest."""
     first_S1, highest_S1 = log_SL[:, :1], log_SL.amax(1, keepdim=True)
     reached_SL = log_SL >= first_S1 + share * (highest_S1 - first_S1)
     return (reached_SL.int().argmax(1) + 1) * every

@@ -1,9 +1,9 @@
-"""What contrastive learning finds in sparse coding data, with and without a random mask (Wen and Li 2021).
+"""The experiment on contrastive learning of sparse coding data, with and without a random mask (Wen and Li 2021).
 
-Without a mask the noise, which two equal views share, is what tells one example from another: the loss becomes small
-and the features are bad. Two disjoint halves of an example share no noise: with a mask the loss stays high and neurons
-find the atoms, one or a few each once their bias grows. So the loss stands beside every metric, and a claim on an arm
-that has not trained yet, whose features look just as bad, is not decided.
+Without a mask the two views are equal and share their noise, which tells one example from another. The loss becomes
+small and the features are bad. Two disjoint halves of an example share no noise. So with a mask the loss stays high and
+neurons find the atoms, one or a few each after their bias has grown. The features of an arm that has not trained look
+bad too. So the loss stands beside every metric, and a claim on such an arm is not decided.
 
 Legend: S seeds, A arms, X places on a horizontal axis, M neurons, D features.
 """
@@ -25,7 +25,7 @@ from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, Arm, Pro
 
 
 def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
-    """The growth matrices, and of each problem the training of a few seeds at a time."""
+    """Return the parts: the growth matrices, and the training of each problem for a few seeds at a time."""
     named: dict[str, Part] = {}
     if settings.study == "arms":
         for masked in (True, False):
@@ -54,7 +54,7 @@ def _seed_blocks(number: int, settings: SparseCodingSettings) -> Mapping[str, Se
 
 
 def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[Arms]:
-    """The grid of the study: problems, and of each its noise levels."""
+    """Return the grid of the study: every problem at every noise level."""
     grid = []
     for number, problem in enumerate(problems(settings)):
         levels = len(problem.noise_variances)
@@ -83,7 +83,7 @@ def conclude(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> Ou
 
 
 def _table(arms: Arms, settings: SparseCodingSettings) -> dict[str, Any]:
-    """One problem at one noise level, its ratios, and of each arm means and standard deviations over seeds."""
+    """Return one problem at one noise level: its ratios, and each arm's means and standard deviations over seeds."""
     single = ("noise_cosine", "signal_cosine", "active", "active_on_noise", "coverage", "atoms_per_neuron", "r2",
               "accuracy", "loss")  # fmt: skip
     rows: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]
 
 
 def _atom_map(arms: Arms, arm: Arm) -> Map:
-    """|cosine| of the first seed's neurons to the atoms, neurons in the order of the atom they are closest to."""
+    """Return a map of |cosine| of the first seed's neurons to the atoms, neurons in the order of their closest atom."""
     cosine_MD = arms.of(arm, "atom_cosine")[0]
     order_M = (cosine_MD.argmax(1) - 0.5 * cosine_MD.amax(1)).argsort()
     M, D = cosine_MD.shape
@@ -168,7 +168,7 @@ def _atom_map(arms: Arms, arm: Arm) -> Map:
 
 
 def _neurons_by_cosine(arms: Arms) -> Panel:
-    """Of every arm, the neurons from the one closest to an atom to the one farthest from all."""
+    """Return each arm's neurons, from the one closest to an atom to the one farthest from all."""
     M = arms.problem.num_neurons
     curves = [
         mean_curve(
@@ -185,7 +185,7 @@ def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[
         "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.noise_over_signal for arms in grid]),
         "features": ("features, D", [float(arms.problem.num_features) for arms in grid]),
     }[settings.study]
-    x = [float(f"{value:.3g}") for value in x]  # they are the ticks
+    x = [float(f"{value:.3g}") for value in x]  # they become the ticks
     panels = []
     for name, title, y_label in (
         ("r2", "Regression of <w*, z>", "R²"),

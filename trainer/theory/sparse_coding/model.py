@@ -1,12 +1,13 @@
 """The sparse coding model of Wen and Li (2021): its data, its learner, and training by the closed-form gradient.
 
-Data: x = M z + xi in R^P. The D columns of M, the *atoms*, are orthonormal and spread over all coordinates; z is
-sparse, with entries -1, 0, 1; xi ~ N(0, sigma^2 I) is dense, and by far the larger part of x. The learner is one layer
-of soft thresholds f(x)_m = sign(u_m) max(|u_m| - b_m, 0) with u_m = <w_m, x>, trained to tell the second view of an
-example from other examples by <f(first view), stop_gradient(f(other))>, without normalisation.
+Data: x = M z + xi in R^P. The D columns of M, the *atoms*, are orthonormal and spread over all coordinates. z is
+sparse, with entries -1, 0, 1. xi ~ N(0, sigma^2 I) is dense, and by far the larger part of x.
 
-Every arm sees the same draws, which depend on (seed, step) alone; arms, seeds and noise levels train in lockstep as one
-batched computation.
+The learner is one layer of soft thresholds f(x)_m = sign(u_m) max(|u_m| - b_m, 0) with u_m = <w_m, x>. It is trained to
+tell the second view of an example from other examples by <f(first view), stop_gradient(f(other))>, unnormalised.
+
+Every arm sees the same draws, which depend on (seed, step) alone. Arms, seeds and noise levels train in lockstep, as
+one batched computation.
 
 Legend: S lanes (a noise level of a seed; level by level), A arms, B positives, N negatives, M neurons, D features,
 P pixels (coordinates of x), Q = A M, L logged steps.
@@ -27,7 +28,7 @@ from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
 from trainer.theory.sparse_coding.settings import Arm, Problem, SparseCodingSettings
 from trainer.views.random_mask import coins
 
-# Of `counter_rng`: what a draw is for (0 is the mask's), and whom it is for.
+# Purposes of `counter_rng` (0 is the mask's), and views that separate training, probes and growth.
 _NOISE, _CODE, _WEIGHTS, _ATOMS, _MASKED = range(1, 6)
 TRAINING, PROBES, GROWTH = range(3)
 
@@ -35,7 +36,7 @@ _LEAST_EXPONENT = -60.0
 
 
 def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int, kind: Literal["random", "even"]) -> Tensor:
-    """(S, D, P) float64, orthonormal rows (the columns of the paper's M)."""
+    """Draw atoms (S, D, P) float64: orthonormal rows, which are the columns of the paper's M."""
     D, P = num_features, num_pixels
     if kind == "random":
         q_SPD, _ = torch.linalg.qr(normal(keys, P * D, purpose=_ATOMS).double().view(-1, P, D))
@@ -48,18 +49,18 @@ def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int, kind: Lite
 
 
 def draw_codes(keys: DrawKeys, num: int, *, num_features: int, probability: float) -> Tensor:
-    """(S, num, D) float32 codes z: -1 and 1 with half the probability each, else 0."""
+    """Draw codes z, (S, num, D) float32: -1 and 1 with half the probability each, else 0."""
     u_SND = uniform(keys, num * num_features, purpose=_CODE).view(-1, num, num_features)
     return (u_SND < probability / 2).float() - (u_SND >= 1 - probability / 2).float()
 
 
 def draw_noise(keys: DrawKeys, num: int, *, num_pixels: int) -> Tensor:
-    """(S, num, P) float32 standard normal."""
+    """Draw (S, num, P) float32 standard normal numbers."""
     return normal(keys, num * num_pixels, purpose=_NOISE).view(-1, num, num_pixels)
 
 
 def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Codes (S, num, D) and noise (S, num, P) of examples; the levels of a seed share its draws."""
+    """Draw codes (S, num, D) and noise (S, num, P) of examples; the noise levels of a seed share its draws."""
     D, P, levels = problem.num_features, problem.num_pixels, len(problem.noise_variances)
     z_SND = draw_codes(keys, num, num_features=D, probability=problem.feature_probability)
     noise_SNP = draw_noise(keys, num, num_pixels=P)
@@ -70,7 +71,7 @@ def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, T
 
 
 def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Views 2 D x and 2 (I - D) x with a fair random mask D each; of all but `mask_share` of them, both are x."""
+    """Return views 2 D x and 2 (I - D) x with a fair random mask D; a share of 1 - `mask_share` has x twice."""
     _, B, P = x_SBP.shape
     keep_SBP = coins(keys, B * P).view(-1, B, P)
     first_SBP = keep_SBP.to(x_SBP.dtype).mul_(2).mul_(x_SBP)
@@ -81,10 +82,10 @@ def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> t
 
 
 def growth_matrix(atoms_DP: Tensor, *, probability: float, noise_variance: float, mask_share: float = 1.0) -> Tensor:
-    """(P, P) E[first view second view^T], at which a linear neuron grows: Sigma - mask_share diag(Sigma).
+    """Return a linear neuron's growth matrix, E[first view second view^T] = Sigma - mask_share diag(Sigma); (P, P).
 
-    Sigma = E[x x^T] = E[z^2] M M^T + sigma^2 I. Two disjoint halves have no coordinate in common, which takes away the
-    noise and leaves of an atom the share that is not on the diagonal.
+    Sigma = E[x x^T] = E[z^2] M M^T + sigma^2 I. Two disjoint halves have no coordinate in common. That removes the
+    noise, and keeps the part of an atom that is not on the diagonal.
     """
     eye_PP = torch.eye(atoms_DP.shape[-1], dtype=atoms_DP.dtype, device=atoms_DP.device)
     sigma_PP = probability * atoms_DP.mT @ atoms_DP + noise_variance * eye_PP
@@ -92,31 +93,32 @@ def growth_matrix(atoms_DP: Tensor, *, probability: float, noise_variance: float
 
 
 def growth_rates(growth_PP: Tensor, atoms_DP: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean growth along the atoms, and mean growth over all directions orthogonal to them."""
+    """Return mean growth along the atoms, and over all directions orthogonal to them."""
     D, P = atoms_DP.shape[-2:]
     along = torch.einsum("...dp,...pq,...dq->...", atoms_DP, growth_PP, atoms_DP)
     return along / D, (growth_PP.diagonal(dim1=-2, dim2=-1).sum(-1) - along) / (P - D)
 
 
 def soft_threshold(u: Tensor, bias: Tensor) -> Tensor:
-    """sign(u) max(|u| - bias, 0): ReLU(u - bias) - ReLU(-u - bias) for bias >= 0."""
+    """Return sign(u) max(|u| - bias, 0), which is ReLU(u - bias) - ReLU(-u - bias) for bias >= 0."""
     return u - torch.clamp(u, -bias, bias)
 
 
 def contrast(
     u_first: Tensor, u_second: Tensor, u_negative: Tensor, bias: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Loss (...) and descent coefficients (..., B, M) from <w, x>: of both views (..., B, M), of negatives (..., N, M).
+    """Return the loss (...) and descent coefficients (..., B, M).
 
-    The loss is the mean over positives of -t log[e^(s+ / t) / (e^(s+ / t) + sum_n e^(s_n / t))], s = <f(first), f(.)>,
-    without a gradient through f(.). Its gradient on w_m is - sum_b coefficient_bm first_b, which the temperature t only
-    enters by way of the softmax. The bias (..., 1, M) gets no gradient.
+    The arguments are <w, x> of both views (..., B, M) and of negatives (..., N, M). The loss is the mean over positives
+    of -t log[e^(s+ / t) / (e^(s+ / t) + sum_n e^(s_n / t))], s = <f(first), f(.)>, without a gradient through f(.). Its
+    gradient on w_m is - sum_b coefficient_bm first_b; the temperature t enters it through the softmax only. The bias
+    (..., 1, M) gets no gradient.
     """
     first, second, negative = (soft_threshold(u, bias) for u in (u_first, u_second, u_negative))
     s_positive = (first * second).sum(-1, keepdim=True) / temperature
     s_negative = first @ negative.mT / temperature
     highest = torch.maximum(s_negative.amax(-1, keepdim=True), s_positive)
-    e_positive, e_negative = (  # smaller ones have no effect but are denormal numbers, with which a CPU takes long
+    e_positive, e_negative = (  # smaller exponents have no effect, and give denormal numbers, which are slow on a CPU
         (s - highest).clamp_(min=_LEAST_EXPONENT).exp_() for s in (s_positive, s_negative)
     )
     total = e_positive + e_negative.sum(-1, keepdim=True)
@@ -127,7 +129,7 @@ def contrast(
 
 @dataclass
 class Learners:
-    """Arms that see the same views: weights (S, A M, P), bias (S, A, M), and the stage of each."""
+    """Arms that see the same views: weights (S, A M, P), bias (S, A, M), and the stage of the bias."""
 
     arms: tuple[Arm, ...]
     biased_A: Tensor
@@ -139,12 +141,12 @@ class Learners:
 
     @property
     def weights_by_arm(self) -> Tensor:
-        """(S, A, M, P)."""
+        """Return the weights as (S, A, M, P)."""
         S, A, M = self.bias_SAM.shape
         return self.weights_SQP.view(S, A, M, -1)
 
     def project(self, x_SBP: Tensor) -> Tensor:
-        """(S, A, B, M) <w, x>."""
+        """Return <w, x>, (S, A, B, M)."""
         S, A, M = self.bias_SAM.shape
         return torch.bmm(x_SBP, self.weights_SQP.mT).view(S, -1, A, M).transpose(1, 2)
 
@@ -172,7 +174,7 @@ def train_step(
     settings: SparseCodingSettings,
     step: int,
 ) -> Tensor:
-    """One step of gradient descent and of the bias' schedule, in place; (S, A) loss before it."""
+    """Take one step of gradient descent and of the bias' schedule, in place; return the loss before it, (S, A)."""
     first_SBP, second_SBP = views
     u_first, u_negative = learners.project(first_SBP), learners.project(x_SNP)
     u_second = u_first if second_SBP is first_SBP else learners.project(second_SBP)
@@ -190,7 +192,7 @@ def train_step(
 def raise_bias(
     learners: Learners, norm_SAM: Tensor, *, problem: Problem, settings: SparseCodingSettings, step: int
 ) -> None:
-    """Set the bias once every neuron of an arm has grown; from then on raise it, and keep it in step with the norm."""
+    """Set the bias when every neuron of an arm has grown; then raise it, and keep it in proportion to the norm."""
     bias_SAM, old_SAM = learners.bias_SAM, learners.norm_SAM
     started_SA1 = learners.start_SA[..., None] >= 0
     factor_SAM = torch.clamp(norm_SAM / old_SAM, min=1 + settings.learning_rate / problem.num_features)
@@ -204,7 +206,7 @@ def raise_bias(
 
 @dataclass
 class Trained:
-    """Lanes S; `groups` are masked and unmasked arms. Logs are (S, A, L), in the order of `problem.arms`."""
+    """Trained lanes. `groups` are masked and unmasked arms. Logs are (S, A, L), in the order of `problem.arms`."""
 
     atoms_SDP: Tensor
     groups: list[Learners]
@@ -215,14 +217,14 @@ class Trained:
 
 
 def measure_atoms(learners: Learners, atoms_SDP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(S, A) means over neurons: share of ||w||^2 within the atoms, largest |cosine| to an atom, bias over ||w||."""
+    """Return means over neurons, (S, A): share of |w|^2 in the atoms' span, largest |cosine| to an atom, bias / |w|."""
     cosine_SAMD = atom_cosines(learners, atoms_SDP)
     share_SAM = cosine_SAMD.square().sum(-1)
     return share_SAM.mean(-1), cosine_SAMD.amax(-1).mean(-1), (learners.bias_SAM / learners.norm_SAM).mean(-1)
 
 
 def atom_cosines(learners: Learners, atoms_SDP: Tensor) -> Tensor:
-    """(S, A, M, D) |cosine| of every neuron's weights to every atom."""
+    """Return |cosine| of every neuron's weights to every atom, (S, A, M, D)."""
     S, A, M = learners.bias_SAM.shape
     along_SAMD = torch.bmm(learners.weights_SQP, atoms_SDP.mT).view(S, A, M, -1)
     return along_SAMD.abs() / learners.norm_SAM[..., None]

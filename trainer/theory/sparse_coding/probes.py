@@ -1,4 +1,4 @@
-"""What the learners of the sparse coding model have found: cosines to signal and noise, firing, probes against labels.
+"""Measures of the trained sparse coding model: cosines to signal and noise, firing, probes against labels.
 
 Legend: S lanes, A arms, M neurons, D features, P pixels, T items, C label counts, K targets.
 """
@@ -29,18 +29,19 @@ from trainer.theory.sparse_coding.model import (
 )
 from trainer.theory.sparse_coding.settings import Problem, SparseCodingSettings
 
-_LABELS: Final = 6  # of `counter_rng`, beside the purposes of the model
-_RIDGE: Final = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # penalties that are tried, times the mean diagonal of the Gram
+_LABELS: Final = 6  # a purpose of `counter_rng`, after those of the model
+_RIDGE: Final = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # penalties to try, times the mean diagonal of the Gram matrix
 _CHUNK: Final = 1024  # items at a time
-_COVERED: Final = 0.5  # an atom is covered by a neuron of a larger |cosine| to it
+_COVERED: Final = 0.5  # a neuron of a larger |cosine| to an atom covers it
 
 
 def measure(
     trained: Trained, problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int]
 ) -> dict[str, Tensor]:
-    """All metrics of trained arms, (S, A, ...); those that end in `_labels` are (..., C), and `raw_` ones are of x.
+    """Return all metrics of trained arms, (S, A, ...).
 
-    Items are fresh and common to all arms; the labels are y = <w*, z> with a Gaussian w*, and sign(y) where y != 0.
+    Metrics that end in `_labels` are (..., C), and metrics that begin with `raw_` are of x itself. Items are new, and
+    common to all arms. The labels are y = <w*, z> with a Gaussian w*, and sign(y) if y != 0.
     """
     atoms_SDP = trained.atoms_SDP
     num_items = settings.label_counts[-1] + 2 * settings.num_test_items
@@ -99,7 +100,7 @@ def measure(
 
 
 def _features(trained: Trained, x_STP: Tensor) -> Tensor:
-    """(S, A, T, M) f(x) of every arm."""
+    """Return f(x) of every arm, (S, A, T, M)."""
     parts = [soft_threshold(group.project(x_STP), group.bias_SAM[:, :, None]) for group in trained.groups]
     return torch.cat(parts, dim=1)
 
@@ -107,10 +108,11 @@ def _features(trained: Trained, x_STP: Tensor) -> Tensor:
 def probe_curves(
     features_SATM: Tensor, target_STK: Tensor, *, counts: Sequence[int], num_test: int
 ) -> tuple[Tensor, Tensor]:
-    """Ridge regression from the first `counts` items: R^2 of target 0 and share of right signs of target 1, (S, A, C).
+    """Fit ridge regression to the first `counts` items; return R^2 of target 0 and share of right signs of target 1.
 
-    The targets are (S, 1, T, K). The penalty is the best for `num_test` items after the largest count, separately for
-    each target, and `num_test` more measure. R^2 is about 0, the targets' expectation; signs count where y != 0.
+    Both are (S, A, C); the targets are (S, 1, T, K). `num_test` items after the largest count choose the penalty,
+    separately for each target, and the next `num_test` items measure. R^2 is relative to 0, the targets' expectation.
+    Signs count if y != 0.
     """
     x, y = features_SATM.double(), target_STK.double()
     chosen, measured = (slice(counts[-1] + part * num_test, counts[-1] + (part + 1) * num_test) for part in (0, 1))
@@ -143,7 +145,7 @@ def _scores(predicted_SATK: Tensor, target_SATK: Tensor) -> tuple[Tensor, Tensor
 
 
 def measure_growth(settings: SparseCodingSettings, *, masked: bool, device: torch.device) -> dict[str, Tensor]:
-    """Growth along the atoms and across them, (S,) each: of the closed form, and by Monte-Carlo over examples."""
+    """Return growth along the atoms and across them, (S,) each, in closed form and by Monte-Carlo over examples."""
     D, P = settings.num_features, settings.growth_pixels
     probability = variance = settings.growth_variance
     share = settings.mask_share if masked else 0.0

@@ -1,4 +1,4 @@
-"""Settings of the sparse coding experiment, and the problems that they stand for."""
+"""Settings of the sparse coding experiment, and the problems that follow from them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ Study = Literal["arms", "noise", "pixels", "features"]
 
 
 class SparseCodingSettings(TheorySettings):
-    """The defaults are half the size of the full setting (pixels_per_feature=64 learning_rate=0.05 num_steps=6000).
+    """Settings of the experiment.
 
-    study: what is run. "arms": with and without mask, with and without bias, on one problem. The others compare the two
+    The defaults are half the size of the full setting (pixels_per_feature=64 learning_rate=0.05 num_steps=6000).
+
+    study: "arms" compares with and without mask, with and without bias, on one problem. The others compare the two
         biased arms over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
-    num_features: D. The number of pixels, neurons, positives and negatives are multiples of it.
+    num_features: D. The numbers of pixels, neurons, positives and negatives are multiples of it.
     feature_probability, noise_variance: P(z_j != 0) and sigma^2; None: ln ln D / D and sqrt(ln D) / D.
-    atoms: "random" orthonormal columns, or "even" ones, sines and cosines, whose squares are the same in every row.
-    mask_share: how many of the positives of a masked arm are masked. The paper's is 1; 0 is the unmasked arm.
+    atoms: "random" orthonormal columns, or "even" ones: sines and cosines, whose squares are the same in every row.
+    mask_share: share of the positives of a masked arm that are masked. The paper has 1; 0 is the unmasked arm.
     initial_scale: expected norm of a neuron's weights at the start.
-    num_steps: with `num_features`; other `feature_counts` train in proportion to 1 / P(z_j != 0).
-    bias_growth_start: the bias is 0 until every neuron's norm is this many times what it was.
+    num_steps: steps for `num_features`; other `feature_counts` train in proportion to 1 / P(z_j != 0).
+    bias_growth_start: the bias is 0 until every neuron's norm is this multiple of its first norm.
     bias_cap: the largest bias, and bias_first the one it starts from, in units of the neuron's norm; None: 0.45 and 0.2
         at D = 16, in proportion to sqrt(ln D / D). In between it grows by 1 + learning_rate / D a step.
     label_counts: how many labelled items the probes learn from; `num_test_items` more choose the penalty, and as many
@@ -103,7 +105,7 @@ NONE_LINEAR = Arm("no mask, no bias", masked=False, biased=False)
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a study, every number of it known; `noise_variances` are trained side by side."""
+    """One problem of a study with all its numbers; `noise_variances` are trained side by side."""
 
     arms: tuple[Arm, ...]
     num_features: int
@@ -121,12 +123,12 @@ class Problem:
 
     @property
     def first_loss(self) -> float:
-        """The loss of f = 0."""
+        """Return the loss of f = 0."""
         return self.temperature * math.log1p(self.num_negatives)
 
 
 def problems(settings: SparseCodingSettings) -> list[Problem]:
-    """The problems of a study, in the order of its grid (for "noise" one problem that has all levels)."""
+    """Return the problems of a study, in the order of its grid (for "noise" one problem with all levels)."""
     counts = settings.feature_counts if settings.study == "features" else (settings.num_features,)
     pixels = settings.pixel_counts if settings.study == "pixels" else (None,)
     return [_problem(settings, D, P) for D, P in itertools.product(counts, pixels)]
