@@ -1,15 +1,15 @@
-"""How often a viewmaker destroys a feature, against the knob: `dropout_rate` at one budget, and the budget without it.
+"""How often a viewmaker destroys a feature, against `dropout_rate` at one budget, and against the budget without it.
 
     python -m benchmarks.dropout_rate [--train-dir DIR --test-dir DIR] [--epochs N] [--seeds S ...] [--budget B]
                                       [--with-budgets] [--out JSON] [--figure PNG]
 
-A judge is trained by supervision on pictures without views, to tell the picture's class and the class of what was drawn
-on it. Then SimCLR trains a small encoder against a small viewmaker, once for every setting and seed. Views of the test
-pictures are shown to the judge, of those that it reads with a probability above 0.9 without a view: a feature is
-destroyed where the probability of its class is below 0.1, and kept where it is above 0.9 (cf. the histograms of Tamkin
-et al. 2022, appendix C.2). One of the trained viewmakers is also held as it is and used at every rate.
+A judge is trained with labels, on pictures without views, to predict the picture's class and the class of the object
+drawn on it. Then SimCLR trains a small encoder against a small viewmaker, once for every setting and seed. The judge
+sees views of the test pictures that it reads with a probability above 0.9 without a view. A feature counts as destroyed
+if the probability of its class is below 0.1, and as kept if it is above 0.9 (cf. the histograms of Tamkin et al. 2022,
+appendix C.2). One of the trained viewmakers is also held fixed and used at every rate.
 
-Where no directories are given, drawn pictures with handwritten digits are built in a temporary folder, the digits drawn
+Without directories, drawn pictures with handwritten digits are built in a temporary folder, and the digits are drawn
 anew in every epoch. One thread.
 
 Shapes: N pictures, V views of each, B batch, C channels, H height, W width, K classes.
@@ -32,6 +32,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from scipy.stats import linregress
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -58,19 +59,19 @@ CPU = torch.device("cpu")
 PACKAGES = ("torch", "numpy")
 JUDGE_EPOCHS, JUDGE_BATCH, JUDGE_SEED = 12, 64, 0
 NUM_VIEWS = 2  # of each test picture
-MEASURED_SEED = 1_000  # of the keys of measured views, which no training uses
+MEASURED_SEED = 1_000  # seed of the measured views, which no training uses
 DESTROYED_BELOW, KEPT_ABOVE = 0.1, 0.9
-MIN_PICTURES = 100  # that the judge reads
+MIN_PICTURES = 100  # the judge must read at least so many
 RATES = (0.1, 0.25, 0.5, 0.75, 1.0)
-HELD_RATE = 0.25  # at which the viewmaker was trained that is used at every rate
+HELD_RATE = 0.25  # training rate of the viewmaker that is used at every rate
 BUDGETS = (0.05, 0.1, 0.2, 0.4)  # without a dropout rate; a rate of 1 is the same
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is varied; the knob is `dropout_rate`, or the budget where that is None.
+    """The varied settings: `dropout_rate`, or the budget if `dropout_rate` is None.
 
-    `trained` says how the measured viewmaker was: at this setting; at the rate `HELD_RATE`; or not at all.
+    `trained` says how the measured viewmaker was trained: at this setting, at the rate `HELD_RATE`, or not at all.
     """
 
     budget: float
@@ -91,13 +92,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Judge:
-    """Tells both classes of a picture, with one softmax for each label space."""
+    """A classifier of both labels of a picture, with one softmax for each label space."""
 
     network: Encoder
     num_classes: Mapping[LabelSpace, int]
 
     def probabilities(self, images_BCHW: Tensor, labels: Mapping[LabelSpace, Tensor]) -> dict[LabelSpace, Tensor]:
-        """(B,) of the right class in each label space."""
+        """Return the probability of the right class in each label space, (B,)."""
         logits = torch.split(self.network(images_BCHW), list(self.num_classes.values()), dim=1)
         return {
             space: logits_BK.softmax(1).gather(1, labels[space][:, None])[:, 0]
@@ -106,7 +107,7 @@ class Judge:
 
 
 def train_judge(config: RunConfig, test: Pictures) -> Judge:
-    """By supervision, on the train pictures without views; what is drawn on them is drawn as in the runs."""
+    """Train a judge with labels, on the train pictures without views, with overlays drawn as in the runs."""
     num_classes = {space: len(test.class_names(space)) for space in LABEL_SPACES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(JUDGE_SEED)
@@ -149,7 +150,7 @@ def train_judge(config: RunConfig, test: Pictures) -> Judge:
 def probabilities_of(
     judge: Judge, test: Pictures, viewmaker: Viewmaker | None, *, view: int
 ) -> dict[LabelSpace, Tensor]:
-    """(N,) of the right class, of the test pictures themselves (None) or of one view of each."""
+    """Return the probability of the right class, (N,), for the test pictures themselves (None) or one view of each."""
     parts: list[dict[LabelSpace, Tensor]] = []
     with frozen(judge.network, viewmaker):
         for row_B in torch.split(torch.arange(len(test)), 128):
@@ -168,7 +169,7 @@ def measured_keys(index_B: Tensor, view: int) -> DrawKeys:
 def measure(
     judge: Judge, test: Pictures, viewmaker: Viewmaker, setting: Setting, clean: Mapping[LabelSpace, Tensor]
 ) -> dict[str, Any]:
-    """What becomes of each feature in `NUM_VIEWS` views of every test picture that the judge reads without a view."""
+    """Measure what `NUM_VIEWS` views of every test picture that the judge reads without a view do to each feature."""
     if setting.dropout_rate is None:
         attacked_NV = torch.ones(len(test), NUM_VIEWS, dtype=torch.bool)
     else:
@@ -188,11 +189,11 @@ def measure(
 
 
 def fate(p_NV: Tensor, attacked_NV: Tensor) -> dict[str, Any]:
-    """Of one feature, from the probabilities of the right class in views of pictures where it is read without a view.
+    """Return how often views destroy one feature, from probabilities of its class in views of pictures that show it.
 
-    `interval` is that of Wilson (1927) at 95 %. Views of one picture may be alike, so it counts them as fewer:
-    `between_pictures` is the share of the variance that lies between pictures (the intraclass correlation of whether a
-    view is destroyed): 0 if every picture loses the feature as often, 1 if always the same pictures do.
+    `interval` is Wilson's (1927) at 95 %. Views of one picture may be alike, so it counts them as fewer views.
+    `between_pictures` is the share of the variance that lies between pictures (the intraclass correlation). It is 0 if
+    every picture loses the feature equally often, and 1 if always the same pictures do.
     """
     destroyed_NV = (p_NV < DESTROYED_BELOW).double()
     num_pictures, num_views = destroyed_NV.shape
@@ -214,7 +215,7 @@ def fate(p_NV: Tensor, attacked_NV: Tensor) -> dict[str, Any]:
 
 
 def wilson(share: float, num: float, *, z: float = 1.96) -> tuple[float, float]:
-    """The interval of Wilson (1927) of a share of `num` draws."""
+    """Return the interval of Wilson (1927) of a share of `num` draws."""
     centre = (share + z**2 / (2 * num)) / (1 + z**2 / num)
     half = z / (1 + z**2 / num) * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
     return max(centre - half, 0.0), min(centre + half, 1.0)
@@ -225,15 +226,17 @@ def _mean(values: Tensor) -> float | None:
 
 
 def line_through(knobs: Sequence[float], shares: Sequence[float]) -> dict[str, float]:
-    """Least squares."""
-    slope, intercept = np.polyfit(knobs, shares, 1)
-    residual = np.asarray(shares) - (slope * np.asarray(knobs) + intercept)
-    r_squared = 1 - (residual**2).sum() / ((np.asarray(shares) - np.mean(shares)) ** 2).sum()
-    return {"slope": rounded(slope), "intercept": rounded(intercept), "r_squared": rounded(r_squared)}
+    """Fit a line by least squares."""
+    line = linregress(knobs, shares)
+    return {
+        "slope": rounded(line.slope),
+        "intercept": rounded(line.intercept),
+        "r_squared": rounded(line.rvalue**2),
+    }
 
 
 def run_config(setting: Setting, *, seed: int, num_epochs: int, directories: Mapping[str, str]) -> RunConfig:
-    """`demo:viewmaker` with an encoder of half its width."""
+    """Return `demo:viewmaker` with an encoder of half its width."""
     recipe = demo.viewmaker()
     return RunConfig.model_validate(
         recipe.model_dump()
@@ -255,7 +258,7 @@ def settings(budget: float, *, with_budgets: bool) -> list[Setting]:
 
 
 def without_training(setting: Setting) -> list[Setting]:
-    """What else is measured of the viewmaker that was trained at a setting."""
+    """Return the further settings at which the viewmaker of a setting is measured without new training."""
     if setting.dropout_rate == 1:
         return [dataclasses.replace(setting, trained="not at all")]
     if setting.dropout_rate != HELD_RATE:
@@ -266,7 +269,7 @@ def without_training(setting: Setting) -> list[Setting]:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """For a person: a line a run, shares in percent."""
+    """Return a table for the terminal: one line for each run, shares in percent."""
     lines = [
         f"{'':<35}{'overlay destroyed':^30}{'base destroyed':^30}{'base kept where':>16}",
         f"{'budget  rate':<28}{'seed':>6} "
@@ -290,7 +293,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def against_rate(results: Sequence[Mapping[str, Any]], trained: str) -> list[Mapping[str, Any]]:
-    """The results with a dropout rate and pairs drawn independently, of viewmakers that were trained so."""
+    """Return the results with a dropout rate and independent pairs, of viewmakers trained in that way."""
     return [
         result
         for result in results
@@ -301,8 +304,10 @@ def against_rate(results: Sequence[Mapping[str, Any]], trained: str) -> list[Map
 
 
 def fits(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The destroyed share of each feature against `dropout_rate`: of viewmakers trained at each rate, of all seeds; of
-    those up to one half; and of those held."""
+    """Fit the destroyed share of each feature against `dropout_rate`, over all seeds.
+
+    The groups are viewmakers trained at each rate, those of them up to a rate of one half, and the held one.
+    """
     at_each = against_rate(results, "at this setting")
     groups = {
         "trained at each rate": at_each,
@@ -320,7 +325,7 @@ def fits(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 @contextmanager
 def data_directories(train_dir: str | None, test_dir: str | None) -> Iterator[dict[str, str]]:
-    """The given ones, or drawn pictures with handwritten digits on them in a temporary folder."""
+    """Yield the given directories, or build drawn pictures with handwritten digits in a temporary folder."""
     if (train_dir is None) != (test_dir is None):
         raise UserError("give both --train-dir and --test-dir, or neither")
     if train_dir is not None and test_dir is not None:
@@ -334,7 +339,7 @@ def data_directories(train_dir: str | None, test_dir: str | None) -> Iterator[di
 
 
 def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: Path) -> Iterator[dict[str, Any]]:
-    """First what the judge can, then a result a run; printed as they come."""
+    """Yield the accuracy of the judge, then one result for each run, and print the results as they come."""
     test = read_pictures(directories["test_dir"])
     first = run_config(Setting(args.budget), seed=0, num_epochs=args.epochs, directories=directories)
     judge = train_judge(first, test)
@@ -342,8 +347,8 @@ def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: 
     for space, p_N in clean.items():
         if (p_N > KEPT_ABOVE).sum() < MIN_PICTURES:
             raise UserError(
-                f"the judge reads the {space} class of fewer than {MIN_PICTURES} of the test pictures; give a larger "
-                "training set, of pictures with labels of both kinds"
+                f"the judge reads the {space} class of fewer than {MIN_PICTURES} test pictures; give --train-dir a "
+                "larger set of pictures with both labels"
             )
     yield {
         "judge": {
@@ -378,7 +383,7 @@ def run_all(args: argparse.Namespace, directories: Mapping[str, str], run_dirs: 
 
 
 def draw_figure(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The destroyed share of each feature against the rate and, beside it, against the budget."""
+    """Draw the destroyed share of each feature against the rate and against the budget."""
     trained = [one for one in results if one["setting"]["trained"] == "at this setting"]
     by_budget = [one for one in trained if one["setting"]["dropout_rate"] in {None, 1}]
     held = against_rate(results, "at another rate")
@@ -399,22 +404,22 @@ def draw_figure(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set_xlabel(title)
         axis.set_ylim(-0.02, 1.02)
     for axis in axes[:2]:
-        axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="the knob: no rate can lie above")
+        axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="upper bound")
     axes[0].set_ylabel("share of views in which it is destroyed")
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How often a viewmaker destroys a feature, against its knob.")
-    parser.add_argument("--train-dir", metavar="DIR", help="pictures with labels of both kinds, drawn online")
+    parser = argparse.ArgumentParser(description="Measure how often a viewmaker destroys a feature.")
+    parser.add_argument("--train-dir", metavar="DIR", help="pictures with both labels, drawn online")
     parser.add_argument("--test-dir", metavar="DIR")
-    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="S", help="budgets are of the first alone")
-    parser.add_argument("--budget", type=float, default=0.4, metavar="B", help="of the runs with a dropout_rate")
+    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="epochs of each run")
     parser.add_argument(
-        "--with-budgets", action="store_true", help="also runs without a dropout_rate, of other budgets"
+        "--seeds", type=int, nargs="+", default=[0], metavar="S", help="seeds; --with-budgets uses the first only"
     )
+    parser.add_argument("--budget", type=float, default=0.4, metavar="B", help="budget of the runs with a dropout_rate")
+    parser.add_argument("--with-budgets", action="store_true", help="add runs of other budgets without a dropout_rate")
     parser.add_argument("--out", type=Path, metavar="JSON")
     parser.add_argument("--figure", type=Path, metavar="PNG")
     args = parser.parse_args()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.theory [--points N] [--out JSON]
 
-Both are of the same batches, drawn beforehand, in float64. A loop calls, for each point, the closed-form gradient or
-autograd over all batches at once, so it is not slow for want of vectorisation within a point; it is measured on every
-20th point. The ratio is to the faster of the two. Rates are by the processor time of one thread.
+Both use the same batches, drawn beforehand, in float64. For each point a loop calls the closed-form gradient or
+autograd over all batches at once, so it is vectorised within a point. It is measured on every 20th point. The ratio is
+to the faster of the two loops. Rates are per second of processor time of one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REST = FeatureStates.product([45], [0.6], [0.7])
 
 
 def states(num_points: int) -> tuple[FeatureStates, FeatureStates]:
-    """Angles of the feature, and correlations of the other, each as many as the root of `num_points`."""
+    """Return angles of the feature and correlations of the other, sqrt(`num_points`) of each."""
     num = math.ceil(math.sqrt(num_points))
     weak = FeatureStates.product(torch.linspace(5, 85, num).tolist(), [0.4], [0.5])
     return weak, FeatureStates.product([15], [0.6], torch.linspace(0, 0.95, num).tolist())
@@ -91,11 +91,13 @@ def against_the_faster_loop(measured: Measured) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a grid of the linear model against a loop over its points")
-    parser.add_argument("--points", type=int, default=1000, metavar="N", help="of the grid, rounded up to a square")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], metavar="R", help="at each point")
+    parser = argparse.ArgumentParser(description="Compare a grid of the linear model with a loop over its points.")
+    parser.add_argument(
+        "--points", type=int, default=1000, metavar="N", help="points of the grid, rounded up to a square"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], metavar="R", help="batches at each point")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to save the measurements")
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
