@@ -58,7 +58,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
 
 
 def fit_quickly(loaded: LoadedRun) -> Heads:
-    """Heads for every label, fitted in eval mode, and on views of the run's own policy if its probe is."""
+    """Fit heads for every label in eval mode, on views of the run's policy if its probe uses them."""
     encoder, policy = loaded.players.encoder, loaded.players.view_policy
     train, test, device = loaded.train, loaded.test, loaded.device
     config = loaded.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS})

@@ -36,7 +36,7 @@ from trainer.theory.generalization.claims import (
     judge_identities,
     judge_theorems,
 )
-from trainer.theory.generalization.command import EXPERIMENT, GeneralizationSettings, loss_floor, parts, trained_shares
+from trainer.theory.generalization.command import EXPERIMENT, GeneralizationSettings, loss_floor, parts, way_gone
 from trainer.theory.generalization.divergence import (
     Population,
     classify,
@@ -310,7 +310,7 @@ def test_two_steps_decide_nothing_on_training() -> None:
 def test_share_of_the_training() -> None:
     """Barlow Twins, whose floor is 0, from 4 to 1: three quarters."""
     settings = GeneralizationSettings(encoders=EncoderSettings(objectives=(ObjectiveSettings(loss="barlow_twins"),)))
-    assert trained_shares(settings, torch.tensor([[[4.0, 3.0, 1.0]]])).item() == 0.75
+    assert way_gone(settings, torch.tensor([[[4.0, 3.0, 1.0]]])).tolist() == [[[0, 0.25, 0.75]]]
 
 
 def test_verdicts_of_planted_theorems() -> None:

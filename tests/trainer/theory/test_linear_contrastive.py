@@ -18,7 +18,6 @@ from trainer.theory.linear_contrastive.command import EXPERIMENT
 from trainer.theory.linear_contrastive.model import (
     FeatureStates,
     History,
-    Training,
     angular_speed_at_a_point,
     angular_speeds,
     contrastive_loss,
@@ -224,8 +223,8 @@ def test_one_bad_point_of_a_grid_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def train(alpha_AK: Tensor, beta_AK: Tensor, **changed: int) -> History:
     sizes = {"dim": 4, "num_pairs": 12, "num_steps": 5, "noise_from_step": 3} | changed
-    training = Training(alpha_AK, beta_AK, learning_rate=0.5, initial_scale=0.5, **sizes)
-    return train_arms(training, seeds=[0, 5], device=CPU)
+    training = TrainingSettings().model_copy(update={"learning_rate": 0.5, "initial_scale": 0.5, **sizes})
+    return train_arms(training, alpha_AK, beta_AK, seeds=[0, 5], device=CPU)
 
 
 def test_training_is_gradient_descent_on_whole_views() -> None:

@@ -145,11 +145,11 @@ def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:
     return 0.0
 
 
-def trained_shares(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
-    """Return the share of the way from the first logged loss to its floor at the last logged loss, (S, O)."""
+def way_gone(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
+    """Return the share of the way from the first logged loss to its floor at every logged loss, (S, O, L)."""
     encoders = settings.encoders
-    floor_O = torch.tensor([loss_floor(one, encoders.batch_size) for one in encoders.objectives])
-    return (loss_SOL[..., 0] - loss_SOL[..., -1]) / (loss_SOL[..., 0] - floor_O)
+    floor_O1 = torch.tensor([[loss_floor(one, encoders.batch_size)] for one in encoders.objectives])
+    return (loss_SOL[..., :1] - loss_SOL) / (loss_SOL[..., :1] - floor_O1)
 
 
 def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> Outcome:
@@ -165,7 +165,7 @@ def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> 
             raise UserError(
                 f"the training diverged at encoders.learning_rate {settings.encoders.learning_rate:g}; set a lower one"
             )
-        measured["trained"] = trained_shares(settings, measured["loss"])
+        measured["trained"] = way_gone(settings, measured["loss"])[..., -1]
         linear = [objective.loss == "linear" for objective in objectives]
         hot = [one.loss == "info_nce" and one.temperature > settings.hot_above for one in objectives]
         claims += judge_collapse(names, linear, hot, measured, trained=settings.trained_share)
@@ -231,11 +231,8 @@ def _encoder_panels(
     settings: GeneralizationSettings, names: Sequence[str], measured: Mapping[str, Tensor]
 ) -> list[Panel]:
     """Return panels of the way to the floor against steps, and of rank, closest centres with bounds, and errors."""
-    encoders = settings.encoders
-    loss_SOL = measured["loss"]
-    steps = [max(1, encoders.log_every * at) for at in range(loss_SOL.shape[-1])]
-    floor_O1 = torch.tensor([[loss_floor(one, encoders.batch_size)] for one in encoders.objectives])
-    gone_SOL = (loss_SOL[..., :1] - loss_SOL) / (loss_SOL[..., :1] - floor_O1)
+    gone_SOL = way_gone(settings, measured["loss"])
+    steps = [max(1, settings.encoders.log_every * at) for at in range(gone_SOL.shape[-1])]
     training = [
         Curve(steps, gone_SOL[:, at].mean(0), f"{at + 1} {name}", at, "-" if at < len(COLORS) else "--")
         for at, name in enumerate(names)

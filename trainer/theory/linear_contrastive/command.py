@@ -26,7 +26,6 @@ from trainer.theory.linear_contrastive.figures import error_panel, sweep_panels,
 from trainer.theory.linear_contrastive.model import (
     FeatureStates,
     GridMoments,
-    Training,
     downstream_error,
     gradient_error,
     speed_grid,
@@ -118,9 +117,7 @@ def _train(
     for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
         alpha_K[0] = arm.weak_correlation
         beta_K[1 : 1 + arm.num_noised] = arm.beta
-    shared = {"dim", "num_pairs", "learning_rate", "initial_scale", "num_steps", "noise_from_step"}
-    together = Training(alpha_AK=alpha_AK, beta_AK=beta_AK, **training.model_dump(include=shared))
-    return dict(vars(train_arms(together, seeds=seeds, device=device)))
+    return dict(vars(train_arms(training, alpha_AK, beta_AK, seeds=seeds, device=device)))
 
 
 def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
@@ -155,10 +152,12 @@ def _grid_of_a_seed(
     device: torch.device,
 ) -> GridMoments:
     reference_Q = torch.arange(len(other)) // num_correlations * num_correlations + num_correlations - 1
+    one = FeatureStates.product([theorem.rest_angle_degrees], [theorem.rest_norm], [theorem.rest_correlation])
+    rest = FeatureStates(*(part.repeat(theorem.num_rest) for part in vars(one).values()))
     return speed_grid(
         weak,
         other,
-        theorem.rest(),
+        rest,
         reference_Q=reference_Q,
         seed=seed,
         num_batches=theorem.num_batches_a_seed,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, normal
 from data_pipeline.core.errors import UserError
+from trainer.theory.linear_contrastive.settings import TrainingSettings
 
 # Purposes of `counter_rng`: of the training (4), the grid's pairs, the test samples and the gradient check.
 _INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST, _CHECK = range(7)
@@ -293,49 +294,30 @@ class History:
     loss_AST: Tensor
 
 
-@dataclass(frozen=True)
-class Training:
-    """Arms that are trained side by side, from the same start and on the same batches.
+def train_arms(
+    training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, *, seeds: Sequence[int], device: torch.device
+) -> History:
+    """Train arms by gradient descent from the same start on the same new batches; many seeds at once, float32.
 
-    Attributes:
-        alpha_AK: correlation of each feature's view with its input, 0 to 1.
-        beta_AK: share of each feature's view that the noise leaves, 0 to 1; 1: no noise.
-        dim: D.
-        num_pairs: M, the size of each step's batch.
-        learning_rate: theta moves by the learning rate times the gradient.
-        initial_scale: root mean square norm of theta_k at the start; its entries are N(0, initial_scale^2 / D).
-        num_steps: T.
-        noise_from_step: the first step, from 0, whose views have the noise.
+    `alpha_AK` is the correlation of each feature's view with its input. `beta_AK` is the share of the view that the
+    noise leaves; 1: no noise. Before `noise_from_step` views have the correlations alpha. From that step on, feature k
+    of a view is beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 no bit
+    changes.
     """
-
-    alpha_AK: Tensor
-    beta_AK: Tensor
-    dim: int
-    num_pairs: int
-    learning_rate: float
-    initial_scale: float
-    num_steps: int
-    noise_from_step: int
-
-
-def train_arms(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
-    """Train by gradient descent on new batches, the same for every arm; all arms and many seeds at once, float32.
-
-    Before `noise_from_step` every arm sees views with the correlations `alpha_AK`. After it, feature k of a view is
-    beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 no bit changes.
-    """
-    num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(training.alpha_AK) * training.num_pairs**2))
+    num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(alpha_AK) * training.num_pairs**2))
     histories = [
-        _train_together(training, seeds=seeds[first : first + num_at_once], device=device)
+        _train_together(training, alpha_AK, beta_AK, seeds=seeds[first : first + num_at_once], device=device)
         for first in range(0, len(seeds), num_at_once)
     ]
     return History(*(torch.cat(parts, dim=1) for parts in zip(*(vars(one).values() for one in histories), strict=True)))
 
 
-def _train_together(training: Training, *, seeds: Sequence[int], device: torch.device) -> History:
+def _train_together(
+    training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, *, seeds: Sequence[int], device: torch.device
+) -> History:
     dim, num_pairs = training.dim, training.num_pairs
-    num_arms, num_features = training.alpha_AK.shape
-    alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (training.alpha_AK, training.beta_AK))
+    num_arms, num_features = alpha_AK.shape
+    alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (alpha_AK, beta_AK))
     independent_KMA, noise_KMA = (1 - alpha_KMA**2).sqrt() - 1, (1 - beta_KMA**2).sqrt()
     seed_S = _index(seeds, device)
 

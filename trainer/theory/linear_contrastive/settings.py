@@ -10,7 +10,6 @@ from torch import Tensor
 
 from data_pipeline.core.schema import Count, CountOrZero, Factor, LearningRate, PositiveFactor, Schema
 from trainer.theory.framework.experiment import Tensors, TheorySettings
-from trainer.theory.linear_contrastive.model import FeatureStates
 
 Angle = Annotated[float, Field(ge=0, le=90)]
 Norm = Annotated[float, Field(gt=0, le=4)]
@@ -64,10 +63,6 @@ class TheoremSettings(Schema):
                 raise ValueError(f"{name} must rise from its least to its greatest value, got {list(values)}")
         return self
 
-    def rest(self) -> FeatureStates:
-        one = FeatureStates.product([self.rest_angle_degrees], [self.rest_norm], [self.rest_correlation])
-        return FeatureStates(*(part.repeat(self.num_rest) for part in (one.angle_P, one.norm_P, one.alpha_P)))
-
     @property
     def grid_shape(self) -> tuple[int, ...]:
         return tuple(len(getattr(self, name)) for name in GRID_AXES)
@@ -89,6 +84,8 @@ class TrainingSettings(Schema):
 
     The sweeps over `other_betas`, `fewer_noised`, `fewer_dominant` and `variations` have the weak feature at
     `weak_correlation`. Values of `weak_correlations` that are not below `dominant_correlation` are shown, not judged.
+
+    `initial_scale` is the root mean square norm of theta_k at the start; its entries are N(0, initial_scale^2 / dim).
     """
 
     num_pairs: int = Field(default=256, ge=2, le=10**9)

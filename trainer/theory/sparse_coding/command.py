@@ -23,6 +23,16 @@ from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
 from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, Arm, Problem, SparseCodingSettings, problems
 
+_PROBLEM = (
+    "num_features",
+    "num_pixels",
+    "num_neurons",
+    "num_steps",
+    "feature_probability",
+    "bias_cap",
+    "first_loss",
+)
+
 
 def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
     """Return the parts: the growth matrices, and the training of each problem for a few seeds at a time."""
@@ -99,17 +109,11 @@ def _table(arms: Arms, settings: SparseCodingSettings) -> dict[str, Any]:
         rows[arm.name]["accuracy_by_labels"] = arms.of(arm, "accuracy_labels").mean(0).tolist()
     problem = arms.problem
     return {
-        "num_features": problem.num_features,
-        "num_pixels": problem.num_pixels,
-        "num_neurons": problem.num_neurons,
-        "num_steps": problem.num_steps,
-        "feature_probability": problem.feature_probability,
+        **{name: getattr(problem, name) for name in _PROBLEM},
         "noise_variance": arms.noise_variance,
-        "bias_cap": problem.bias_cap,
         "bias_over_noise": arms.bias_over_noise if arms.noise_variance else None,
         "noise_over_signal": arms.noise_over_signal,
         "linear_ceiling": arms.linear_ceiling,
-        "first_loss": problem.first_loss,
         "label_counts": list(settings.label_counts),
         "raw_r2_by_labels": arms.metrics["raw_r2_labels"][:, 0].mean(0).tolist(),
         "raw_accuracy_by_labels": arms.metrics["raw_accuracy_labels"][:, 0].mean(0).tolist(),
