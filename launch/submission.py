@@ -21,12 +21,11 @@ from submitit.core.utils import FailedJobError
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
-from launch.environment import outside_any_job
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
 from launch.ports import free_ports
 from launch.resources import Resources
 from launch.slurm_checks import check_with_slurm
-from launch.slurm_client import has_slurm, refusal_reason
+from launch.slurm_client import has_slurm, outside_any_job, refusal_reason
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.config import RunConfig
