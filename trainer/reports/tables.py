@@ -37,7 +37,7 @@ class ResultCell:
 
 @dataclass(frozen=True)
 class ResultRow:
-    """The accuracies of an encoder, or those that need none ("floor"): two cells a label, linear and kNN."""
+    """The accuracies of an encoder, or of no encoder ("floor"): two cells for each label, linear and kNN."""
 
     kind: Literal["arm", "untrained", "floor"]
     title: str
@@ -105,7 +105,7 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
 
 
 def result_grids(arms: Sequence[Arm]) -> list[tuple[str, Grid]]:
-    """Return the same tables as text, each with its protocol and dataset; without the best epochs."""
+    """Return the same tables without the best epochs, each with its protocol and dataset as title."""
     grids = []
     for group in by_protocol(arms):
         datasets = datasets_of(group.arms)
@@ -195,7 +195,7 @@ def _setting_lines(values: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """A setting as a user would type it; numbers to six digits."""
+    """Return a setting as a user would type it, with numbers to six digits."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
@@ -204,7 +204,7 @@ def _plain(value: Any) -> str:
 
 
 def speed_grid(arms: Sequence[Arm]) -> Grid:
-    """How fast each arm trained and what it needed: medians over the logged steps of all its runs."""
+    """Return speed and memory of each arm: medians over the logged steps of all its runs."""
     head = ["", "samples a second", "ranks", "waiting for data", "most time goes to", "memory of a rank", "wall time"]
     return Grid(head, [[arm.name, *_speed(arm.runs)] for arm in arms])
 
@@ -238,7 +238,7 @@ def _median_of(runs: Sequence[Run], key: str) -> float | None:
 
 
 def _largest_of(runs: Sequence[Run], keys: Sequence[str]) -> str | None:
-    """The largest value of the first of `keys` that was measured, in gigabytes."""
+    """Return the largest value, in gigabytes, of the first of `keys` that was measured."""
     for key in keys:
         values = [entry[key] for run in runs for entry in run.metrics if isinstance(entry.get(key), int | float)]
         if max(values, default=0) > 0:
@@ -290,7 +290,7 @@ def _duration(seconds: Any) -> str | None:
 
 
 def _manifest(run: Run, name: str) -> str | None:
-    """Return the hash of the manifest of now, and those of earlier starts if the data were replaced."""
+    """Return the hash of the present manifest, and those of earlier starts if the data were replaced."""
     now, starts = run.provenance.get(name), run.provenance.get("starts", ())
     earlier = dict.fromkeys(start[name] for start in starts if start.get(name) not in {None, now})
     replaced = f" (in place of {', '.join(hash_[:12] for hash_ in earlier)})" if earlier else ""
