@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.reports.curves import color_of
-from trainer.reports.findings import Method, Score, baseline, score, winner
+from trainer.reports.findings import Score, baseline, score, winner
 from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, probe_command
 from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of
 
@@ -44,6 +44,7 @@ class ResultRow:
     cells: Sequence[ResultCell]
     color: str | None = None
     note: str = ""
+    seeds: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
     rows = []
     for number, arm in zip(dataset.numbers, arms, strict=True):
         cells = [cell for space in spaces for cell in _trained_cells(arm, arms, space, is_best=best[space] is arm)]
-        rows.append(ResultRow("arm", arm.name, cells, color_of(number), _stage(arm)))
+        seeds = ", ".join(str(run.config.seed) for run in arm.runs)
+        rows.append(ResultRow("arm", arm.name, cells, color_of(number), _note(arm, seeds), seeds))
         cells = [cell for space in spaces for cell in _untrained_cells(arm, arms, space)]
         rows.append(ResultRow("untrained", "untrained encoder", cells))
     probes = [next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)]) for space in spaces]
@@ -102,35 +104,6 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
         cells = [cell for share in shares for cell in (ResultCell(f"{100 * share:.1f}"), ResultCell(""))]
         rows.append(ResultRow("floor", name, cells))
     return ResultTable(title, [titles[space] for space in spaces], rows)
-
-
-def result_grids(arms: Sequence[Arm]) -> list[tuple[str, Grid]]:
-    """Return the same tables without the best epochs, each with its protocol and dataset as title."""
-    grids = []
-    for group in by_protocol(arms):
-        datasets = datasets_of(group.arms)
-        for dataset in datasets:
-            name = dataset.name if len(datasets) > 1 else ""
-            grids.append((" · ".join(part for part in (group.title, name) if part), _result_grid(dataset.arms)))
-    return grids
-
-
-def _result_grid(arms: Sequence[Arm]) -> Grid:
-    spaces, titles = _measured_spaces(arms), label_titles(arms)
-    methods: tuple[Method, ...] = ("linear", "knn")
-    head = ["encoder", "seeds", *(f"{titles[space]}, {_METHODS[method]}" for space in spaces for method in methods)]
-    rows: list[list[str | None]] = []
-    for arm in arms:
-        for name, seeds, probes in (
-            (arm.name, ", ".join(str(run.config.seed) for run in arm.runs), {s: arm.trained(s) for s in spaces}),
-            (f"{arm.name}, untrained", "", {s: baseline(arm, arms, s) for s in spaces}),
-        ):
-            scores = [score(probes[space], method) for space in spaces for method in methods]
-            rows.append([name, seeds, *(None if one is None else str(one) for one in scores)])
-    return Grid(head, rows)
-
-
-_METHODS: Mapping[Method, str] = {"linear": "linear", "knn": "kNN"}
 
 
 def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best: bool) -> list[ResultCell]:
@@ -156,13 +129,11 @@ def _cell(value: Score | None) -> ResultCell:
     return ResultCell(None if value is None else str(value))
 
 
-def _stage(arm: Arm) -> str:
+def _note(arm: Arm, seeds: str) -> str:
     """Return the steps of the probed checkpoints, and the seeds if there are several."""
     steps = sorted({probe.checkpoint_step for space in LABEL_SPACES for probe in arm.trained(space)})
     parts = [f"step {', '.join(map(str, steps))}"] if steps else []
-    if len(arm.runs) > 1:
-        parts.append(f"{len(arm.runs)} runs, seeds {', '.join(str(run.config.seed) for run in arm.runs)}")
-    return "; ".join(parts)
+    return "; ".join([*parts, f"{len(arm.runs)} runs, seeds {seeds}"] if len(arm.runs) > 1 else parts)
 
 
 def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
