@@ -68,7 +68,7 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
     print(describe(planned))
     if isinstance(config.engine, DeepSpeedConfig):
         settings = deepspeed_dictionary(config.engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
-        print(f"\nDeepSpeed is told\n{json.dumps(settings, indent=2)}")
+        print(f"\nDeepSpeed gets\n{json.dumps(settings, indent=2)}")
 
 
 def default_run_dir(config: RunConfig) -> Path:

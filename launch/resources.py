@@ -151,7 +151,7 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """The wanted, and of each one that is not the default, by its name, where it came from."""
+    """The requested resources, and the origin of each value that is not a default, by its name."""
 
     wanted: RequestedResources
     origins: Mapping[str, str]

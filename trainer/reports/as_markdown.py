@@ -48,8 +48,8 @@ def _study(sheet: Sheet) -> list[str]:
     study = study_section(sheet)
     commands = ["To measure what is missing:", "\n".join(f"    {command}" for command in study.missing_commands)]
     return [
-        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds; then what the paper has, "
-        "and ours less the paper's.",
+        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds. Then come "
+        "the paper's number, and the difference: ours minus the paper's.",
         *(markdown_text(text) for text in study.sentences),
         to_markdown(study.grid),
         *(commands if study.missing_commands else []),

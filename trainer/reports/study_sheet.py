@@ -262,27 +262,25 @@ def summary(sheet: Sheet) -> list[str]:
     if unlike and all(one.unlike for one in measured):
         sentences.append(
             f"No run is like the paper's ({', '.join(unlike)}), so levels are not comparable and no difference to a "
-            "published number is shown; what can be compared are directions."
+            "published number is shown. Only directions can be compared."
         )
     elif unlike:
         sentences.append(
-            f"Some runs are not like the paper's ({', '.join(unlike)}); where that is so, no difference to the "
+            f"Some runs are not like the paper's ({', '.join(unlike)}). For those, no difference to the "
             "published number is shown, and only directions can be compared."
         )
     if sheet.study.measure == "linear" and measured:
         sentences += _batch_norm(sheet)
     if sheet.study.measure == "knn_best" and measured:
         fewest = min(one.num_checkpoints for one in measured)
-        here = (
-            f"the best of {fewest} checkpoints or more" if fewest > 1 else "for some runs that of one checkpoint alone"
-        )
+        here = f"the best of {fewest} checkpoints or more" if fewest > 1 else "for some runs the only checkpoint"
         sentences.append(f"The paper's number is the best of all epochs, chosen on the test set; here it is {here}.")
     counts = {
         direction: sum(one.direction == direction for one in sheet.compared)
         for direction in ("same", "opposite", "not told from chance", "not measured")
     }
-    told = ", ".join(f"{count} {direction}" for direction, count in counts.items() if count)
-    sentences.append(f"Of {len(sheet.compared)} differences that the paper shows, the direction here: {told}.")
+    directions = ", ".join(f"{count} {direction}" for direction, count in counts.items() if count)
+    sentences.append(f"The paper shows {len(sheet.compared)} differences; their direction here: {directions}.")
     if sheet.study.rows == PAIRS:
         sentences.append(_beside_concentration(sheet))
     if sheet.left_out:
@@ -299,9 +297,9 @@ def _batch_norm(sheet: Sheet) -> list[str]:
     measured = [one for one in sheet.cells.values() if one.score is not None]
     paths = _directories([run.path for one in measured if one.in_train_mode is None for run in one.runs])
     protocol = describe_protocol(sheet.protocol)
-    sentences = [f"{published}; the first number of a cell is of {protocol}, and the line below it of train mode."]
+    sentences = [f"{published}; the first number of a cell is from {protocol}, and the line below it from train mode."]
     if len(paths) and all(one.in_train_mode is None for one in measured):
-        sentences = [f"{published}; here it was in eval mode ({protocol}), which is 5 to 10 points apart from it."]
+        sentences = [f"{published}; here it was in eval mode ({protocol}), which changes the level by 5 to 10 points."]
     if paths:
         sentences.append(f"To measure as published: python -m trainer.probe {' '.join(paths)} --batch-norm train")
     return sentences
@@ -319,15 +317,15 @@ def _beside_concentration(sheet: Sheet) -> str:
     runs = [run for cell in cells for run in cell.runs]
     errors = [100 * (1 - cell.score.mean) for cell in cells if cell.score is not None]
     if len(errors) < len(cells):
-        return "How error and 1 − σ go together shows once every pair is measured."
+        return "Error and 1 − σ can be compared once every pair is measured."
     paths = [RunDir(run.path).analysis / "concentration.json" for run in runs]
     path = next(filter(Path.is_file, paths), None)
     if path is None:
-        return f"To see how error and 1 − σ go together: python -m trainer.analyze concentration {runs[0].path}"
+        return f"To compare error and 1 − σ: python -m trainer.analyze concentration {runs[0].path}"
     mend = "remove it, or run `python -m trainer.analyze concentration` again"
     found = ConcentrationResult.parse(read_object(path, mend=mend), where=str(path))
     if found.test_manifest_sha256 != runs[0].data_key[1]:
-        return f"{path} is of other test data than the runs, so errors are not set beside its 1 − σ."
+        return f"{path} is of other test data than the runs, so errors are not compared with its 1 − σ."
     told = []
     for number, delta in enumerate(found.config.deltas):
         shares = [found.pairs[pair][number].clique for pair in PAIRS]
