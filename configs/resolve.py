@@ -1,4 +1,4 @@
-"""From a recipe's name and overrides to a RunConfig, and where each of its values came from."""
+"""Resolves the name of a recipe and its overrides to a RunConfig, and says where each value comes from."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ STUDIES = "studies"
 
 
 def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool = False) -> RunConfig:
-    """The RunConfig that `name` and `overrides` ("a.b=c", the value in YAML) stand for.
+    """Return the RunConfig of a recipe with overrides such as "a.b=c", where the value is YAML.
 
-    `name` is `module:function` in configs/, e.g. "viewmaker:digits", or the path of a .json or .yaml file with the same
-    fields. A recipe is code, which the user trusts; a file may be a stranger's, so without `allow_pipe` a `pipe:`
-    location of a file is refused. Raises `UserError`, for a wrong name or key with the nearest valid one.
+    name: `module:function` in configs/, such as "viewmaker:digits", or the path of a .json or .yaml file with the same
+        fields.
+    allow_pipe: whether a file may name a `pipe:` location, which is executed. A recipe is code and always may.
+
+    Raises `UserError`, for a wrong name or key with the nearest valid one.
     """
     if Path(name).suffix not in CONFIG_SUFFIXES:
         return _recipe(name)().override(overrides, where=f"config {name}")
@@ -36,7 +38,7 @@ def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool
 
 
 def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
-    """The runs of the study `name`, e.g. "studies:table1", each with the overrides of `resolve_recipe`.
+    """Return the runs of a study such as "studies:table1", each with the overrides of `resolve_recipe`.
 
     Raises `UserError` with the nearest valid name or key, and if two runs have the same name and seed.
     """
@@ -58,11 +60,11 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
 
 
 def explain(name: str, overrides: Sequence[str] = ()) -> str:
-    """Return the resolved config, a setting a line, with where its value came from: --set, the recipe, or the default.
+    """Return a line for each setting: its name, its value, and the origin: --set, the recipe, or the default.
 
-    A value that a section has because --set gave it another kind is a default.
+    If --set gives a section another kind, the other values of that section are defaults.
     """
-    config = resolve_recipe(name, overrides, allow_pipe=True)  # which reads no data
+    config = resolve_recipe(name, overrides, allow_pipe=True)  # no data are read
     recipe = flatten(resolve_recipe(name, allow_pipe=True))
     by_hand = {".".join(path) for path in set_paths(overrides)}
     given = _given(config)
@@ -134,7 +136,7 @@ def _summary(function: Callable[[], Any]) -> str:
 
 
 def _given(config: RunConfig) -> set[str]:
-    """Dotted paths whose value is not the field's default."""
+    """Return the dotted paths whose value is not the default of the field."""
 
     def walk(model: Any, path: str) -> set[str]:
         found: set[str] = set()
@@ -143,7 +145,7 @@ def _given(config: RunConfig) -> set[str]:
             here = f"{path}{field_name}"
             if hasattr(type(value), "model_fields"):
                 found |= walk(value, f"{here}.")
-                if type(value) is not type(default):  # which section it is, the recipe chose
+                if type(value) is not type(default):  # the recipe has chosen the kind
                     found.add(f"{here}.kind")
             elif value != default:
                 found.add(here)

@@ -1,5 +1,5 @@
-"""WHERE a run runs: in this process, under torchrun, on a Slurm cluster, or as the demo.
+"""Launchers: WHERE a run trains: in this process, under torchrun, on a Slurm cluster, or as the demo.
 
-In comes a recipe's name, out goes `trainer.train.train`, called once in every rank. Nothing imports launch, and nothing
-here decides what is computed. What may never happen: a launcher that changes the science.
+A launcher takes the name of a recipe and calls `trainer.train.train` once in every rank. Nothing imports launch.
+Invariant: no launcher changes what is computed.
 """

@@ -1,8 +1,8 @@
 """`make demo`: from nothing to a comparison report, on two processes.
 
 Builds C+Digits shards from drawn pictures, trains SimCLR with expert views and with a viewmaker, probes both labels of
-both runs and of the untrained encoder, and writes one report. Every stage is the command a user would type, and is
-printed; a demo that was interrupted goes on where it stopped.
+both runs and of the untrained encoder, and writes one report. Every stage is a command that a user could type, and is
+printed. A demo that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RUNS = [str(run_dir) for run_dir in RECIPES.values()]
 
 
 def stages() -> list[tuple[str, list[str]]]:
-    """What the demo does: a title and a command for each stage."""
+    """Return a title and a command for each stage of the demo."""
     python = [sys.executable]
     build = [*python, "-m", "data_pipeline", "build", "procedural_digits", "--overlay", "online"]
     torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"]

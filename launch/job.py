@@ -1,12 +1,10 @@
-"""The job that submitit pickles: it names a run directory and holds nothing else that could grow old in the queue.
+"""The job that submitit pickles. It names a run directory, and holds nothing that could become outdated in the queue.
 
-The job itself reads that pickle, LOGS/JOB_submitted.pkl, when it starts and when it is started again: this is how
-submitit hands work to a node. The submitter wrote it moments before. Nothing else reads a pickle: the job tells the
-others how it ended in JSON (`launch.outcome`).
+The job reads that pickle, LOGS/JOB_submitted.pkl, at each start, because submitit gives work to a node in this way. The
+submitter has written it just before. Nothing else reads a pickle: a job writes how it ended as JSON (`launch.outcome`).
 
-It also says what becomes of a job that was warned (of preemption, of its time limit) and whose ranks have all saved and
-stopped: Slurm is asked once to start it again. What may never happen: two requeues for one warning, a requeue of what
-somebody has cancelled, or one after an error.
+A job is warned before a preemption and before its time limit. When all ranks have saved and stopped, it asks Slurm once
+to start it again. Guarantees: one requeue at most for each warning, and none after an error or after `scancel`.
 """
 
 from __future__ import annotations
@@ -39,18 +37,18 @@ from trainer.config import read_config
 from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
 from trainer.run_dir import open_run
 
-AGAIN_SECONDS = 1.0  # after which a warning that nobody took is sent again
-# A warning so much before its time is still that of the time limit: Slurm looks at the limits every 30 seconds, and on
-# one machine the imports count, which come before a rank looks at its clock.
+AGAIN_SECONDS = 1.0  # after this time, a warning that no handler took is sent again
+# A warning that comes this much too early still counts as that of the time limit. Slurm checks the limits every 30
+# seconds, and on one machine the imports count, which come before a rank starts its clock.
 EARLY_SECONDS = 60
-TIDY_SECONDS = 20.0  # for what others have to do at the end of a rank
+TIDY_SECONDS = 20.0  # for the clean-up of libraries at the end of a rank
 SCONTROL_SECONDS = 120  # it keeps trying while the controller is away
 
-# The batch script, in bash, before srun: its shell outlives warnings that reach it too (scancel --full), as ranks do.
+# Lines of the batch script before srun. Its shell survives warnings that also reach it (scancel --full), as ranks do.
 BEFORE_SRUN: Final = ("trap : TERM USR1 USR2",)
-# And its end, on the first node of the job. srun ends with an error when a node dies, for the
-# ranks on the others lose the connection or are ended by their watchdogs, and that is long before Slurm notices. A job
-# is asked for again only where this node answers and another does not; where this one dies, Slurm does it by itself.
+# Lines of the batch script after srun, on the first node of the job. If a node dies, srun ends with an error before
+# Slurm notices, because the other ranks lose the connection or their watchdogs end them. The job is requeued only if
+# this node answers and another does not. If this node dies, Slurm requeues the job by itself.
 AFTER_SRUN: Final = (
     "status=$?",
     # The last member of an array has the array's own number as its SLURM_JOB_ID, which stands for all members.
@@ -70,7 +68,7 @@ AFTER_SRUN: Final = (
 class TrainJob:
     """Trains the run in `run_dir` as one rank.
 
-    Under Slurm the ranks find each other by Slurm's own variables; on one machine (submitit's local executor) they meet
+    Under Slurm the ranks find each other by the variables of Slurm, and on one machine (the local executor of submitit)
     at `local_port`. The job is warned `warning_seconds` before its time limit.
     """
 
@@ -81,15 +79,15 @@ class TrainJob:
     accepted_data: tuple[str, ...] = ()
 
     def __call__(self) -> None:
-        """Called by submitit in every task; a run that was cut short goes on from its LATEST checkpoint.
+        """Train in every task of submitit. A run that was interrupted goes on from its LATEST checkpoint.
 
-        Ends the process once all ranks have stopped because one was warned: with status 0 where Slurm starts the job
-        again, else with another one on rank 0. Everything else that ends training is raised, and not requeued.
+        If one rank was warned and all have stopped, this ends the process: with status 0 if Slurm starts the job again,
+        else with status 1 on rank 0. Every other error is raised, and the job is not requeued.
         """
         start = time.monotonic()
         job = submitit.JobEnvironment()
         outcome = _outcome_of(job)
-        outcome.unlink(missing_ok=True)  # of a start before this one, which says nothing about this one
+        outcome.unlink(missing_ok=True)  # that of an earlier start
         try:
             self._train(job, start=start)
         except Exception as error:
@@ -98,7 +96,7 @@ class TrainJob:
         write_outcome(outcome, "finished")
 
     def _train(self, job: JobEnvironment, *, start: float) -> None:
-        # A pipe: location in it was allowed, or typed, when this job was submitted.
+        # A pipe: location in the config was allowed, or typed, when the job was submitted.
         config = read_config(open_run(self.run_dir).config, allow_pipe=True)
         for number in WARNINGS:
             signal.signal(number, _send_again)
@@ -124,15 +122,15 @@ class TrainJob:
             ending.leave()  # at once: `stopped` holds the frames of training, and so the process group
 
     def _status_after(self, stopped: StoppedError, job: JobEnvironment, *, seconds: float) -> int:
-        """Ask for this job, which has run for `seconds`, to be started again; returns this rank's exit status."""
+        """Ask for another start of this job, which has run for `seconds`. Return the exit status of this rank."""
         if not stopped.is_first_rank:
-            return 0  # quietly: an error here would end the first rank before it has spoken for all
-        if "wandb" in sys.modules:  # else none of its processes runs
-            with contextlib.suppress(Exception):  # it may have been ended by the warning
-                sys.modules["wandb"].teardown()  # its process, which Slurm would end under it
+            return 0  # an error here would end the first rank before it has asked for all
+        if "wandb" in sys.modules:  # else it has no process
+            with contextlib.suppress(Exception):  # the warning may have ended its process
+                sys.modules["wandb"].teardown()  # ends its process, which Slurm would kill
         try:
             refusal = self._start_again(job, seconds=seconds, stopped=str(stopped).partition(";")[0])
-        except SystemExit as end:  # submitit's local executor is asked by an exit status
+        except SystemExit as end:  # the local executor of submitit starts again by exit status
             return int(end.code or 0)
         if refusal:
             message = f"{stopped}; {refusal}"
@@ -142,13 +140,13 @@ class TrainJob:
         return 0
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit on rank 0 alone, for a warning in the moment before `__call__`: what to start again."""
+        """Return what submitit starts again if a warning comes just before `__call__`. It asks rank 0 only."""
         return DelayedSubmission(self)
 
     def _start_again(self, job: JobEnvironment, *, seconds: float, stopped: str) -> str:
-        """Ask for this job to be started again, after `seconds`. Returns why it will not be.
+        """Ask for another start of this job, which has run for `seconds`. Return the reason if there is none.
 
-        What `stopped` it is said before Slurm is asked, which ends this process as soon as it has heard.
+        Prints `stopped` before it asks, because Slurm ends this process at once.
         """
         goes_on = f"{stopped}; it goes on from there when the job starts again"
         if job.cluster == "local":
@@ -158,7 +156,7 @@ class TrainJob:
             return self._count_and_requeue(job, timed_out=True, saying="the time limit is reached; started again")
         try:
             shown = _show_job(job.job_id)
-            if "JobState=RUNNING" not in shown.split():  # cancelled, or to be requeued already: that is decided
+            if "JobState=RUNNING" not in shown.split():  # it was cancelled, or is requeued already
                 print(f"{goes_on}: Slurm is ending it already, and is not asked for anything", flush=True)
                 return ""
             left = seconds_left(shown)
@@ -168,7 +166,7 @@ class TrainJob:
             return f"Slurm could not be asked to do so now ({error})"
 
     def _count_and_requeue(self, job: JobEnvironment, *, timed_out: bool, saying: str) -> str:
-        """Only time limits are counted, in the pickle that the next start reads; preemptions are nobody's fault."""
+        """Requeue the job. Counts time limits, but no preemptions, in the pickle that the next start reads."""
         pickled = job.paths.submitted_pickle
         delayed = DelayedSubmission.load(pickled)
         remaining = delayed._timeout_countdown - timed_out
@@ -185,20 +183,20 @@ class TrainJob:
 
 
 class Ending:
-    """Ends the process with `status`, which is 1 unless somebody sets it, when all that belongs to its end is done.
+    """Ends the process with `status`, by default 1, after the clean-up but without destroying the process group.
 
-    What is left then is to take down the process group, which waits for threads of gloo that may wait for the
-    interpreter: seen with PyTorch 2.11, a rank that does not end, and a job that holds its nodes until its time limit.
+    Destroying it waits for threads of gloo, which may wait for the interpreter. Seen with PyTorch 2.11: a rank that
+    never ends, and a job that holds its nodes until its time limit.
     """
 
     def __init__(self) -> None:
         self.status = 1
-        atexit.register(self.leave)  # what is registered later is done before
+        atexit.register(self.leave)  # functions that are registered later run earlier
 
     def leave(self) -> None:
-        """Does not return, and takes no longer than `TIDY_SECONDS`, after which it says where it was, with status 1."""
+        """End the process within `TIDY_SECONDS`. If that takes longer, dump the stacks and end with status 1."""
         try:
-            # By a thread that needs no interpreter, for it may be the interpreter that is stuck.
+            # This thread needs no interpreter, because the interpreter itself may be stuck.
             faulthandler.dump_traceback_later(TIDY_SECONDS, exit=True)
             _tidy()
             sys.stdout.flush()
@@ -210,20 +208,19 @@ class Ending:
 def _tidy() -> None:
     """Remove the temporary files of this process, such as copies of remote shards.
 
-    Those who made them have asked multiprocessing and weakref to do so at the end of the process, and these were there
-    before `Ending`, so that without this `os._exit` would come first.
+    They are registered with multiprocessing and weakref for the end of the process, which `os._exit` would skip.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler raises when a worker dies
     for worker in multiprocessing.active_children():  # of a DataLoader in the traceback of an error
-        worker.kill()  # it is deaf to SIGTERM, and would be waited for
+        worker.kill()  # it ignores SIGTERM, and the end would wait for it
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     weakref.finalize._exitfunc()  # type: ignore[attr-defined]
 
 
 def seconds_left(shown: str) -> int | None:
-    """What is left of the time limit, in seconds, by the text of `scontrol show job`; None without a limit.
+    """Return the seconds that are left of the time limit, from `scontrol show job`; None without a limit.
 
-    Not by its EndTime, which a preemption brings forward.
+    EndTime is no help, because a preemption moves it forward.
 
     Examples:
         >>> seconds_left("RunTime=03:58:30 TimeLimit=04:00:00")
@@ -245,7 +242,7 @@ def seconds_left(shown: str) -> int | None:
 
 
 def parse_seconds(text: str) -> int | None:
-    """Slurm's "days-hours:minutes:seconds"; None for UNLIMITED and the like.
+    """Parse the "days-hours:minutes:seconds" of Slurm. Return None for UNLIMITED and the like.
 
     Examples:
         >>> parse_seconds("1-00:02:03"), parse_seconds("00:02:03"), parse_seconds("UNLIMITED")
@@ -264,7 +261,7 @@ def _show_job(job_id: str) -> str:
 
 
 def _send_again(number: int, _: FrameType | None) -> None:
-    """A warning while the ranks still gather waits for the first step, after which training stops with a checkpoint."""
+    """Send a warning again that came too early, until the training handles it after its first step."""
     timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()

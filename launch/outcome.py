@@ -43,9 +43,9 @@ def outcome_path(logs: Path, *, job_id: str, rank: int) -> Path:
 
 
 def write_outcome(path: Path, ended: Ended, reason: str = "") -> None:
-    """Write the outcome of this moment.
+    """Write how a rank has ended now.
 
-    A file system that takes no files is passed over: the error that is being told matters more than this one.
+    Ignores a failure to write, because the error that it would report matters more.
     """
     with contextlib.suppress(OSError):
         write_json(path, Outcome(ended=ended, at=time.time(), reason=reason[:_MAX_REASON]).model_dump())

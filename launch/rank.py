@@ -24,7 +24,7 @@ from trainer.train import train
 
 
 def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
-    """Train as the rank given by the variables of torchrun or Slurm; alone if there are none. Raises as `train`."""
+    """Train as the rank given by the variables of torchrun or Slurm, or alone. Raises the errors of `train`."""
     keep_freed_memory()
     world = read_env(os.environ)
     log_to_terminal()
@@ -54,7 +54,7 @@ def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accept
 
 
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
-    """The plan of a run on so many ranks, of its dataset where that is there, and what DeepSpeed would be told."""
+    """Print the plan of a run, for its dataset if that is there, and the settings that DeepSpeed would get."""
     try:
         manifest = read_manifests(config.data).train
     except UserError:
@@ -68,8 +68,8 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
     )
     print(describe(planned))
     if isinstance(config.engine, DeepSpeedConfig):
-        told = deepspeed_dictionary(config.engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
-        print(f"\nDeepSpeed is told\n{json.dumps(told, indent=2)}")
+        settings = deepspeed_dictionary(config.engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
+        print(f"\nDeepSpeed gets\n{json.dumps(settings, indent=2)}")
 
 
 def default_run_dir(config: RunConfig) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -151,7 +151,7 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """The wanted, and of each one that is not the default, by its name, where it came from."""
+    """The requested resources, and the origin of each value that is not a default, by its name."""
 
     wanted: RequestedResources
     origins: Mapping[str, str]
@@ -173,24 +173,33 @@ def resolve_request(
     values: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for path in reversed(default_files(environ) if files is None else files):
-        _add(_read_file(path), where=str(path), origin=str(path), values=values, fields=fields, origins=origins)
+    for given, origin, where in _sources(flags, environ, default_files(environ) if files is None else files):
+        checked = RequestedResources.parse(given, where=where)  # here, so that an error names the source
+        fields |= checked.sbatch
+        origins |= {f"sbatch.{field}": origin for field in checked.sbatch}
+        for name in given.keys() - {"sbatch"}:
+            values[name], origins[name] = getattr(checked, name), origin
+    wanted = RequestedResources.parse(values | {"sbatch": fields}, where="the cluster's settings")
+    return ResolvedRequest(wanted, origins)
+
+
+def _sources(
+    flags: Mapping[str, Any], environ: Mapping[str, str], files: Sequence[Path]
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield what each source gives, the weakest first, with the name of the source and its name in an error."""
+    for path in reversed(files):
+        yield _read_file(path), str(path), str(path)
     for name in SLURM_NAMES:
-        if variable := environ.get(f"SBATCH_{name.upper()}"):
-            values[name], origins[name] = variable, f"SBATCH_{name.upper()}"
+        if text := environ.get(variable := f"SBATCH_{name.upper()}"):
+            yield {name: text}, variable, f"the environment variable {variable}"
     for variable, text in environ.items():
         if variable.startswith(PREFIX):
-            name = variable.removeprefix(PREFIX).lower()
-            where = f"the environment variable {variable}"
-            given = {name: parse_fields(_words(text, where=where)) if name == "sbatch" else text}
-            _add(given, where=where, origin=variable, values=values, fields=fields, origins=origins)
+            name, where = variable.removeprefix(PREFIX).lower(), f"the environment variable {variable}"
+            yield {name: parse_fields(_words(text, where=where)) if name == "sbatch" else text}, variable, where
     for name, value in flags.items():
         if value is not None:
             flag = f"--{name.replace('_', '-')}"
-            _add({name: value}, where=flag, origin=flag, values=values, fields=fields, origins=origins)
-    return ResolvedRequest(
-        RequestedResources.parse(values | {"sbatch": fields}, where="the cluster's settings"), origins
-    )
+            yield {name: value}, flag, flag
 
 
 def default_files(environ: Mapping[str, str]) -> list[Path]:
@@ -246,25 +255,6 @@ def describe_origins(request: ResolvedRequest) -> list[str]:
     return lines + [
         f"{name}: {value} from {request.origins[f'sbatch.{name}']}" for name, value in request.wanted.sbatch.items()
     ]
-
-
-def _add(
-    given: dict[str, Any],
-    *,
-    where: str,
-    origin: str,
-    values: dict[str, Any],
-    fields: dict[str, Any],
-    origins: dict[str, str],
-) -> None:
-    """Merge the values of one place over those of weaker ones. Checks them first, so that an error names the place."""
-    checked = RequestedResources.parse(given, where=where)
-    for name in given:
-        if name == "sbatch":
-            fields.update(checked.sbatch)
-            origins.update({f"sbatch.{field}": origin for field in checked.sbatch})
-        else:
-            values[name], origins[name] = getattr(checked, name), origin
 
 
 def _words(text: str, *, where: str) -> list[str]:

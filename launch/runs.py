@@ -206,18 +206,20 @@ def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) 
         assert before is not None, "only runs that were submitted are submitted again"
         key = f"{before.home_of(run_dir)} {before.model_dump_json(include={'resources', 'executor'})}"
         groups.setdefault(key, []).append((run_dir, before))
-    plans = [
-        SubmissionPlan(
+    plans = []
+    for group in groups.values():
+        first_dir, first = group[0]
+        home = first.home_of(first_dir)
+        plan = SubmissionPlan(
             runs=[PlannedRun(run_dir, configs[run_dir]) for run_dir, _ in group],
-            home=group[0][1].home_of(group[0][0]),
-            resources=group[0][1].resources,
+            home=home,
+            resources=first.resources,
             # A run that was last submitted alone has at_a_time 1.
             at_a_time=min(max(before.at_a_time for _, before in group), len(group)),
-            name=group[0][1].home_of(group[0][0]).name,
-            executor=group[0][1].executor,
+            name=home.name,
+            executor=first.executor,
         )
-        for group in groups.values()
-    ]
+        plans.append(plan)
     have_all_finished = True
     for plan in plans:
         if plan.executor == "slurm":

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command
-from launch.train import add_run_arguments, positive
+from launch.train import add_run_arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--gpus-per-node",
-        type=_whole,
+        type=whole,
         metavar="N",
         help="The GPUs of each node (default: none). 0 says that the job is meant for the CPU.",
     )
@@ -77,10 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         help="Show the log of rank 0 until the end; exit with 1 if a rank fails.",
     )
     return parser
-
-
-def _whole(text: str) -> int:
-    return 0 if text == "0" else positive(text)
 
 
 def main() -> None:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.core.errors import UserError
-from launch.environment import outside_any_job
 from launch.job import parse_seconds
 from launch.resources import Resources
-from launch.slurm_client import has_slurm, refusal_reason, run_slurm
+from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, run_slurm
 
 
 def check_with_slurm(resources: Resources, *, home: Path, script: str) -> None:

@@ -1,12 +1,18 @@
-"""Asks Slurm: runs its commands and reads what they print."""
+"""Asks Slurm: runs its commands, reads what they print, and hides the variables of a job that this process is in."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 
+from submitit.helpers import clean_env
+
+from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 
 SLURM_SECONDS = 120  # for one command of Slurm
@@ -73,3 +79,20 @@ def was_cancelled(job_id: str) -> bool:
         if re.search(r"^\s*(?:JobState=)?CANCELLED\b", done.stdout, re.MULTILINE):
             return True
     return False
+
+
+@contextlib.contextmanager
+def outside_any_job(more: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Hide the variables of a Slurm job or of torchrun, which a new job would inherit, and set `more` instead."""
+    before = dict(os.environ)
+    slurm_conf = variable("SLURM_CONF")
+    try:
+        with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
+            if slurm_conf is not None:  # says which cluster, not which job
+                os.environ["SLURM_CONF"] = slurm_conf
+            os.environ.update(more or {})
+            yield
+    finally:
+        for name in more or {}:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -1,7 +1,7 @@
-"""A copy of the code for a job, so that what is edited while it waits in the queue changes nothing.
+"""Copies the code for a job, so that edits while it waits in the queue change nothing.
 
-In come the folders of the four packages as they stand in the working tree, out goes a folder named by their content.
-What may never happen: a job that runs a mixture of two states of the code.
+Copies the directories of the four packages from the working tree into a directory that is named by their content.
+Invariant: a job never runs a mixture of two states of the code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Snapshot:
 
     @property
     def sha256(self) -> str:
-        """Of all names and contents; the same for the same code, wherever it lies."""
+        """The hash of all names and contents, equal for equal code in any directory."""
         digest = hashlib.sha256()
         for name, content in sorted(self.files.items()):
             for part in (name.encode(), content):
@@ -38,14 +38,14 @@ class Snapshot:
         return digest.hexdigest()
 
     def folder(self, into: Path) -> Path:
-        """Where it lies, or will lie, below `into`."""
+        """Return the directory of the copy below `into`."""
         return into / "code" / self.sha256[:16]
 
 
 def read_snapshot(root: Path = REPOSITORY) -> Snapshot:
-    """The code below `root` as it stands at one moment; read until two readings agree, for an editor may be saving.
+    """Read the code below `root` until two readings agree, because an editor may be saving.
 
-    Raises `UserError` if it never stands still.
+    Raises `UserError` if they never agree.
     """
     files = _read(root)
     for _ in range(_MAX_READS):
@@ -57,7 +57,7 @@ def read_snapshot(root: Path = REPOSITORY) -> Snapshot:
 
 
 def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
-    """Its folder below `into`, which is there as a whole or not at all; one that is there already is left alone."""
+    """Write the copy below `into`, as a whole or not at all, unless it is there. Return its directory."""
     folder = snapshot.folder(into)
     if folder.is_dir():
         return folder
@@ -79,13 +79,13 @@ def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
 
 
 def python_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What lets Python import the snapshot before all else: `python -m` would put the working directory first."""
+    """Return the variables that put the snapshot first on the path, before the working directory of `python -m`."""
     earlier = environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{folder}:{earlier}" if earlier else str(folder), "PYTHONSAFEPATH": "1"}
 
 
 def shell_lines(folder: Path) -> list[str]:
-    """The same for a batch script, whose environment is known only when it runs."""
+    """Return the same variables as lines of a batch script, whose environment is known only when it runs."""
     return [f"export PYTHONPATH={shlex.quote(str(folder))}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
 
 
@@ -97,6 +97,6 @@ def _read(root: Path) -> dict[str, bytes]:
                 continue
             try:
                 files[str(path.relative_to(root))] = path.read_bytes()
-            except FileNotFoundError:  # an editor's file that is gone again
+            except FileNotFoundError:  # a temporary file of an editor
                 continue
     return files

@@ -21,12 +21,11 @@ from submitit.core.utils import FailedJobError
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
-from launch.environment import outside_any_job
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
 from launch.ports import free_ports
 from launch.resources import Resources
 from launch.slurm_checks import check_with_slurm
-from launch.slurm_client import has_slurm, refusal_reason
+from launch.slurm_client import has_slurm, outside_any_job, refusal_reason
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.config import RunConfig
@@ -163,60 +162,56 @@ def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot | None = No
     return jobs
 
 
-class _DryRunError(Exception):
-    """Raised inside `_claimed` to release what a dry run has claimed."""
-
-
 def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
     """Make every check of `submit`, leave no files, and return the batch script.
 
     Asks Slurm only if there is one on this machine. Raises the errors of `submit`.
     """
     code = snapshot.folder(plan.home)
-    with contextlib.suppress(_DryRunError), _claimed(plan, code=code, needs_slurm=False):
-        raise _DryRunError
-    return sbatch_script(plan, code=code)
+    with _claimed(plan, code=code, is_dry_run=True):
+        return sbatch_script(plan, code=code)
 
 
 @contextlib.contextmanager
-def _claimed(plan: SubmissionPlan, *, code: Path, needs_slurm: bool = True) -> Iterator[None]:
+def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> Iterator[None]:
     """Make all checks that are possible before a submission, and claim the run directories.
 
-    Removes the new files and directories if the block raises. Raises `UserError` for a run that could never start.
+    Removes the new files and directories after a dry run, or if the block raises. Raises `UserError` for a run that
+    could never start.
     """
     if not str(plan.home).isprintable():
         raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
     for planned in plan.runs:
         check_data(planned.config)
-    if plan.executor == "slurm" and (needs_slurm or has_slurm()):
+    if plan.executor == "slurm" and (has_slurm() or not is_dry_run):
         check_with_slurm(plan.resources, home=plan.home, script=sbatch_script(plan, code=code))
     directories = [plan.home, *(planned.run_dir.path for planned in plan.runs)]
     new = [path for path in directories if not path.exists()]
-    new_files = [
-        path / name
-        for path in directories
-        for name in (RunDir(path).config.name, LOCK_NAME)
-        if path.exists() and not (path / name).exists()
-    ]
+    names = (RunDir(plan.home).config.name, LOCK_NAME)
+    new_files = [path / name for path in directories for name in names if path.exists() and not (path / name).exists()]
     new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
+    is_kept = False
     try:
         for planned in plan.runs:
             claim(planned.run_dir, planned.config, accepted_data=plan.accepted_data).close()
         yield
-    except BaseException as error:
-        for path in new:
-            shutil.rmtree(path, ignore_errors=True)
-        for path in new_files:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        for path in new_parents:  # the innermost first; a directory that is not empty stays
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        if not isinstance(error, OSError) or error.errno == errno.ENOSPC:  # `storage_problem` has a sentence for it
+        is_kept = not is_dry_run
+    except OSError as error:
+        if error.errno == errno.ENOSPC:  # `storage_problem` has a sentence for it
             raise
         raise UserError(
             f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
         ) from None
+    finally:
+        if not is_kept:
+            for path in new:
+                shutil.rmtree(path, ignore_errors=True)
+            for path in new_files:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            for path in new_parents:  # the innermost first; a directory that is not empty stays
+                with contextlib.suppress(OSError):
+                    path.rmdir()
 
 
 def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:

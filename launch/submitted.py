@@ -1,8 +1,8 @@
-"""Where a run stands: by what squeue says, by its lock, and by what lies in its run directory.
+"""Finds out the state of a run from squeue, from its lock and from the files of its run directory.
 
 RUN_DIR/job.json names the job of a run that was submitted. Invariants: a run is never called failed while its job is in
-the queue or a process trains in it; and nothing in a run directory is trusted, since it may come from a stranger: no
-code of it is run, no file outside of it (or of its study) is read, and what it says is checked before it is used.
+the queue or a process trains in it. Nothing in a run directory is trusted, because it may come from a stranger: none of
+its code is run, no file outside of it (or of its study) is read, and every value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 
-_SAME_CAUSE_SECONDS = 300.0  # the errors of several ranks so close together have one cause: the first of them
+_SAME_CAUSE_SECONDS = 300.0  # errors of several ranks within this time have one cause: the first of them
 _LOG_END_BYTES = 20_000
 _RECORD_BYTES = 1_000_000
 _CANCELLED = "cancelled"
@@ -44,8 +44,8 @@ _CANCEL_LINE = re.compile(r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CA
 class Submission(Schema):
     """RUN_DIR/job.json: the job that trains this run, and all that is needed to submit the same again.
 
-    `home` is the directory of the logs and the code, as seen from the run directory: itself, or that of its study.
-    `host` is where it was submitted; None in records of an earlier version of this code, which are taken to be of here.
+    home: the directory of the logs and the code, relative to the run directory: itself, or that of its study.
+    host: the machine on which the job was submitted. None in records of an earlier version, which count as this one's.
     """
 
     job_id: str = Field(pattern=r"^[0-9]{1,19}(_[0-9]{1,19})?$")
@@ -58,7 +58,7 @@ class Submission(Schema):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether only another machine knows what has become of it: a local job is one of that machine's processes."""
+        """Tell whether only another machine knows the state of the job, because it is a process there."""
         return self.executor == "local" and self.host not in {None, socket.gethostname()}
 
     def home_of(self, run_dir: RunDir) -> Path:
@@ -68,14 +68,17 @@ class Submission(Schema):
         return self.home_of(run_dir) / "logs"
 
     def rank_log(self, run_dir: RunDir, rank: int) -> Path:
-        """The log of a rank; in that of rank 0, Slurm writes about the job as well."""
+        """Return the log of a rank. Slurm writes about the job into that of rank 0."""
         path: Path = JobPaths(self.logs_of(run_dir), job_id=self.job_id, task_id=rank).stdout
         return path
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run's state, its last logged step of all its steps (None: not known), the last loss, and why it is so."""
+    """The state of a run and the reason for it, its last logged step of all its steps, and the last loss.
+
+    None stands for what is not known.
+    """
 
     state: State
     step: int | None
@@ -89,7 +92,7 @@ def record(run_dir: RunDir, submission: Submission) -> None:
 
 
 def last_submission(run_dir: RunDir) -> Submission | None:
-    """The last one of this run; None if it was never submitted. Raises `UserError` if its file is damaged."""
+    """Return the last submission of a run; None if there is none. Raises `UserError` if its file is damaged."""
     path = run_dir.path / "job.json"
     if not path.is_file():
         return None
@@ -107,10 +110,10 @@ def last_submission(run_dir: RunDir) -> Submission | None:
 
 
 def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
-    """`queued_jobs`, but Slurm is left alone if none of these runs was ever submitted to it, as far as is known."""
+    """Return `queued_jobs`, without asking Slurm if none of these runs was submitted to it."""
     submissions = []
     for run_dir in run_dirs:
-        with contextlib.suppress(UserError):  # which is told with the status of this run
+        with contextlib.suppress(UserError):  # the status of this run says it
             submissions.append(last_submission(run_dir))
     if any(submission is not None and submission.executor == "slurm" for submission in submissions):
         return queued_jobs()
@@ -118,12 +121,12 @@ def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
 
 
 def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | None:
-    """What is known of a job that has not ended; None if it has, or if nothing can be known of it here."""
+    """Return the state of a job that has not ended; None if it has ended, or if this machine cannot know."""
     if submission.executor == "slurm":
         return None if queue is None else queue.get(submission.job_id)
     if submission.is_elsewhere:
         return None
-    command_line = Path("/proc", submission.job_id, "cmdline")  # its id is that of a process of this machine
+    command_line = Path("/proc", submission.job_id, "cmdline")  # the id of a local job is that of a process
     try:
         return "RUNNING" if b"submitit" in command_line.read_bytes() else None
     except OSError:
@@ -131,7 +134,7 @@ def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | N
 
 
 def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:
-    """Raises `UserError` if a job for this run waits or runs."""
+    """Raise `UserError` if a job for this run waits or runs."""
     submission = last_submission(run_dir)
     state = None if submission is None else in_queue(submission, queue)
     if submission is not None and state is not None:
@@ -143,7 +146,7 @@ def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:
 
 
 def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Where a run stands, `queue` being what `queued_jobs` gave. Raises `UserError` if a file of it is damaged."""
+    """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
     config = read_config(run_dir.config)
     metrics = run_dir.read_metrics()
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
@@ -159,7 +162,7 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
 
 @dataclass(frozen=True)
 class Standing:
-    """A state, and why it is so."""
+    """A state, and the reason for it."""
 
     state: State
     reason: str = ""
@@ -167,7 +170,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class _LastStart:
-    """When and where the run last began to train, by provenance.json; the time in seconds since 1970."""
+    """When (in seconds since 1970) and on which host the run last started to train, from provenance.json."""
 
     at: float
     host: str
@@ -195,7 +198,7 @@ def _state(
 
 
 def _is_newer(start: _LastStart | None, submission: Submission, run_dir: RunDir) -> bool:
-    """Whether the run was started again by hand after its job: the job's log ends before that start."""
+    """Tell whether the run was started by hand after its job: the log of the job ends before that start."""
     if start is None or start.at <= submission.submitted_at.timestamp():
         return False
     log = submission.rank_log(run_dir, 0)
@@ -203,7 +206,7 @@ def _is_newer(start: _LastStart | None, submission: Submission, run_dir: RunDir)
 
 
 def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None) -> Standing:
-    """For a run of python or torchrun that no process trains any more, and that is not finished."""
+    """Return the standing of an unfinished run of python or torchrun that no process trains any more."""
     since = start.at if start is not None else 0.0
     if stalled := _stalled(run_dir, since=since):
         return Standing("failed", stalled)
@@ -220,7 +223,7 @@ def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None) -> St
 
 
 def how_it_ended(run_dir: RunDir, submission: Submission, *, start: _LastStart | None = None) -> Standing:
-    """How a job ended, whose run is not finished; `start` is when it last began to train."""
+    """Return how the job of an unfinished run ended; `start` is when the run last started to train."""
     since = max(submission.submitted_at.timestamp(), start.at if start is not None else 0.0)
     if stalled := _stalled(run_dir, since=since):
         return Standing("failed", stalled)
@@ -247,7 +250,7 @@ def how_it_ended(run_dir: RunDir, submission: Submission, *, start: _LastStart |
 
 
 def _stalled(run_dir: RunDir, *, since: float) -> str | None:
-    """The first line of what the watchdogs wrote, unless it is older than `since`."""
+    """Return the first line that the watchdogs wrote; None if they wrote nothing after `since`."""
     path = run_dir.path / "stalled.txt"
     text = read_end(path, inside=run_dir.path, max_bytes=_RECORD_BYTES)
     if text is None or path.stat().st_mtime < since:
@@ -256,7 +259,7 @@ def _stalled(run_dir: RunDir, *, since: float) -> str | None:
 
 
 def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
-    """None if the run has not begun to train, or if its record does not say when."""
+    """Return the last start of a run; None if it has not started to train, or if its record does not say when."""
     starts = provenance.get("starts")
     last = starts[-1] if isinstance(starts, list) and starts else None
     if not isinstance(last, dict):
@@ -269,7 +272,7 @@ def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
 
 @dataclass(frozen=True)
 class RankError:
-    """The last line of the exception that ended a rank, or of what it was asked to stop by."""
+    """The last line of the exception that ended a rank, or of the request to stop."""
 
     rank: int
     line: str
@@ -277,7 +280,7 @@ class RankError:
 
 
 def first_error(run_dir: RunDir, submission: Submission) -> RankError | None:
-    """The first exception, which the others follow from, and the lowest rank that raised it; None if none is known."""
+    """Return the first exception, which caused the others, and the lowest rank that raised it; None without one."""
     outcomes = outcomes_of_job(
         submission.logs_of(run_dir), job_id=submission.job_id, inside=submission.home_of(run_dir)
     )
@@ -294,7 +297,7 @@ def first_error(run_dir: RunDir, submission: Submission) -> RankError | None:
 
 
 def _num_steps(config: RunConfig) -> int | None:
-    """None where the data cannot be asked, as from another directory or over a network."""
+    """Return the number of steps of a run; None if its data are not here, such as data on a network."""
     if is_remote(config.data.train_dir):
         return None
     try:

@@ -11,10 +11,10 @@ import math
 import sys
 from pathlib import Path
 
+from data_pipeline.core.arguments import positive
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.overrides import SET_HELP
 
-_MAX_NUMBER = 10**7
 _MAX_GIGABYTES = 10**9
 
 
@@ -60,14 +60,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Go on with a dataset that was replaced. The refusal says its NAME. May be repeated.",
     )
-
-
-def positive(text: str) -> int:
-    """Return a number of nodes, tasks and the like, from the command line."""
-    number = int(text) if text.isdecimal() and len(text) <= len(str(_MAX_NUMBER)) else 0
-    if not 1 <= number <= _MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to {_MAX_NUMBER:,}")
-    return number
 
 
 def gigabytes(text: str) -> float:

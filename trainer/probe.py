@@ -14,6 +14,7 @@ import argparse
 import os
 from pathlib import Path
 
+from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command
 from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
 
@@ -27,14 +28,14 @@ def _parser() -> argparse.ArgumentParser:
     add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--step", type=_whole, help="The checkpoint to probe; 0 is the untrained encoder (default: the newest)."
+        "--step", type=whole, help="The checkpoint to probe; 0 is the untrained encoder (default: the newest)."
     )
     which.add_argument("--all-steps", action="store_true", help="Probe every checkpoint of the run.")
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
     add("--label", choices=("base", "overlay"), help="Probe this label only (default: all labels of the data).")
     add(
         "--overlay-draws",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="Test under N draws of the overlays (default: 1).",
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--views", choices=["policy", "none"], help="none computes the features once, which is fast.")
     fit.add_argument("--batch-norm", choices=["eval", "train"], help="train uses batch statistics, as first published.")
-    fit.add_argument("--epochs", type=_positive, metavar="N", help="The number of epochs.")
+    fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs.")
     return parser
 
 
@@ -97,12 +98,6 @@ def main() -> None:
             print(runs_table(paths, of_runs))
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
-
-
 def _share(text: str) -> float:
     try:
         share = float(text)
@@ -111,12 +106,6 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
     return share
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 if __name__ == "__main__":

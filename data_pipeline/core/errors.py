@@ -94,7 +94,9 @@ def log_to_terminal() -> None:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command line's `main`; a `UserError` becomes one line on stderr and exit status 2.
+    """Run the `main` of a command; a `UserError` becomes one line on stderr and exit status 2.
+
+    A `main` parses its arguments first, and imports what is heavy after that, so that --help answers at once.
 
     So does an `OSError` that `storage_problem` has a sentence for. Ctrl-C ends without a traceback, with the exit
     status 130 that shells give it.

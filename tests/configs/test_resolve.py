@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.resolve import explain, recipes, resolve_recipe, resolve_study, studies
+from configs.resolve import describe_recipes, explain, recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.building.datasets import NOISE_VOLUME
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
@@ -231,6 +231,15 @@ def test_a_mistake_with_a_study_is_one_sentence(name: str, overrides: list[str],
         resolve_study(name, overrides)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_the_list_has_every_recipe_and_study_with_what_it_is() -> None:
+    lines = describe_recipes().splitlines()
+    told = dict(line.split(maxsplit=1) for line in lines if line.startswith("  "))
+    assert list(told) == [*recipes(), *studies()]
+    assert all(len(text.split()) >= 3 for text in told.values())
+    assert lines[0] == "recipes, for --config:"
+    assert "studies, for --study of launch/slurm.py:" in lines
 
 
 def test_explain_says_where_each_value_came_from() -> None:

@@ -15,13 +15,12 @@ import submitit
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from launch.environment import outside_any_job
 from launch.job import TrainJob
 from launch.outcome import outcomes_of_job
 from launch.resources import Resources, describe_origins, describe_request, resolve_request, resources_for
 from launch.slurm import main
 from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
-from launch.slurm_client import refusal_reason
+from launch.slurm_client import outside_any_job, refusal_reason
 from launch.submission import PlannedRun, SubmissionPlan, _submit_here, sbatch_script
 from launch.submitted import Submission, record
 from tests.commands import Done, call

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.tiny_data import write_tiny_dataset
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views, mean_change
-from trainer.analyze import ANALYSES, main
+from trainer.analyze import ANALYSES, load_analysis, main
 from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.observability.view_grid import choose_pictures, draw_views
@@ -161,6 +162,18 @@ def test_help_names_every_analysis(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         main()
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in ANALYSES)
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_every_setting_is_listed_with_its_value_and_what_it_means(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["analyze", name, "--list-settings"])
+    main()
+    settings = load_analysis(name).settings()
+    lines = [re.split(r" {2,}", line, maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert {setting: json.loads(value) for setting, value, _ in lines} == settings.model_dump(mode="json")
+    assert all(len(meaning.split()) >= 3 and meaning.endswith(".") for _, _, meaning in lines)
 
 
 def test_settings_and_seed_reach_the_analysis_of_every_run(

@@ -10,7 +10,7 @@ from trainer.reports.page import title_of
 from trainer.reports.runs import Arm
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
-from trainer.reports.tables import Grid, difference_grid, provenance_grids, result_grids, speed_grid
+from trainer.reports.tables import Grid, ResultTable, difference_grid, provenance_grids, results, speed_grid
 
 RESULTS_CAPTION = (
     "Test accuracy in %: linear probe on the frozen encoder after its last epoch, and weighted kNN vote; mean ± sample "
@@ -32,11 +32,10 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     runs = [run for arm in arms for run in arm.runs]
     found = [] if sheet is None else [("Against the paper", _study(sheet))]
     found.append(("What was found", [markdown_text(text) for text in verdict(arms)]))
-    results = []
-    grids = result_grids(arms)
-    for name, grid in grids:
-        results += ([f"**{markdown_text(name)}**"] if name else []) + [to_markdown(grid)]
-    found.append(("Results", [RESULTS_CAPTION, *results]))
+    body = [RESULTS_CAPTION]
+    for table in (table for protocol in results(arms) for table in protocol.tables):
+        body += ([f"**{markdown_text(table.title)}**"] if table.title else []) + [to_markdown(_result_grid(table))]
+    found.append(("Results", body))
     found.append(("What this is too small to show", ["\n".join(f"- {markdown_text(text)}" for text in limits(arms))]))
     found.append(("Speed and memory", [to_markdown(speed_grid(arms))]))
     differing = difference_grid(arms)
@@ -49,13 +48,27 @@ def _study(sheet: Sheet) -> list[str]:
     study = study_section(sheet)
     commands = ["To measure what is missing:", "\n".join(f"    {command}" for command in study.missing_commands)]
     return [
-        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds; then what the paper has, "
-        "and ours less the paper's.",
+        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds. Then come "
+        "the paper's number, and the difference: ours minus the paper's.",
         *(markdown_text(text) for text in study.sentences),
         to_markdown(study.grid),
         *(commands if study.missing_commands else []),
         to_markdown(study.directions),
     ]
+
+
+def _result_grid(table: ResultTable) -> Grid:
+    """Return accuracies and seeds of the trained and untrained encoders, without notes."""
+    head = ["encoder", "seeds", *(f"{label}, {method}" for label in table.labels for method in ("linear", "kNN"))]
+    rows = []
+    arm = ""
+    for row in table.rows:
+        if row.kind == "arm":
+            arm = row.title
+        if row.kind != "floor":
+            title = arm if row.kind == "arm" else f"{arm}, untrained"
+            rows.append([title, row.seeds, *(cell.accuracy for cell in row.cells)])
+    return Grid(head, rows)
 
 
 def to_markdown(grid: Grid) -> str:

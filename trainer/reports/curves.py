@@ -1,4 +1,4 @@
-"""Line charts as inline SVG that follow the page's light or dark colours. Equal input gives equal text."""
+"""Draws line charts as inline SVG, which follow the light or dark colours of the page. Equal input gives equal text."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def color_of(number: int) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; `style` tells the untrained encoder's (dashed) from the trained one's. `deviation` is drawn as a band
-    around a mean over seeds.
-    """
+    """A line of a chart, dashed for the untrained encoder. `deviation` becomes a band around a mean over seeds."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -52,7 +50,7 @@ class Line:
     deviation: Sequence[float] | None = None
 
 
-Points = Mapping[float, float]  # the curve of one run: y by x
+Points = Mapping[float, float]  # y by x, of one run
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,15 @@ class Chart:
 
 
 def metric_title(key: str, titles: Mapping[LabelSpace, str]) -> str:
-    """Return the title of a metric, given those of the labels."""
+    """Return the title of a metric with the titles of the labels in it."""
     return METRICS[key].format(base=titles["base"], overlay=titles["overlay"])
 
 
 def charts(arms: Sequence[Arm]) -> list[Chart]:
-    """Draw training metrics by step, probe accuracy by the probe's epoch, and by step if several were probed.
+    """Draw the training metrics by step, and the probe accuracies by epoch of the probe and by checkpoint.
 
-    Probes of different protocols are in charts of their own. If the seeds of an arm have points at the same places,
-    their mean is drawn with its deviation, else each alone.
+    Each probe protocol has its own charts. If the seeds of an arm have points at the same x, their mean is drawn with
+    the deviation. Otherwise each seed has a line.
     """
     titles = label_titles(arms)
     colored = [(arm, color_of(number)) for number, arm in enumerate(arms)]
@@ -89,7 +87,7 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
 
 
 def _probe_charts(group: ProtocolArms, titles: Mapping[LabelSpace, str]) -> list[Chart]:
-    """Draw the probes of one protocol; colours are those of the whole report."""
+    """Draw the probes of one protocol, in the colours of the whole report."""
     drawn = []
     colored = [(arm, color_of(number)) for number, arm in enumerate(group.arms)]
     note = f"; {group.title}" if group.title else ""
@@ -108,20 +106,20 @@ def _probe_charts(group: ProtocolArms, titles: Mapping[LabelSpace, str]) -> list
     return drawn
 
 
-def _lines(curves: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
-    """The mean of the curves where they have most of their places in common, else every curve."""
-    curves = [curve for curve in curves if curve]
-    if not curves:
+def _lines(runs: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
+    """Return one line with the mean of the runs if most of their x are the same, else a line for each run."""
+    runs = [points for points in runs if points]
+    if not runs:
         return []
-    common = sorted(set.intersection(*(set(curve) for curve in curves)))
-    if len(curves) == 1 or 2 * len(common) < max(map(len, curves)):
-        return [Line(sorted(curve), [curve[x] for x in sorted(curve)], color, style) for curve in curves]
-    y_CN = np.array([[curve[x] for x in common] for curve in curves])
+    common = sorted(set.intersection(*(set(points) for points in runs)))
+    if len(runs) == 1 or 2 * len(common) < max(map(len, runs)):
+        return [Line(sorted(points), [points[x] for x in sorted(points)], color, style) for points in runs]
+    y_CN = np.array([[points[x] for x in common] for points in runs])
     return [Line(common, y_CN.mean(0).tolist(), color, style, y_CN.std(0, ddof=1).tolist())]
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
-    """Draw the lines; those of more than `MAX_POINTS` points are thinned to means of equal stretches."""
+    """Draw the lines in one chart. A line of more than `MAX_POINTS` points is thinned."""
     with mpl.rc_context(
         {"svg.hashsalt": "report", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
     ):
@@ -147,7 +145,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most `MAX_POINTS` points: means of stretches of (nearly) equal numbers of points."""
+    """Return at most `MAX_POINTS` points: the means of consecutive groups of nearly equal size."""
     if len(x) <= MAX_POINTS:
         return list(x), list(y)
     return tuple(  # type: ignore[return-value]  # mypy does not count the two
@@ -166,7 +164,7 @@ def _fit(probe: ProbeResult) -> Points:
 
 
 def _growth(run: Run, space: LabelSpace) -> Points:
-    """Of the last epoch of each probe, where there are more than two checkpoints."""
+    """Return the accuracy by checkpoint, after the last epoch of each probe; empty for two checkpoints or fewer."""
     points: Points = {
         step: 100 * probes[space].linear.accuracy for step, probes in run.probes.items() if space in probes
     }
@@ -174,7 +172,7 @@ def _growth(run: Run, space: LabelSpace) -> Points:
 
 
 def _inline(svg: str, title: str) -> Markup:
-    """The `<svg>` element alone, without metadata; sized by its width on the page, coloured by the page's text."""
+    """Return the `<svg>` element without metadata. It takes its size and its text colour from the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<g id=\"[^\"]*\">", "<g>", svg)  # nothing refers to them, and two charts would share them

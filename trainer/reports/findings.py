@@ -1,6 +1,6 @@
-"""From accuracies to sentences: what was compared, by how much it differs, and what the numbers cannot tell.
+"""Turns accuracies into sentences: what was compared, by how much it differs, and what the numbers cannot show.
 
-Accuracies are in [0, 1]; texts give them in per cent and their differences in percentage points.
+Accuracies are in [0, 1]. Sentences give them in per cent, and their differences in percentage points.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Score:
 
     @property
     def standard_error(self) -> float:
-        """The larger of two: that of drawing `num_test` test pictures, and that of drawing the seeds."""
+        """The larger of two standard errors: that of the draw of `num_test` pictures, and that of the draw of seeds."""
         sampling = math.sqrt(self.mean * (1 - self.mean) / self.num_test)
         return max(sampling, (self.deviation or 0.0) / math.sqrt(len(self.values)))
 
@@ -49,7 +49,7 @@ class Score:
 
 
 def score(probes: Sequence[ProbeResult], method: Method) -> Score | None:
-    """The accuracies of some probes; None where there are none."""
+    """Return the accuracies of some probes; None without probes."""
     if not probes:
         return None
     values = tuple(probe.linear.accuracy if method == "linear" else probe.knn.accuracy for probe in probes)
@@ -57,12 +57,12 @@ def score(probes: Sequence[ProbeResult], method: Method) -> Score | None:
 
 
 def resolution(a: Score, b: Score) -> float:
-    """Differences smaller than this are not told from chance: two standard errors of the difference."""
+    """Return two standard errors of the difference. A smaller difference may be chance."""
     return 2 * math.hypot(a.standard_error, b.standard_error)
 
 
 def baseline(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ProbeResult]:
-    """Probes of the untrained encoder: the arm's own, else those of an arm with the same encoder on the same data."""
+    """Return the probes of the untrained encoder: of the arm, or of one with the same encoder on the same data."""
     first = arm.runs[0]
     same_encoder = [
         other
@@ -189,7 +189,7 @@ def winner(arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
 
 
 def limits(arms: Sequence[Arm]) -> list[str]:
-    """What the numbers are too small to show, from the sizes of what was run."""
+    """Return sentences on what the numbers are too small to show, from the sizes of data and runs."""
     runs = [run for arm in arms for run in arm.runs]
     main = by_protocol(arms)[0].arms
     probes = [probe for arm in main for space in LABEL_SPACES for probe in arm.trained(space)]
@@ -225,7 +225,7 @@ def limits(arms: Sequence[Arm]) -> list[str]:
 
 
 def samples_of(runs: Sequence[Run]) -> str:
-    """What the samples of these runs are."""
+    """Return the word for the samples of these runs: pictures, sounds or samples."""
     sounds = {run.config.data.sample_rate is not None for run in runs}
     return {frozenset({True}): "sounds", frozenset({False}): "pictures"}.get(frozenset(sounds), "samples")
 

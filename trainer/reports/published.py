@@ -1,7 +1,7 @@
-"""What the papers' tables say: for each study its grid of cells, each with the run that measures it and its number.
+"""The tables of the papers: for each study its cells, each with the run that measures it and the published number.
 
-A study of configs/studies.py has an entry here by the same name. The runs of its small form, NAME_small, have the same
-names with "-small" behind, and stand in the same cells. What may never happen: a number that is not in a paper.
+Each study of configs/studies.py has an entry of the same name. The runs of its small form, NAME_small, have the same
+names with the ending "-small", and stand in the same cells. Invariant: every number here is in a paper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Measure = Literal["linear", "knn_best"]
 
 @dataclass(frozen=True)
 class Value:
-    """A published accuracy in per cent; the deviation over seeds where the paper gives one."""
+    """A published accuracy in per cent, with the deviation over seeds if the paper gives one."""
 
     mean: float
     deviation: float | None = None
@@ -37,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Column:
-    """Columns of one `group` stand together under its title, and show the same quantity."""
+    """A column of a table. Columns of one `group` stand together under its title and show the same quantity."""
 
     group: str
     title: str
@@ -46,7 +46,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What run, by the name in its config, fills a cell; `published` is None where the paper has no number."""
+    """The run that fills a cell, by the name in its config; `published` is None if the paper has no number."""
 
     run: str
     num_epochs: int
@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two cells, (row, column) each, of which the paper says that the first is higher, or lower.
+    """Two cells, each as (row, column), of which the paper says that the first is higher or lower.
 
     `points` is the published difference, None where only its sign is published, in `sign`.
     """
@@ -68,7 +68,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Study:
-    """A table. `cells` by row and number of the column; what is not there, the table does not have.
+    """A table. `cells` are by row and number of the column; a cell that is not there is not in the table.
 
     `num_train`, `batch_size` and `encoder` are what a run needs for its level to be set against a published one.
     `num_small_columns`: so many from the left has the small form; None: all.
@@ -90,12 +90,12 @@ class Study:
     is_small: bool = False
 
     def command(self) -> str:
-        """What trains all of it."""
+        """Return the command that trains all its runs."""
         return f"python launch/slurm.py --study studies:{self.name}"
 
 
 def study(name: str) -> Study:
-    """The study of that name, with or without "studies:" before it; raises `UserError` with the nearest name."""
+    """Return the study of that name, with or without "studies:". Raises `UserError` with the nearest name."""
     name = name.removeprefix("studies:")
     known = [form for full in STUDIES for form in (full, full + SMALL_STUDY)]
     if name not in known:
@@ -121,7 +121,7 @@ def _neighbours(
     cells: Mapping[tuple[str, int], Cell],
     along: Literal["row", "column"],
 ) -> tuple[Contrast, ...]:
-    """Each cell against the one before it: in its row, among the columns of one group, or in its column."""
+    """Return the contrast of each cell with the one before it: in its row, within a group, or in its column."""
     places = [(row, number) for row in rows for number in range(len(columns)) if (row, number) in cells]
     if along == "row":
         pairs = [
@@ -142,7 +142,7 @@ def _neighbours(
 def _contrasts(
     cells: Mapping[tuple[str, int], Cell], pairs: Sequence[tuple[tuple[str, int], tuple[str, int]]]
 ) -> tuple[Contrast, ...]:
-    """Those of the pairs that the paper tells apart: by more than two standard errors, as far as it gives them."""
+    """Return the pairs that differ by more than two standard errors, as far as the paper gives them."""
     contrasts = []
     for first, second in pairs:
         a, b = cells[first].published, cells[second].published

@@ -1,7 +1,7 @@
-"""Runs laid into the cells of a published table, and what that tells.
+"""Lays runs into the cells of a published table, and compares them with the paper.
 
-Accuracies are in per cent here, as in the tables. What may never happen: a difference of levels between a run and a
-paper that did not train on as much, and a cell filled by two different configurations.
+Accuracies are in per cent here, as in the tables. Guarantees: levels are compared only if run and paper trained on the
+same amount of data, and two different configurations never fill one cell.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ Direction = Literal["same", "opposite", "not told from chance", "not measured"]
 
 @dataclass(frozen=True)
 class FilledCell:
-    """A cell and what was measured for it: `score` over `runs`, one a seed, or why there is none.
+    """A cell of the table with the runs that measure it, one for each seed.
 
-    `unlike` says in what the runs are not like the paper's; it is empty if levels may be compared.
-    `num_checkpoints` is over how many the best was taken. `in_train_mode` is the score with batch norm in train mode
-    during the probe, as in the published runs; None if that was not probed.
+    score: the accuracies; None if nothing was measured.
+    unlike: the differences between the runs and those of the paper; empty if levels may be compared.
+    num_checkpoints: the number of checkpoints from which the best was taken.
+    in_train_mode: the score with batch norm in train mode during the probe, as published; None if not probed so.
     """
 
     cell: Cell
@@ -52,7 +53,7 @@ class FilledCell:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the published one, in points; None if one is missing, or if only directions compare."""
+        """Our accuracy minus the published one, in points; None if one is missing or only directions compare."""
         return self._less_published(self.score)
 
     @property
@@ -67,7 +68,7 @@ class FilledCell:
 
 @dataclass(frozen=True)
 class ComparedContrast:
-    """A published difference beside ours, in points, which is resolved from `resolution` on."""
+    """A published difference beside ours in points. Ours is resolved if it is larger than `resolution`."""
 
     contrast: Contrast
     name: str
@@ -85,7 +86,7 @@ class ComparedContrast:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The whole table, of one probe protocol. `left_out` are runs that it has no cell for."""
+    """The whole table for one probe protocol. `left_out` are the runs that have no cell."""
 
     study: Study
     protocol: ProbeConfig
@@ -95,7 +96,7 @@ class Sheet:
 
 
 def fill(study: Study, runs: Sequence[Run]) -> Sheet:
-    """Return the runs in the cells of `study`, by their names, as the protocol that most were probed under reads them.
+    """Lay the runs into the cells of `study` by their names, with the results of the protocol of most runs.
 
     Raises `UserError` if a cell could be filled in two ways.
     """
@@ -122,7 +123,7 @@ def fill(study: Study, runs: Sequence[Run]) -> Sheet:
 
 
 def _main_protocol(study: Study, runs: Sequence[Run]) -> ProbeConfig:
-    """Return the protocol of the sheet: batch norm in eval mode if there is a choice, as the train mode has a line."""
+    """Return the protocol of the sheet, with batch norm in eval mode if possible: the train mode has its own line."""
     names = {cell.run for cell in study.cells.values()}
     protocols = protocols_of([run for run in runs if run.config.name in names] or runs)
     return next((one for one in protocols if one.batch_norm == "eval"), protocols[0])
@@ -192,7 +193,7 @@ class _Accuracy:
 
 
 def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
-    """Measure as the paper does: by the linear probe after the last epoch, or the best kNN vote of all checkpoints.
+    """Return the accuracy as the paper measures it: the linear probe after the last epoch, or the best kNN vote.
 
     A vote is the same under every protocol of the linear probe.
     """
@@ -215,7 +216,7 @@ def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
 
 
 def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
-    """In what a run is not like the paper's."""
+    """Return the differences between a run and that of the paper, in words."""
     config, probe = run.config, run.final_probe(label)
     pairs: list[tuple[int | str, int | str, str]] = [
         (config.encoder.kind, study.encoder, ""),
@@ -244,7 +245,7 @@ def _compare(study: Study, contrast: Contrast, cells: Mapping[tuple[str, int], F
 
 
 def _name(study: Study, contrast: Contrast) -> str:
-    """ "C+Digits, object: viewmaker − expert views", or "CIFAR-10, MoCo: abcde − abcd"."""
+    """Return "C+Digits, object: viewmaker − expert views", or "CIFAR-10, MoCo: abcde − abcd"."""
     (row, number), (other_row, other_number) = contrast.first, contrast.second
     column, other = study.columns[number], study.columns[other_number]
     if row == other_row:
@@ -253,7 +254,7 @@ def _name(study: Study, contrast: Contrast) -> str:
 
 
 def summary(sheet: Sheet) -> list[str]:
-    """What the sheet tells, and what it cannot, in sentences."""
+    """Return what the sheet shows, and what it cannot show, in sentences."""
     filled = list(sheet.cells.values())
     measured = [one for one in filled if one.score is not None]
     sentences = [f"{len(measured)} of the {len(filled)} cells are measured."]
@@ -261,27 +262,25 @@ def summary(sheet: Sheet) -> list[str]:
     if unlike and all(one.unlike for one in measured):
         sentences.append(
             f"No run is like the paper's ({', '.join(unlike)}), so levels are not comparable and no difference to a "
-            "published number is shown; what can be compared are directions."
+            "published number is shown. Only directions can be compared."
         )
     elif unlike:
         sentences.append(
-            f"Some runs are not like the paper's ({', '.join(unlike)}); where that is so, no difference to the "
+            f"Some runs are not like the paper's ({', '.join(unlike)}). For those, no difference to the "
             "published number is shown, and only directions can be compared."
         )
     if sheet.study.measure == "linear" and measured:
         sentences += _batch_norm(sheet)
     if sheet.study.measure == "knn_best" and measured:
         fewest = min(one.num_checkpoints for one in measured)
-        here = (
-            f"the best of {fewest} checkpoints or more" if fewest > 1 else "for some runs that of one checkpoint alone"
-        )
+        here = f"the best of {fewest} checkpoints or more" if fewest > 1 else "for some runs the only checkpoint"
         sentences.append(f"The paper's number is the best of all epochs, chosen on the test set; here it is {here}.")
     counts = {
         direction: sum(one.direction == direction for one in sheet.compared)
         for direction in ("same", "opposite", "not told from chance", "not measured")
     }
-    told = ", ".join(f"{count} {direction}" for direction, count in counts.items() if count)
-    sentences.append(f"Of {len(sheet.compared)} differences that the paper shows, the direction here: {told}.")
+    directions = ", ".join(f"{count} {direction}" for direction, count in counts.items() if count)
+    sentences.append(f"The paper shows {len(sheet.compared)} differences; their direction here: {directions}.")
     if sheet.study.rows == PAIRS:
         sentences.append(_beside_concentration(sheet))
     if sheet.left_out:
@@ -291,42 +290,42 @@ def summary(sheet: Sheet) -> list[str]:
 
 
 def _batch_norm(sheet: Sheet) -> list[str]:
-    """Say in which mode batch norm was, because the published levels depend on it by 5 to 10 points."""
+    """Say in which mode batch norm was: it changes the published levels by 5 to 10 points."""
     published = "The published levels were measured with batch norm in train mode while the probe was fitted"
     if sheet.protocol.batch_norm == "train":
         return [f"{published}; so are these."]
     measured = [one for one in sheet.cells.values() if one.score is not None]
     paths = _directories([run.path for one in measured if one.in_train_mode is None for run in one.runs])
     protocol = describe_protocol(sheet.protocol)
-    sentences = [f"{published}; the first number of a cell is of {protocol}, and the line below it of train mode."]
+    sentences = [f"{published}; the first number of a cell is from {protocol}, and the line below it from train mode."]
     if len(paths) and all(one.in_train_mode is None for one in measured):
-        sentences = [f"{published}; here it was in eval mode ({protocol}), which is 5 to 10 points apart from it."]
+        sentences = [f"{published}; here it was in eval mode ({protocol}), which changes the level by 5 to 10 points."]
     if paths:
         sentences.append(f"To measure as published: python -m trainer.probe {' '.join(paths)} --batch-norm train")
     return sentences
 
 
 def _directories(paths: Sequence[Path]) -> list[str]:
-    """Return what to name on a command line for some runs: the directory of a study for several runs in it."""
+    """Return the arguments that stand for some runs: for several runs of a study, its directory."""
     together = Counter(path.parent for path in set(paths))
     return sorted({str(path.parent if together[path.parent] > 1 else path) for path in paths})
 
 
 def _beside_concentration(sheet: Sheet) -> str:
-    """How the errors of pairs of transforms are ordered against 1 - sigma, which any run of their data may hold."""
+    """Compare the errors of pairs of transforms with 1 - sigma, which any run on their data may hold."""
     cells = [sheet.cells[pair, 0] for pair in PAIRS]
     runs = [run for cell in cells for run in cell.runs]
     errors = [100 * (1 - cell.score.mean) for cell in cells if cell.score is not None]
     if len(errors) < len(cells):
-        return "How error and 1 − σ go together shows once every pair is measured."
+        return "Error and 1 − σ can be compared once every pair is measured."
     paths = [RunDir(run.path).analysis / "concentration.json" for run in runs]
     path = next(filter(Path.is_file, paths), None)
     if path is None:
-        return f"To see how error and 1 − σ go together: python -m trainer.analyze concentration {runs[0].path}"
+        return f"To compare error and 1 − σ: python -m trainer.analyze concentration {runs[0].path}"
     mend = "remove it, or run `python -m trainer.analyze concentration` again"
     found = ConcentrationResult.parse(read_object(path, mend=mend), where=str(path))
     if found.test_manifest_sha256 != runs[0].data_key[1]:
-        return f"{path} is of other test data than the runs, so errors are not set beside its 1 − σ."
+        return f"{path} is of other test data than the runs, so errors are not compared with its 1 − σ."
     told = []
     for number, delta in enumerate(found.config.deltas):
         shares = [found.pairs[pair][number].clique for pair in PAIRS]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.reports.curves import color_of
-from trainer.reports.findings import Method, Score, baseline, score, winner
+from trainer.reports.findings import Score, baseline, score, winner
 from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, probe_command
 from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of
 
@@ -37,13 +37,14 @@ class ResultCell:
 
 @dataclass(frozen=True)
 class ResultRow:
-    """The accuracies of an encoder, or those that need none ("floor"): two cells a label, linear and kNN."""
+    """The accuracies of an encoder, or of no encoder ("floor"): two cells for each label, linear and kNN."""
 
     kind: Literal["arm", "untrained", "floor"]
     title: str
     cells: Sequence[ResultCell]
     color: str | None = None
     note: str = ""
+    seeds: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
     rows = []
     for number, arm in zip(dataset.numbers, arms, strict=True):
         cells = [cell for space in spaces for cell in _trained_cells(arm, arms, space, is_best=best[space] is arm)]
-        rows.append(ResultRow("arm", arm.name, cells, color_of(number), _stage(arm)))
+        seeds = ", ".join(str(run.config.seed) for run in arm.runs)
+        rows.append(ResultRow("arm", arm.name, cells, color_of(number), _note(arm, seeds), seeds))
         cells = [cell for space in spaces for cell in _untrained_cells(arm, arms, space)]
         rows.append(ResultRow("untrained", "untrained encoder", cells))
     probes = [next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)]) for space in spaces]
@@ -102,35 +104,6 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
         cells = [cell for share in shares for cell in (ResultCell(f"{100 * share:.1f}"), ResultCell(""))]
         rows.append(ResultRow("floor", name, cells))
     return ResultTable(title, [titles[space] for space in spaces], rows)
-
-
-def result_grids(arms: Sequence[Arm]) -> list[tuple[str, Grid]]:
-    """Return the same tables as text, each with its protocol and dataset; without the best epochs."""
-    grids = []
-    for group in by_protocol(arms):
-        datasets = datasets_of(group.arms)
-        for dataset in datasets:
-            name = dataset.name if len(datasets) > 1 else ""
-            grids.append((" · ".join(part for part in (group.title, name) if part), _result_grid(dataset.arms)))
-    return grids
-
-
-def _result_grid(arms: Sequence[Arm]) -> Grid:
-    spaces, titles = _measured_spaces(arms), label_titles(arms)
-    methods: tuple[Method, ...] = ("linear", "knn")
-    head = ["encoder", "seeds", *(f"{titles[space]}, {_METHODS[method]}" for space in spaces for method in methods)]
-    rows: list[list[str | None]] = []
-    for arm in arms:
-        for name, seeds, probes in (
-            (arm.name, ", ".join(str(run.config.seed) for run in arm.runs), {s: arm.trained(s) for s in spaces}),
-            (f"{arm.name}, untrained", "", {s: baseline(arm, arms, s) for s in spaces}),
-        ):
-            scores = [score(probes[space], method) for space in spaces for method in methods]
-            rows.append([name, seeds, *(None if one is None else str(one) for one in scores)])
-    return Grid(head, rows)
-
-
-_METHODS: Mapping[Method, str] = {"linear": "linear", "knn": "kNN"}
 
 
 def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best: bool) -> list[ResultCell]:
@@ -156,13 +129,11 @@ def _cell(value: Score | None) -> ResultCell:
     return ResultCell(None if value is None else str(value))
 
 
-def _stage(arm: Arm) -> str:
+def _note(arm: Arm, seeds: str) -> str:
     """Return the steps of the probed checkpoints, and the seeds if there are several."""
     steps = sorted({probe.checkpoint_step for space in LABEL_SPACES for probe in arm.trained(space)})
     parts = [f"step {', '.join(map(str, steps))}"] if steps else []
-    if len(arm.runs) > 1:
-        parts.append(f"{len(arm.runs)} runs, seeds {', '.join(str(run.config.seed) for run in arm.runs)}")
-    return "; ".join(parts)
+    return "; ".join([*parts, f"{len(arm.runs)} runs, seeds {seeds}"] if len(arm.runs) > 1 else parts)
 
 
 def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
@@ -195,7 +166,7 @@ def _setting_lines(values: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """A setting as a user would type it; numbers to six digits."""
+    """Return a setting as a user would type it, with numbers to six digits."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
@@ -204,7 +175,7 @@ def _plain(value: Any) -> str:
 
 
 def speed_grid(arms: Sequence[Arm]) -> Grid:
-    """How fast each arm trained and what it needed: medians over the logged steps of all its runs."""
+    """Return speed and memory of each arm: medians over the logged steps of all its runs."""
     head = ["", "samples a second", "ranks", "waiting for data", "most time goes to", "memory of a rank", "wall time"]
     return Grid(head, [[arm.name, *_speed(arm.runs)] for arm in arms])
 
@@ -238,7 +209,7 @@ def _median_of(runs: Sequence[Run], key: str) -> float | None:
 
 
 def _largest_of(runs: Sequence[Run], keys: Sequence[str]) -> str | None:
-    """The largest value of the first of `keys` that was measured, in gigabytes."""
+    """Return the largest value, in gigabytes, of the first of `keys` that was measured."""
     for key in keys:
         values = [entry[key] for run in runs for entry in run.metrics if isinstance(entry.get(key), int | float)]
         if max(values, default=0) > 0:
@@ -290,7 +261,7 @@ def _duration(seconds: Any) -> str | None:
 
 
 def _manifest(run: Run, name: str) -> str | None:
-    """Return the hash of the manifest of now, and those of earlier starts if the data were replaced."""
+    """Return the hash of the present manifest, and those of earlier starts if the data were replaced."""
     now, starts = run.provenance.get(name), run.provenance.get("starts", ())
     earlier = dict.fromkeys(start[name] for start in starts if start.get(name) not in {None, now})
     replaced = f" (in place of {', '.join(hash_[:12] for hash_ in earlier)})" if earlier else ""

@@ -1,0 +1,22 @@
+"""Whole numbers on a command line, as types for `argparse`."""
+
+from __future__ import annotations
+
+import argparse
+
+_MAX_NUMBER = 10**7
+
+
+def positive(text: str) -> int:
+    """Return a number of nodes, epochs and the like. Raises `ArgumentTypeError` if it is no such number."""
+    number = int(text) if text.isdecimal() and len(text) <= len(str(_MAX_NUMBER)) else 0
+    if not 1 <= number <= _MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to {_MAX_NUMBER:,}")
+    return number
+
+
+def whole(text: str) -> int:
+    """Return a whole number from 0, such as a step. Raises `ArgumentTypeError` if it is no such number."""
+    if not text.isdecimal() or len(text) > len(str(2**63)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
