@@ -85,8 +85,10 @@ def final_state(run_dir: Path, player: str) -> dict[str, torch.Tensor]:
 
 
 def has_no_effect(player: str, name: str) -> bool:
-    """The last bias of a residual block shifts whole channels, which the instance norm of the next convolution takes
-    away again: its true gradient is zero, and Adam scales the rounding noise in its place to full steps."""
+    """Return whether a parameter has a true gradient of zero, so that Adam scales rounding noise to full steps.
+
+    The last bias of a residual block shifts whole channels, and the next instance norm removes the shift.
+    """
     return player == "viewmaker" and name.endswith("second.norm.bias")
 
 
@@ -96,8 +98,8 @@ def test_ranks_follow_one_process(
 ) -> None:
     """20 steps with the recipe's learning rates, each rank on its part of the batch, in float64.
 
-    In float32 the same trajectories part after some ten steps, when rounding pushes the first ReLU over zero; so do two
-    runs of one process whose weights differ by 1e-7. In float64 what is left is the equality that the system promises.
+    In float32 the same trajectories diverge after some ten steps, when rounding pushes the first ReLU over zero. So do
+    two runs of one process whose weights differ by 1e-7. Float64 shows the equality that the system promises.
     """
     recipe, overrides = STEPS[kind]
     where = {"online": online_data, "sounds": sounds}.get(kind.partition("_")[0], data)

@@ -105,7 +105,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a write ended, for the other ranks; `error` is None if it went well."""
+    """The outcome of a write, for the other ranks; `error` is None if there was none."""
 
     error: str | None
     is_user_error: bool

@@ -283,8 +283,8 @@ def _rank_table(rows: list[_RankRow], launcher: str) -> list[str]:
     for row in rows:
         by_source.setdefault(row.sources, []).append(row.rank)
     for sources, ranks in by_source.items():
-        who = "all ranks" if len(ranks) == len(rows) else f"rank {', '.join(map(str, ranks))}"
-        lines.append(f"{who} (launcher: {launcher}): {sources}")
+        named = "all ranks" if len(ranks) == len(rows) else f"rank {', '.join(map(str, ranks))}"
+        lines.append(f"{named} (launcher: {launcher}): {sources}")
     return lines
 
 

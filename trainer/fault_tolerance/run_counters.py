@@ -86,7 +86,7 @@ class RunCounters:
 
 
 def _bad_samples_of(before: RunState | None, now: DataIdentity) -> tuple[BadSample, ...]:
-    """Return those of the checkpoint, unless they are of another train set."""
+    """Return the bad samples in the checkpoint; none if they are of another train set."""
     if before is None or before.data.train_manifest_sha256 != now.train_manifest_sha256:
         return ()
     return before.bad_samples

@@ -59,7 +59,7 @@ _STATES = {
 
 
 class SilenceTimer:
-    """How long a rank has given no sign of life, and whether that is too long.
+    """A timer of the seconds without a sign of life of a rank, with the limits on them.
 
     Each moment without a sign is one of three kinds. `limits` holds a limit in seconds for each:
 

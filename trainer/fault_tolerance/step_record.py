@@ -27,7 +27,7 @@ Value = float | Literal["inf", "-inf", "nan"]  # JSON has no numbers for the las
 
 
 class RankValues(Schema):
-    """What one rank contributed: the keys of its samples, and its loss and other metrics of the step."""
+    """The part of one rank in a step: the keys of its samples, and its loss and other metrics."""
 
     keys: tuple[str, ...]
     metrics: dict[str, Value]

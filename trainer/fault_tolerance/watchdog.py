@@ -43,7 +43,7 @@ _START_SIDECAR = (
 
 
 class WatchdogConfig(Schema):
-    """How long a rank may give no sign of life before all ranks are reported and ended.
+    """The time that a rank may give no sign of life before all ranks are reported and ended.
 
     Attributes:
         enabled: set it to false while you stop in a debugger.

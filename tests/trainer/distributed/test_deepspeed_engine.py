@@ -510,7 +510,7 @@ def test_state_goes_to_ddp_in_one_process_and_back(ranks: list[dict[str, Any]]) 
 
 
 def take_up(saved: tuple[State, State]) -> dict[int, bool]:
-    """In one process without ranks of its own; whether the state comes out as it went in."""
+    """Load a state in one process without a group, and compare what the engine returns."""
     torch.distributed.destroy_process_group()
     result: dict[int, bool] = {}
     for case in EXCHANGED:

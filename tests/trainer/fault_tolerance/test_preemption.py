@@ -1,4 +1,4 @@
-"""What counts as a request to stop: a signal, or the end of the launcher that started this rank."""
+"""Requests to stop: a signal, or the end of the launcher that started this rank."""
 
 from __future__ import annotations
 
