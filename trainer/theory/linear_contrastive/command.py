@@ -67,12 +67,9 @@ def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping
         "weak_correlation": partial(_train, training, seeds, _weak_correlation_arms(training)),
         "noise": partial(_train, training, seeds, _noise_arms(training)),
     }
-    for num in training.fewer_dominant:
-        trained[f"dominant_{num}"] = partial(_train, training, seeds, _two_arms(training, num), num_dominant=num)
-    for one in training.variations:
-        varied = training.varied(one)
-        trained[f"vary_{one.name}"] = partial(_train, varied, seeds, _two_arms(varied, varied.num_dominant))
-    return trained
+    changed = {f"vary_{one.name}": training.varied(one) for one in training.variations}
+    fewer = {f"dominant_{num}": training.model_copy(update={"num_dominant": num}) for num in training.fewer_dominant}
+    return trained | {name: partial(_train, one, seeds, _two_arms(one)) for name, one in (fewer | changed).items()}
 
 
 @dataclass(frozen=True)
@@ -97,22 +94,14 @@ def _noise_arms(training: TrainingSettings) -> list[NoiseArm]:
     return [NoiseArm(training.weak_correlation, beta, num) for beta, num in counts]
 
 
-def _two_arms(training: TrainingSettings, num_dominant: int) -> list[NoiseArm]:
+def _two_arms(training: TrainingSettings) -> list[NoiseArm]:
     """Return an arm without noise and one with it."""
-    return [NoiseArm(training.weak_correlation, beta, num_dominant) for beta in (1.0, training.noise_beta)]
+    return [NoiseArm(training.weak_correlation, beta, training.num_dominant) for beta in (1.0, training.noise_beta)]
 
 
-def _train(
-    training: TrainingSettings,
-    seeds: Sequence[int],
-    arms: Sequence[NoiseArm],
-    device: torch.device,
-    *,
-    num_dominant: int | None = None,
-) -> Tensors:
-    """Train the arms side by side, with `num_dominant` features beside the weak one; None: as in the settings."""
-    num = training.num_dominant if num_dominant is None else num_dominant
-    alpha_AK = torch.full((len(arms), 1 + num), training.dominant_correlation, dtype=torch.float64)
+def _train(training: TrainingSettings, seeds: Sequence[int], arms: Sequence[NoiseArm], device: torch.device) -> Tensors:
+    """Train the arms side by side."""
+    alpha_AK = torch.full((len(arms), 1 + training.num_dominant), training.dominant_correlation, dtype=torch.float64)
     beta_AK = torch.ones_like(alpha_AK)
     for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
         alpha_K[0] = arm.weak_correlation

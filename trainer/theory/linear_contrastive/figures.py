@@ -93,46 +93,40 @@ def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> li
     counts = sorted({training.num_dominant, *training.fewer_dominant})
     by_count = [base if n == training.num_dominant else found[f"dominant_{n}"] for n in counts]
 
-    def curve(x: Sequence[float], last_PS: Tensor, label: str, color: int) -> Curve:
-        return mean_curve(x, last_PS.T, label, color, marker="o")
-
     def last(history: Tensors, name: str) -> Tensor:
         return history[name][:, :, -1]
 
+    def panel(title: str, x_label: str, x: Sequence[float], lines: Mapping[str, Tensor], color: int = 0) -> Panel:
+        curves = [
+            mean_curve(x, last_PS.T, label, at, marker="o") for at, (label, last_PS) in enumerate(lines.items(), color)
+        ]
+        return Panel(
+            title, x_label, "angle after the last step (degrees)", curves, y_range=(0, None), log_x=x is counts
+        )
+
+    noise = f"noise, beta {training.noise_beta:g}"
     weak_AS = last(by_weak, "weak_AST")
     weak_counts = torch.stack([last(history, "weak_AST") for history in by_count])
-    y_label = "angle after the last step (degrees)"
+    weak, dominant = (last(by_beta, name)[: len(betas)] for name in ("weak_AST", "dominant_AST"))
     return [
-        Panel(
+        panel(
             "Weak feature against its correlation",
             "correlation of the weak feature",
-            y_label,
-            [
-                curve(training.weak_correlations, weak_AS[:num], "no noise", 0),
-                curve(training.weak_correlations, weak_AS[num:], f"noise, beta {training.noise_beta:g}", 1),
-            ],
-            y_range=(0, None),
+            training.weak_correlations,
+            {"no noise": weak_AS[:num], noise: weak_AS[num:]},
         ),
-        Panel(
+        panel(
             "Weak feature against the number of others",
             "number of dominant features",
-            y_label,
-            [
-                curve(counts, weak_counts[:, 0], "no noise", 0),
-                curve(counts, weak_counts[:, 1], f"noise, beta {training.noise_beta:g}", 1),
-            ],
-            y_range=(0, None),
-            log_x=True,
+            counts,
+            {"no noise": weak_counts[:, 0], noise: weak_counts[:, 1]},
         ),
-        Panel(
+        panel(
             "Both against the noise",
             "beta (1: no noise; 0: all noise)",
-            y_label,
-            [
-                curve(betas, last(by_beta, "weak_AST")[: len(betas)], "weak feature", 2),
-                curve(betas, last(by_beta, "dominant_AST")[: len(betas)], "dominant, mean", 3),
-            ],
-            y_range=(0, None),
+            betas,
+            {"weak feature": weak, "dominant, mean": dominant},
+            color=2,
         ),
     ]
 
