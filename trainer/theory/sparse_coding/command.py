@@ -23,6 +23,7 @@ from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
 from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, Arm, Problem, SparseCodingSettings, problems
 
+_GROWTH = {True: "growth_with_mask", False: "growth_without_mask"}
 _PROBLEM = (
     "num_features",
     "num_pixels",
@@ -38,25 +39,16 @@ def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
     """Return the parts: the growth matrices, and the training of each problem for a few seeds at a time."""
     named: dict[str, Part] = {}
     if settings.study == "arms":
-        for masked in (True, False):
-            named[_growth_name(masked)] = partial(_growth, settings, masked)
+        named |= {name: partial(measure_growth, settings, masked=masked) for masked, name in _GROWTH.items()}
     for number, problem in enumerate(problems(settings)):
         for name, seeds in _seed_blocks(number, settings).items():
             named[name] = partial(_trained, problem, settings, seeds)
     return named
 
 
-def _growth(settings: SparseCodingSettings, masked: bool, device: torch.device) -> Tensors:
-    return measure_growth(settings, masked=masked, device=device)
-
-
 def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
     with torch.no_grad():
         return measure(train(problem, settings, seeds=seeds, device=device), problem, settings, seeds=seeds)
-
-
-def _growth_name(masked: bool) -> str:
-    return "growth_with_mask" if masked else "growth_without_mask"
 
 
 def _seed_blocks(number: int, settings: SparseCodingSettings) -> Mapping[str, Sequence[int]]:
@@ -83,11 +75,10 @@ def conclude(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> Ou
     tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
     if settings.study != "arms":
         return Outcome([gap_claim(arms, settings) for arms in grid], _grid_figures(grid, settings), tables)
-    growth = {masked: found[_growth_name(masked)] for masked in (True, False)}
     tables["growth"] = {
-        _growth_name(masked): {name: values_S.mean().item() for name, values_S in growth[masked].items()}
-        for masked in growth
+        part: {name: values_S.mean().item() for name, values_S in found[part].items()} for part in _GROWTH.values()
     }
+    growth = {masked: found[part] for masked, part in _GROWTH.items()}
     claims = [*growth_claims(growth), *arm_claims(grid[0], settings)]
     return Outcome(claims, _arm_figures(grid[0], settings), tables)
 

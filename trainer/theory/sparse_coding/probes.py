@@ -144,7 +144,7 @@ def _scores(predicted_SATK: Tensor, target_SATK: Tensor) -> tuple[Tensor, Tensor
     return r2_SA, right_SAT.sum(-1) / decided_SAT.sum(-1)
 
 
-def measure_growth(settings: SparseCodingSettings, *, masked: bool, device: torch.device) -> dict[str, Tensor]:
+def measure_growth(settings: SparseCodingSettings, device: torch.device, *, masked: bool) -> dict[str, Tensor]:
     """Return growth along the atoms and across them, (S,) each, in closed form and by Monte-Carlo over examples."""
     D, P = settings.num_features, settings.growth_pixels
     probability = variance = settings.growth_variance
