@@ -96,5 +96,5 @@ def test_sounds_and_a_single_picture_are_refused(tmp_path: Path) -> None:
             write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CollisionConfig(), options=AnalysisOptions()
         )
     one = write_tiny_pair(tmp_path / "one", num_train=4, num_test=1)
-    with pytest.raises(UserError, match="has less than two"):
+    with pytest.raises(UserError, match="has fewer than two"):
         analyze_collision(write_run(tmp_path / "b", one), config=CollisionConfig(), options=AnalysisOptions())

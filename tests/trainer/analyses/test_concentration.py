@@ -133,5 +133,5 @@ def test_sounds_and_lonely_pictures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"concentration is of pictures, and those of .* are sounds"):
         analyze_concentration(run_dir, config=ConcentrationConfig(), options=AnalysisOptions())
     few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
-    with pytest.raises(UserError, match="a class of the test set has less than two"):
+    with pytest.raises(UserError, match="a class of the test set has fewer than two"):
         analyze_concentration(write_run(tmp_path / "b", few), config=ConcentrationConfig(), options=AnalysisOptions())

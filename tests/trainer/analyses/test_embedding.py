@@ -63,7 +63,7 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
 
 def test_missing_umap_and_too_few_samples_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=3))
-    with pytest.raises(UserError, match=r"maps four samples at least, and the test set of .* has 3"):
+    with pytest.raises(UserError, match=r"needs at least four samples, but the test set of .* has 3"):
         analyze_embedding(run_dir, config=EmbeddingConfig(), options=AnalysisOptions(step=0))
 
     def missing(name: str) -> None:
