@@ -25,15 +25,16 @@ def run_blocks(
     *,
     checkpointing: Checkpointing,
     random: bool = False,
-    again: Callable[[], AbstractContextManager[None]] = nullcontext,
+    recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """Run `x` through all blocks, one after the other.
 
     Backward computes segments of blocks again, as `checkpointing` says. The recomputation leaves buffers (running
     statistics of batch norm) unchanged.
 
-    `random`: the blocks draw from torch's generators, so their state is restored for the recomputation. `again` returns
-    a context for the recomputation, which runs after the context of the first forward has ended.
+    `random`: the blocks draw from torch's generators, so their state is restored for the recomputation.
+    `recompute_context` returns a context for the recomputation, which runs after the context of the first forward has
+    ended.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return _run(blocks, x)
@@ -41,20 +42,22 @@ def run_blocks(
     for start in range(0, len(blocks), size):
         segment = blocks[start : start + size]
         modules = [block for block in segment if isinstance(block, nn.Module)]
-        contexts = partial(_first_and_again, modules, again)
+        contexts = partial(_contexts, modules, recompute_context)
         x = checkpoint(_run, segment, x, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
     return x
 
 
-def _first_and_again(
-    modules: list[nn.Module], again: Callable[[], AbstractContextManager[None]]
+def _contexts(
+    modules: list[nn.Module], recompute_context: Callable[[], AbstractContextManager[None]]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _second_time(modules, again)
+    return nullcontext(), _recomputation(modules, recompute_context)
 
 
 @contextmanager
-def _second_time(modules: list[nn.Module], again: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    with buffers_untouched(*modules), again():
+def _recomputation(
+    modules: list[nn.Module], recompute_context: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    with buffers_untouched(*modules), recompute_context():
         yield
 
 

@@ -46,7 +46,7 @@ def grouped_statistics(num_groups: int) -> Iterator[None]:
         _num_groups.pop()
 
 
-def same_groups() -> Callable[[], AbstractContextManager[None]]:
+def reenter_groups() -> Callable[[], AbstractContextManager[None]]:
     """Return a factory that enters the present `grouped_statistics` again, for a later recomputation."""
     return partial(grouped_statistics, _num_groups[-1])
 
@@ -184,7 +184,7 @@ def _replaced(module: nn.Module, twin_of: Callable[[nn.BatchNorm2d], nn.BatchNor
     return module
 
 
-def knows_order(module: nn.Module) -> bool:
+def depends_on_row_order(module: nn.Module) -> bool:
     """Return whether a row's output in training mode depends on the order of the rows or on the row's rank."""
     return any(isinstance(m, _BatchNorm) and not isinstance(m, SynchronizedBatchNorm2d) for m in module.modules())
 

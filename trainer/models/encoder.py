@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
-from trainer.models.batch_norm import grouped_statistics, knows_order, split_batch_norm, synchronize_batch_norm
+from trainer.models.batch_norm import depends_on_row_order, grouped_statistics, split_batch_norm, synchronize_batch_norm
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import BLOCKS_OF_DEPTH, Init, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
@@ -212,7 +212,7 @@ class Encoder(nn.Module):
         """
         if num_groups == 1:
             return self._embed(views_BCHW)
-        if is_distributed() and not knows_order(self):
+        if is_distributed() and not depends_on_row_order(self):
             with grouped_statistics(num_groups):
                 return self._embed(views_BCHW)
         return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])

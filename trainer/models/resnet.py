@@ -66,7 +66,7 @@ def resnet_trunk(
         num_in = num_out
     trunk = ConvolutionalTrunk(layers, num_channels=num_in)
     if init == "torchvision":
-        draw_convolutions(trunk, but=() if in_channels == 3 else (stem,))
+        draw_convolutions(trunk, except_for=() if in_channels == 3 else (stem,))
     return trunk
 
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.models.batch_norm import SynchronizedBatchNorm2d, same_groups, synchronize_batch_norm
+from trainer.models.batch_norm import SynchronizedBatchNorm2d, reenter_groups, synchronize_batch_norm
 
 # The encoder sets the first three. The others would load weights, and a config may come from a stranger.
 OWN_ARGUMENTS = frozenset(
@@ -61,7 +61,7 @@ class TimmTrunk(nn.Module):
         """Return the model's features. If `checkpointing` is "whole", backward computes all but them again."""
         checkpointing = self.checkpointing if self.training else "none"
         blocks = [_Features(self.model)]
-        return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, again=same_groups())
+        return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, recompute_context=reenter_groups())
 
     def pool(self, features: Tensor) -> Tensor:
         """Return what the model would pass to its classifier, (B, C): a mean or a class token, after its norms."""

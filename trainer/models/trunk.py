@@ -11,7 +11,7 @@ from collections.abc import Container
 from torch import Tensor, nn
 
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.models.batch_norm import same_groups
+from trainer.models.batch_norm import reenter_groups
 
 
 class ConvolutionalTrunk(nn.Sequential):
@@ -30,7 +30,7 @@ class ConvolutionalTrunk(nn.Sequential):
         if self.checkpointing == "none" or not self.training:  # a path that torch.compile can follow
             map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
             return map_BCHW
-        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, again=same_groups())
+        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, recompute_context=reenter_groups())
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
         """Return the mean of the map over its pixels, (B, C)."""
@@ -49,11 +49,11 @@ class ConvolutionalTrunk(nn.Sequential):
         return blocks + [nn.Sequential(*between)] * bool(between)
 
 
-def draw_convolutions(trunk: nn.Module, *, but: Container[nn.Module] = ()) -> None:
+def draw_convolutions(trunk: nn.Module, *, except_for: Container[nn.Module] = ()) -> None:
     """Redraw the weights of every convolution from a normal distribution of variance 2 / fan_out (He et al. 2015).
 
-    The convolutions in `but` and all other layers keep their weights.
+    The convolutions in `except_for` and all other layers keep their weights.
     """
     for module in trunk.modules():
-        if isinstance(module, nn.Conv2d) and module not in but:
+        if isinstance(module, nn.Conv2d) and module not in except_for:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

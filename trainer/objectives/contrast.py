@@ -34,7 +34,7 @@ class ContrastiveConfig(ObjectiveSettings):
     chunk_size: BatchSize | None = None
 
     @model_validator(mode="after")
-    def _tiles_need_warmth(self) -> Self:
+    def _tiles_need_a_high_temperature(self) -> Self:
         scale_of(self.temperature, chunk_size=self.chunk_size)
         return self
 

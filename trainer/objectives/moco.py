@@ -24,7 +24,7 @@ from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
-from trainer.models.batch_norm import knows_order, settle_running_statistics
+from trainer.models.batch_norm import depends_on_row_order, settle_running_statistics
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
@@ -112,7 +112,7 @@ class MoCo(Objective):
         super().__init__()
         self._config = config
         self.key_encoder = MomentumCopy(encoder, momentum=config.momentum)
-        self._shuffles = knows_order(encoder)
+        self._shuffles = depends_on_row_order(encoder)
         self.register_buffer("queue_QD", F.normalize(torch.randn(config.queue_size, embedding_size), dim=1))
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:

@@ -23,9 +23,9 @@ from trainer.models.batch_norm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     check_splits,
+    depends_on_row_order,
     grouped_statistics,
-    knows_order,
-    same_groups,
+    reenter_groups,
     settle_running_statistics,
     split_batch_norm,
     synchronize_batch_norm,
@@ -148,11 +148,11 @@ def test_the_config_of_an_encoder_asks_for_split_batch_norm() -> None:
 
 
 def test_which_batch_norms_know_order() -> None:
-    assert not knows_order(nn.Linear(2, 2))
+    assert not depends_on_row_order(nn.Linear(2, 2))
     for norm in (SynchronizedBatchNorm2d(2), SynchronizedBatchNorm1d(2)):
-        assert not knows_order(nn.Sequential(norm))
+        assert not depends_on_row_order(nn.Sequential(norm))
     for other in (nn.BatchNorm2d(2), nn.BatchNorm1d(2), SplitBatchNorm2d(2, num_splits=2)):
-        assert knows_order(nn.Sequential(SynchronizedBatchNorm2d(2), other))
+        assert depends_on_row_order(nn.Sequential(SynchronizedBatchNorm2d(2), other))
 
 
 def assert_ranks_give(expected: dict[str, Tensor], by_rank: list[dict[str, Tensor]], *, rtol: float) -> None:
@@ -177,7 +177,7 @@ def one_after_the_other(parts: list[Tensor], grads: list[Tensor]) -> dict[str, T
 def together(checkpointing: Checkpointing, parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
     def forward(norm: nn.Module, x: list[Tensor]) -> Tensor:
         with grouped_statistics(len(x)):
-            return run_blocks([norm], torch.cat(x), checkpointing=checkpointing, again=same_groups())
+            return run_blocks([norm], torch.cat(x), checkpointing=checkpointing, recompute_context=reenter_groups())
 
     return trained_in_groups(affine(SynchronizedBatchNorm2d(3)), parts, grads, forward)
 
