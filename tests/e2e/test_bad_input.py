@@ -228,7 +228,7 @@ def test_a_device_without_room_is_one_sentence(train: Run, monkeypatch: pytest.M
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
         )
 
-    monkeypatch.setattr(launch_train, "train", out_of_memory)
+    monkeypatch.setattr("launch.rank.train", out_of_memory)
     said = train("--config", "debug:image")
     assert (
         "not enough memory on cpu (CUDA out of memory. Tried to allocate 2.00 GiB); raise memory.micro_batches" in said
