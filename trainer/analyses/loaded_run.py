@@ -105,7 +105,9 @@ def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: s
 def refuse_sounds(pictures: Pictures, run_dir: RunDir, *, what_for: str) -> None:
     """Raise `UserError` if the pictures are spectrograms; `what_for` begins the sentence."""
     if pictures.are_sounds:
-        raise UserError(f"{what_for} is of pictures, and those of {run_dir.path} are sounds; take a run on pictures")
+        raise UserError(
+            f"{what_for} needs pictures, but the samples of {run_dir.path} are sounds; pass a run on pictures"
+        )
 
 
 def seed_of(config: RunConfig, options: AnalysisOptions) -> int:

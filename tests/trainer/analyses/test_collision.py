@@ -91,7 +91,7 @@ def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
 
 def test_sounds_and_a_single_picture_are_refused(tmp_path: Path) -> None:
     sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
-    with pytest.raises(UserError, match=r"collision is of pictures, and those of .* are sounds"):
+    with pytest.raises(UserError, match=r"collision needs pictures, but the samples of .* are sounds"):
         analyze_collision(
             write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CollisionConfig(), options=AnalysisOptions()
         )

@@ -130,7 +130,7 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
 def test_sounds_and_lonely_pictures_are_refused(tmp_path: Path) -> None:
     sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
     run_dir = write_run(tmp_path / "a", sounds, recipe=debug.audio)
-    with pytest.raises(UserError, match=r"concentration is of pictures, and those of .* are sounds"):
+    with pytest.raises(UserError, match=r"concentration needs pictures, but the samples of .* are sounds"):
         analyze_concentration(run_dir, config=ConcentrationConfig(), options=AnalysisOptions())
     few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
     with pytest.raises(UserError, match="a class of the test set has fewer than two"):

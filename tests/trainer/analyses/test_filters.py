@@ -103,7 +103,7 @@ def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
 
 def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
     sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
-    with pytest.raises(UserError, match=r"filters is of pictures, and those of .* are sounds"):
+    with pytest.raises(UserError, match=r"filters needs pictures, but the samples of .* are sounds"):
         analyze_filters(
             write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CONFIG, options=AnalysisOptions(step=0)
         )
