@@ -77,7 +77,7 @@ def probe_run(
         return None if shared is None else shared.num_shared
 
     chosen = broadcast_object(on_first_rank(check)) or []
-    players = _load(run_dir, chosen[-1])  # a run that has none is told so before its data are read
+    modules = _load(run_dir, chosen[-1])  # a run that has none is told so before its data are read
     num_shared = broadcast_object(on_first_rank(count_shared))
     data = config.data
     train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
@@ -85,10 +85,10 @@ def probe_run(
         print(f"nothing is drawn on {data.test_dir} as it is read, so there is one draw and no spread", file=sys.stderr)
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
     for number, step in enumerate(chosen):
-        players = players if len(chosen) == 1 else _load(run_dir, step)
-        _warn_of_other_data(players, train=train, test=test)
+        modules = modules if len(chosen) == 1 else _load(run_dir, step)
+        _warn_of_other_data(modules, train=train, test=test)
         readout = probe(
-            players,
+            modules,
             train=train,
             test=test,
             device=device,
@@ -97,7 +97,7 @@ def probe_run(
             other_draws=other_draws,
             num_shared=num_shared,
         )
-        directory = run_dir.probes(players.step)
+        directory = run_dir.probes(modules.step)
         on_first_rank(partial(_write, directory, readout, suffix=suffix))
         if rank() == 0:
             if run_dir.probes_at is None and not suffix and number + 1 == len(chosen) and not isinstance(steps, int):
@@ -146,7 +146,7 @@ class Readout:
 
 
 def probe(
-    players: TrainedModules,
+    modules: TrainedModules,
     *,
     train: Pictures,
     test: Pictures,
@@ -164,17 +164,17 @@ def probe(
     """
     started = time.monotonic()
     targets = label_targets(train, test, wanted=labels)
-    players = players.to(device)
-    config = players.config.probe if config is None else config
-    title = f"probe of step {players.step}"
+    modules = modules.to(device)
+    config = modules.config.probe if config is None else config
+    title = f"probe of step {modules.step}"
     with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
             progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
 
         linear = probe_linear(
-            players.encoder,
-            view_policy=players.view_policy,
+            modules.encoder,
+            view_policy=modules.view_policy,
             train=train,
             test=test,
             targets=targets,
@@ -183,12 +183,12 @@ def probe(
             other_draws=other_draws,
             on_epoch=on_epoch,
         )
-    knn = probe_knn(players.encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
+    knn = probe_knn(modules.encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
     seconds = round(time.monotonic() - started, 1)
     results = {
         space: ProbeResult(
             label=space,
-            checkpoint_step=players.step,
+            checkpoint_step=modules.step,
             linear=linear[space].result,
             knn=knn[space],
             chance=1 / target.num_classes,
@@ -270,18 +270,18 @@ def curve_table(curves: Sequence[ProbeCurve]) -> str:
 
 
 def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
-    """The players that the first rank finds, on every rank."""
-    players = on_first_rank(lambda: load_modules(run_dir, step=step))
-    found = broadcast_object(None if players is None else players.step)
-    return load_modules(run_dir, step=found) if players is None else players
+    """The modules that the first rank finds, on every rank."""
+    modules = on_first_rank(lambda: load_modules(run_dir, step=step))
+    found = broadcast_object(None if modules is None else modules.step)
+    return load_modules(run_dir, step=found) if modules is None else modules
 
 
-def _warn_of_other_data(players: TrainedModules, *, train: Pictures, test: Pictures) -> None:
+def _warn_of_other_data(modules: TrainedModules, *, train: Pictures, test: Pictures) -> None:
     """Print a warning for each dataset that is not that of the training. The results hold the hashes of both."""
-    data = players.config.data
+    data = modules.config.data
     for warning in (
-        other_data(players.trained_on, which="train", sha256=train.manifest.sha256, location=data.train_dir),
-        other_data(players.trained_on, which="test", sha256=test.manifest.sha256, location=data.test_dir),
+        other_data(modules.trained_on, which="train", sha256=train.manifest.sha256, location=data.train_dir),
+        other_data(modules.trained_on, which="test", sha256=test.manifest.sha256, location=data.test_dir),
     ):
         if warning is not None and rank() == 0:
             print(f"warning: {warning}", file=sys.stderr)

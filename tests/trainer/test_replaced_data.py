@@ -275,7 +275,7 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
         loaded = load_run(run_dir, AnalysisOptions(step=step))
         assert len(loaded.train) == 40
         assert len(loaded.test) == 20
-        _warn_of_other_data(loaded.players, train=loaded.train, test=loaded.test)
+        _warn_of_other_data(loaded.modules, train=loaded.train, test=loaded.test)
         return [line.partition(";")[0] for line in capsys.readouterr().err.splitlines() if "warning: " in line]
 
     assert warnings(2) == [warning, warning]  # of the analysis and of the probe

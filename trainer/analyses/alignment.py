@@ -100,7 +100,7 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
             _encode_views(loaded, part, rows_N, num_views=config.num_views, progress=progress)
             for part, rows_N in zip((loaded.train, loaded.test), rows, strict=True)
         )
-    encoder = loaded.players.encoder
+    encoder = loaded.modules.encoder
     with frozen(encoder):
         pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows[1]], device=options.device)
         plain = _unit_vectors(loaded, pooled_NC)
@@ -127,7 +127,7 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
     result = AlignmentResult(
         config=config,
         seed=loaded.seed,
-        checkpoint_step=loaded.players.step,
+        checkpoint_step=loaded.modules.step,
         num_train=len(rows[0]),
         num_test=len(rows[1]),
         spaces=spaces,
@@ -191,7 +191,7 @@ def _encode_views(
     loaded: LoadedRun, pictures: Pictures, rows_N: Tensor, *, num_views: int, progress: Progress
 ) -> dict[Space, Tensor]:
     """Return unit vectors (N, V, D) of `num_views` views of each sample in every space."""
-    encoder, policy = loaded.players.encoder, loaded.players.view_policy
+    encoder, policy = loaded.modules.encoder, loaded.modules.view_policy
     by_view: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
     with frozen(encoder):
         for view in range(num_views):
@@ -206,7 +206,7 @@ def _encode_views(
 
 
 def _unit_vectors(loaded: LoadedRun, pooled_BC: Tensor) -> dict[Space, Tensor]:
-    embedding_BD: Tensor = loaded.players.encoder.head(pooled_BC)
+    embedding_BD: Tensor = loaded.modules.encoder.head(pooled_BC)
     return {"embedding": F.normalize(embedding_BD, dim=1), "pooled": F.normalize(pooled_BC, dim=1)}
 
 

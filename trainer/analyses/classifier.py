@@ -33,10 +33,10 @@ def heads_of(loaded: LoadedRun) -> Heads:
 
     Raises `UserError` if the file is damaged, or if its heads do not fit this train set and encoder.
     """
-    run, in_train_mode = loaded.run_dir.path, loaded.players.config.probe.batch_norm == "train"
+    run, in_train_mode = loaded.run_dir.path, loaded.modules.config.probe.batch_norm == "train"
     # In such a run heads.safetensors was fitted in train mode; `trainer.probe` gives the others these names.
     name, command = ("heads-batch_norm_eval", f"{run} --batch-norm eval") if in_train_mode else ("heads", f"{run}")
-    path = loaded.run_dir.probes(loaded.players.step) / f"{name}.safetensors"
+    path = loaded.run_dir.probes(loaded.modules.step) / f"{name}.safetensors"
     if not path.is_file():
         if in_train_mode:
             print(
@@ -46,7 +46,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
             )
         write_heads(path, fit_quickly(loaded))
     heads = read_heads(path, device=loaded.device)
-    num_features = loaded.players.encoder.feature_size(*loaded.test.images_NCHW.shape[2:])
+    num_features = loaded.modules.encoder.feature_size(*loaded.test.images_NCHW.shape[2:])
     expected = {
         space: (len(names), num_features)
         for space, names in readable_labels(loaded.train.manifest, loaded.test.manifest).items()
@@ -59,9 +59,9 @@ def heads_of(loaded: LoadedRun) -> Heads:
 
 def fit_quickly(loaded: LoadedRun) -> Heads:
     """Fit heads for every label in eval mode, on views of the run's policy if its probe uses them."""
-    encoder, policy = loaded.players.encoder, loaded.players.view_policy
+    encoder, policy = loaded.modules.encoder, loaded.modules.view_policy
     train, test, device = loaded.train, loaded.test, loaded.device
-    config = loaded.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS})
+    config = loaded.modules.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS})
     rows_N, test_rows_N = (choose_rows(len(samples), NUM_QUICK, seed=config.seed) for samples in (train, test))
     parts = []
     with Progress("features for a quick classifier", total=len(rows_N)) as progress, frozen(encoder):

@@ -73,14 +73,14 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
     unit_NC = unit_features(loaded, rows_N)
     if not np.isfinite(unit_NC).all():
         raise UserError(
-            f"the features of {run_dir.path} at step {loaded.players.step} are not all finite; take an earlier --step"
+            f"the features of {run_dir.path} at step {loaded.modules.step} are not all finite; take an earlier --step"
         )
     points_N2 = map_of(unit_NC, config, seed=loaded.seed)
     labels = {space: loaded.test.labels(space)[rows_N].numpy() for space in loaded.label_spaces()}
     result = EmbeddingResult(
         config=config,
         seed=loaded.seed,
-        checkpoint_step=loaded.players.step,
+        checkpoint_step=loaded.modules.step,
         num_samples=len(rows_N),
         silhouette={space: silhouette(unit_NC, label_N) for space, label_N in labels.items()},
         silhouette_of_map={space: silhouette(points_N2, label_N) for space, label_N in labels.items()},
@@ -102,7 +102,7 @@ ANALYSIS = of_each_run(EmbeddingConfig, analyze_embedding)
 
 def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
     """Return pooled features of test samples without views, at unit length, (N, C)."""
-    encoder = loaded.players.encoder
+    encoder = loaded.modules.encoder
     with frozen(encoder):
         pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows_N], device=loaded.device)
     unit_NC: NDArray[np.float64] = F.normalize(pooled_NC.double(), dim=1).cpu().numpy()

@@ -226,9 +226,9 @@ def _judge(
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
     plain, differences, masks = [], [], []
-    with frozen(*(judge.loaded.players.encoder for judge in judges)):
+    with frozen(*(judge.loaded.modules.encoder for judge in judges)):
         for batch in view_batches(
-            loaded.players.view_policy,
+            loaded.modules.view_policy,
             loaded.test,
             rows_N,
             seed=seed,
@@ -237,8 +237,8 @@ def _judge(
             index_N=index_N,
         ):
             for judge in judges:
-                features[judge.name].append(judge.loaded.players.encoder.features(batch.views_BCHW))
-            plain.append(loaded.players.encoder.features(batch.seen_BCHW))
+                features[judge.name].append(judge.loaded.modules.encoder.features(batch.views_BCHW))
+            plain.append(loaded.modules.encoder.features(batch.seen_BCHW))
             if batch.masks_BHW is not None:
                 differences.append((batch.views_BCHW - batch.seen_BCHW).cpu())
                 masks.append(batch.masks_BHW)
@@ -252,8 +252,8 @@ def _judge(
     plain_NF, heads = torch.cat(plain), policy.heads.by_label
     run = JudgedRun(
         name=policy.name,
-        checkpoint_step=loaded.players.step,
-        views=loaded.players.config.views.kind,
+        checkpoint_step=loaded.modules.step,
+        views=loaded.modules.config.views.kind,
         classifier=policy.heads.made_by,
         accuracy={space: heads[space].accuracy(plain_NF, label_N) for space, label_N in labels.items()},
         without_views={space: probabilities(heads[space], plain_NF, label_N) for space, label_N in labels.items()},
@@ -279,7 +279,7 @@ def _judge(
 
 def _names(loaded_runs: Sequence[LoadedRun]) -> list[str]:
     """Return the names in the configs, or the directories if two runs have the same name."""
-    names = [loaded.players.config.name for loaded in loaded_runs]
+    names = [loaded.modules.config.name for loaded in loaded_runs]
     return names if len(set(names)) == len(names) else [str(loaded.run_dir.path) for loaded in loaded_runs]
 
 

@@ -95,19 +95,19 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
     unit = F.normalize(pooled, dim=1).cpu().numpy()
     shown_F = pooled.var(0).argsort(descending=True)[: config.num_shown]
     found_FCHW = activating_pictures(
-        loaded.players.encoder.pooled,
+        loaded.modules.encoder.pooled,
         shown_F,
         shape=tuple(test.images_NCHW.shape[1:]),
         config=config,
         seed=loaded.seed,
     )
-    with frozen(loaded.players.encoder):
-        driven_F = loaded.players.encoder.pooled(found_FCHW).double().gather(1, shown_F[:, None])[:, 0]
+    with frozen(loaded.modules.encoder):
+        driven_F = loaded.modules.encoder.pooled(found_FCHW).double().gather(1, shown_F[:, None])[:, 0]
     highest_F = pooled.amax(0)[shown_F]
     result = FiltersResult(
         config=config,
         seed=loaded.seed,
-        checkpoint_step=loaded.players.step,
+        checkpoint_step=loaded.modules.step,
         num_pictures=len(rows_N),
         num_channels=pooled.shape[1],
         sparsity=sparsity,
@@ -192,7 +192,7 @@ def activating_pictures(
 
 def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
     """Return the sparsity of the map and the pooled features (N, C) float64 of test pictures without views."""
-    encoder, sums, pooled = loaded.players.encoder, dict.fromkeys(("active_share", "treves_rolls", "hoyer"), 0.0), []
+    encoder, sums, pooled = loaded.modules.encoder, dict.fromkeys(("active_share", "treves_rolls", "hoyer"), 0.0), []
     maps: list[Tensor] = []
     hook = encoder.trunk.register_forward_hook(lambda module, args, output: maps.append(output))
     fires_C: Tensor | None = None

@@ -53,25 +53,25 @@ class LoadedRun:
     """A run at one checkpoint; its modules are on `device`, in eval mode."""
 
     run_dir: RunDir
-    players: TrainedModules
+    modules: TrainedModules
     device: torch.device
     seed: int
 
     @cached_property
     def train(self) -> Pictures:
-        data = self.players.config.data
+        data = self.modules.config.data
         train = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW)
         return self._checked(train, "train", location=data.train_dir)
 
     @cached_property
     def test(self) -> Pictures:
-        data = self.players.config.data
+        data = self.modules.config.data
         return self._checked(read_pictures(data.test_dir, read=data), "test", location=data.test_dir)
 
     def _checked(self, pictures: Pictures, which: Literal["train", "test"], *, location: str) -> Pictures:
         """Return the pictures, and warn if their dataset is not the one of the training."""
         sha256 = pictures.manifest.sha256
-        if warning := other_data(self.players.trained_on, which=which, sha256=sha256, location=location):
+        if warning := other_data(self.modules.trained_on, which=which, sha256=sha256, location=location):
             print(f"warning: {warning}", file=sys.stderr)
         return pictures
 
@@ -82,8 +82,8 @@ class LoadedRun:
 
 def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
     """Load the modules of a run. Raises `UserError` if there is no such checkpoint."""
-    players = load_modules(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
-    return LoadedRun(run_dir, players, options.device, seed_of(players.config, options))
+    modules = load_modules(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
+    return LoadedRun(run_dir, modules, options.device, seed_of(modules.config, options))
 
 
 def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: str) -> tuple[RunConfig, Pictures]:

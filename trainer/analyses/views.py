@@ -82,8 +82,8 @@ def measure_views(
 ) -> tuple[ViewsResult, bytes]:
     """Return the numbers and the grid as PNG. Raises `UserError` if data is missing."""
     loaded = load_run(run_dir, options)
-    players, test, seed, device = loaded.players, loaded.test, loaded.seed, loaded.device
-    policy = players.view_policy
+    modules, test, seed, device = loaded.modules, loaded.test, loaded.seed, loaded.device
+    policy = modules.view_policy
     measured = torch.arange(len(test))[: config.num_pictures]
     picture_NCHW, view_NCHW = draw_views(policy, test, measured, seed=seed, view=0, device=device)
     masks_NHW = None if test.masks_NHW is None else test.masks_NHW[measured]
@@ -91,8 +91,8 @@ def measure_views(
     shown = choose_pictures(test, config.num_shown)
     grid, gain = view_grid(policy, test, shown, seed=seed, device=device)
     result = ViewsResult(
-        checkpoint_step=players.step,
-        views=players.config.views.kind,
+        checkpoint_step=modules.step,
+        views=modules.config.views.kind,
         num_pictures=len(picture_NCHW),
         change=change.overall,
         change_in_box=change.in_box,

@@ -59,7 +59,7 @@ class DropBottom(nn.Module):
 
 
 def write_run(directory: Path, data: Path, *, recipe: Callable[[], RunConfig] = debug.image, name: str = "") -> RunDir:
-    """A run directory without checkpoints: what there is of it is its untrained players."""
+    """A run directory without checkpoints: what there is of it is its untrained modules."""
     directory.mkdir(parents=True)
     config: dict[str, Any] = recipe().model_dump(mode="json")
     config["name"] = name or config["name"]
@@ -73,7 +73,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: str, **policies: nn.Module) -
 
     def open_planted(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
         policy = cast(ViewPolicy, policies[run_dir.path.name])
-        players = TrainedModules(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
-        return LoadedRun(run_dir, players, CPU, options.seed or 0)
+        modules = TrainedModules(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
+        return LoadedRun(run_dir, modules, CPU, options.seed or 0)
 
     monkeypatch.setattr(f"trainer.analyses.{module}.load_run", open_planted)

@@ -151,12 +151,12 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
     loaded = load_run(run_dir, AnalysisOptions(step=0))
     heads = fit_quickly(loaded)
     probed = probe_linear(
-        loaded.players.encoder,
-        view_policy=loaded.players.view_policy,
+        loaded.modules.encoder,
+        view_policy=loaded.modules.view_policy,
         train=loaded.train,
         test=loaded.test,
         targets=label_targets(loaded.train, loaded.test),
-        config=loaded.players.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS}),
+        config=loaded.modules.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS}),
         device=torch.device("cpu"),
     )
     for space, head in heads.by_label.items():
