@@ -6,11 +6,12 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test quick lint clean
 
 help:
 	@echo 'make demo    train with expert views and with a viewmaker, and compare them in one report (minutes on 2 cores)'
 	@echo 'make test    run every test that this machine can run, on 2 cores; ARGS="-k slurm" picks some'
+	@echo 'make quick   run the tests that start no other process and take no long time'
 	@echo 'make lint    formatting, ruff, mypy --strict'
 	@echo 'make clean   remove .venv, the demo and all caches'
 	@echo 'Each makes .venv first where it is missing or older than setup.py; PYTHON=python3.12 picks the interpreter.'
@@ -20,6 +21,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+quick: $(INSTALLED)
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not (ranks or process or slurm or slow)' $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests import tiers
+
 T = TypeVar("T")
 
 # None of these starts a thread when it is imported.
@@ -45,6 +47,7 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout_s
     `function`, `args` and results are pickled, so `function` lives at the top of an importable module. Each rank runs
     on one thread. Raises `RankError`.
     """
+    tiers.require("ranks", "slurm")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     task = pickle.dumps((function, args))

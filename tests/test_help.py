@@ -12,6 +12,8 @@ import pytest
 
 from data_pipeline.__main__ import COMMANDS as OF_DATA_PIPELINE
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "numpy", "scipy", "matplotlib", "submitit", "wandb", "webdataset"}
 COMMANDS = [

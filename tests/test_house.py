@@ -155,6 +155,7 @@ def test_only_the_distributed_folder_calls_torch_distributed() -> None:
     assert not wrong
 
 
+@pytest.mark.process
 def test_a_rank_imports_nothing_that_only_few_need() -> None:
     """Each takes a rank half a second to start, and hundreds of files that all ranks of a cluster open at once."""
     heavy = {"deepspeed", "matplotlib", "pandas", "scipy", "sklearn", "soundfile", "timm", "wandb"}

@@ -85,6 +85,7 @@ if kind == "leaves":
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["ends", "leaves", "stuck"])
 def test_a_rank_leaves_no_temporary_files_no_worker_and_always_ends(kind: str, tmp_path: Path) -> None:
     """Such as the spool of a remote dataset, and the workers of a DataLoader that an exception still holds."""

@@ -52,6 +52,7 @@ def losses(run_dir: Path) -> list[float]:
     return [line["train/loss"] for line in RunDir(run_dir).read_metrics()]
 
 
+@pytest.mark.process
 def test_every_launcher_gives_the_same_curve(recipe: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     local = ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"]

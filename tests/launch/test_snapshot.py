@@ -79,6 +79,7 @@ def test_code_that_never_stands_still_is_refused(small: Path, monkeypatch: pytes
     assert read_snapshot(small).files == {"a": b"2"}, "only two equal readings count"
 
 
+@pytest.mark.process
 def test_python_imports_the_snapshot_and_provenance_says_what_it_was_taken_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,6 +268,7 @@ def test_a_run_that_has_a_job_is_not_submitted_again(tmp_path: Path) -> None:
         refuse_if_active(run_dir, {"7_0": "RUNNING"})
 
 
+@pytest.mark.process
 def test_a_local_job_is_active_while_its_process_is(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     submission = last_submission(run_dir)
@@ -288,6 +289,7 @@ def test_a_local_job_is_active_while_its_process_is(tmp_path: Path) -> None:
     refuse_if_active(run_dir, None)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("host", "state"), [("here", "running"), (None, "running"), ("there", "unknown")])
 def test_a_local_job_is_known_only_on_its_own_machine(
     host: str | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_dry_run_prints_the_script_that_is_on_record(slurm_py: Command, settings: list[str], tmp_path: Path) -> None:
     """After a change that is meant: UPDATE_GOLDEN=1 pytest tests/launch/test_submission.py, and read the difference."""
     flags = ["--nodes", "4", "--config", "debug:image", *settings, "--dry-run"]

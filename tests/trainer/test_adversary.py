@@ -102,6 +102,7 @@ def train_with_a_viewmaker_that_diverges(data: Path, directory: Path, update: st
     return str(told.value)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("update", ["simultaneous", "alternating"])
 def test_a_viewmaker_that_diverges_ends_training_in_a_sentence(update: str, tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=160, num_test=20)

@@ -116,6 +116,7 @@ def reference(objective: str, micro_batches: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_cell_is_one_process(objective: str, num_ranks: int) -> None:

@@ -106,6 +106,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.process
 def test_a_data_worker_does_not_hold_the_run_directory_of_a_rank_that_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
@@ -308,6 +309,7 @@ def fail_on_the_first() -> str:
     return "went on"
 
 
+@pytest.mark.ranks
 def test_whatever_goes_wrong_on_the_first_rank_ends_all() -> None:
     assert run_ranks(fail_on_the_first, 2) == ["rank 0: OSError('the disk is gone')", "rank 1: SystemExit(2)"]
 

@@ -132,6 +132,7 @@ def train_with_a_delay(slow: str, data: Path, directory: Path) -> None:
     train(config, RunDir(directory), device=torch.device("cpu"), command="test")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("slow", DELAYED)
 def test_a_delay_is_named(slow: str, data: Path, tmp_path: Path) -> None:
     """Each step waits 50 ms in one stage; for communication there are two ranks."""

@@ -209,6 +209,7 @@ def agree(directories: list[Path]) -> str:
     return "the same"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("is_same", [True, False])
 def test_ranks_that_read_different_data_do_not_train(is_same: bool, data: Path, tmp_path: Path) -> None:
     other = write_tiny_pair(tmp_path / "other", num_train=40, num_test=20)

@@ -206,6 +206,7 @@ def test_the_first_module_that_is_not_finite_is_named(
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.ranks
 def test_ranks_record_together_what_one_process_replays(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

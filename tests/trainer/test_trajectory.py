@@ -92,6 +92,7 @@ def has_no_effect(player: str, name: str) -> bool:
     return player == "viewmaker" and name.endswith("second.norm.bias")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "world_size"), [(kind, 2) for kind in STEPS] + [("simultaneous", 4)])
 def test_ranks_follow_one_process(
     kind: str, world_size: int, data: Path, online_data: Path, sounds: Path, tmp_path: Path
@@ -151,6 +152,7 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
     assert not torch.equal(first.inputs_a, first.inputs_b)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["moco", "simsiam", "instance_discrimination"])
 def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(kind: str, data: Path, tmp_path: Path) -> None:
     """From a checkpoint of one process at step 10, one process ends in the same bits, two in the same numbers."""
@@ -171,6 +173,7 @@ def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(kind: str,
                 torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
 
 
+@pytest.mark.ranks
 def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None:
     """At a small learning rate few ReLUs are pushed over zero: equal to 1e-5 at first, to 1e-4 in all 20 steps."""
     config = configure(data, "debug:image", ["optimizer.learning_rate=0.003"])
@@ -183,6 +186,7 @@ def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None
     np.testing.assert_allclose(together, alone, rtol=1e-4)
 
 
+@pytest.mark.ranks
 def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
     """Both players train under ZeRO 2 on two ranks, then from step 10 on one rank; only rounding differs."""
     slow = ["optimizer.learning_rate=0.003", "adversary.optimizer.learning_rate=0.0001", "checkpoint_every_steps=10"]

@@ -538,6 +538,7 @@ def save_on_four_and_load(directory: Path) -> list[tuple[int, str, dict[str, str
     return found
 
 
+@pytest.mark.ranks
 def test_the_state_of_4_ranks_is_taken_up_by_1_2_and_8(tmp_path: Path) -> None:
     per_rank = run_ranks(save_on_four_and_load, 8, tmp_path)
     saved = {kind: state for world_size, kind, state in per_rank[0] if world_size == 4}
@@ -616,6 +617,7 @@ def fail_together(run_dir: RunDir) -> list[str]:
     return met
 
 
+@pytest.mark.ranks
 def test_what_fails_on_the_first_rank_ends_all_of_them_at_the_same_call(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.checkpoints.write_text("in the way")

@@ -27,6 +27,7 @@ def _weighted_gather(x_WBD: Tensor, weight_WGD: Tensor) -> tuple[Tensor, Tensor]
     return gathered_GD.detach(), grad
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gathered_rows_are_in_rank_order_and_their_gradient_is_summed_at_the_owner(num_ranks: int) -> None:
     x_WBD = torch.randn(num_ranks, 3, 2, dtype=torch.float64)
@@ -43,6 +44,7 @@ def _weighted_sum(x_WD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
     return total_D.detach(), grad
 
 
+@pytest.mark.ranks
 def test_sum_and_its_gradient_are_summed_over_the_ranks() -> None:
     x_WD, weight_WD = torch.randn(2, 4, 5, dtype=torch.float64)
     for total_D, grad_D in run_ranks(_weighted_sum, 4, x_WD, weight_WD):
@@ -56,6 +58,7 @@ def _agreements() -> tuple[dict[str, float], bool, bool, str]:
     return means, any_rank(rank() == 1), any_rank(False), broadcast_object(f"from {rank()}", source=1)
 
 
+@pytest.mark.ranks
 def test_ranks_agree_on_means_flags_and_objects() -> None:
     assert run_ranks(_agreements, 3) == [({"a": 2.0, "b": 1.0}, True, False, "from 1")] * 3
 
@@ -95,6 +98,7 @@ def _sleep_on_rank_1() -> None:
         time.sleep(60)
 
 
+@pytest.mark.ranks
 def test_a_failing_rank_ends_the_run_with_its_own_traceback() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised.*_raise_on_rank_1.*the cause"):
         run_ranks(_raise_on_rank_1, 2)

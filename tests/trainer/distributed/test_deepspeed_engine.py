@@ -447,6 +447,7 @@ def assert_follows(found: State, expected: State, start: Mapping[str, Tensor], *
         assert (found[name] - tensor).norm() <= rtol * way, name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_follow_one_plain_process(name: str, ranks: list[dict[str, Any]]) -> None:
     """20 steps in float32 on two ranks: losses, gradient lengths, both players' parameters and optimizer states."""
@@ -464,6 +465,7 @@ def test_ranks_follow_one_plain_process(name: str, ranks: list[dict[str, Any]]) 
             assert_follows(found_optimizer, optimizer_state, {}, rtol=1e-4)
 
 
+@pytest.mark.ranks
 def test_all_stages_but_0_cut_the_state(ranks: list[dict[str, Any]]) -> None:
     for stage in (0, 1, 2, 3):
         kept = [result["kept"][stage]["kept"] for result in ranks]
@@ -475,12 +477,14 @@ def test_all_stages_but_0_cut_the_state(ranks: list[dict[str, Any]]) -> None:
             assert max(kept) < 0.51 * total
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("stage", [1, 2])
 def test_in_the_alternating_game_the_other_player_stays_bit_identical(stage: int, ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         assert result["moves"][stage] == {"encoder's": ["encoder"], "viewmaker's": ["viewmaker"]}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", ["exchanged", "exchanged_from_3"])
 def test_state_goes_from_stage_to_stage(way: str, ranks: list[dict[str, Any]]) -> None:
     """Bit-equal where it is taken up, and training goes on as if nothing had been; the master copies move as well."""
@@ -496,6 +500,7 @@ def test_state_goes_from_stage_to_stage(way: str, ranks: list[dict[str, Any]]) -
                 assert_follows(both, expected, start["encoder"], rtol=1e-5)
 
 
+@pytest.mark.ranks
 def test_state_goes_to_ddp_in_one_process_and_back(ranks: list[dict[str, Any]]) -> None:
     saved, goes_on = (ranks[0]["exchanged"][when]["encoder"] for when in ("saved", "goes_on"))
     engine = DDPEngine(players("encoder", seed=1)["encoder"], optimizer=ADAMW)
@@ -526,6 +531,7 @@ def take_up(saved: tuple[State, State]) -> dict[int, bool]:
     return result
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", [case.name for case in PARTS])
 def test_parts_of_a_batch_add_up_to_the_batch(name: str, ranks: list[dict[str, Any]]) -> None:
     """Also where one rank has more parts than the other: until the last part, nothing is sent."""
@@ -539,6 +545,7 @@ def test_parts_of_a_batch_add_up_to_the_batch(name: str, ranks: list[dict[str, A
                     assert_follows(found, expected, start[player], rtol=1e-5)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", [case.name for case in SKIPPED])
 def test_a_skipped_step_leaves_no_trace(name: str, ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
@@ -547,6 +554,7 @@ def test_a_skipped_step_leaves_no_trace(name: str, ranks: list[dict[str, Any]]) 
         assert found == {"stays": True, "no_gradient_left": True, "goes_on": True}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", [case.name for case in FUSED])
 def test_so_it_is_where_the_kernel_skips(name: str, ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
@@ -555,6 +563,7 @@ def test_so_it_is_where_the_kernel_skips(name: str, ranks: list[dict[str, Any]])
         assert found == {"stays": True, "no_gradient_left": True, "goes_on": True}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", REAL_RUNS)
 def test_a_real_run_ends_in_the_bits_of_ddp(
     name: str, real_runs: dict[str, RealRun], ranks: list[dict[str, Any]]

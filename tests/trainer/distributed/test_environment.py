@@ -256,6 +256,7 @@ def start_slurm_task(job: dict[str, str], rank: int, **more: str) -> subprocess.
     )
 
 
+@pytest.mark.process
 def test_two_ranks_meet_and_rank_0_prints_the_table() -> None:
     port = free_ports(1)[0]
     ranks = [start_rank(rank, 2, port) for rank in range(2)]
@@ -271,6 +272,7 @@ def test_two_ranks_meet_and_rank_0_prints_the_table() -> None:
     assert outputs[1][0] == ""
 
 
+@pytest.mark.process
 def test_taken_port_is_one_sentence_and_exit_status_2() -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
@@ -295,6 +297,7 @@ def test_ports_after_the_first_lie_apart_and_in_the_range() -> None:
     assert read_env(SRUN_TASK | {"MASTER_PORT": "1234"}).ports == (1234,), "a port that was given is kept to"
 
 
+@pytest.mark.process
 def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
     """One port is held by a silent server, one by another job's rank 0; one core too few gives one warning."""
     job = free_job()
@@ -311,6 +314,7 @@ def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
     assert f"rank 1 ({cores} of {cores + 1} on {socket.gethostname()})" in warnings[0]
 
 
+@pytest.mark.process
 def test_a_slurm_task_whose_rank_0_never_comes_says_so() -> None:
     rank_1 = start_slurm_task(free_job(), 1, TIMEOUT="2")
     _, stderr = rank_1.communicate(timeout=60)
@@ -319,6 +323,7 @@ def test_a_slurm_task_whose_rank_0_never_comes_says_so() -> None:
     assert "did not meet the others at 127.0.0.1:" in stderr
 
 
+@pytest.mark.process
 def test_a_slurm_rank_0_does_not_wait_for_ever() -> None:
     rank_0 = start_slurm_task(free_job(), 0, TIMEOUT="2")
     _, stderr = rank_0.communicate(timeout=60)
@@ -335,6 +340,7 @@ def test_no_free_port_is_one_sentence() -> None:
         pass
 
 
+@pytest.mark.process
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     port = free_ports(1)[0]
     rank_1 = start_rank(1, 2, port, TIMEOUT="3")

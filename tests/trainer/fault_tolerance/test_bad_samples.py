@@ -69,6 +69,7 @@ def train(data: Path, run_dir: Path, *, num_ranks: int, max_bad_share: float) ->
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("placement", ["stream", "host"])
 def test_training_goes_on_counts_and_lists(data: Path, tmp_path: Path, placement: str) -> None:
     losses = []
@@ -85,6 +86,7 @@ def test_training_goes_on_counts_and_lists(data: Path, tmp_path: Path, placement
     assert losses[0] == pytest.approx(losses[1], rel=1e-8)  # in both epochs the same samples stood in
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_too_many_end_the_run_in_one_sentence(data: Path, tmp_path: Path, num_ranks: int) -> None:
     done = train(data, tmp_path / "run", num_ranks=num_ranks, max_bad_share=0.001)
@@ -109,6 +111,7 @@ def flush_on_two_ranks(directory: Path, max_share: float) -> list[int] | str:
     return counts
 
 
+@pytest.mark.ranks
 def test_what_any_rank_met_counts_once_on_every_rank(tmp_path: Path) -> None:
     assert run_ranks(flush_on_two_ranks, 2, tmp_path, 0.03) == [[0, 3, 3]] * 2
     lines = [json.loads(line) for line in RunDir(tmp_path).bad_samples.read_text().splitlines()]
@@ -117,6 +120,7 @@ def test_what_any_rank_met_counts_once_on_every_rank(tmp_path: Path) -> None:
     assert len(RunDir(tmp_path).bad_samples.read_text().splitlines()) == 3
 
 
+@pytest.mark.ranks
 def test_no_rank_stops_alone(tmp_path: Path) -> None:
     first, second = run_ranks(flush_on_two_ranks, 2, tmp_path, 0.02)
     assert isinstance(first, str)

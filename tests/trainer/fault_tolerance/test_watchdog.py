@@ -225,6 +225,7 @@ def test_where_no_report_can_be_written_the_rank_ends_all_the_same(tmp_path: Pat
     assert "in freeze" in stderr
 
 
+@pytest.mark.process
 def test_what_a_process_left_when_it_was_asked_to_end_stands_for_its_answer() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -405,6 +406,7 @@ def train_with_slow_blocks(data: Path, directory: Path) -> str:
     return said.getvalue()
 
 
+@pytest.mark.ranks
 def test_a_slow_step_is_no_stall_and_the_log_says_what_it_does(tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=32, num_test=20)
     (said,) = run_ranks(train_with_slow_blocks, 1, data, tmp_path / "run")
@@ -414,6 +416,7 @@ def test_a_slow_step_is_no_stall_and_the_log_says_what_it_does(tmp_path: Path) -
     assert not (tmp_path / "run" / "stalled").exists()
 
 
+@pytest.mark.process
 def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:
     write_tiny_pair(tmp_path / "data", num_train=83, num_test=20)
     settings = {

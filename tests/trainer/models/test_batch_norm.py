@@ -88,6 +88,7 @@ def affine(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
     return norm
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("sizes", [[4, 4], [2, 5, 1, 3]])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
 def test_equals_batch_norm_of_the_whole_batch(sizes: list[int], dtype: torch.dtype, rtol: float) -> None:
@@ -100,6 +101,7 @@ def test_equals_batch_norm_of_the_whole_batch(sizes: list[int], dtype: torch.dty
     assert_ranks_give(expected, run_ranks(synchronized, len(sizes), parts, grads), rtol=rtol)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("num_splits", [4, 8])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
@@ -200,6 +202,7 @@ def trained_in_groups(
     return {"out": out.detach().transpose(0, 1), **gradients, **norm.state_dict()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("checkpointing", ["none", "whole"])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
 def test_groups_that_go_together_are_as_batches_one_after_the_other(
@@ -246,6 +249,7 @@ def compiled(x_BCHW: Tensor) -> tuple[Tensor, Tensor, list[str]]:
     return found, network(own).detach(), stops
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("num_ranks", "stops"), [(1, []), (2, ["synchronized_batch_norm"])])
 def test_compiling_stops_at_the_collective_and_nowhere_else(num_ranks: int, stops: list[str]) -> None:
     for found, expected, found_stops in run_ranks(compiled, num_ranks, torch.randn(4, 3, 2, 2)):

@@ -68,6 +68,7 @@ def trained(x_BC: Tensor, weight_BD: Tensor) -> tuple[Tensor, Tensor, dict[str, 
     return out.detach(), x.grad / world_size(), gradients | dict(head.named_buffers())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_ranks_equal_one_process(num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -108,6 +108,7 @@ def trained_on_a_rank(parts: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     return trained(*parts[rank()])
 
 
+@pytest.mark.ranks
 def test_two_ranks_are_one_process() -> None:
     torch.manual_seed(1)
     views_BCHW, weights_BD = torch.rand(8, 3, 32, 32).double(), torch.randn(8, 8).double()

@@ -154,6 +154,7 @@ def of_this_rank(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[list[Tensor], dict[str
     return loss_and_gradients(output.loss, *local), dict(output.metrics)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("size", [8, 5, 2])  # shares of 2; of 1 and 2; none for two of four ranks
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_ranks_equal_one_process(num_ranks: int, size: int) -> None:
@@ -169,6 +170,7 @@ def test_ranks_equal_one_process(num_ranks: int, size: int) -> None:
         assert torch.stack([metrics[name] for _, metrics in by_rank]).mean().item() == pytest.approx(value.item())
 
 
+@pytest.mark.ranks
 def test_one_picture_on_each_of_two_ranks_is_a_batch() -> None:
     inputs = embeddings(2, 3, dtype=torch.float64)
     expected = by_loop(*inputs, 5e-3)

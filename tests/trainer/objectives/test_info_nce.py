@@ -61,6 +61,7 @@ def test_alignment_is_minus_the_mean_cosine() -> None:
     assert alignment(z_VBD[0], -z_VBD[0]).item() == pytest.approx(1)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("num_ranks", "per_rank"), [(1, 12), (2, 6), (4, 3), (4, 1)])
 def test_ranks_equal_one_process(num_ranks: int, per_rank: int) -> None:
     losses = {"info_nce": info_nce_loss, "divergence": divergence, "alignment": alignment}

@@ -164,6 +164,7 @@ def test_nothing_of_it_is_trained() -> None:
     assert list(toy_bank().parameters()) == []
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_equal_one_process(num_ranks: int) -> None:
     index_TB = batches(4)
@@ -182,6 +183,7 @@ def test_ranks_equal_one_process(num_ranks: int) -> None:
         torch.testing.assert_close(rank_state["bank_ND"], state["bank_ND"], rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.ranks
 def test_ranks_that_hold_none_of_the_rows_drawn() -> None:
     z_BD, bank_ND, index_B, noise_BK = random_inputs(num_negatives=1)
     inputs = z_BD.double(), F.normalize(bank_ND.double(), dim=1), index_B, noise_BK
@@ -192,12 +194,14 @@ def test_ranks_that_hold_none_of_the_rows_drawn() -> None:
     torch.testing.assert_close(gathered_BD, grad_BD, rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_first_bank_knows_no_ranks(num_ranks: int) -> None:
     expected = first_bank()
     assert all(torch.equal(bank_ND, expected) for bank_ND in run_ranks(first_bank, num_ranks))
 
 
+@pytest.mark.ranks
 def test_what_two_ranks_saved_goes_on_in_one_process_and_on_four() -> None:
     index_TB = batches(6)
     *_, saved = run_ranks(train, 2, index_TB[:3], 0, None)[1]

@@ -78,6 +78,7 @@ def test_one_direction_is_as_good_as_all() -> None:
     assert split(spread_BD, spread_BD) < split(collapsed_BD, collapsed_BD) - 1
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("num_ranks", "per_rank"), [(1, 12), (2, 6), (4, 3), (4, 1)])
 def test_ranks_equal_one_process(num_ranks: int, per_rank: int) -> None:
     losses = {f"weight {weight}": partial(linear_loss, divergence_weight=weight) for weight in (1.0, 5.0)}

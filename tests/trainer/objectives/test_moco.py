@@ -255,6 +255,7 @@ def test_keys_of_split_batch_norm_are_shuffled_and_put_back() -> None:
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("direction", "batch_norm"), [("symmetric", "synchronized"), ("one_way", "synchronized"), ("symmetric", "split")]
 )
@@ -276,6 +277,7 @@ def test_ranks_equal_one_process(num_ranks: int, direction: str, batch_norm: str
     assert all(torch.equal(queue_QD, queues[0]) for queue_QD in queues)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("batch_norm", ["synchronized", "split"])
 def test_what_two_ranks_saved_goes_on_in_one_process_and_on_four(batch_norm: str) -> None:
     views_TVBCHW = training_views(6)

@@ -15,6 +15,8 @@ from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.models.heads import HeadConfig
 from trainer.objectives import nt_xent_loss, published_nt_xent_loss
 
+pytestmark = pytest.mark.ranks
+
 # Batch of all ranks B, of one rank L; views are V.
 LOSSES: dict[str, Callable[..., Tensor]] = {"standard": nt_xent_loss, "published": published_nt_xent_loss}
 CASES = [(name, chunk_size) for name in LOSSES for chunk_size in (None, 3, 512)]

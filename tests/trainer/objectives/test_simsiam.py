@@ -135,6 +135,7 @@ def of_this_rank(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, list[Tensor], 
     return output.loss.detach(), of_embeddings, gradients | dict(module.named_buffers())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_ranks_equal_one_process(num_ranks: int) -> None:
     inputs = rows(12, 5, number=2)

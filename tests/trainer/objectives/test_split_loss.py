@@ -108,6 +108,7 @@ def test_memory_of_chunks_is_linear_in_the_batch() -> None:
     assert kept_twice <= 2.1 * kept < 512 * 512 / 2
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("num_ranks", "per_rank"), [(1, 12), (2, 6), (4, 3), (4, 1)])
 def test_ranks_equal_one_process(num_ranks: int, per_rank: int) -> None:
     losses = {

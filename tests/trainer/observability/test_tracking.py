@@ -110,6 +110,7 @@ def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
     assert [entry["step"] for entry in run_dir.read_metrics()] == [1, 2, 3, 4]
 
 
+@pytest.mark.process
 def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_ne
     assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.process
 def test_a_killed_run_gets_its_id_back_though_who_started_it_has_a_wandb_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

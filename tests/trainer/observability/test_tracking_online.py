@@ -83,6 +83,7 @@ def test_two_starts_online_are_one_run_with_its_study_pictures_and_summary(serve
     assert run.summary["train/loss"] == 1 / 6
 
 
+@pytest.mark.process
 def test_what_was_written_offline_is_synchronised_as_wandb_documents(
     server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
     assert "what it lacks lies in RUN_DIR/wandb, for `wandb sync`" in caplog.text
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("mode", ["auto", "online"])
 def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The test uses a process of its own, because W&B's library remembers a login."""

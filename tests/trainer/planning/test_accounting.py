@@ -122,6 +122,7 @@ def sent() -> dict[str, int]:
     return dict(accounts.sent_bytes)
 
 
+@pytest.mark.ranks
 def test_what_a_rank_puts_into_collectives() -> None:
     """A gather sends rows forward and a whole gradient backward; long sums are reduced, short ones gathered."""
     expected = {"allgather": 3 * 5 * 8 + 7 * 4, "reduce_scatter": 2 * 3 * 5 * 8, "allreduce": 400_000}

@@ -101,6 +101,7 @@ def test_memory_is_that_of_a_real_step(run: str) -> None:
     assert found.sent_bytes == {}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("run", ["viewmaker in turns", "micro batches", "moco", "simsiam", "bank"])
 def test_what_is_sent_is_what_two_ranks_send(run: str) -> None:
     config = configure(run)
@@ -115,6 +116,7 @@ def zero(stage: int, *, offload: bool = False) -> RunConfig:
     return configure("chunked").model_copy(update={"engine": engine})
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_sent_is_what_two_ranks_of_zero_send(stage: int) -> None:
     pytest.importorskip("deepspeed")

@@ -69,6 +69,7 @@ def train_some_steps(batch_norm: str, probes: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("batch_norm", ["synchronized", "split"])
 def test_training_has_the_same_bits_with_and_without_probes(batch_norm: str, world_size: int) -> None:
@@ -87,6 +88,7 @@ def metrics_of_ranks(batch_norm: str) -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.ranks
 def test_the_numbers_do_not_depend_on_the_ranks() -> None:
     [alone] = run_ranks(metrics_of_ranks, 1, "synchronized")
     assert len(alone) == 4
@@ -188,6 +190,7 @@ def train_on_tiny_data(data: Path, directory: Path, every: int | None) -> None:
     train(RunConfig.model_validate(config), RunDir(directory), device=CPU, command="test")
 
 
+@pytest.mark.ranks
 def test_the_training_loop_probes_at_its_steps_and_learns_the_same(tmp_path: Path) -> None:
     """Two ranks, ten steps: probes after every third, in the line of the same step where that is logged as well."""
     data = write_tiny_pair(tmp_path / "data", num_train=43, num_test=20)

@@ -401,6 +401,7 @@ def command_of_rank(*arguments: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_find_what_one_process_finds(world_size: int, tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=230, num_test=103, overlay="online")
@@ -416,6 +417,7 @@ def test_ranks_find_what_one_process_finds(world_size: int, tmp_path: Path) -> N
         assert (alone.path / name).read_bytes() == (together.path / name).read_bytes()
 
 
+@pytest.mark.ranks
 def test_of_several_ranks_one_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"is not a run directory|SystemExit: 2"):
         run_ranks(command_of_rank, 2, str(tmp_path))

@@ -19,6 +19,8 @@ from trainer.probes.features import extract, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import Target
 
+pytestmark = pytest.mark.ranks
+
 CPU = torch.device("cpu")
 
 

@@ -207,6 +207,7 @@ def test_the_command_prints_the_claims_and_its_files(
     assert printed.strip().endswith(str(out / "result.json"))
 
 
+@pytest.mark.process
 def test_killed_and_started_again_it_gives_the_same_result(tmp_path: Path) -> None:
     """kill -9 once two parts are filed: what is filed is kept as it is, and the tables are those of a whole run."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
