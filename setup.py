@@ -24,6 +24,7 @@ setup(
         "pillow>=10.1",
         "pydantic>=2.7",
         "pyyaml>=6.0",
+        "requests>=2.31",
         "rich>=13.7",
         "safetensors>=0.4.3",
         "scikit-learn>=1.4",
@@ -52,6 +53,6 @@ setup(
         "tensorboard": ["tensorboard>=2.16"],
         "timm": ["timm>=1.0"],
         "umap": ["umap-learn>=0.5.7"],
-        "lint": ["mypy", "ruff", "types-PyYAML", "types-setuptools"],
+        "lint": ["mypy", "ruff", "types-PyYAML", "types-requests", "types-setuptools"],
     },
 )

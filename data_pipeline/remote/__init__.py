@@ -1,1 +1,1 @@
-"""Fetch shards from elsewhere and keep them in a cache."""
+"""Fetch datasets from http(s) or from commands, and keep them in a cache."""

@@ -1,11 +1,12 @@
-"""Datasets that lie elsewhere: behind http(s), or behind any command that prints a file.
+"""Cache the files of remote datasets, which lie behind http(s) or behind a command that prints a file.
 
-A location and the name of a file come in; the path of a whole, checked copy on this machine goes out, so that whatever
-reads a local shard reads a remote one with the same order, the same random access and the same exactness. Never may a
-reader see part of a file, a file that is not the one the manifest names, or wait without end.
+Given a location and a file name, it returns the path of a checked copy on this machine. So a remote shard is read
+like a local one.
 
-Copies lie in `ROOT/dataset-HASH/`, where HASH names the content of the dataset: a cache cannot serve stale files, and
-all processes of a machine share it.
+Guarantees: a reader never gets part of a file or a file that is not the one in the manifest, and never waits for ever.
+
+Copies lie in `ROOT/dataset-HASH/`; HASH is of the content of the dataset, so the cache cannot serve stale files. All
+processes of a machine share it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
-from data_pipeline.remote.fetch import Expected, Limits, check_answers, fetch
+from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -48,25 +49,25 @@ from data_pipeline.storage.shards import index_num_bytes, index_path
 logger = logging.getLogger(__name__)
 
 _SCHEMES: Final = ("http", "https", "pipe")
-_SPOOL_GIGABYTES: Final = 4.0  # without a cache_dir: /tmp is small, and on some machines it is memory
+_SPOOL_GIGABYTES: Final = 4.0  # without a cache_dir: /tmp is small, and in memory on some machines
 _SPOOL_LOCK_SECONDS: Final = 60.0
 _DISK_REFUSES: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOLCK)
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RemoteConfig(Schema):
-    """How files of a remote dataset are fetched and kept; a local dataset needs none of it.
+    """How the files of a remote dataset are fetched and kept. A local dataset ignores it.
 
     Attributes:
-        cache_dir: where copies are kept for later runs; without it they lie in the directory for temporary files, and
-            the last process that reads the dataset removes them as it ends.
-        cache_gigabytes: the most that the cache may hold, in 10**9 bytes; what was used longest ago goes first. None:
-            no limit with a `cache_dir`, 4 without.
-        stall_seconds: an attempt that brings no byte for so long is given up.
-        file_seconds: by then a file must be here, all attempts together.
+        cache_dir: where copies are kept for later runs. Without it they lie in the directory for temporary files, and
+            the last process that reads the dataset removes them when it ends.
+        cache_gigabytes: the largest size of the cache, in 10**9 bytes; the least recently used files are evicted. None
+            means no limit with a `cache_dir`, and 4 without.
+        stall_seconds: an attempt that brings no byte for this time is given up.
+        file_seconds: the time for a file, all attempts together.
         num_attempts: how often a file is tried, with pauses of 0.5, 1, 2, ... up to 8 seconds between.
-        read_back_from: the file that the location was read from, if nobody typed it; `refuse_untyped_command` uses it.
-            It is no setting: `trainer.config.read_config` sets it, whatever the file says.
+        read_back_from: the file that the location was read from; None if it was typed. `refuse_untyped_command` uses
+            it. It is no setting: `trainer.config.read_config` sets it, whatever the file says.
     """
 
     cache_dir: Line | None = None
@@ -78,7 +79,7 @@ class RemoteConfig(Schema):
 
 
 def is_remote(location: str | Path) -> bool:
-    """Whether `location` is to be fetched from; a `Path` is always a local directory.
+    """Return whether `location` is remote; a `Path` is always a local directory.
 
     Examples:
         >>> is_remote("https://host/cifar"), is_remote("pipe:cat /archive/{name}"), is_remote("data/cifar")
@@ -107,10 +108,10 @@ def refuse_untyped_command(location: str, config: RemoteConfig) -> None:
 
 
 def file_url(location: str, name: str) -> str:
-    """The URL of one file of a dataset: `{name}` in `location` stands for the file name, else it is appended.
+    """Return the URL of one file of a dataset: the file name replaces `{name}` in `location`, or is appended.
 
-    Raises `UserError` if `location` cannot be one, or if `name` is more than a plain file name: it ends up in a path
-    and in a shell command.
+    Raises `UserError` if `location` is not remote, or if `name` is not a plain file name: it becomes part of a path and
+    of a shell command.
 
     Examples:
         >>> file_url("http://host/cifar/", "manifest.json")
@@ -121,34 +122,38 @@ def file_url(location: str, name: str) -> str:
     scheme, _, rest = location.partition(":")
     if scheme not in _SCHEMES or not rest.strip("/ "):
         raise UserError(
-            f"{location} is no place to read a dataset from; give a directory, http(s)://HOST/DIR, "
+            f"{location} is not a location of a dataset; give a directory, http(s)://HOST/DIR, "
             "or pipe:COMMAND with {name} where the file name goes"
         )
     if not is_plain_name(name):
-        raise UserError(f"{location} cannot have a file {name!r}, which is no plain file name; rename it there")
+        raise UserError(f"{location} cannot have a file {name!r}, which is not a plain file name; rename it there")
     if "{name}" in location:
         return location.replace("{name}", name)
     if scheme == "pipe" or "?" in location:
-        raise UserError(f"{location} does not say where the name of a file goes; put {{name}} there")
+        raise UserError(f"{location} lacks {{name}}; put it where the name of a file goes")
     return f"{location.rstrip('/')}/{name}"
 
 
 def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
-    """Fetch the manifest of a remote dataset; raises `UserError` if it cannot be had or is none."""
-    check_answers(file_url(location, MANIFEST_NAME), stall_seconds=config.stall_seconds)
+    """Fetch the manifest of a remote dataset; raise `UserError` if it cannot be fetched or is not valid."""
     expected = Expected(is_json=True, max_bytes=MAX_MANIFEST_BYTES)
-    with fetched(location, MANIFEST_NAME, expected=expected, config=config) as file:
+    with fetched(location, MANIFEST_NAME, expected=expected, config=config, must_answer=True) as file:
         return parse_manifest(file.read(), where=file_url(location, MANIFEST_NAME))
 
 
 @contextmanager
-def fetched(location: str, name: str, *, expected: Expected, config: RemoteConfig) -> Iterator[BinaryIO]:
-    """Fetch one file of a remote dataset past any cache; it lies among the temporary files while the block runs.
+def fetched(
+    location: str, name: str, *, expected: Expected, config: RemoteConfig, must_answer: bool = False
+) -> Iterator[BinaryIO]:
+    """Fetch one file of a remote dataset, without the cache, into a temporary file that is open while the block runs.
 
-    Raises `UserError` if it cannot be had, or is not as `expected`.
+    Raises `UserError` if it cannot be fetched, or is not as `expected`; with `must_answer` at once if its host cannot
+    be found or reached.
     """
     with tempfile.TemporaryFile() as file:
-        fetch(file_url(location, name), file, expected=expected, limits=_limits(config))
+        fetch(
+            file_url(location, name), file, expected=expected, limits=replace(_limits(config), must_answer=must_answer)
+        )
         file.seek(0)
         yield file
 
@@ -163,16 +168,16 @@ def _limits(config: RemoteConfig, stop: threading.Event | None = None) -> Limits
 
 
 class RemoteShards:
-    """The files of one remote dataset as local paths, fetched when they are first asked for.
+    """The files of one remote dataset as local paths; each is fetched when it is first used.
 
     May be forked and pickled. All processes of a machine share the copies, and one of them fetches each file.
 
     Attributes:
         location: as given.
-        manifest: fetched from the location when this is made.
+        manifest: fetched by the constructor.
 
-    Raises `UserError` when made: the location cannot work, is a command that nobody has typed, its manifest cannot be
-    had, or the disk has no room for what the cache may come to hold.
+    Raises `UserError` if the location is not valid, if it is a command that was read from a file, if its manifest
+    cannot be fetched, or if the disk has no room for the cache.
     """
 
     def __init__(self, location: str, *, config: RemoteConfig) -> None:
@@ -201,7 +206,7 @@ class RemoteShards:
 
     @cached_property
     def max_shards(self) -> int | None:
-        """How many shards the cache can hold at once, counting the largest ones; None where it can hold them all."""
+        """Return how many shards the cache can hold at once, counting the largest ones; None if it can hold all."""
         sizes = sorted(self._num_bytes(name) for name in self._shards)
         if self._limit is None or sum(sizes) <= self._limit:
             return None
@@ -211,11 +216,12 @@ class RemoteShards:
         return count
 
     def path(self, name: str, *, stop: threading.Event | None = None) -> Path:
-        """The local path of a shard, of an online overlay's assets or of the source digests; fetched if not here.
+        """Return the local path of a shard, of the assets of an online overlay or of the source digests.
 
-        A shard's index comes with it where the location has one. The file counts as used now; another process may still
-        evict it: what is mapped or open stays readable, and a caller that finds the path gone asks again. Raises
-        `UserError` where the file cannot be had in time, or the disk is full; also once `stop` is set.
+        Fetches the file if it is not cached; a shard comes with its index if the location has one. Another process may
+        evict the file: a mapped or open file stays readable, and a caller that finds the path gone calls this again.
+
+        Raises `UserError` if the file cannot be fetched in time, if the disk is full, or when `stop` is set.
         """
         expected = self._expected(name)
         path = self._directory / name
@@ -232,10 +238,10 @@ class RemoteShards:
             return path
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Fetch these files in the background, in this order, in place of those still waiting from an earlier call.
+        """Fetch these files in the background, in this order; files that still wait from an earlier call are dropped.
 
-        Never raises: `path` meets the same trouble and says it. What is fetched evicts what was asked for longest ago,
-        so `max_shards` should hold these and those in use.
+        Never raises: `path` meets the same problem and raises. Fetching evicts the least recently used files, so
+        `max_shards` should cover these files and those in use.
         """
         if self._prefetcher is None or self._prefetcher.process_id != os.getpid():  # a thread does not survive a fork
             self._prefetcher = _Prefetcher(self)
@@ -251,12 +257,12 @@ class RemoteShards:
         raise ValueError(f"the dataset at {self.location} has no file {name!r}")
 
     def _num_bytes(self, name: str) -> int:
-        """Of a shard and its index."""
+        """Return the size of a shard and its index."""
         entry = self._shards[name]
         return entry.num_bytes + index_num_bytes(entry, self.manifest.members)
 
     def _check_room(self) -> None:
-        """What can be known of the disk before training starts."""
+        """Raise `UserError` if the cache or its disk is too small; called before training starts."""
         if self.max_shards == 0:
             largest = max(self._num_bytes(name) for name in self._shards)
             raise UserError(
@@ -284,14 +290,14 @@ class RemoteShards:
             self._directory.mkdir(parents=True, exist_ok=True)
 
     def _fetch(self, name: str, expected: Expected, *, limits: Limits) -> None:
-        """Fetch one file unless another process, for which this waits, has done it by then."""
+        """Fetch one file. If another process is fetching it, wait for that instead."""
         self._make_directories()
         path = self._directory / name
         partial = path.with_name(f".{name}.partial")
         with self._mending(), _locked(partial, deadline=limits.deadline) as file:
             if _is_here(path, expected):
                 return
-            path.unlink(missing_ok=True)  # of another size: no longer what was fetched
+            path.unlink(missing_ok=True)  # it has another size than when it was fetched
             start = time.monotonic()
             if self._limit is not None and name in self._shards:
                 self._make_room(file, num_bytes=self._num_bytes(name), limits=limits)
@@ -299,13 +305,15 @@ class RemoteShards:
             if (entry := self._shards.get(name)) is not None:
                 self._fetch_index(index_path(path), entry, limits=limits)
             if not self._is_spool:
-                os.fsync(file.fileno())  # a kept file must be whole after a power cut too: only its size is seen again
+                os.fsync(
+                    file.fileno()
+                )  # a kept file must be whole after a power cut too: only its size is checked again
             self._name(partial, path, limits=limits)
             megabytes, seconds = os.fstat(file.fileno()).st_size / 1e6, time.monotonic() - start
             logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
     def _fetch_index(self, path: Path, entry: ShardEntry, *, limits: Limits) -> None:
-        """Fetch the index that a build left beside a shard; without one the reader makes it, so this may fail."""
+        """Fetch the index beside a shard. This may fail: the reader rebuilds it then."""
         if not self._may_have_index:
             return
         partial = path.with_name(f".{path.name}.partial")
@@ -322,7 +330,7 @@ class RemoteShards:
                 self._name(partial, path, limits=limits)
 
     def _name(self, partial: Path, path: Path, *, limits: Limits) -> None:
-        """Give a whole file its name, but not while a process counts: it could miss the file under both names."""
+        """Rename a whole file to `path`, but not while a process counts files: it could miss both names."""
         with self._counting(limits) if self._limit is not None else nullcontext():
             partial.replace(path)
 
@@ -330,10 +338,10 @@ class RemoteShards:
         return _locked(self._root / ".room.lock", deadline=limits.deadline)
 
     def _make_room(self, file: BinaryIO, *, num_bytes: int, limits: Limits) -> None:
-        """Evict what was used longest ago until `num_bytes` fit under the limit, and take them for `file`.
+        """Evict the least recently used files until `num_bytes` fit under the limit, and reserve them for `file`.
 
-        `file` gets that size at once, so that another process counts it. Files in flight stay: where they leave no
-        room, this waits until they are whole and may go.
+        `file` gets that size at once, so that other processes count it. Files that are being fetched stay; if they
+        leave no room, this waits until they are whole and can be evicted.
         """
         assert self._limit is not None
         os.ftruncate(file.fileno(), 0)
@@ -357,7 +365,7 @@ class RemoteShards:
 
     @contextmanager
     def _mending(self) -> Iterator[None]:
-        """What the disk of the cache refuses is the user's to mend."""
+        """Raise `UserError` for an error of the cache's disk that the user can mend."""
         try:
             yield
         except OSError as error:
@@ -376,7 +384,7 @@ class RemoteShards:
 
 
 class _Prefetcher:
-    """A thread that fetches the names it was last given, and ends when it has."""
+    """A thread that fetches the files it was last given, and ends after the last one."""
 
     def __init__(self, shards: RemoteShards) -> None:
         self.process_id = os.getpid()
@@ -396,7 +404,7 @@ class _Prefetcher:
             thread = threading.Thread(target=self._run, args=(stop,), name="prefetch", daemon=True)
             if self._at_exit is not None:
                 self._at_exit.cancel()
-            # Unlike atexit this runs in the workers of a DataLoader too; no command may outlive its reader.
+            # Unlike atexit, this runs in the workers of a DataLoader too. No command may outlive its reader.
             self._at_exit = Finalize(self, _end, args=(stop, thread), exitpriority=10)
             thread.start()
 
@@ -421,7 +429,7 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the cache; a shard and its index are of one group, and go together."""
+    """A file of the cache. A shard and its index are one group, and are evicted together."""
 
     path: Path
     num_bytes: int
@@ -433,7 +441,7 @@ class _File:
 
 
 def _files(root: Path) -> list[_File]:
-    """What lies in the cache; other things in the same directory are nobody's to count or to remove."""
+    """Return the files of the cache. Other files in its directory are not counted, and never removed."""
     found = []
     for directory in root.glob("dataset-*"):
         if re.fullmatch(r"dataset-[0-9a-f]{16}", directory.name) and directory.is_dir():
@@ -446,7 +454,7 @@ def _files(root: Path) -> list[_File]:
 
 
 def _evict(path: Path) -> bool:
-    """Remove a file of the cache, one that was never finished only where nobody works on it; whether it is gone."""
+    """Remove a file of the cache, but no partial file that a process is writing. Return whether it is gone."""
     if not path.name.startswith("."):
         path.unlink(missing_ok=True)
         return True
@@ -462,7 +470,7 @@ def _evict(path: Path) -> bool:
 
 
 def _is_here(path: Path, expected: Expected) -> bool:
-    """Files get their name when they are whole; the size tells of what a disk did to them later."""
+    """Return whether a file is cached. It got its name when it was whole; its size shows damage since then."""
     try:
         return expected.num_bytes in (None, path.stat().st_size)
     except FileNotFoundError:
@@ -471,9 +479,9 @@ def _is_here(path: Path, expected: Expected) -> bool:
 
 @contextmanager
 def _locked(path: Path, *, deadline: float) -> Iterator[BinaryIO]:
-    """Open `path`, made if need be, as the only process (or thread) that has it so; a process that dies lets go.
+    """Open `path` under an exclusive lock, which ends with the process. Creates the file if it is missing.
 
-    A partial file that the caller has not renamed is removed. Raises `UserError` after `deadline`.
+    Removes a partial file that the caller has not renamed. Raises `UserError` after `deadline`.
     """
     file = _open_locked(path, fcntl.LOCK_EX, deadline=deadline)
     try:
@@ -481,7 +489,7 @@ def _locked(path: Path, *, deadline: float) -> Iterator[BinaryIO]:
     finally:
         if path.name.endswith(".partial") and _is_file(file, path):
             path.unlink()
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where a process was forked meanwhile, which has it too
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file too
         file.close()
 
 
@@ -491,7 +499,7 @@ def _open_locked(path: Path, kind: int, *, deadline: float) -> BinaryIO:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
-            # Who held it before may have renamed or removed the file that was opened here.
+            # The previous holder may have renamed or removed the file that was opened here.
             if _is_file(file, path):
                 return file
         except BlockingIOError:
@@ -499,7 +507,7 @@ def _open_locked(path: Path, kind: int, *, deadline: float) -> BinaryIO:
         file.close()
         if time.monotonic() >= deadline:
             raise UserError(
-                f"another process has been busy with {path} for all the time that a file has; see what it does, or "
+                f"another process held the lock of {path} until the time was up; see what it does, or "
                 "raise data.remote.file_seconds"
             )
         time.sleep(pause)
@@ -507,26 +515,26 @@ def _open_locked(path: Path, kind: int, *, deadline: float) -> BinaryIO:
 
 
 def _is_file(file: BinaryIO, path: Path) -> bool:
-    """Whether what is open is what lies at `path` now."""
+    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:
         return False
 
 
-_held_spools: dict[Path, BinaryIO] = {}  # of this process and those that it forks
+_held_spools: dict[Path, BinaryIO] = {}  # of this process and of processes that it forks
 
 
 def _hold_spool(root: Path) -> None:
-    """Make the spool and keep it until this process ends: the last one out removes it."""
+    """Make the spool, the cache among the temporary files. The last process that uses it removes it at its end."""
     if root in _held_spools:
         return
     deadline = time.monotonic() + _SPOOL_LOCK_SECONDS
     while True:
         root.mkdir(mode=0o700, exist_ok=True)
         if root.is_symlink() or root.stat().st_uid != os.getuid():
-            raise UserError(f"{root} is somebody else's; set data.remote.cache_dir")  # /tmp is open to everybody
-        with suppress(FileNotFoundError):  # the last one out was just leaving
+            raise UserError(f"{root} belongs to another user; set data.remote.cache_dir")  # /tmp is open to all users
+        with suppress(FileNotFoundError):  # another process was just removing it
             file = _open_locked(root / ".in_use", fcntl.LOCK_SH, deadline=deadline)
             break
     _held_spools[root] = file

@@ -1,7 +1,10 @@
-"""One file from elsewhere: a URL comes in, checked bytes go out to an open file, and it never takes for ever.
+"""Fetch one file from http(s), or from a command that prints it, into an open file.
 
-WebDataset's own openers bring the bytes: `curl` for http(s), a shell for `pipe:`. They have no limit of time that holds
-(their `Pipe` waits two hours for its process) and do not say whether a file is whole; both are seen to here.
+Guarantees: `fetch` returns within the limits of time, and the file is then whole. A server that drops the connection,
+stalls, trickles, truncates or corrupts an answer costs attempts, never a wrong byte.
+
+`requests` brings the bytes of http(s). It runs in a thread, because its timeouts hold for one read of a socket, and a
+server that trickles never meets them. A command runs in a shell, in a process group of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import queue
 import select
 import shutil
 import signal
@@ -20,25 +24,30 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from shlex import quote
-from typing import IO, BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 import pydantic_core
-from webdataset.gopen import Pipe, gopen_error, gopen_schemes, rewrite_url
+import requests
+import urllib3
+from webdataset.gopen import rewrite_url
 
 from data_pipeline.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _BLOCK: Final = 1 << 20
-_PROBE_SECONDS: Final = 10.0
-_GRACE_SECONDS: Final = 2.0  # after a command should have been killed here
-_STOP_SECONDS: Final = 0.2  # how soon a fetch sees that it is to stop
-_MAX_BYTES_UNKNOWN: Final = 1 << 30  # of a file whose size nobody told: an endless answer must not fill the disk
+_MAX_BLOCKS: Final = 8  # that wait to be written
+_GRACE_SECONDS: Final = 2.0  # after a command or a thread should have ended by itself
+_POLL_SECONDS: Final = 0.2  # how soon a fetch sees that it is to stop
+_MAX_BYTES_UNKNOWN: Final = 1 << 30  # of a file of unknown size: an endless answer must not fill the disk
 _LASTING_STATUS: Final = frozenset(range(400, 500)) - {408, 425, 429}  # the server would say the same next time
 _LASTING_EXIT: Final = (126, 127)  # of a shell: the command cannot be run, is not installed
-_NO_SERVER: Final = (3, 6, 7)  # of curl: not a URL, no such host, nobody listens
+_NOT_A_URL: Final = (
+    requests.exceptions.InvalidURL,
+    requests.exceptions.InvalidSchema,
+    requests.exceptions.MissingSchema,
+    requests.exceptions.TooManyRedirects,
+)
 
 
 @dataclass(frozen=True)
@@ -46,16 +55,18 @@ class Limits:
     """How long to try.
 
     Attributes:
-        stall_seconds: an attempt may bring no byte for so long.
-        num_attempts: how many.
-        deadline: when all must be done, by `time.monotonic()`.
-        stop: once set, from another thread, no more is tried.
+        stall_seconds: an attempt that brings no byte for so long is given up.
+        num_attempts: the largest number of attempts.
+        deadline: when all attempts must be done, by `time.monotonic()`.
+        stop: ends the fetch when it is set, from another thread.
+        must_answer: a host that cannot be found or reached ends the fetch at its first attempt.
     """
 
     stall_seconds: float
     num_attempts: int
     deadline: float
     stop: threading.Event = field(default_factory=threading.Event)
+    must_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,8 @@ class Expected:
     Attributes:
         num_bytes: its size; None if it is not known.
         sha256: of its content; None if it is not known.
-        is_json: that it is JSON, if that is all there is to tell a whole file by.
-        max_bytes: an answer that goes on for longer is broken off; `num_bytes` if that is known.
+        is_json: that it is JSON, for a file whose size and hash are not known.
+        max_bytes: a longer answer is broken off; ignored if `num_bytes` is known.
     """
 
     num_bytes: int | None = None
@@ -76,20 +87,38 @@ class Expected:
 
 
 class _AttemptError(Exception):
-    """One attempt did not bring the file; `is_final`: nor would another; `is_silent`: not a byte came to say why."""
+    """One attempt did not bring the file.
 
-    def __init__(self, reason: str, *, is_final: bool = False, is_silent: bool = False) -> None:
+    Attributes:
+        is_final: another attempt would fail too.
+        is_unanswered: the host could not be found or reached.
+    """
+
+    def __init__(self, reason: str, *, is_final: bool = False, is_unanswered: bool = False) -> None:
         super().__init__(reason)
         self.is_final = is_final
-        self.is_silent = is_silent
+        self.is_unanswered = is_unanswered
+
+
+class _Source(Protocol):
+    """Bytes of one attempt."""
+
+    def read(self, seconds: float) -> bytes | None:
+        """Return the next bytes, b"" at the end, None if none came within `seconds`."""
+
+    def check_end(self, *, seconds: float) -> None:
+        """Raise `_AttemptError` unless the bytes have ended well. Wait at most `seconds`."""
+
+    def stop(self) -> None:
+        """Free all resources; may be called at any time, and does not wait for long."""
 
 
 def fetch(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> None:
-    """Fill `file` with what is at `url`, trying again after a pause where an attempt fails.
+    """Fill `file` with what is at `url`; try again after a pause if an attempt fails.
 
-    Size and hash are as expected when this returns. Raises `UserError` that says what the last attempt met: at once
-    where another cannot fare better (no such file, no such command), else by `limits`; `OSError` where `file` cannot be
-    written.
+    When this returns, size and hash are as `expected`. Raises `UserError` with the reason of the last attempt: at once
+    if another attempt would fail too (no such file, no such command), else by `limits`. Raises `OSError` if `file`
+    cannot be written.
     """
     start = time.monotonic()
     for attempt in range(1, limits.num_attempts + 1):
@@ -98,53 +127,36 @@ def fetch(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> No
         except _AttemptError as error:
             pause = min(0.5 * 2 ** (attempt - 1), 8.0)
             is_last = attempt == limits.num_attempts or time.monotonic() + pause >= limits.deadline
-            if error.is_final or is_last:
+            if error.is_final or is_last or (error.is_unanswered and limits.must_answer):
                 tries = f"{attempt} attempt{'s' * (attempt > 1)} in {time.monotonic() - start:.0f} s"
-                reason = str(error)
-                if error.is_silent and _is_http(url):
-                    reason += f", and to a request for one byte: {_ask(url, stall_seconds=limits.stall_seconds).text}"
                 raise UserError(
-                    f"{url} could not be fetched: {reason} ({tries}); check the location and the server that holds it"
+                    f"{url} could not be fetched: {error} ({tries}); check the location and the server that holds it"
                 ) from None
             logger.warning("%s: %s; attempt %d of %d failed", url, error, attempt, limits.num_attempts)
             limits.stop.wait(pause)
     raise AssertionError("the last attempt returns or raises")
 
 
-def check_answers(url: str, *, stall_seconds: float) -> None:
-    """Raise `UserError` where nobody will ever answer at `url`; the opener's curl would try for a minute first."""
-    if _is_http(url):
-        answer = _ask(url, stall_seconds=stall_seconds)
-        if answer.curl_exit in _NO_SERVER or answer.is_lasting:
-            raise UserError(f"{url} cannot be read: {answer.text}; check the location and the server that holds it")
-
-
-def _is_http(url: str) -> bool:
-    return str(rewrite_url(url)).startswith(("http:", "https:"))
-
-
 def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> None:
     num_bytes, digest = 0, hashlib.sha256()
     max_bytes = expected.max_bytes if expected.num_bytes is None else expected.num_bytes
     file.seek(0)
-    with tempfile.NamedTemporaryFile() as complaints:
-        pipe = _open(
-            url, seconds=max(0.0, limits.deadline - time.monotonic()) + _GRACE_SECONDS, complaints=Path(complaints.name)
-        )
-        try:
-            for block in _blocks(pipe, limits):
-                num_bytes += len(block)
-                if num_bytes > max_bytes:
-                    raise _AttemptError(f"it is longer than the {max_bytes} bytes that it may have")
-                digest.update(block)
-                file.write(block)
-            file.truncate()
-            file.flush()
-            if expected.sha256 == digest.hexdigest():
-                return
-            _check_exit(pipe, url=url, num_bytes=num_bytes, complaints=complaints, limits=limits)
-        finally:
-            _stop(pipe)
+    source = _open(url, limits)
+    try:
+        for block in _blocks(source, limits):
+            num_bytes += len(block)
+            if num_bytes > max_bytes:
+                raise _AttemptError(f"it is longer than the {max_bytes} bytes that it may have")
+            digest.update(block)
+            file.write(block)
+        file.truncate()
+        file.flush()
+        if expected.sha256 == digest.hexdigest():
+            return
+        seconds = max(0.1, min(limits.stall_seconds, limits.deadline - time.monotonic()))
+        source.check_end(seconds=seconds)
+    finally:
+        source.stop()
     if expected.num_bytes is not None and num_bytes < expected.num_bytes:
         raise _AttemptError(f"it ended after {num_bytes} of {expected.num_bytes} bytes")
     if expected.sha256 is not None:
@@ -159,31 +171,19 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
             raise _AttemptError(f"the {num_bytes} bytes that came are not whole JSON") from None
 
 
-def _open(url: str, *, seconds: float, complaints: Path) -> Pipe:
-    """What WebDataset's `gopen` opens, with a leash on a command."""
-    url = rewrite_url(url)
-    scheme, _, command = url.partition(":")
+def _open(url: str, limits: Limits) -> _Source:
+    """Open a URL, after the rewriting rules of WebDataset (GOPEN_REWRITE)."""
+    rewritten: str = rewrite_url(url)
+    scheme, _, rest = rewritten.partition(":")
     if scheme == "pipe":
-        # `timeout` makes a process group, so that a stalled pipeline is killed as a whole, and ends it where we were
-        # killed ourselves. What the command complains of goes into the error.
-        limit = f"timeout --kill-after=1 {seconds:.0f} " if shutil.which("timeout") else ""
-        url = f"pipe:exec {limit}sh -c {quote(command)} </dev/null 2>{quote(str(complaints))}"
-    try:
-        return gopen_schemes.get(scheme, gopen_error)(url, "rb", 0)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{url} is read by the command {error.filename}, which is not installed; install it, or give the location "
-            "as pipe:COMMAND with {name} where the file name goes"
-        ) from None
+        return _Command(rest, seconds=max(0.0, limits.deadline - time.monotonic()) + _GRACE_SECONDS)
+    if scheme in ("http", "https"):
+        return _Download(rewritten, stall_seconds=limits.stall_seconds)
+    raise UserError(f"{url} is rewritten to {rewritten} by GOPEN_REWRITE; rewrite it to http:, https: or pipe:")
 
 
-def _blocks(pipe: Pipe, limits: Limits) -> Iterator[bytes]:
-    """What comes through the pipe, as it comes."""
-    descriptor = pipe.stream.fileno()
-    with suppress(AttributeError, OSError):  # Linux only, and a user has a share of such memory
-        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _BLOCK)
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
+def _blocks(source: _Source, limits: Limits) -> Iterator[bytes]:
+    """Yield bytes as they come; raise `_AttemptError` if `limits` are reached first."""
     num_bytes = 0
     last_byte = time.monotonic()
     while True:
@@ -195,12 +195,10 @@ def _blocks(pipe: Pipe, limits: Limits) -> Iterator[bytes]:
                 f"only {num_bytes} bytes came in the time that a file has (file_seconds)", is_final=True
             )
         if now >= last_byte + limits.stall_seconds:
-            reason = f"after {num_bytes} bytes nothing came for {limits.stall_seconds:g} s (stall_seconds)"
-            raise _AttemptError(reason, is_silent=num_bytes == 0)
-        seconds = min(last_byte + limits.stall_seconds - now, limits.deadline - now, _STOP_SECONDS)
-        if not poller.poll(1000 * seconds):
+            raise _AttemptError(f"after {num_bytes} bytes nothing came for {limits.stall_seconds:g} s (stall_seconds)")
+        block = source.read(min(last_byte + limits.stall_seconds - now, limits.deadline - now, _POLL_SECONDS))
+        if block is None:
             continue
-        block = os.read(descriptor, _BLOCK)
         if not block:
             return
         num_bytes += len(block)
@@ -208,54 +206,130 @@ def _blocks(pipe: Pipe, limits: Limits) -> Iterator[bytes]:
         last_byte = time.monotonic()
 
 
-def _check_exit(pipe: Pipe, *, url: str, num_bytes: int, complaints: IO[bytes], limits: Limits) -> None:
-    """Raise where the process behind a pipe that has ended did not end well; the openers ignore some of these."""
-    seconds = max(0.1, min(limits.stall_seconds, limits.deadline - time.monotonic()))
-    try:
-        status = pipe.proc.wait(seconds)
-    except subprocess.TimeoutExpired:
-        raise _AttemptError(f"the command did not end within {seconds:.0f} s of its last byte") from None
-    if status == 0:
-        return
-    if not _is_http(url):
-        complaints.seek(0)
-        lines = complaints.read().decode(errors="replace").split("\n")
+class _Download:
+    """The answer of a web server, read by a thread.
+
+    The bytes pass through a queue, not a pipe: a process that is forked meanwhile would keep a pipe open.
+    """
+
+    def __init__(self, url: str, *, stall_seconds: float) -> None:
+        self._url = url
+        # `_blocks` gives up first. This ends the thread after that.
+        self._socket_seconds = stall_seconds + _GRACE_SECONDS
+        self._blocks: queue.Queue[bytes] = queue.Queue(_MAX_BLOCKS)
+        self._is_stopped = threading.Event()
+        self._error: _AttemptError | None = None
+        self._answer: requests.Response | None = None
+        threading.Thread(target=self._run, name="download", daemon=True).start()
+
+    def read(self, seconds: float) -> bytes | None:
+        try:
+            return self._blocks.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def check_end(self, *, seconds: float) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+        if self._answer is not None:
+            with suppress(ValueError, OSError):  # it has ended
+                self._answer.raw.shutdown()
+
+    def _run(self) -> None:
+        try:
+            self._download()
+        except _AttemptError as error:
+            self._error = error
+        except _NOT_A_URL as error:
+            self._error = _AttemptError(f"its URL does not work ({error})", is_final=True)
+        except requests.exceptions.ConnectionError as error:
+            self._error = _AttemptError(_connection_problem(error), is_unanswered=True)
+        except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            self._error = _AttemptError(f"the connection broke off ({error})")
+        self._put(b"")
+
+    def _download(self) -> None:
+        with requests.get(
+            self._url, stream=True, timeout=self._socket_seconds, headers={"Accept-Encoding": "identity"}
+        ) as answer:
+            if not answer.ok:
+                is_final = answer.status_code in _LASTING_STATUS
+                raise _AttemptError(f"the server answers {answer.status_code} {answer.reason}", is_final=is_final)
+            self._answer = answer
+            num_bytes = 0
+            try:
+                while not self._is_stopped.is_set() and (block := answer.raw.read1(_BLOCK, decode_content=False)):
+                    num_bytes += len(block)
+                    self._put(block)
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                raise _AttemptError(f"the connection broke off after {num_bytes} bytes ({error})") from None
+
+    def _put(self, block: bytes) -> None:
+        while not self._is_stopped.is_set():
+            try:
+                self._blocks.put(block, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+            return
+
+
+def _connection_problem(error: requests.exceptions.ConnectionError) -> str:
+    """Return the innermost reason of an error of `requests`, without the addresses of its objects."""
+    reason = getattr(error.args[0], "reason", error.args[0]) if error.args else error
+    if isinstance(reason, urllib3.exceptions.NameResolutionError):
+        return "there is no host of that name"
+    cause = reason.__cause__ if isinstance(reason, BaseException) else None
+    return f"no connection to the server ({cause or reason})"
+
+
+class _Command:
+    """The output of a command of a shell."""
+
+    def __init__(self, command: str, *, seconds: float) -> None:
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (`stop` closes it)
+        # `timeout` makes a process group, so that a stalled pipeline is killed as a whole, and ends it if this process
+        # is killed.
+        limit = ["timeout", "--kill-after=1", f"{seconds:.0f}"] if shutil.which("timeout") else []
+        self._process = subprocess.Popen(
+            [*limit, "sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            bufsize=0,
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        with suppress(AttributeError, OSError):  # Linux only, and a user has a share of such memory
+            fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, _BLOCK)
+        self._poller = select.poll()
+        self._poller.register(self._output, select.POLLIN)
+
+    def read(self, seconds: float) -> bytes | None:
+        return os.read(self._output.fileno(), _BLOCK) if self._poller.poll(1000 * seconds) else None
+
+    def check_end(self, *, seconds: float) -> None:
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise _AttemptError(f"the command did not end within {seconds:.0f} s of its last byte") from None
+        if status == 0:
+            return
+        self._complaints.seek(0)
+        lines = self._complaints.read().decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "no word of why")
         raise _AttemptError(f"the command ended with exit status {status} ({said})", is_final=status in _LASTING_EXIT)
-    if num_bytes:
-        raise _AttemptError(f"the connection broke off after {num_bytes} bytes (curl's exit status {status})")
-    answer = _ask(url, stall_seconds=limits.stall_seconds)
-    raise _AttemptError(answer.text, is_final=answer.is_lasting)
 
-
-@dataclass(frozen=True)
-class _Answer:
-    curl_exit: int
-    text: str
-    is_lasting: bool  # the server answers, and will say the same the next time
-
-
-def _ask(url: str, *, stall_seconds: float) -> _Answer:
-    """What a server says to a request for one byte: the opener's curl is silent and hides the status."""
-    url = rewrite_url(url)
-    seconds = min(stall_seconds, _PROBE_SECONDS)
-    command = ["curl", "-sSfL", "-o", os.devnull, "-r", "0-0", "-w", "%{http_code}", "--max-time", str(seconds), url]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds + 5)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return _Answer(curl_exit=-1, text="it cannot be asked why", is_lasting=False)
-    text = done.stderr.strip().removeprefix(f"curl: ({done.returncode}) ") or "it failed, and answers now"
-    is_lasting = done.stdout.isdecimal() and int(done.stdout) in _LASTING_STATUS
-    return _Answer(curl_exit=done.returncode, text=text, is_lasting=is_lasting)
-
-
-def _stop(pipe: Pipe) -> None:
-    """End the process behind a pipe with all that it started, and close the pipe: none of this can wait for long."""
-    process = pipe.proc
-    with suppress(ProcessLookupError):
-        if os.getpgid(process.pid) == process.pid:
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    pipe.stream.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(5.0)
+    def stop(self) -> None:
+        """Kill the command with all that it started."""
+        process = self._process
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        self._output.close()
+        self._complaints.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5.0)

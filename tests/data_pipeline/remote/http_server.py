@@ -22,8 +22,8 @@ class FaultyServer(ThreadingHTTPServer):
 
     Attributes:
         faults: by file name, what happens to the next requests, in order; the last happens for ever if `for_ever`.
-        requests: the file names that were asked for, in order; a client that only asks for the first byte, to learn
-            the status, is answered in the same way and not noted.
+        redirections: file names that are elsewhere: another file name for each.
+        requests: the file names that were asked for, in order.
     """
 
     daemon_threads = True
@@ -34,18 +34,18 @@ class FaultyServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
         self.for_ever = False
+        self.redirections: dict[str, str] = {}
         self.requests: list[str] = []
         self.is_closing = threading.Event()
         self.lock = threading.Lock()
 
-    def next_fault(self, name: str, *, is_probe: bool) -> Fault | None:
+    def next_fault(self, name: str) -> Fault | None:
         with self.lock:
-            if not is_probe:
-                self.requests.append(name)
+            self.requests.append(name)
             faults = self.faults[name]
             if not faults:
                 return None
-            return faults[0] if is_probe or (self.for_ever and len(faults) == 1) else faults.pop(0)
+            return faults[0] if self.for_ever and len(faults) == 1 else faults.pop(0)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -53,8 +53,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.removeprefix("/")
-        fault = self.server.next_fault(name, is_probe="Range" in self.headers)
+        fault = self.server.next_fault(name)
         with suppress(ConnectionError):
+            if (target := self.server.redirections.get(name)) is not None:
+                self.send_response(302)
+                self.send_header("Location", f"{self.server.url}/{target}")
+                self.end_headers()
+                return
             self._answer(self.server.directory / name, fault)
 
     def _answer(self, path: Path, fault: Fault | None) -> None:
