@@ -35,7 +35,9 @@ def dip(x_N: Floats) -> float:
         0.25
     """
     if x_N.size == 0 or not np.isfinite(x_N).all():
-        raise ValueError(f"the dip is of finite numbers, one at least, got {x_N.size}, not all of them finite")
+        raise ValueError(
+            f"the dip needs finite numbers, at least one; got {x_N.size}, of which {np.isfinite(x_N).sum()} are finite"
+        )
     x_K, count_K = np.unique(x_N.astype(np.float64), return_counts=True)
     above_K = np.cumsum(count_K).astype(np.float64)  # the empirical function times N at each number, and just below it
     below_K = above_K - count_K
