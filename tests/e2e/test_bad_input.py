@@ -113,7 +113,7 @@ def test_two_datasets_of_different_shapes(train: Run, data: Path, tmp_path: Path
             "{} holds sounds of 8000 points a second but data.sample_rate is 48000",
         ),
         ("debug:audio", ["data.sample_rate=44100"], "no spectrogram is defined for sounds of 44100 points a second"),
-        ("debug:audio", ["views.kind=expert_image"], 'views of kind "expert_image" are of pictures, not of sounds'),
+        ("debug:audio", ["views.kind=expert_image"], 'views of kind "expert_image" are for pictures, not for sounds'),
         (
             "debug:audio",
             ["encoder.in_channels=3", "encoder.mean=[0,0,0]", "encoder.std=[1,1,1]"],
@@ -139,7 +139,7 @@ def test_sounds_that_do_not_fit_the_config(
     ("recipe", "overrides", "message"),
     [
         ("debug:audio", [], "{}/train holds pictures, but data.sample_rate=8000 says sounds; set it to null"),
-        ("debug:image", ["views.kind=spectral"], 'views of kind "spectral" are of sounds, not of pictures'),
+        ("debug:image", ["views.kind=spectral"], 'views of kind "spectral" are for sounds, not for pictures'),
         ("debug:viewmaker", ["views.waveform={}"], "set views.waveform=null"),
     ],
 )

@@ -86,7 +86,7 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
     policy = run_config.views if isinstance(run_config.views, ExpertImageConfig) else ExpertImageConfig()
     rows_N = choose_rows(len(test), config.num_pictures, seed=seed)
     if len(rows_N) < 2:
-        raise UserError(f"collision compares pictures, and the test set of {run_dir.path} has less than two")
+        raise UserError(f"collision compares pictures, but the test set of {run_dir.path} has fewer than two")
     images_NCHW = to_float(test.images_NCHW[rows_N], options.device)
     index_N = test.index_N[rows_N].to(options.device)
     uses = powers_of_two(config.max_uses)

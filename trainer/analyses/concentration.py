@@ -214,7 +214,10 @@ def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
     by_class = [(label_N == number).nonzero()[:, 0] for number in range(len(names))]
     num = min(num, *(len(rows_N) for rows_N in by_class))
     if num < 2:
-        raise UserError("concentration compares the pictures of a class, and a class of the test set has less than two")
+        raise UserError(
+            "concentration compares pictures of the same class, but a class of the test set has fewer than two; build "
+            "a larger test set"
+        )
     return torch.stack([rows_N[choose_rows(len(rows_N), num, seed=seed)] for rows_N in by_class])
 
 

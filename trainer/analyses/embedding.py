@@ -69,7 +69,7 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
     loaded = load_run(run_dir, options)
     rows_N = choose_rows(len(loaded.test), config.num_samples, seed=loaded.seed)
     if len(rows_N) < 4:
-        raise UserError(f"embedding maps four samples at least, and the test set of {run_dir.path} has {len(rows_N)}")
+        raise UserError(f"embedding needs at least four samples, but the test set of {run_dir.path} has {len(rows_N)}")
     unit_NC = unit_features(loaded, rows_N)
     if not np.isfinite(unit_NC).all():
         raise UserError(

@@ -203,8 +203,8 @@ def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
                 map_BCHW = maps.pop()
                 if map_BCHW.dim() != 4:
                     raise UserError(
-                        f"filters is of convolutional encoders, and {loaded.run_dir.path} has one whose last map is "
-                        f"{tuple(map_BCHW.shape[1:])} and not channels, height and width"
+                        f"filters needs a convolutional encoder, but the last map of {loaded.run_dir.path} has the "
+                        f"shape {tuple(map_BCHW.shape[1:])}, not (channels, height, width); pass another run"
                     )
                 measured = sparsity_of(map_BCHW)
                 for name in sums:

@@ -281,7 +281,9 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
     trunk = _build_trunk(config)
     if config.batch_norm == "split":
         if isinstance(trunk, TimmTrunk):
-            raise UserError("encoder.batch_norm=split is not for encoders of timm; take synchronized or local")
+            raise UserError(
+                "encoder.batch_norm=split does not work with encoders of timm; set it to synchronized or local"
+            )
         split_batch_norm(trunk, num_splits=config.batch_norm_splits)
     elif config.batch_norm == "synchronized":
         if isinstance(trunk, TimmTrunk):
@@ -327,8 +329,8 @@ def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_r
             encoder.head(torch.zeros(head_rows, encoder.pooled_size))
         except ValueError:
             raise UserError(
-                f"batch norm needs two values or more of each channel, and has one: of {min(trunk_rows, head_rows)} "
-                f"sample of {height} x {width}; raise global_batch_size, or lower memory.micro_batches, the number of "
+                f"batch norm needs two values or more of each channel, but {min(trunk_rows, head_rows)} sample of "
+                f"{height} x {width} gives one; raise global_batch_size, or lower memory.micro_batches, the number of "
                 "ranks or encoder.batch_norm_splits"
             ) from None
 

@@ -35,7 +35,7 @@ def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: flo
     if shared.share <= allowed:
         return sentence
     raise UserError(
-        f"{sentence}, so test accuracy would be that of training samples; build the test set from other pictures or "
-        "sounds (after --test-share, both splits need the same --root, --seed and --test-share), or allow it by name "
-        "with probe.allow_shared, for a probe --allow-shared: the share of the test samples that may be shared"
+        f"{sentence}, so test accuracy would partly measure training samples; build the test set from other pictures "
+        "or sounds (after --test-share, both splits need the same --root, --seed and --test-share), or allow a share of "
+        "shared test samples with probe.allow_shared, for a probe with --allow-shared"
     )

@@ -58,11 +58,11 @@ def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
     """Raise `ValueError`, in one sentence, if views do not fit sounds of this spectrogram, or pictures (None)."""
     if isinstance(config, ExpertImageConfig | RandomMaskConfig) and mel is not None:
         raise ValueError(
-            f'views of kind "{config.kind}" are of pictures, not of sounds; use spectral, waveform or viewmaker'
+            f'views of kind "{config.kind}" are for pictures, not for sounds; use spectral, waveform or viewmaker'
         )
     if isinstance(config, SpectralConfig | WaveformConfig) and mel is None:
         raise ValueError(
-            f'views of kind "{config.kind}" are of sounds, not of pictures; use expert_image, random_mask or '
+            f'views of kind "{config.kind}" are for sounds, not for pictures; use expert_image, random_mask or '
             "viewmaker, or say with data.sample_rate that the data are sounds"
         )
     if isinstance(config, SpectralConfig) and mel is not None:

@@ -95,7 +95,7 @@ class ViewmakerConfig(Schema):
             )
         if self.dropout_pairing == "exclusive" and (self.dropout_rate is None or self.dropout_rate > 0.5):
             raise ValueError(
-                "dropout_pairing=exclusive attacks one view of a pair at most, so half of all views at most; it needs "
+                "dropout_pairing=exclusive changes at most one view of a pair, so at most half of all views; it needs "
                 f"a dropout_rate up to 0.5, got {self.dropout_rate}"
             )
         return self

@@ -115,7 +115,7 @@ def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
         return RunConfig.model_validate(debug.image().model_dump() | {"encoder": encoder})
 
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
-    with pytest.raises(UserError, match=r"filters is of convolutional encoders, and .* last map is"):
+    with pytest.raises(UserError, match=r"filters needs a convolutional encoder, but the last map of"):
         analyze_filters(
             write_run(tmp_path / "b", data, recipe=transformer), config=CONFIG, options=AnalysisOptions(step=0)
         )

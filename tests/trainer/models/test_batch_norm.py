@@ -145,7 +145,7 @@ def test_the_config_of_an_encoder_asks_for_split_batch_norm() -> None:
     assert norms
     assert all(isinstance(norm, SplitBatchNorm2d) and norm.num_splits == 2 for norm in norms)
     assert encoder(torch.rand(4, 3, 8, 8)).shape == (4, 128)
-    with pytest.raises(UserError, match=r"batch_norm=split is not for encoders of timm"):
+    with pytest.raises(UserError, match=r"batch_norm=split does not work with encoders of timm"):
         build_encoder(TimmConfig(name="resnet10t", batch_norm="split"))
 
 

@@ -134,7 +134,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a file"):
         run(tmp_path / "thesis.tex", SquaresSettings())
     run(tmp_path / "new", SquaresSettings())
-    with pytest.raises(UserError, match="belongs to something else than cubes"):
+    with pytest.raises(UserError, match="holds another experiment than cubes"):
         run_experiment("cubes", SQUARES, SquaresSettings(), out=tmp_path / "new", device=CPU, show_progress=False)
 
 

@@ -169,5 +169,5 @@ def test_a_config_names_it_for_pictures_only() -> None:
     policy = build_view_policy(config, image_channels=3)
     assert isinstance(policy, RandomMask)
     assert policy.config == config
-    with pytest.raises(ValueError, match='"random_mask" are of pictures, not of sounds'):
+    with pytest.raises(ValueError, match='"random_mask" are for pictures, not for sounds'):
         check_views_fit(config, FSDD)

@@ -93,9 +93,9 @@ def test_policies_of_pictures_are_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("config", "is_sound", "message"),
     [
-        (ExpertImageConfig(), True, "are of pictures, not of sounds"),
-        (SpectralConfig(), False, "are of sounds, not of pictures"),
-        (WaveformConfig(), False, "are of sounds, not of pictures"),
+        (ExpertImageConfig(), True, "are for pictures, not for sounds"),
+        (SpectralConfig(), False, "are for sounds, not for pictures"),
+        (WaveformConfig(), False, "are for sounds, not for pictures"),
         (SpectralConfig(max_masked_frames=64), True, "max_masked_frames is 64"),
         (ViewmakerConfig(), True, "set views.clamp=false"),
         (ViewmakerConfig(clamp=False, mask="object"), True, "set views.mask=none"),

@@ -88,7 +88,7 @@ class ClaimRow(Schema):
 
 
 def read_claims(module: str) -> tuple[ClaimRow, ...]:
-    """Return the table in claims.yaml beside a module, whose file is `module`: the rows by their names."""
+    """Read claims.yaml in the folder of the file `module`, in which rows are keyed by name."""
     table = parse_yaml(Path(module).with_name("claims.yaml").read_text())
     return tuple(ClaimRow.parse({"name": name, **row}, where=f"claim {name}") for name, row in table.items())
 
@@ -106,7 +106,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured for one claim.
+    """The measurement for one claim.
 
     Attributes:
         found: one value a seed, (S,), an interval, or intervals at several places.
@@ -120,7 +120,7 @@ class Measurement:
 
 
 Measurements: TypeAlias = Mapping[str, Measurement | Tensor | Interval | Intervals]
-"""What was measured, by the name of the claim."""
+"""Measurements by the name of the claim."""
 
 
 def judge_rows(rows: Sequence[ClaimRow], measurements: Measurements, **words: object) -> list[ClaimResult]:

@@ -190,7 +190,7 @@ def _claim_directory(name: str, settings: TheorySettings, out: Path) -> None:
     except ValueError:
         held = None
     if not isinstance(held, dict) or held.get("experiment") != name:
-        raise UserError(f"--out {out} belongs to something else than {name}; pass another directory")
+        raise UserError(f"--out {out} holds another experiment than {name}; pass another directory")
     if held["settings"] != wanted["settings"]:
         try:
             differing = difference(type(settings).model_validate(held["settings"]), settings)

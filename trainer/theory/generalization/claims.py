@@ -1,4 +1,4 @@
-"""Measurements of the claims in claims.yaml, those of Huang et al. 2023, and their verdicts.
+"""Measurements and verdicts for the claims in claims.yaml, by Huang et al. 2023.
 
 Shapes: S seeds, O objectives, Q shares of outliers, G gains, T strengths.
 """

@@ -1,4 +1,4 @@
-"""Measurements of the claims in claims.yaml: those of Tamkin et al. 2022 about its linear model.
+"""Measurements for the claims in claims.yaml, about the linear model of Tamkin et al. 2022.
 
 Shapes: S seeds, A arms, T steps, P and Q states of two features, G points of their grid, C correlations of the other
 feature.

@@ -1,4 +1,4 @@
-"""Measurements of the claims in claims.yaml, those of Wen and Li (2021) on sparse coding, and their verdicts.
+"""Measurements and verdicts for the claims in claims.yaml, by Wen and Li (2021) on sparse coding.
 
 Legend: S seeds, A arms, L logged steps.
 """
