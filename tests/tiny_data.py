@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from data_pipeline.core.sample import NO_LABEL, Sample
-from data_pipeline.loading.totals import Totals
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.registry import kind_of, save_overlay
@@ -28,6 +27,7 @@ from data_pipeline.storage.manifest import (
 )
 from data_pipeline.storage.shards import encode, write_shards
 from data_pipeline.storage.source_digests import content_digest, write_source_digests
+from data_pipeline.storage.totals import Totals
 
 SAMPLE_RATE = 8_000  # of the sounds, points a second
 NUM_POINTS = 8_333  # of a sound as it is read: the size that the log-mel of this rate takes

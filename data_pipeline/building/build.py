@@ -1,10 +1,12 @@
-"""Source to overlay to shards: builds a dataset that is there whole or not at all, with the same bytes each time.
+"""Build a dataset: from a source, through an overlay, to shards and a manifest.
 
-Sample `i` shows record `order[i % num_records]`, with an overlay drawn from (seed, split, i) in the shard, or drawn
-later from what is stored beside the shards. The order is a seeded shuffle dealt out in rounds, one record of every
-class a round, so that any first part of a dataset is balanced. Each shard is made whole by one process, from its number
-alone, so the number of processes cannot change a byte. All is written to `DIR.partial`, the manifest last, and then
-renamed. A build that was cut short leaves its finished shards there, and the same build goes on from them.
+Sample `i` shows record `order[i % num_records]`. Its overlay is drawn from (seed, split, i) into the shard, or at each
+reading from a file beside the shards. The order is a seeded shuffle in rounds, one record of every class a round, so
+that any first part of a dataset is balanced. All is written to `DIR.partial`, the manifest last, and then renamed. A
+build that was interrupted leaves its finished shards there, and the same build continues from them.
+
+Guarantees: `DIR` holds a whole dataset or does not exist. The same arguments and source give the same bytes: each shard
+is made by one process from its number alone.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset
 from data_pipeline.building.datasets import DRAWN, NUM_SAMPLES_PER_SHARD
 from data_pipeline.building.workers import (
     FINISHED_SUFFIX,
-    Recipe,
+    BuildInputs,
     ShardTask,
     content_digests,
     finished_path,
@@ -50,7 +52,7 @@ from data_pipeline.core.validation import describe
 from data_pipeline.overlays import IMAGE_SIZE, Overlay
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.sources import Source
-from data_pipeline.sources.silence import Silence
+from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -87,20 +89,20 @@ def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: i
     return shuffled[np.argsort(rounds, kind="stable")][:limit]
 
 
-def _source_sha256(plan: Plan, digests: Iterable[bytes]) -> str:
+def _source_sha256(plan: BuildPlan, digests: Iterable[bytes]) -> str:
     """Hash the class names, and the labels and contents of the records in the order of the dataset."""
-    sha256 = hashlib.sha256(json.dumps(plan.recipe.label_names.base).encode())
-    sha256.update(plan.recipe.source.labels[plan.order].astype("<i8").tobytes())
+    sha256 = hashlib.sha256(json.dumps(plan.inputs.label_names.base).encode())
+    sha256.update(plan.inputs.source.labels[plan.order].astype("<i8").tobytes())
     for some in digests:
         sha256.update(some)
     return sha256.hexdigest()
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A dataset that is due: what its manifest will say of how it was made, and where each sample comes from."""
+class BuildPlan:
+    """A dataset to build: how it is made, for its manifest, and the record of each sample."""
 
-    recipe: Recipe
+    inputs: BuildInputs
     how_made: HowMade
     overlay: Overlay | None
     overlay_sha256: str | None  # of what `save_overlay` writes
@@ -129,16 +131,16 @@ class Plan:
 
     @property
     def arguments(self) -> str:
-        """What finished shards must have been made from, so that a build can go on from them."""
+        """Return the arguments that finished shards must share with a build that continues from them."""
         return json.dumps(
             {
                 "how_made": self.how_made.model_dump(),
                 "overlay": None if self.overlay_entry is None else self.overlay_entry.model_dump(),
                 "overlay_sha256": self.overlay_sha256,
                 "num_samples_per_shard": self.num_samples_per_shard,
-                "label_names": self.recipe.label_names.model_dump(),
+                "label_names": self.inputs.label_names.model_dump(),
                 "order_sha256": hashlib.sha256(self.order.tobytes()).hexdigest(),
-                "labels_sha256": hashlib.sha256(self.recipe.source.labels.tobytes()).hexdigest(),
+                "labels_sha256": hashlib.sha256(self.inputs.source.labels.tobytes()).hexdigest(),
             },
             indent=2,
         )
@@ -157,11 +159,11 @@ def build_dataset(
     num_workers: int = 1,
     **choices: Unpack[Choices],
 ) -> Manifest:
-    """Build a dataset in `directory`, or find it built there already with the same arguments from the same data.
+    """Build a dataset in `directory`, or check that it was built there with the same arguments from the same data.
 
-    `limit` bounds the number of records, of which each is stored `repeats` times, every time with a draw of its own.
-    `overlay` says when the overlay is drawn, `baked` into the shards (the default) or `online`, by whoever reads them;
-    see `Choices` for the rest. Raises `UserError` where the input is wrong or `directory` holds something else.
+    `limit` bounds the number of records. Each record is stored `repeats` times, each time with another draw. `overlay`
+    says when the overlay is drawn: `baked` into the shards (the default), or `online`, at each reading. See `Choices`
+    for the rest. Raises `UserError` if the input is wrong, or if `directory` holds something else.
     """
     for name, value, least in (
         *(("--limit", limit, 1), ("--repeats", repeats, 1), ("--seed", seed, 0)),
@@ -185,13 +187,13 @@ def build_dataset(
         manifest = _check_finished(directory, plan)
         starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
         slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
-        with closing(run_all(content_digests, plan.recipe, slices, num_workers=num_workers)) as digests:
+        with closing(run_all(content_digests, plan.inputs, slices, num_workers=num_workers)) as digests:
             if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
                 raise UserError(f"{directory} was built from other data; choose another directory or remove it")
         return manifest
     with _whole_or_nothing(directory) as unfinished:
         try:
-            manifest = _check_finished(unfinished, plan)  # there if a build was killed between its last two moments
+            manifest = _check_finished(unfinished, plan)  # it exists if a build was killed just before the renaming
         except UserError:
             _make_shards(plan, unfinished, title=f"building {directory.name}", num_workers=num_workers)
             with _within_the_manifests_bounds(dataset):
@@ -203,7 +205,7 @@ def build_dataset(
 
 @contextmanager
 def _within_the_manifests_bounds(dataset: str) -> Iterator[None]:
-    """Say in one sentence what of the input no manifest can hold, such as a class name with a line break."""
+    """Raise `UserError` for an input that no manifest can hold, such as a class name with a line break."""
     try:
         yield
     except ValidationError as error:
@@ -222,8 +224,8 @@ def _plan(
     drawn: str | None,
     num_samples_per_shard: int,
     choices: Choices,
-) -> Plan:
-    """Open the sources and check everything that can be known before the first shard."""
+) -> BuildPlan:
+    """Open the sources, and check everything that can be checked before the first shard."""
     if drawn is not None and drawn not in DRAWN:
         raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, DRAWN)}')
     if drawn is not None and dataset in DATASETS and DATASETS[dataset].overlay is None:
@@ -250,7 +252,7 @@ def _plan(
             if drawn == "online"
             else OverlayEntry(kind=kind_of(overlay), drawn="baked", sha256=None)
         )
-    recipe = Recipe(
+    inputs = BuildInputs(
         source=source,
         overlay=None if drawn == "online" else overlay,
         label_names=_label_names(source, overlay),
@@ -268,7 +270,7 @@ def _plan(
         limit=limit,
         source_sha256="",
     )
-    return Plan(recipe, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
+    return BuildPlan(inputs, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
 
 
 def _label_names(source: Source, overlay: Overlay | None) -> LabelNames:
@@ -287,7 +289,7 @@ def _overlay_sha256(overlay: Overlay) -> str:
         return save_overlay(overlay, Path(directory) / OVERLAY_NAME)
 
 
-def _make_shards(plan: Plan, directory: Path, *, title: str, num_workers: int) -> None:
+def _make_shards(plan: BuildPlan, directory: Path, *, title: str, num_workers: int) -> None:
     """Write the shards that `directory` lacks."""
     kept = _kept_shards(plan, directory)
     missing = [number for number in range(len(plan.shard_sizes)) if number not in kept]
@@ -296,7 +298,7 @@ def _make_shards(plan: Plan, directory: Path, *, title: str, num_workers: int) -
         return
     made = run_all(
         partial(make_shard, directory=directory),
-        plan.recipe,
+        plan.inputs,
         map(plan.shard, missing),
         num_workers=min(num_workers, len(missing)),
         lock=directory / _ARGUMENTS_NAME,
@@ -306,11 +308,11 @@ def _make_shards(plan: Plan, directory: Path, *, title: str, num_workers: int) -
             progress.advance(num_samples)
 
 
-def _kept_shards(plan: Plan, directory: Path) -> set[int]:
-    """The numbers of the shards that a build of the same plan, cut short, has finished in `directory`.
+def _kept_shards(plan: BuildPlan, directory: Path) -> set[int]:
+    """Return the numbers of the shards that an interrupted build of the same plan has finished in `directory`.
 
-    All else is cleared away. One record of each shard is compared, so that a folder that was changed meanwhile is
-    found out; what a shard was made from in the end, `source_sha256` says in any case.
+    Removes all other files. Compares one record of each shard, to notice a source that has changed meanwhile; in the
+    end `source_sha256` tells what a shard was made from.
     """
     arguments = directory / _ARGUMENTS_NAME
     kept: set[int] = set()
@@ -333,18 +335,18 @@ def _kept_shards(plan: Plan, directory: Path) -> set[int]:
     return kept
 
 
-def _is_from_same_data(plan: Plan, directory: Path, number: int) -> bool:
+def _is_from_same_data(plan: BuildPlan, directory: Path, number: int) -> bool:
     task, finished = plan.shard(number), finished_shard(directory, number)
     assert finished is not None
     if not task.num_new:
         return True
-    return finished.digests.startswith(content_digests(plan.recipe, task.records_B[:1]).hex())
+    return finished.digests.startswith(content_digests(plan.inputs, task.records_B[:1]).hex())
 
 
-def _write_manifest(plan: Plan, directory: Path) -> Manifest:
-    """Put together what is known of the finished shards, and write it behind all else."""
-    recipe, entry = plan.recipe, plan.overlay_entry
-    totals, entries, all_digests = recipe.no_totals(), [], bytearray()
+def _write_manifest(plan: BuildPlan, directory: Path) -> Manifest:
+    """Write the manifest of the finished shards, as the last file."""
+    inputs, entry = plan.inputs, plan.overlay_entry
+    totals, entries, all_digests = inputs.no_totals(), [], bytearray()
 
     def digests() -> Iterator[bytes]:
         for number in range(len(plan.shard_sizes)):
@@ -362,19 +364,19 @@ def _write_manifest(plan: Plan, directory: Path) -> Manifest:
         assert plan.overlay is not None
         save_overlay(plan.overlay, directory / OVERLAY_NAME)
     source_digests_sha256 = None
-    if not isinstance(recipe.source, Silence):  # whose records are all alike
+    if not isinstance(inputs.source, SilenceSource):  # its records are all alike
         source_digests_sha256 = write_source_digests(
             directory / SOURCE_DIGESTS_NAME, bytes(all_digests), num_samples=plan.num_samples
         )
-    if recipe.num_points is None:
-        height, width, num_channels = recipe.source[int(plan.order[0])].content.shape
+    if inputs.num_points is None:
+        height, width, num_channels = inputs.source[int(plan.order[0])].content.shape
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         num_samples=plan.num_samples,
-        medium="picture" if recipe.num_points is None else "sound",
-        input_shape=(num_channels, height, width) if recipe.num_points is None else (recipe.num_points,),
-        sample_rate=recipe.sample_rate,
-        label_names=recipe.label_names,
+        medium="picture" if inputs.num_points is None else "sound",
+        input_shape=(num_channels, height, width) if inputs.num_points is None else (inputs.num_points,),
+        sample_rate=inputs.sample_rate,
+        label_names=inputs.label_names,
         counts_base=totals.counts_base,
         counts_overlay=() if is_online else totals.counts_overlay,
         mean=totals.mean,
@@ -391,13 +393,13 @@ def _write_manifest(plan: Plan, directory: Path) -> Manifest:
     return manifest
 
 
-def _check_finished(directory: Path, plan: Plan) -> Manifest:
-    """The manifest of a dataset that is there already.
+def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
+    """Return the manifest of a dataset that exists already.
 
     Raises `UserError` unless it is whole and was made with these arguments; `source_sha256` is not compared.
     """
     if not (directory / MANIFEST_NAME).is_file():
-        raise UserError(f"{directory} is there already and is not a dataset; choose another directory or remove it")
+        raise UserError(f"{directory} exists already and is not a dataset; choose another directory or remove it")
     manifest = load_manifest(directory)
     for name in HowMade.model_fields:
         before, now = getattr(manifest.how_made, name), getattr(plan.how_made, name)
@@ -427,10 +429,10 @@ def _check_finished(directory: Path, plan: Plan) -> Manifest:
 
 @contextmanager
 def _whole_or_nothing(directory: Path) -> Iterator[Path]:
-    """The folder `directory.partial` to build in, which becomes `directory` at the end.
+    """Make the folder `directory.partial` to build in, and rename it to `directory` at the end.
 
-    It may hold what an earlier build has left. On any error it stays if a shard of it is finished, and goes otherwise.
-    A lock, which ends with its process, keeps two builds apart. Raises `UserError` where there can be no such folder.
+    It may hold files of an earlier build. After an error it stays if it holds a finished shard, else it is removed. A
+    lock, which ends with its process, keeps two builds apart. Raises `UserError` if the folder cannot be made.
     """
     if not directory.name:
         raise UserError(f"--out {directory} is no name for a folder to make; give one, such as --out {directory}/data")
@@ -449,14 +451,14 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
             pass  # a file system without locks
         for path in unfinished.iterdir():
             if path.name not in _OWN_NAMES and not path.name.startswith(("shard-", ".shard-")):
-                raise UserError(f"{path} is not of a build, so it is not cleared away; move it or choose another --out")
+                raise UserError(f"{path} is not of a build, so it is not removed; move it or choose another --out")
         try:
             yield unfinished
         except BaseException as error:
             if not any([*unfinished.glob(f".*{FINISHED_SUFFIX}"), *unfinished.glob(MANIFEST_NAME)]):
                 shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                error.filename = unfinished  # a failed write knows no name
+                error.filename = unfinished  # an error of a write names no file
             raise
         unfinished.rename(directory)
     finally:
@@ -464,7 +466,7 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
 
 
 def describe_manifest(manifest: Manifest) -> list[str]:
-    """Return lines on what was built: the samples, both labels with their classes, the overlay, the origin."""
+    """Return lines that describe a dataset: the samples, both labels with their classes, the overlay, the origin."""
     size = " x ".join(map(str, manifest.input_shape[:0:-1]))
     samples = (
         f"pictures of {size} pixels"

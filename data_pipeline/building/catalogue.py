@@ -24,7 +24,7 @@ from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
-from data_pipeline.sources.silence import Silence
+from data_pipeline.sources.silence import SilenceSource
 
 DATASETS = datasets_with([kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay)])
 # What a record of silence stands for: as many, at the same rate, as the source has of speech.
@@ -169,7 +169,7 @@ def _open_sounds(
     opened: SoundSource
     root = choices.get("root")
     if base == "silence":
-        opened = Silence(limit or _NUM_OF_SPEECH[source][split], sample_rate=_SAMPLE_RATES[source])
+        opened = SilenceSource(limit or _NUM_OF_SPEECH[source][split], sample_rate=_SAMPLE_RATES[source])
     elif source == "procedural":
         opened = ProceduralSpeech(seed, split, limit or _NUM_OF_SPEECH[source][split])
     elif root is None:

@@ -1,8 +1,9 @@
-"""What the processes of a build run: a shard is made whole by one of them, from a recipe and its place in the dataset.
+"""Make the shards of a build in worker processes; one process makes a whole shard.
 
-Comes in: a recipe that all shards share, and for each shard which records are due in it. Goes out: the shard, its index
-and, written last, a file that says what is in it. What may never happen: a byte that depends on which process made it,
-or a process that writes on after its build was killed and another has begun.
+A worker writes the shard, its index, and last a file that lists what is in it.
+
+Guarantees: no byte depends on which process made it. No worker writes on after its build was killed and another build
+has begun.
 
 Shapes: B samples of a shard or of one call of the overlay, C channels, H height, W width, T points of a waveform.
 """
@@ -33,25 +34,25 @@ from data_pipeline.audio.waveform import crop_last, fit_length, to_float
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Record, Sample
 from data_pipeline.core.schema import Schema
-from data_pipeline.loading.totals import Sums, Totals
 from data_pipeline.overlays import Overlay, baked_keys
 from data_pipeline.sources import Source
 from data_pipeline.storage.manifest import LabelNames, ShardEntry
 from data_pipeline.storage.shards import EncodedSample, encode, index_path, shard_name, write_shard
 from data_pipeline.storage.source_digests import content_digest
+from data_pipeline.storage.totals import Sums, Totals
 
-FINISHED_SUFFIX: Final = ".finished.json"  # of the file that says what is in a finished shard
-_NUM_SAMPLES_PER_DRAW = 100  # of one call of an overlay: bounds the memory, 20 MB of sounds
-_NUM_TASKS_AHEAD = 2  # per worker: keeps all busy
-_SECONDS_FOR_ORPHANS = 30.0  # in which the workers of a killed build end; they take some thousandths
+FINISHED_SUFFIX: Final = ".finished.json"  # of the file that lists what is in a finished shard
+_NUM_SAMPLES_PER_DRAW = 100  # in one call of an overlay: bounds the memory, 20 MB of sounds
+_NUM_TASKS_AHEAD = 2  # per worker, so that all are busy
+_SECONDS_FOR_ORPHANS = 30.0  # for the workers of a killed build to end; they take milliseconds
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """All that a worker needs to make any shard; `overlay` is the one that is drawn into it."""
+class BuildInputs:
+    """All that a worker needs to make any shard of a dataset; `overlay` is drawn into the shards."""
 
     source: Source
     overlay: Overlay | None
@@ -67,9 +68,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Which samples are due in a shard: from `first_index`, showing the records `records_B`.
+    """The samples of one shard: from `first_index`, with the records `records_B`.
 
-    `num_new` of them, at the beginning, show their record for the first time in the dataset.
+    The first `num_new` of them are the first samples of their records in the dataset.
     """
 
     number: int
@@ -79,26 +80,24 @@ class ShardTask:
 
 
 class FinishedShard(Schema):
-    """What the build must know of a finished shard; `digests` are those of its new records' contents in hexadecimal
-    digits.
-    """
+    """What the build needs of a finished shard; `digests` holds the digests of its new records, in hexadecimal."""
 
     entry: ShardEntry
     sums: Sums
     digests: str
 
 
-def make_shard(recipe: Recipe, task: ShardTask, *, directory: Path) -> int:
-    """Write one shard and then what it holds; returns its number of samples."""
-    totals = recipe.no_totals()
+def make_shard(inputs: BuildInputs, task: ShardTask, *, directory: Path) -> int:
+    """Write one shard, and then the file that lists its content. Return its number of samples."""
+    totals = inputs.no_totals()
     digests: list[bytes] = []
 
     def encoded() -> Iterator[EncodedSample]:
-        for sample, record in _samples(recipe, task):
+        for sample, record in _samples(inputs, task):
             if len(digests) < task.num_new:
                 digests.append(content_digest(record.content))
             totals.add(sample)
-            yield encode(sample, sample_rate=recipe.sample_rate)
+            yield encode(sample, sample_rate=inputs.sample_rate)
 
     entry = write_shard(encoded(), directory / shard_name(task.number))
     finished = FinishedShard(entry=entry, sums=totals.sums, digests=b"".join(digests).hex())
@@ -109,32 +108,32 @@ def make_shard(recipe: Recipe, task: ShardTask, *, directory: Path) -> int:
     return len(task.records_B)
 
 
-def _samples(recipe: Recipe, task: ShardTask) -> Iterator[tuple[Sample, Record]]:
-    """The samples of a shard, in order, each with its record."""
-    num_at_once = 1 if recipe.overlay is None else _NUM_SAMPLES_PER_DRAW
+def _samples(inputs: BuildInputs, task: ShardTask) -> Iterator[tuple[Sample, Record]]:
+    """Yield the samples of a shard in order, each with its record."""
+    num_at_once = 1 if inputs.overlay is None else _NUM_SAMPLES_PER_DRAW
     for start in range(0, len(task.records_B), num_at_once):
-        records = [recipe.source[number] for number in task.records_B[start : start + num_at_once].tolist()]
+        records = [inputs.source[number] for number in task.records_B[start : start + num_at_once].tolist()]
         first_index = task.first_index + start
         samples = (
             [Sample(first_index, records[0].content, None, records[0].label, NO_LABEL)]
-            if recipe.overlay is None
-            else _overlaid(recipe.overlay, recipe, records, first_index)
+            if inputs.overlay is None
+            else _overlaid(inputs.overlay, inputs, records, first_index)
         )
         yield from zip(samples, records, strict=True)
 
 
-def _overlaid(overlay: Overlay, recipe: Recipe, records: Sequence[Record], first_index: int) -> list[Sample]:
-    """Consecutive samples, with an overlay drawn on all of them in one call."""
+def _overlaid(overlay: Overlay, inputs: BuildInputs, records: Sequence[Record], first_index: int) -> list[Sample]:
+    """Return consecutive samples, with the overlay drawn on all of them in one call."""
     index_B = torch.arange(first_index, first_index + len(records))
-    keys = baked_keys(index_B, seed=recipe.seed, split=recipe.split)
+    keys = baked_keys(index_B, seed=inputs.seed, split=inputs.split)
     contents = [record.content for record in records]
-    if recipe.num_points is None:
+    if inputs.num_points is None:
         overlaid = overlay(torch.from_numpy(np.stack(contents)).permute(0, 3, 1, 2), keys)
         contents_B = overlaid.inputs.permute(0, 2, 3, 1).contiguous().numpy()
     else:
-        last_B = crop_last(keys) if recipe.split == "train" else torch.zeros(len(records), dtype=torch.bool)
+        last_B = crop_last(keys) if inputs.split == "train" else torch.zeros(len(records), dtype=torch.bool)
         clips = [torch.from_numpy(content) for content in contents]
-        overlaid = overlay(to_float(fit_length(clips, recipe.num_points, last_B=last_B)), keys)
+        overlaid = overlay(to_float(fit_length(clips, inputs.num_points, last_B=last_B)), keys)
         contents_B = overlaid.inputs.numpy()
     masks_B = [None] * len(records) if overlaid.masks_BHW is None else overlaid.masks_BHW.numpy()
     labels_B = overlaid.label_B.tolist()
@@ -146,9 +145,9 @@ def _overlaid(overlay: Overlay, recipe: Recipe, records: Sequence[Record], first
     ]
 
 
-def content_digests(recipe: Recipe, numbers: NDArray[np.int64]) -> bytes:
-    """Return the digests of some records' contents, end to end."""
-    return b"".join(content_digest(recipe.source[number].content) for number in numbers.tolist())
+def content_digests(inputs: BuildInputs, numbers: NDArray[np.int64]) -> bytes:
+    """Return the digests of the contents of some records, end to end."""
+    return b"".join(content_digest(inputs.source[number].content) for number in numbers.tolist())
 
 
 def finished_path(directory: Path, number: int) -> Path:
@@ -156,7 +155,7 @@ def finished_path(directory: Path, number: int) -> Path:
 
 
 def finished_shard(directory: Path, number: int) -> FinishedShard | None:
-    """What was noted of a shard when it was finished, if it is there."""
+    """Return what was written about a finished shard; None if the shard is not whole."""
     shard = directory / shard_name(number)
     try:
         finished = FinishedShard.model_validate_json(finished_path(directory, number).read_text())
@@ -166,13 +165,15 @@ def finished_shard(directory: Path, number: int) -> FinishedShard | None:
     return finished if is_there else None
 
 
-_recipe_of_worker: Recipe  # set once in each worker process: a source may hold all pictures of a dataset
+_inputs_of_worker: BuildInputs  # set once in each worker process: a source may hold all pictures of a dataset
 _lock_of_worker: IO[str]  # held until the process ends
 
 
-def _start_worker(recipe: bytes, lock: Path | None) -> None:
-    global _recipe_of_worker, _lock_of_worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the build ends its workers between two shards
+def _start_worker(inputs: bytes, lock: Path | None) -> None:
+    global _inputs_of_worker, _lock_of_worker
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes: the build ends its workers between two shards
     torch.set_num_threads(1)
     if lock is not None:
         _lock_of_worker = lock.open()
@@ -181,38 +182,44 @@ def _start_worker(recipe: bytes, lock: Path | None) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     parent = multiprocessing.parent_process()
     assert parent is not None
-    if not parent.is_alive():  # killed before this process had its lock: another build may be under way
+    if not parent.is_alive():  # killed before this process had its lock: another build may be running
         os._exit(1)
-    _recipe_of_worker = pickle.loads(recipe)
+    _inputs_of_worker = pickle.loads(inputs)
 
 
 def _end_with_parent() -> None:
-    """A pool whose process is killed would otherwise wait for work for ever."""
+    """End this worker when its build is killed; it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _in_worker(work: Callable[[Recipe, U], T], task: U) -> T:
-    return work(_recipe_of_worker, task)
+def _in_worker(work: Callable[[BuildInputs, U], T], task: U) -> T:
+    return work(_inputs_of_worker, task)
 
 
 def run_all(
-    work: Callable[[Recipe, U], T], recipe: Recipe, tasks: Iterable[U], *, num_workers: int, lock: Path | None = None
+    work: Callable[[BuildInputs, U], T],
+    inputs: BuildInputs,
+    tasks: Iterable[U],
+    *,
+    num_workers: int,
+    lock: Path | None = None,
 ) -> Generator[T, None, None]:
-    """`work(recipe, task)` for every task, in order, by worker processes if there are several.
+    """Yield `work(inputs, task)` for every task, in order; worker processes do it if `num_workers` is above 1.
 
-    Workers hold `lock`, a file, for as long as they live.
+    Workers hold a lock on the file `lock` until they end.
     """
     if num_workers == 1:
-        yield from (work(recipe, task) for task in tasks)
+        yield from (work(inputs, task) for task in tasks)
         return
-    # Forked from a server that has imported this module and has no threads: forking ourselves could copy a held lock.
+    # Forked from a server that has imported this module and has no threads: a fork of this process could copy a held
+    # lock.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     # Pickled once, and as bytes: multiprocessing would share the overlay's tensors through files in memory.
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(recipe), lock))
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs), lock))
     under_way: deque[Future[T]] = deque()
     try:
         for task in tasks:
@@ -223,15 +230,15 @@ def run_all(
             yield under_way.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a worker process of the build was killed, most likely for want of memory; "
-            "run the same command again with fewer --workers, it goes on from the finished shards"
+            "a worker process of the build was killed, most likely for lack of memory; "
+            "run the same command again with fewer --workers; it continues from the finished shards"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def wait_for_orphans(lock: Path) -> None:
-    """Workers of a build that was killed hold `lock` until they have noticed, and may be writing until then."""
+    """Wait until the workers of a killed build release `lock`; they may be writing until then."""
     deadline = time.monotonic() + _SECONDS_FOR_ORPHANS
     with lock.open() as file:
         while True:

@@ -11,8 +11,8 @@ from data_pipeline.core.sample import NO_LABEL, Record
 
 
 @dataclass(frozen=True)
-class Silence:
-    """`num_records` records of a single zero point each; a batch fills them up with zeros."""
+class SilenceSource:
+    """`num_records` records of one zero point each; a batch pads them with zeros."""
 
     num_records: int
     sample_rate: int

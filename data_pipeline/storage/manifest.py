@@ -1,11 +1,11 @@
-"""The manifest of a built dataset: `DIR/manifest.json`, written last: a directory without one is not a dataset.
+"""The manifest of a built dataset, `DIR/manifest.json`. It is written last: a directory without it is not a dataset.
 
 A manifest may come from a stranger. Invariants, checked whenever one is read: every shard has a plain file name, so no
-path leads out of the directory; all numbers are bounded; and they agree with each other, so that what a reader
-allocates is bounded by the size of the shards.
+path leads out of the directory; all numbers are bounded; and they agree with each other, so that the memory of a reader
+is bounded by the size of the shards.
 
-A file of a dataset may be a symbolic link, as large data often are: readers follow it, and it must lead to a regular
-file. Nothing is ever written through a link: a new file is written beside it and takes a name in the directory.
+A file of a dataset may be a symbolic link to a regular file; readers follow it. Nothing is written through a link: a
+new file is written beside it and renamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import AfterValidator, FailFast, Field, NonNegativeFloat, NonNegat
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Medium
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.schema import Line, Schema
 from data_pipeline.storage.files import read_regular
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -47,7 +47,7 @@ _MEND: Final = "build the dataset again, or copy it again from where it is whole
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` can only be a file name: no path, no option, nothing that a shell or a URL would read.
+    """Return whether `name` is safe as a file name: no path, no option, nothing that a shell or a URL would interpret.
 
     Examples:
         >>> is_plain_name("shard-00000.tar"), is_plain_name("../x.tar"), is_plain_name("a;rm b")
@@ -57,7 +57,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def _checked_shard_name(name: str) -> str:
-    # The ending keeps the name of a shard's index apart from all other names in the directory.
+    # The ending keeps the name of a shard's index different from all other names in the directory.
     if not (is_plain_name(name) and name.endswith(".tar")):
         raise ValueError("it must be a plain file name that ends in .tar")
     return name
@@ -69,12 +69,6 @@ def _checked_sha256(text: str) -> str:
     return text
 
 
-def _checked_words(text: str) -> str:
-    if not (text.isprintable() and 1 <= len(text) <= 1000):
-        raise ValueError("it must be 1 to 1,000 printable characters")
-    return text
-
-
 def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name, count in Counter(names).items():
         if count > 1:
@@ -83,8 +77,7 @@ def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Sha256 = Annotated[str, AfterValidator(_checked_sha256)]
-Words = Annotated[str, AfterValidator(_checked_words)]  # what may be printed on a terminal
-ClassNames = Annotated[tuple[Words, ...], FailFast(), Field(max_length=MAX_CLASSES), AfterValidator(_checked_names)]
+ClassNames = Annotated[tuple[Line, ...], FailFast(), Field(max_length=MAX_CLASSES), AfterValidator(_checked_names)]
 ClassCounts = Annotated[tuple[NonNegativeInt, ...], FailFast(), Field(max_length=MAX_CLASSES)]
 
 
@@ -107,18 +100,18 @@ class LabelNames(Schema):
 
     base: ClassNames
     overlay: ClassNames
-    title_base: Words = "base"
-    title_overlay: Words = "overlay"
+    title_base: Line = "base"
+    title_overlay: Line = "overlay"
 
 
 class OverlayEntry(Schema):
-    """What is drawn on the samples, and when.
+    """The overlay of the samples, and when it is drawn.
 
-    `baked`: into the shards, once a stored sample. `online`: the shards hold clean samples, and `OVERLAY_NAME` beside
-    them, with this sha256, what a reader needs to draw on each as it reads it.
+    `baked`: into the shards, once for each stored sample. `online`: at each reading; the shards hold clean samples, and
+    the file `OVERLAY_NAME` beside them, with this sha256, holds the overlay.
     """
 
-    kind: Words
+    kind: Line
     drawn: Literal["baked", "online"]
     sha256: Sha256 | None
 
@@ -129,8 +122,8 @@ class HowMade(Schema):
     `source_sha256` is over the decoded records and labels in their order, so it names the input by content.
     """
 
-    dataset: Words
-    source: Words
+    dataset: Line
+    source: Line
     split: Literal["train", "test"]
     seed: NonNegativeInt
     repeats: PositiveInt
@@ -139,14 +132,14 @@ class HowMade(Schema):
 
 
 class Manifest(Schema):
-    """What a dataset holds and how it was made.
+    """The content of a dataset, and how it was made.
 
-    `input_shape` is that of one input as a batch holds it: (C, H, W) of a picture; (T,) of a sound, which is stored in
-    its own length and cut or filled up to T when it is read. `mean` and `std` are over all stored values: of each
-    channel in [0, 1] units for pictures, of the waveform in [-1, 1] for sounds. `counts_base` and `counts_overlay` are
-    the number of samples of each class, in label order; `counts_overlay` is empty where the overlay is online. A `std`
-    is 0 where all values of a channel are the same. `source_digests_sha256` is of the file `SOURCE_DIGESTS_NAME`; None
-    if the source has no content, which is silence.
+    `input_shape` is the shape of one input in a batch: (C, H, W) of a picture; (T,) of a sound, which is stored in its
+    own length, and cropped or padded to T when it is read. `mean` and `std` are over all stored values: of each channel
+    in [0, 1] for pictures, of the waveform in [-1, 1] for sounds. A `std` is 0 if all values of a channel are the same.
+    `counts_base` and `counts_overlay` are the number of samples of each class, in label order; `counts_overlay` is
+    empty if the overlay is online. `source_digests_sha256` is of the file `SOURCE_DIGESTS_NAME`; None if the source is
+    silence, which has no content.
     """
 
     format_version: int
@@ -172,25 +165,25 @@ class Manifest(Schema):
 
     @property
     def sha256(self) -> str:
-        """Names the dataset by content: the hash of the canonical JSON, which holds the hash of every shard."""
+        """Return the hash of the canonical JSON, which holds the hash of every shard, so it identifies the content."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property
     def is_online(self) -> bool:
-        """Whether the overlay is drawn as the samples are read."""
+        """Return whether the overlay is drawn when the samples are read."""
         return self.overlay is not None and self.overlay.drawn == "online"
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The extensions of a sample's members, in the order in which they lie in the tar."""
+        """Return the extensions of a sample's members, in the order in which they lie in the tar."""
         if self.medium == "sound":
             return ("json", "wav")
         return ("json", "mask.png", "png") if self.overlay is not None and not self.is_online else ("json", "png")
 
     @property
     def max_member_bytes(self) -> Mapping[str, int]:
-        """The largest content that a reader takes for each of `members`, by extension."""
+        """Return the largest size that a reader accepts for each of `members`, by extension."""
         values = math.prod(self.input_shape)
         return {
             "json": _MAX_LABEL_BYTES,
@@ -201,7 +194,7 @@ class Manifest(Schema):
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield what cannot be true of a manifest whose fields are right one by one."""
+    """Yield contradictions between the fields of a manifest."""
     for name, count in Counter(entry.name for entry in manifest.shards).items():
         if count > 1:
             yield f"the shard {name} is named {count} times"
@@ -278,7 +271,7 @@ def load_manifest(directory: Path) -> Manifest:
 def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
     """Return a manifest from its JSON.
 
-    Raises `UserError` that names `where` if it is none, is of another format, or contradicts itself.
+    Raises `UserError` that names `where` if it is not a manifest, is of another format, or contradicts itself.
     """
     try:
         value = pydantic_core.from_json(text)  # unlike json.loads it bounds how deep the text may nest

@@ -1,11 +1,11 @@
-"""PNG for many small pictures: encoded so that a whole batch is decoded at once, by any reader all the same.
+"""Encode and decode PNG files of many small pictures.
 
-PNG predicts each row of a picture by one of five filters, and the best for a row has to be undone point by point. Here
-every row is stored with the one called "up", the difference to the row above: about a tenth larger, and undone by one
-addition a row for all pictures of a batch. Pictures of other writers are decoded one by one by torchvision.
+PNG stores each row of a picture with one of five filters. Here every row has the filter "up", the difference to the
+row above. Files are about a tenth larger than with the best filters, but one addition a row decodes a whole batch. Any
+reader can open them. Pictures of other writers are decoded one by one by torchvision.
 
-A file may come from a stranger: nothing is unpacked before the size in its header was compared with the size that is
-due, and never more than that size holds.
+Guarantees: nothing is decompressed before the size in the header was compared with the expected size, and never more
+bytes than that size holds. A file may come from a stranger.
 
 Shapes: B pictures, C channels (3: RGB, 1: grey), H height, W width.
 """
@@ -34,7 +34,7 @@ _END: Final = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IE
 
 
 def encode_png(pixels: NDArray[np.uint8]) -> bytes:
-    """A PNG of a picture (H, W, 3) or a mask (H, W), uint8; the same pixels give the same bytes."""
+    """Return a PNG of a picture (H, W, 3) or a mask (H, W), uint8; the same pixels give the same bytes."""
     assert pixels.dtype == np.uint8
     height = pixels.shape[0]
     rows = np.ascontiguousarray(pixels).reshape(height, -1)
@@ -49,7 +49,7 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
 
 @cache
 def _head(num_channels: int, height: int, width: int) -> bytes:
-    """All that comes before the points: eight bits a point, not interlaced."""
+    """Return what comes before the image data: eight bits a channel, not interlaced."""
     ihdr = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[num_channels], 0, 0, 0)
     return _SIGNATURE + _chunk(b"IHDR", ihdr)
 
@@ -72,9 +72,9 @@ def png_size(file: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def wrong_size(file: bytes | memoryview, height: int, width: int) -> str | None:
-    """Say what is wrong with a file that should be a PNG of that size, by its header alone; None if nothing is.
+    """Return what is wrong with a file that should be a PNG of that size, by its header alone; None if nothing is.
 
-    To be asked before a file is decoded: two megabytes may unpack to gigabytes.
+    Call it before decoding a file: two megabytes may decompress to gigabytes.
     """
     size = png_size(file)
     if size is None:
@@ -85,14 +85,14 @@ def wrong_size(file: bytes | memoryview, height: int, width: int) -> str | None:
 def decode_pngs(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tuple[Tensor, dict[int, str]]:
     """Decode pictures that should all be of `shape`, (C, H, W), from writable memory, which is not written to.
 
-    Returns (B, C, H, W) uint8, and why a picture did not decode, by its place; there the picture is black.
+    Returns (B, C, H, W) uint8, and by row why a picture did not decode; such a picture is black.
     """
     num_channels, height, width = shape
     if files and _points_by_up(files[0], shape) is None:
         return _decode_one_by_one(files, range(len(files)), torch.zeros(len(files), *shape, dtype=torch.uint8))
     blank = bytes(height * (1 + width * num_channels))
     points = [_points_by_up(file, shape) for file in files]
-    others = [place for place, found in enumerate(points) if found is None]
+    others = [row for row, found in enumerate(points) if found is None]
     filtered = np.frombuffer(b"".join([found or blank for found in points]), dtype=np.uint8)
     rows_BHX = filtered.reshape(len(files), height, 1 + width * num_channels)
     rows_HBCW = rows_BHX[:, :, 1:].reshape(len(files), height, width, num_channels).transpose(1, 0, 3, 2)
@@ -104,12 +104,12 @@ def decode_pngs(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tup
 
 
 def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None:
-    """The rows of a picture as differences, each behind its filter type; None unless `encode_png` could have made it.
+    """Return the filtered rows of a picture, each after its filter type; None unless `encode_png` could have made it.
 
-    Damage shows: what is unpacked is checked by its adler32.
+    Damage is detected by the adler32 of the compressed data.
     """
     head = _head(*shape)
-    first = len(head) + 8  # behind the length and name of the chunk that holds the points
+    first = len(head) + 8  # after the length and name of the chunk that holds the image data
     if bytes(file[: len(head)]) != head or bytes(file[first - 4 : first]) != b"IDAT":
         return None
     num_channels, height, width = shape
@@ -117,7 +117,7 @@ def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None
     num_bytes = height * row_size
     stream = zlib.decompressobj()
     try:
-        # One byte of room more than is due: without it the end of the stream, and its adler32, would not be read.
+        # One byte more than expected: without it the end of the stream, and its adler32, would not be read.
         points = stream.decompress(file[first : -4 - len(_END)], num_bytes + 1)
     except zlib.error:
         return None
@@ -126,22 +126,22 @@ def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None
 
 
 def _decode_one_by_one(
-    files: Sequence[memoryview], places: Iterable[int], pictures_BCHW: Tensor
+    files: Sequence[memoryview], rows: Iterable[int], pictures_BCHW: Tensor
 ) -> tuple[Tensor, dict[int, str]]:
-    """Decode the pictures at `places` into theirs, by torchvision."""
+    """Decode the files of `rows` into `pictures_BCHW`, by torchvision. Return by row why one did not decode."""
     shape = pictures_BCHW.shape[1:]
     errors: dict[int, str] = {}
-    for place in places:
-        if (wrong := wrong_size(files[place], shape[1], shape[2])) is not None:
-            errors[place] = wrong
+    for row in rows:
+        if (wrong := wrong_size(files[row], shape[1], shape[2])) is not None:
+            errors[row] = wrong
             continue
         try:
-            picture = decode_png(torch.frombuffer(files[place], dtype=torch.uint8), _MODES[shape[0]])
+            picture = decode_png(torch.frombuffer(files[row], dtype=torch.uint8), _MODES[shape[0]])
         except (RuntimeError, ValueError) as error:
-            errors[place] = f"it is no whole PNG: {' '.join(str(error).split())}"
+            errors[row] = f"it is no whole PNG: {' '.join(str(error).split())}"
             continue
         if picture.shape == shape and picture.dtype == torch.uint8:
-            pictures_BCHW[place] = picture
+            pictures_BCHW[row] = picture
         else:
-            errors[place] = f"it is {tuple(picture.shape)} {picture.dtype}, not {tuple(shape)} torch.uint8"
+            errors[row] = f"it is {tuple(picture.shape)} {picture.dtype}, not {tuple(shape)} torch.uint8"
     return pictures_BCHW, errors

@@ -1,15 +1,15 @@
-"""Shards: plain WebDataset tars; the same samples give the same bytes, and an index makes them readable at random.
+"""Write shards, and find their members: plain WebDataset tars, each with an index for random access.
 
-Comes in: samples, in the order of their `index`. Goes out: `shard-00000.tar`, ... that any WebDataset reader opens
-(`KEY.json`, and `KEY.png` with `KEY.mask.png` where something is drawn on it, or `KEY.wav`), and beside each a
-`shard-00000.index` that says where every member lies. The index is a cache: it is rebuilt by one pass over the tar's
-headers if it is missing or is not the one that the manifest names by sha256.
+Samples are written in the order of their `index` to `shard-00000.tar`, ... which any WebDataset reader opens. A sample
+has the members `KEY.json`, and `KEY.wav` or `KEY.png`, and `KEY.mask.png` if something is drawn on it. The file
+`shard-00000.index` beside a shard holds the offset and size of every member. It is a cache: it is rebuilt by one pass
+over the tar's headers if it is missing, or if its sha256 is not the one in the manifest.
 
-Invariants: no byte depends on the clock, the user or the machine. No sample is given out as another: the manifest names
-the sha256 of each index, and `names_member` compares each offset with the tar's own header.
+Guarantees: the same samples give the same bytes, whatever the clock, the user and the machine. No sample is returned as
+another: the manifest has the sha256 of each index, and `names_member` compares each offset with the tar's own header.
 
-The file of an index is an array and nothing else: for each sample, in order, the offset and size of each of its members
-(those of `Manifest.members`, in that order), as little-endian int64. So its size follows from the manifest.
+An index file is one array of little-endian int64: for each sample, in order, the offset and size of each member, in the
+order of `Manifest.members`. So its size follows from the manifest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import mmap
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -33,7 +31,7 @@ from webdataset import TarWriter
 
 from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.core.sample import Sample
-from data_pipeline.storage.files import open_regular, read_regular
+from data_pipeline.storage.files import map_regular, read_regular
 from data_pipeline.storage.manifest import ShardEntry
 from data_pipeline.storage.png import encode_png
 
@@ -47,7 +45,7 @@ _EMPTY_TYPES: Final = tuple(b"%d" % number for number in range(1, 7))  # links, 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample as it lies in a shard: the bytes of `KEY.json` and so on, by what follows `KEY.` in their names."""
+    """One sample as it lies in a shard: the bytes of its members, by the extension after `KEY.`."""
 
     index: int
     members: Mapping[str, bytes]
@@ -58,9 +56,9 @@ class EncodedSample:
 
 
 def encode(sample: Sample, *, sample_rate: int | None = None) -> EncodedSample:
-    """The bytes of one sample; pure, so that a build may call it in worker processes.
+    """Return the stored form of one sample.
 
-    `sample_rate` is of a sound, in points a second; a picture has none.
+    `sample_rate` is points a second, for a sound; a picture has none.
     """
     labels = {"index": sample.index, "label_base": sample.label_base, "label_overlay": sample.label_overlay}
     members = {"json": json.dumps(labels).encode()}
@@ -76,7 +74,7 @@ def encode(sample: Sample, *, sample_rate: int | None = None) -> EncodedSample:
 
 
 def shard_name(number: int) -> str:
-    """The file name of a shard of a built dataset.
+    """Return the file name of a shard of a built dataset.
 
     Examples:
         >>> shard_name(7)
@@ -88,10 +86,10 @@ def shard_name(number: int) -> str:
 def write_shards(
     encoded: Iterable[EncodedSample], directory: Path, *, num_samples_per_shard: int
 ) -> tuple[ShardEntry, ...]:
-    """Write samples as `directory/shard-00000.tar`, ... with an index beside each; returns the manifest's entries.
+    """Write samples as `directory/shard-00000.tar`, ... with an index beside each. Return the manifest's entries.
 
-    Samples must come in the order of their index, from 0 without a gap (`ValueError` otherwise), because a sample's
-    place in the dataset is its index. At most one sample is held in memory at a time.
+    Samples must come in the order of their index, from 0 without a gap (`ValueError` otherwise), because the index of a
+    sample is its number in the dataset. At most one sample is held in memory at a time.
     """
     if num_samples_per_shard < 1:
         raise ValueError(f"num_samples_per_shard must be at least 1, got {num_samples_per_shard}")
@@ -109,15 +107,15 @@ def write_shards(
 
 
 def write_shard(encoded: Iterable[EncodedSample], path: Path) -> ShardEntry:
-    """Write one shard, at least one sample, and its index beside it; returns its entry in the manifest.
+    """Write one shard of at least one sample, and its index beside it. Return its entry in the manifest.
 
     Samples must come in the order of their index without a gap, and all have the same members (`ValueError`
-    otherwise). At most one sample is held in memory at a time. The bytes are on the disk when this returns.
+    otherwise). At most one sample is held in memory at a time. The bytes are on disk when this returns.
     """
     rows: list[list[int]] = []
     with path.open("wb") as file:
-        # A fixed time, owner and mode: nothing in the tar depends on when, where and by whom it was written. A time in
-        # whole seconds also keeps every header to the one block that `_layout` counts.
+        # A fixed time, owner and mode, so that the same samples give the same bytes. A time in whole seconds also keeps
+        # every header to the one block that `_layout` counts.
         with TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o444) as writer:
             for sample in _in_order(encoded):
                 sizes = [len(content) for _, content in sorted(sample.members.items())]
@@ -139,7 +137,7 @@ def write_shard(encoded: Iterable[EncodedSample], path: Path) -> ShardEntry:
 
 
 def _in_order(encoded: Iterable[EncodedSample]) -> Iterator[EncodedSample]:
-    """The samples as they come; raises `ValueError` where one is out of order or has other members than the first."""
+    """Yield the samples; raise `ValueError` if one is out of order or has other members than the first."""
     first: EncodedSample | None = None
     for number, sample in enumerate(encoded):
         first = first or sample
@@ -155,11 +153,11 @@ def _in_order(encoded: Iterable[EncodedSample]) -> Iterator[EncodedSample]:
 
 
 def _out_of_order(index: int, *, due: int) -> ValueError:
-    return ValueError(f"sample {index} came where sample {due} was due; write samples in index order")
+    return ValueError(f"sample {index} came instead of sample {due}; write samples in index order")
 
 
 def _layout(start: int, sizes: Sequence[int]) -> list[int]:
-    """Offset and size of each member's bytes, when the members are appended to a tar that ends at `start`."""
+    """Return the offset and size of each member if the members are appended to a tar that ends at `start`."""
     row: list[int] = []
     for size in sizes:
         row += [start + _BLOCK, size]
@@ -172,22 +170,22 @@ def _padded(size: int) -> int:
 
 
 def index_path(shard: Path) -> Path:
-    """Where the index of a shard lies: `shard-00000.tar` has `shard-00000.index`."""
+    """Return the path of the index of a shard: `shard-00000.index` for `shard-00000.tar`."""
     return shard.with_name(f"{shard.stem}.index")
 
 
 def index_content(rows: NDArray[np.int64]) -> bytes:
-    """Return the bytes of the file of an index; the same index gives the same bytes."""
+    """Return the content of an index file."""
     return rows.astype("<i8").tobytes()
 
 
 def index_num_bytes(entry: ShardEntry, members: Sequence[str]) -> int:
-    """Return the size of the file of an index: an offset and a size for each member of each sample."""
+    """Return the size of an index file: an offset and a size for each member of each sample."""
     return 16 * len(members) * entry.num_samples
 
 
 def _save_index(path: Path, content: bytes) -> None:
-    """Write an index as a new file that then takes the name `path`, so that nothing is written through a link."""
+    """Write an index to a new file that is then renamed to `path`, so that nothing is written through a link."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("xb") as file:
@@ -198,19 +196,19 @@ def _save_index(path: Path, content: bytes) -> None:
 
 
 def index_shard(path: Path, *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    """Where the members of every sample that is due in a shard lie, by one pass over the headers of the tar.
+    """Find the members of the samples `due` in a shard, by one pass over the headers of the tar.
 
-    Returns (len(due), 2 * len(members)) int64: offset and size of the bytes of each member, `MISSING` where the file
-    does not hold all of it. Samples are found by their keys, so members may lie anywhere in the tar; what is not due is
-    passed over, and a file that is cut short, damaged or no tar gives what is before the damage. Raises `OSError` if
-    `path` is not a regular file.
+    Returns (len(due), 2 * len(members)) int64: offset and size of each member, `MISSING` if the file does not hold all
+    of it. Samples are found by their keys, so members may lie anywhere in the tar; other files in it are ignored. A
+    file that is cut short, damaged or no tar gives the members before the damage. Raises `OSError` if `path` is not a
+    regular file.
     """
     with map_regular(path) as data:
         return index_members(read_headers(data)[0], members=members, due=due)
 
 
 def index_members(found: Iterable[TarMember], *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    """`index_shard` of the files of a tar, in stored order."""
+    """Return what `index_shard` returns, from the members of a tar in stored order."""
     rows = np.full((len(due), 2 * len(members)), MISSING, dtype=np.int64)
     columns = {extension: 2 * number for number, extension in enumerate(members)}
     for member in found:
@@ -224,20 +222,9 @@ def index_members(found: Iterable[TarMember], *, members: Sequence[str], due: ra
     return rows
 
 
-@contextmanager
-def map_regular(path: Path) -> Iterator[memoryview]:
-    """Map a regular file into memory, to read. Raises `OSError` if `path` is not one."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            yield memoryview(b"")
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-            yield data
-
-
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One file in a tar: the name that its header gives, and where its content lies."""
+    """One file in a tar: the name in its header, and the position and size of its content."""
 
     name: str
     offset: int
@@ -245,12 +232,11 @@ class TarMember:
 
 
 def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
-    """Read the headers of a tar: its files in stored order, and the position behind the last of them.
+    """Read the headers of a tar. Return its files in stored order, and the position after the last of them.
 
-    Ends before the first block that is no header, or whose content is not all there. Names are those of the ustar
-    header alone, which is all of a key of up to 100 letters; long names, links, folders and times that other writers
-    keep in blocks of their own are passed over. Some ten times as fast as `tarfile`, and bounded in time and memory for
-    any bytes.
+    Ends before the first block that is no header, or whose content is cut short. Names are read from the ustar header
+    alone, which holds up to 100 bytes; long names, links, folders and times in blocks of their own are ignored. About
+    ten times as fast as `tarfile`, and bounded in time and memory for any bytes.
     """
     found: list[TarMember] = []
     position = 0
@@ -275,7 +261,7 @@ def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
 
 
 def _number(field: bytes) -> int | None:
-    """The number in a field of a tar's header, octal or, above 8 GiB, in binary; None if it is neither."""
+    """Return the number in a field of a tar header: octal, or binary above 8 GiB. None if it is neither."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b"\0 ")
@@ -283,9 +269,9 @@ def _number(field: bytes) -> int | None:
 
 
 def names_member(data: memoryview, *, name: bytes, offset: int, size: int) -> bool:
-    """Return whether a file `name` of `size` bytes begins at `offset` of a tar, by the header that lies before it.
+    """Return whether the tar's own header says that a file `name` of `size` bytes begins at `offset`.
 
-    The reader calls it before it believes an index: it costs a microsecond, on a page that is about to be read.
+    A reader checks an index so. It costs a microsecond, on a page that is about to be read.
     """
     if not _BLOCK <= offset <= len(data):
         return False
@@ -297,11 +283,10 @@ def names_member(data: memoryview, *, name: bytes, offset: int, size: int) -> bo
 
 
 def load_index(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    """The index of one shard as `index_shard` returns it: from its file, or rebuilt from the tar.
+    """Return the index of one shard, as `index_shard` does: from its file, or rebuilt from the tar.
 
-    It is rebuilt if the file is missing or is not the one that the manifest names by sha256, or if the size of the tar
-    is not the manifest's. A rebuilt index is kept for the next reader if it is the one that the manifest names and the
-    directory can be written to.
+    It is rebuilt if the file is missing or has another sha256 than in the manifest, or if the tar has another size. A
+    rebuilt index is saved for the next reader if its sha256 is right and the directory can be written to.
     """
     num_bytes = shard.stat().st_size
     if num_bytes != entry.num_bytes:
@@ -314,7 +299,9 @@ def load_index(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: r
     rows = _rebuilt(shard, entry, members=members, due=due)
     content = index_content(rows)
     if hashlib.sha256(content).hexdigest() != entry.index_sha256:
-        logger.warning("%s is not indexed as the manifest says (index_sha256); the tar's own headers are used", shard)
+        logger.warning(
+            "the index of %s differs from the manifest's (index_sha256); the tar's own headers are used", shard
+        )
         return rows
     try:
         _save_index(index_path(shard), content)
@@ -324,18 +311,18 @@ def load_index(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: r
 
 
 def _saved_index(shard: Path, entry: ShardEntry, *, members: Sequence[str]) -> bytes | None:
-    """The file of an index, None unless it is the one that the manifest names."""
+    """Return the content of an index file; None unless its sha256 is the one in the manifest."""
     path, num_bytes = index_path(shard), index_num_bytes(entry, members)
     try:
         content = read_regular(path, max_bytes=num_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.warning("%s cannot be read (%s); it is made anew from the tar", path, error.strerror)
+        logger.warning("%s cannot be read (%s); it is rebuilt from the tar", path, error.strerror)
         return None
     if len(content) == num_bytes and hashlib.sha256(content).hexdigest() == entry.index_sha256:
         return content
-    logger.warning("%s is not the index that the manifest names (index_sha256); it is made anew from the tar", path)
+    logger.warning("%s is not the index that the manifest names (index_sha256); it is rebuilt from the tar", path)
     return None
 
 
@@ -345,9 +332,9 @@ def _rebuilt(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: ran
 
 
 def _lies_within(rows: NDArray[np.int64], num_bytes: int) -> bool:
-    """Whether all that an index names is in a file of `num_bytes`, and together is no more than that.
+    """Return whether all members of an index lie in a file of `num_bytes`, and are no larger together.
 
-    No sum of two of its numbers is taken in int64, where it could overflow.
+    Avoids sums of two of its numbers in int64, which could overflow.
     """
     offsets, sizes = rows[:, ::2], rows[:, 1::2]
     if (offsets < 0).any() or (sizes < 0).any() or (sizes > num_bytes).any():

@@ -1,7 +1,7 @@
-"""Source digests: one short hash for each sample, of the clean picture or sound that the sample was made from.
+"""Write and compare source digests: a short hash of the clean picture or sound that each sample was made from.
 
-A build writes them beside the shards. They tell whether two datasets were made from the same pictures or sounds,
-whatever the files were called and whatever was drawn on them, without a look at the samples.
+A build writes them beside the shards. They show whether two datasets were made from the same pictures or sounds,
+whatever the names of the files and the overlays, without reading the samples.
 
 Shapes: N samples, R records of the source.
 """
@@ -33,9 +33,9 @@ def content_digest(content: NDArray[Any]) -> bytes:
 
 
 def write_source_digests(path: Path, content_digests: bytes, *, num_samples: int) -> str:
-    """Write the short digests of `num_samples` samples; returns the sha256 of the file.
+    """Write the short digests of `num_samples` samples; return the sha256 of the file.
 
-    `content_digests` are those of the R records, end to end. Sample `i` shows record `i % R`.
+    `content_digests` holds the digests of the R records, end to end. Sample `i` shows record `i % R`.
     """
     long_R = np.frombuffer(content_digests, dtype=np.uint8).reshape(-1, NUM_CONTENT_BYTES)
     short_R = np.ascontiguousarray(long_R[:, : _DTYPE.itemsize]).view(_DTYPE)[:, 0]
@@ -69,9 +69,9 @@ def check_source_digests(path: Path, manifest: Manifest) -> NDArray[np.uint64]:
 
 
 def read_source_digests(location: str | Path, manifest: Manifest, *, remote: RemoteConfig) -> NDArray[np.uint64] | None:
-    """Read the short digests of the dataset at `location`, (N,), which `manifest` is of; None if it has none.
+    """Read the short digests of the dataset at `location`, (N,); None if its `manifest` names none.
 
-    Raises `UserError` if the file cannot be had or is not the one that the manifest names.
+    Raises `UserError` if the file cannot be fetched or is not the one that the manifest names.
     """
     if manifest.source_digests_sha256 is None:
         return None
@@ -95,7 +95,7 @@ class SharedSources:
 
     @property
     def share(self) -> float:
-        """The share of the test samples, from 0 to 1."""
+        """Return the share of the test samples, from 0 to 1."""
         return self.num_shared / max(self.num_test, 1)
 
 

@@ -79,19 +79,19 @@ class _LocalFiles:
 
 
 class SampleStore:
-    """Every sample of a dataset by its index: maps the shards into memory as they are first touched.
+    """The samples of a dataset by index. A shard is mapped into memory when it is first read.
 
-    A mapping needs no open file and no seek, and its pages are shared with all other readers on the machine. Shards of
-    a remote dataset are fetched when they are first touched.
+    A mapping needs no open file and no seek, and all readers on the machine share its pages. A shard of a remote
+    dataset is fetched when it is first read.
 
     Attributes:
         location: the local directory, or the remote location as it was given.
-        manifest: what the dataset says of itself.
-        overlay: what a reader draws on the samples, on the CPU; None unless the dataset's overlay is online.
+        manifest: of the dataset.
+        overlay: the online overlay, on the CPU; None if the dataset has none.
         known_bad: samples that are not whole in the local shards, found without reading them; () for a remote dataset.
-        shard_ends: (num_shards,) int64, the index behind the last sample of each shard.
+        shard_ends: (num_shards,) int64, the index after the last sample of each shard.
 
-    Raises `UserError` at once if the manifest, a shard or the overlay of a local dataset is missing, or more than nine
+    Raises `UserError` if the manifest, a shard or the overlay of a local dataset is missing, or if more than nine
     tenths of its bytes or of its samples are.
     """
 
@@ -132,7 +132,7 @@ class SampleStore:
 
     @property
     def max_shards(self) -> int | None:
-        """How many shards can be on this machine at a time; None where all can."""
+        """Return how many shards the cache can hold at a time; None if it can hold all."""
         return self._files.max_shards
 
     def prefetch(self, shards: Iterable[int]) -> None:
@@ -140,7 +140,7 @@ class SampleStore:
         self._files.prefetch(self.manifest.shards[shard].name for shard in shards)
 
     def encoded(self, index: int) -> EncodedSample:
-        """The stored bytes of one sample, not decoded; what is missing in its shard is missing here.
+        """Return the stored bytes of one sample. A member that its shard lacks is missing here too.
 
         Raises `IndexError` below 0 and past the end, `UserError` if the shard's index points at something else.
         """
@@ -194,9 +194,9 @@ class SampleStore:
         return f"the shard holds no whole {' and no whole '.join(missing)}" if missing else ""
 
     def _check(self, index: int, data: memoryview) -> str | None:
-        """Compare what the index says of a sample with the headers in its tar, `data`; the first disagreement in words.
+        """Compare the index of a sample with the headers in its tar, `data`. Return the first difference, or None.
 
-        A sample without one is not looked at again.
+        A sample without a difference is not checked again.
         """
         key, row = b"%08d." % index, iter(self._rows[index].tolist())
         for (extension, most), offset, size in zip(self._max_bytes, row, row, strict=True):
@@ -210,7 +210,7 @@ class SampleStore:
         return None
 
     def _index_all(self, paths: Sequence[Path]) -> tuple[BadSample, ...]:
-        """Find the rows of all shards of a local dataset; returns the samples that are not whole in them."""
+        """Load the index of all shards of a local dataset. Return the samples that are not whole in them."""
         for path in paths:
             if not path.is_file():
                 raise UserError(f"{path} is named in the manifest but missing or no regular file; {_MEND}")
@@ -244,7 +244,7 @@ class SampleStore:
         return rows
 
     def _map_shard(self, shard: int) -> memoryview:
-        """The bytes of one shard, which is fetched and indexed if it was not touched before."""
+        """Return the bytes of one shard, which is fetched and indexed if it was not read before."""
         if (mapped := self._mapped.get(shard)) is not None:
             return mapped[1]
         name = self.manifest.shards[shard].name
@@ -262,7 +262,7 @@ class SampleStore:
         raise UserError(f"{name} of {self.location} was removed {_NUM_ATTEMPTS} times before it could be read; {_MEND}")
 
     def _let_go(self) -> None:
-        """Unmap shards that the cache has evicted, whose room on the disk is only then free, and the oldest above
+        """Unmap shards that the cache has evicted, since their disk space is free only then, and the oldest above
         `max_shards`."""
         if isinstance(self._files, _LocalFiles):
             return
@@ -275,7 +275,7 @@ class SampleStore:
 
 
 def _map_file(path: Path) -> memoryview:
-    """The bytes of a file as memory that may be written to, which changes no file. No descriptor stays open."""
+    """Map a file, copy on write: writing to the memory does not change the file. No descriptor stays open."""
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         return memoryview(bytearray())

@@ -1,4 +1,4 @@
-"""Read every byte of a dataset, here or elsewhere, and name all that is wrong with it, by shard and key.
+"""Read every byte of a dataset, local or remote, and report every problem by shard and key.
 
 The dataset may come from a stranger. Invariants: only regular files are read; a shard is mapped and never read whole;
 no member is decoded that is larger than the manifest allows; and no more than one shard of a remote dataset is on this
@@ -29,11 +29,10 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
 from data_pipeline.loading.decode import decode_label, label_ranges
-from data_pipeline.loading.totals import Totals
 from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
 from data_pipeline.remote.fetch import Expected
-from data_pipeline.storage.files import read_regular
+from data_pipeline.storage.files import map_regular, read_regular
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     OVERLAY_NAME,
@@ -49,10 +48,10 @@ from data_pipeline.storage.shards import (
     index_members,
     index_num_bytes,
     index_path,
-    map_regular,
     read_headers,
 )
 from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
+from data_pipeline.storage.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +64,8 @@ _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong, in a file of the dataset, and with one of its samples where `key` is given."""
+class DatasetProblem:
+    """One problem of a dataset: its file, and the key of the sample if it is of one sample."""
 
     file: str
     key: str | None
@@ -96,7 +95,7 @@ class Verification:
         )
         self.num_problems = self.num_sound = self.num_bytes = 0
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self) -> Iterator[DatasetProblem]:
         """Find every problem, in the order of the shards; none means that each byte is as it was built.
 
         Checks the shards' sizes and sha256; that each tar is whole and holds the samples that are due there, in order,
@@ -109,7 +108,7 @@ class Verification:
             self.num_problems += 1
             yield problem
 
-    def _problems(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[DatasetProblem]:
         manifest = self.manifest
         num_overlay = 0 if manifest.is_online else len(manifest.label_names.overlay)
         totals = Totals(num_base=len(manifest.label_names.base), num_overlay=num_overlay)
@@ -120,23 +119,23 @@ class Verification:
                 due = range(first_index, first_index + entry.num_samples)
                 for key, what in self._shard_problems(entry, due, totals):
                     is_sound = False
-                    yield Problem(entry.name, key, what)
+                    yield DatasetProblem(entry.name, key, what)
                 first_index = due.stop
                 progress.advance(entry.num_samples)
         for path in sorted(self._directory.glob("*.tar")) if self._directory is not None else ():
             if path.name not in {entry.name for entry in manifest.shards}:
-                yield Problem(path.name, None, f"is not named in {MANIFEST_NAME}")
+                yield DatasetProblem(path.name, None, f"is not named in {MANIFEST_NAME}")
         if manifest.is_online and (wrong := self._overlay_problem()) is not None:
-            yield Problem(OVERLAY_NAME, None, wrong)
+            yield DatasetProblem(OVERLAY_NAME, None, wrong)
         if manifest.source_digests_sha256 is not None and (wrong := self._digests_problem()) is not None:
-            yield Problem(SOURCE_DIGESTS_NAME, None, wrong)
+            yield DatasetProblem(SOURCE_DIGESTS_NAME, None, wrong)
         for field in ("counts_base", "counts_overlay", "mean", "std") if is_sound else ():
             if (said := getattr(manifest, field)) != (found := getattr(totals, field)):
-                yield Problem(MANIFEST_NAME, None, f"{field} is {said}, but that of the samples is {found}")
+                yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but that of the samples is {found}")
 
     @property
     def summary(self) -> str:
-        """What was looked at and found, in one line: samples, shards, bytes, sizes and classes."""
+        """Return one line on what was read: samples, shards, bytes, sizes and classes."""
         manifest = self.manifest
         found = f"has {self.num_problems} problem{'s' * (self.num_problems > 1)}" if self.num_problems else "is sound"
         samples = f"{manifest.num_samples} samples"
@@ -189,7 +188,7 @@ class Verification:
         return None
 
     def _shard_problems(self, entry: ShardEntry, due: range, totals: Totals) -> Iterator[tuple[str | None, str]]:
-        """Key and description of each problem of one shard; adds its sound samples to `totals`."""
+        """Yield key and description of each problem of one shard; add its intact samples to `totals`."""
         try:
             with (
                 self._file(entry.name, Expected(num_bytes=entry.num_bytes, sha256=entry.sha256)) as path,
@@ -247,7 +246,7 @@ class Verification:
             yield None, f"its members do not lie where {MANIFEST_NAME} says (index_sha256)"
 
     def _index(self, entry: ShardEntry) -> bytes | None:
-        """The index beside a shard; None if there is none, which its readers then make."""
+        """Return the index beside a shard; None if there is none, since readers then rebuild it."""
         name, num_bytes = index_path(Path(entry.name)).name, index_num_bytes(entry, self.manifest.members)
         try:
             with self._file(name, Expected(max_bytes=num_bytes + _SLACK)) as path:
@@ -261,19 +260,19 @@ class Verification:
             return b""
 
 
-def find_problems(location: str | Path) -> Iterator[Problem]:
+def find_problems(location: str | Path) -> Iterator[DatasetProblem]:
     """Find every problem of a dataset, as `Verification.problems` does."""
     return Verification(location).problems()
 
 
 def _ends_in_zeros(data: memoryview, end: int) -> bool:
-    """Whether a tar ends behind its last member as a tar does; one that is cut short or overwritten does not."""
+    """Return whether a tar has its end marker after the last member; one that is cut short or overwritten has not."""
     starts = range(end, len(data), _BLOCK)
     return len(data) - end >= _NUM_ZEROS_AT_END and not any(any(data[start : start + _BLOCK]) for start in starts)
 
 
 def _contents(data: memoryview, key: str, fields: Mapping[str, TarMember], manifest: Manifest) -> dict[str, bytes]:
-    """The members of a sample. Raises `ValueError` that tells which is missing, not known or too large."""
+    """Return the members of a sample. Raises `ValueError` if one is missing, unknown or too large."""
     for extension in sorted(fields.keys() ^ set(manifest.members)):
         raise ValueError(f"{key}.{extension} is {'not known' if extension in fields else 'missing'}")
     for extension, member in fields.items():
@@ -283,7 +282,7 @@ def _contents(data: memoryview, key: str, fields: Mapping[str, TarMember], manif
 
 
 def _decode(key: str, fields: dict[str, bytes], manifest: Manifest) -> Sample:
-    """The sample; raises `ValueError` that tells what is wrong if it does not decode or does not fit the manifest."""
+    """Decode a sample; raise `ValueError` with the reason if it does not decode or does not fit the manifest."""
     label_base, label_overlay = decode_label(fields["json"], int(key), *label_ranges(manifest))
     content: NDArray[Any]
     mask = None

@@ -24,7 +24,7 @@ from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.background import FILE_NAMES, procedural_sounds, read_sounds
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
-from data_pipeline.sources.silence import Silence
+from data_pipeline.sources.silence import SilenceSource
 from tests.real_data import archive
 
 # As the authors of AudioMNIST printed it: training, validation (both serve to train here), test.
@@ -141,7 +141,7 @@ def test_wrong_recordings_are_named(tmp_path: Path) -> None:
 
 
 def test_silence_is_one_point_without_a_class() -> None:
-    source = Silence(5, sample_rate=8_000)
+    source = SilenceSource(5, sample_rate=8_000)
     assert source.labels.tolist() == [NO_LABEL] * 5
     assert source.class_names == ()
     record = source[4]

@@ -30,12 +30,12 @@ from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Sample
 from data_pipeline.loading.decode import decode_sample
-from data_pipeline.loading.totals import Totals
 from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
 from data_pipeline.overlays.registry import save_overlay
 from data_pipeline.sources.background import read_sounds
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
+from data_pipeline.storage.totals import Totals
 from data_pipeline.tools.verify import find_problems
 from tests.real_data import REPOSITORY, archive
 
@@ -358,7 +358,7 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path: Path) -> 
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     (tmp_path / "file").write_text("")
     for name in ("mine", "file"):
-        with pytest.raises(UserError, match=f"{name} is there already and is not a dataset"):
+        with pytest.raises(UserError, match=f"{name} exists already and is not a dataset"):
             build_dataset("procedural", tmp_path / name, limit=10)
     with pytest.raises(UserError, match=r"cannot make the folder .*; choose another --out"):
         build_dataset("procedural", tmp_path / "file" / "below", limit=10)
@@ -483,7 +483,7 @@ def test_a_build_killed_at_any_moment_goes_on_to_the_same_bytes(
 def cut_short(monkeypatch: pytest.MonkeyPatch, *, num_finished: int, **arguments: object) -> None:
     """Run a build that is interrupted after some shards."""
 
-    def make_some(recipe: build_workers.Recipe, task: build_workers.ShardTask, *, directory: Path) -> int:
+    def make_some(recipe: build_workers.BuildInputs, task: build_workers.ShardTask, *, directory: Path) -> int:
         if task.number == num_finished:
             raise KeyboardInterrupt
         return build_workers.make_shard(recipe, task, directory=directory)
@@ -581,9 +581,9 @@ import re, sys
 from pathlib import Path
 from data_pipeline.building import build
 from data_pipeline.building.catalogue import Ingredients
-from data_pipeline.sources.silence import Silence
+from data_pipeline.sources.silence import SilenceSource
 
-build.open_dataset = lambda dataset, limit, **rest: Ingredients(Silence(limit, 8000), None, "silence", 8000, 8333)
+build.open_dataset = lambda dataset, limit, **rest: Ingredients(SilenceSource(limit, 8000), None, "silence", 8000, 8333)
 for num_samples in (2_000, 2_001, 12_000):
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
     build.build_dataset("spoken", Path(sys.argv[1]) / str(num_samples), limit=num_samples)
@@ -656,7 +656,7 @@ def test_an_input_that_no_manifest_can_hold_is_one_sentence(tmp_path: Path) -> N
         Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "root" / "train" / name / "a.png")
     with pytest.raises(UserError) as caught:
         build_dataset("folder", tmp_path / "out", root=tmp_path / "root")
-    assert "printable characters" in str(caught.value)
+    assert "cannot be printed" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 

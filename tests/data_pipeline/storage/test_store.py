@@ -299,7 +299,7 @@ def test_an_index_with_rotated_offsets_is_not_believed(
     caplog.set_level(logging.INFO)
     if location == "local":
         store = SampleStore(tmp_path / "there")
-        assert "is not the index that the manifest names (index_sha256); it is made anew" in caplog.text
+        assert "is not the index that the manifest names (index_sha256); it is rebuilt" in caplog.text
         assert index.read_bytes() == right
     else:
         config = RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1)
@@ -345,7 +345,7 @@ def test_a_dataset_of_which_next_to_nothing_is_there_is_refused(tmp_path: Path) 
         ({"counts_base": [21, *[0] * 9]}, "counts_base adds up to 21, but num_samples is 20"),
         ({"counts_overlay": []}, "counts_overlay has 0 numbers for 3 classes"),
         ({"label_names": {"base": ["a"] * 10, "overlay": ["x"]}}, "label_names.base: the class 'a' is named 10 times"),
-        ({"label_names": {"base": ["\x1b[2J"], "overlay": []}}, "it must be 1 to 1,000 printable characters"),
+        ({"label_names": {"base": ["\x1b[2J"], "overlay": []}}, r"holds the character '\x1b', which cannot be printed"),
         ({"overlay": None}, "label_names.overlay is ('x', 'y', 'z'), but overlay is None"),
         ({"overlay": {"kind": "x", "drawn": "online", "sha256": None}}, "overlay.drawn is online, but overlay.sha256"),
         ({"shards": []}, "shards is []; it must be a list of at least 1"),

@@ -1,4 +1,4 @@
-"""What a manifest says of all samples together: how many there are of each class, mean and deviation of the values."""
+"""Add up what a manifest holds of all samples: the number of each class, mean and deviation of the values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SOUND_SCALE = 1 << 20
 
 
 class Sums(Schema):
-    """What is added up over samples: how many there are of each class, and in each channel values and their squares.
+    """Sums over samples: the number of each class, and in each channel the sum of the values and of their squares.
 
-    Values are whole numbers, `scale` of them to 1 in the manifest's units: the order of adding changes nothing.
+    Values are whole numbers, in units of 1 / `scale`, so the order of adding changes nothing.
     """
 
     counts_base: tuple[int, ...]
@@ -30,7 +30,7 @@ class Sums(Schema):
 
 
 def _sum_of_squares(values_N: NDArray[np.int64]) -> int:
-    """Exact, also where the sum is beyond int64, as that of a long and loud sound may be."""
+    """Return the exact sum of squares, which may exceed int64 for a long and loud sound."""
     loudest = max(-int(values_N.min()), int(values_N.max()))
     if loudest**2 * len(values_N) < 1 << 63:
         return int(np.square(values_N).sum())
@@ -38,9 +38,9 @@ def _sum_of_squares(values_N: NDArray[np.int64]) -> int:
 
 
 class Totals:
-    """What the manifest says of all samples together, exact up to the division at the end.
+    """Adds up samples, exactly up to the division at the end.
 
-    Pictures and int16 sounds are whole numbers as they are. Points of float32 sounds are rounded to the nearest 2**-20,
+    Pictures and int16 sounds are whole numbers already. Points of float32 sounds are rounded to the nearest 2**-20,
     about a millionth of full scale.
     """
 
