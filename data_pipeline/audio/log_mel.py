@@ -1,4 +1,4 @@
-"""Log-mel spectrograms of a batch of waveforms, exactly as Tamkin et al. (2022) published them, on any device.
+"""Compute log-mel spectrograms of a batch of waveforms, as Tamkin et al. (2022) published them, on any device.
 
 The published code squares the mel power once more before it takes decibels, so its decibels are twice the usual ones;
 and its constants of normalisation are those of near silence. Both are kept, because the published budgets of the
@@ -63,7 +63,7 @@ FSDD: Final = MelConfig(sample_rate=8_000, num_points=8_333, n_fft=512, hop=131)
 
 
 def mel_config(sample_rate: int) -> MelConfig:
-    """The spectrogram of sounds with this many points a second; raises `UserError` where there is none."""
+    """Return the spectrogram of sounds with this many points a second; raise `UserError` if there is none."""
     for config in (AUDIOMNIST, FSDD):
         if config.sample_rate == sample_rate:
             return config
@@ -74,7 +74,7 @@ def mel_config(sample_rate: int) -> MelConfig:
 
 
 def power_mel(waveforms_BT: Tensor, config: MelConfig, *, needed_BN: Tensor | None = None) -> Tensor:
-    """The power in each mel band and frame, (B, M, N) of the waveforms' dtype, float32 or float64, on their device.
+    """Return the power in each mel band and frame, (B, M, N) in the waveforms' dtype (float32 or float64) and device.
 
     Frames are centred on every `hop`-th point with zeros beyond both ends, under a periodic Hann window; bands have
     Slaney's scale and his norm of equal area (librosa's defaults, McFee et al. 2015). N is 1 + T // `hop`.
@@ -100,7 +100,7 @@ def _power_mel(waveforms_BT: Tensor, config: MelConfig, filters: _Filters) -> Te
 def _power_mel_of_needed(
     waveforms_BT: Tensor, needed_BN: Tensor | None, config: MelConfig, filters: _Filters
 ) -> Tensor:
-    """As `_power_mel`, but of some needed frames at a time, which stay in the cache: twice as fast."""
+    """Do `_power_mel` on some needed frames at a time, which stay in the processor's cache: twice as fast."""
     num_points = waveforms_BT.shape[1]
     num_frames = 1 + num_points // config.hop
     power_BNM = waveforms_BT.new_zeros(len(waveforms_BT), num_frames, config.num_mels)
@@ -130,7 +130,7 @@ def _power_mel_of_needed(
 
 
 def _frames(waveforms_BT: Tensor, first: int, end: int, config: MelConfig) -> Tensor:
-    """Frames `first` to `end` - 1, (B, N, W), which share the memory of the points that they have in common."""
+    """Return frames `first` to `end` - 1, (B, N, W), as a view: frames share the memory of common points."""
     start = first * config.hop - config.n_fft // 2
     stop = start + (end - 1 - first) * config.hop + config.n_fft
     missing = max(0, -start), max(0, stop - waveforms_BT.shape[1])
@@ -146,7 +146,7 @@ def _squares(frames_W: Tensor) -> Tensor:
 
 
 def _power(windowed_RW: Tensor, filters: _Filters) -> _Array:
-    """The power in each band, (R, M)."""
+    """Return the power in each band, (R, M)."""
     squares_RX = _squares(windowed_RW).numpy()
     power_RM = np.empty((len(squares_RX), filters.num_mels), squares_RX.dtype)
     for lowest, highest, bands, weights_XM in filters.banks_of_numpy:
@@ -155,7 +155,7 @@ def _power(windowed_RW: Tensor, filters: _Filters) -> _Array:
 
 
 def frames_that_hear(first_B: Tensor, length_B: Tensor, config: MelConfig) -> Tensor:
-    """(B, N) bool: whether a frame of a waveform of `num_points` has any of the `length` points from `first` on."""
+    """Return whether a frame of a waveform of `num_points` has any of the `length` points from `first` on, (B, N)."""
     centre_N = torch.arange(config.num_frames, device=first_B.device) * config.hop
     half = config.n_fft // 2
     is_reached_BN = centre_N + half > first_B[:, None]
@@ -194,7 +194,7 @@ def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Perhaps in the memory of x."""
+    """Return the result, perhaps in the memory of x."""
     return torch.from_numpy(np.log(x.numpy(), out=x.numpy())) if serves_numpy(x) else x.log()
 
 

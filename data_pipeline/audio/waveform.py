@@ -1,4 +1,4 @@
-"""Waveforms: reading and writing WAV, one length for a batch, and the crop of sounds that are longer.
+"""Read and write WAV, and crop or pad waveforms to one length for a batch.
 
 Shapes: B batch, T points of every waveform of a batch, X points of all clips laid end to end.
 """
@@ -33,7 +33,7 @@ _DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
 
 
 def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
-    """The points of a mono WAV file: (T,) int16, exactly as recorded.
+    """Read the points of a mono WAV file: (T,) int16, exactly as recorded.
 
     Raises `UserError` that names the file where `read_wav_at_its_rate` does, or where the rate is not `sample_rate`,
     in points a second.
@@ -47,7 +47,7 @@ def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
 
 
 def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
-    """The points of a mono WAV file, (T,) int16 exactly as recorded, and its rate in points a second.
+    """Read the points of a mono WAV file, (T,) int16 exactly as recorded, and its rate in points a second.
 
     Raises `UserError` that names the file: missing, no regular file or no WAV, cut off, more than one
     channel, no points, or points that int16 cannot hold exactly.
@@ -80,9 +80,9 @@ def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
 
 
 def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float32]:
-    """The points of a WAV in memory, as `encode_wav` writes it: a copy, (T,) int16 or float32.
+    """Return the points of a WAV in memory, as `encode_wav` writes it: a copy, (T,) int16 or float32.
 
-    Only the header is looked at, which takes microseconds. Raises `ValueError` for anything but a whole mono WAV of
+    Parses only the header, which takes microseconds. Raises `ValueError` for anything but a whole mono WAV of
     int16 or float32 points with at least one of them.
     """
     dtype: np.dtype[Any] | None = None
@@ -107,7 +107,7 @@ def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float
 
 
 def encode_wav(points: NDArray[np.int16] | NDArray[np.float32], *, sample_rate: int) -> bytes:
-    """A mono WAV of (T,) int16 or float32 points; the same points give the same bytes."""
+    """Return a mono WAV of (T,) int16 or float32 points; the same points give the same bytes."""
     from scipy.io import wavfile
 
     assert points.ndim == 1
@@ -119,7 +119,7 @@ def encode_wav(points: NDArray[np.int16] | NDArray[np.float32], *, sample_rate: 
 
 
 def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]:
-    """Name, size by the header, and as much as is there of each chunk of a RIFF file; none if it is something else."""
+    """Yield name, size by the header, and available bytes of each chunk of a RIFF file; nothing for other files."""
     view = memoryview(data)
     if bytes(view[:4]) != b"RIFF" or bytes(view[8:12]) != b"WAVE":
         return
@@ -131,7 +131,7 @@ def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]
 
 
 def to_float(waveforms: Tensor) -> Tensor:
-    """int16 points of any shape as float32 in [-1, 1): divided by 32,768, which is exact."""
+    """Convert int16 points of any shape to float32 in [-1, 1): divided by 32,768, which is exact."""
     return waveforms.to(torch.float32) / _LEVELS
 
 
@@ -157,12 +157,12 @@ def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
 
 
 def crop_last(keys: DrawKeys) -> Tensor:
-    """(B,) bool, a fair coin for each key: whether a sound that is too long keeps its last points or its first."""
+    """Draw for each key whether a sound that is too long keeps its last points or its first: (B,) bool, fair."""
     return integers(keys, 1, 2, purpose=CROP_PURPOSE)[:, 0].bool()
 
 
 def fit_length(clips: Sequence[Tensor], num_points: int, *, last_B: Tensor) -> Tensor:
-    """Clips (any length,) of one dtype in host memory as one batch (B, T = num_points) of that dtype.
+    """Crop or pad clips (any length,) of one dtype in host memory to one batch (B, T = num_points) of that dtype.
 
     Zeros follow a clip that is shorter; one that is longer keeps its last T points where `last_B` (B,) bool is true,
     its first T points elsewhere.
@@ -178,7 +178,7 @@ def fit_length(clips: Sequence[Tensor], num_points: int, *, last_B: Tensor) -> T
 
 
 def gather_clips(flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: int, *, last_B: Tensor) -> Tensor:
-    """`fit_length` of clips that lie end to end in one tensor on any device: (B, T = num_points), dtype of `flat_X`.
+    """Do `fit_length` on clips that lie end to end in one tensor on any device: (B, T = num_points), as `flat_X`.
 
     `start_B` and `length_B` are (B,) int64, `last_B` (B,) bool, on that device; nothing is copied to the host.
     """
@@ -191,7 +191,7 @@ def gather_clips(flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: 
 def gather_clips_by_index(
     flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: int, *, last_B: Tensor
 ) -> Tensor:
-    """`gather_clips` by one gather, without a loop over the batch: what it does on an accelerator."""
+    """Do `gather_clips` by one gather without a loop over the batch, as it does on an accelerator."""
     first_B = start_B + (length_B - num_points).clamp(min=0) * last_B
     point_T = torch.arange(num_points, device=flat_X.device)
     waveforms_BT = flat_X[(first_B[:, None] + point_T).clamp_(max=flat_X.numel() - 1)]

@@ -1,10 +1,10 @@
-"""Counter-based random numbers, batched and on any device: draw `n` of a key is a pure function of (key, n).
+"""Draw counter-based random numbers, batched and on any device: draw `n` of a key is a pure function of (key, n).
 
-An ordinary generator hands out numbers in the order they are asked for, so the overlay and the views of a sample would
-depend on which other samples share its batch. Here every number is a hash of its key and counter (the SplitMix64
+An ordinary generator returns numbers in the order of the calls, so the overlay and the views of a sample would depend
+on the other samples in its batch. Here every number is a hash of its key and counter (the SplitMix64
 finaliser of Steele et al. 2014), so a sample gets the same draws in any batch, on any rank, on CPU and GPU.
 
-`purpose` separates uses of the same keys: view policies use 0 to 99, what is drawn on a sample uses 100 and up.
+`purpose` separates uses of the same keys: view policies use 0 to 99, overlays and crops use 100 and up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DrawKeys:
 
     Attributes:
         seed, epoch, view: numbers shared by the batch; `view` numbers the draws of one sample in one epoch: 0 and 1
-            for the two views of a step, 2 and 3 where an alternating update draws again.
+            for the two views of a step, 2 and 3 if an alternating update draws again.
         index_B: (B,) int64 dataset indices, on the device of the samples.
     """
 
@@ -44,33 +44,33 @@ class DrawKeys:
 
 
 def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
-    """(B, num) float32 numbers in [0, 1), 24 random bits each; `purpose` separates uses of the same keys."""
+    """Return (B, num) float32 numbers in [0, 1), 24 random bits each; `purpose` separates uses of the same keys."""
     bits = _hash(_key(keys, purpose), num)
     return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
 
 
 def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tensor:
-    """(B, num) int64 numbers in [0, high), uniform to within high / 2**32; `high` is below 2**31."""
+    """Return (B, num) int64 numbers in [0, high), uniform to within high / 2**32; `high` is below 2**31."""
     assert 0 < high < 1 << 31
     return _shift_right(_shift_right(_hash(_key(keys, purpose), num), 32) * high, 32)
 
 
 def normal(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
-    """(B, num) float32 numbers of the standard normal law, at most 5.77 in magnitude: `normal_pairs`, pair by pair."""
+    """Return (B, num) float32 standard normal numbers, at most 5.77 in magnitude: `normal_pairs`, pair by pair."""
     return normal_pairs(keys, (num + 1) // 2, purpose=purpose).transpose(1, 2).flatten(1)[:, :num]
 
 
 def normal_pairs(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
-    """(B, 2, num) float32 numbers of the standard normal law, at most 5.77 in magnitude.
+    """Return (B, 2, num) float32 standard normal numbers, at most 5.77 in magnitude.
 
-    By Box and Muller (1958) from one hash for each two of them: its upper 24 bits are the radius, its lower 24 the
-    angle. Devices agree to the rounding of their logarithm and cosine.
+    One hash gives two numbers by the method of Box and Muller (1958): its upper 24 bits give the radius, its lower 24
+    the angle. Devices agree up to the rounding of their logarithm and cosine.
     """
     key_B = _key(keys, purpose)
     pairs_B2N = torch.empty(len(key_B), 2, num, device=key_B.device)
     if not serves_numpy(key_B):
         _box_muller(_hash(key_B, num), out_B2N=pairs_B2N)
-    else:  # a few keys at a time, whose numbers stay in the cache
+    else:  # a few keys at a time, so that their numbers stay in the processor's cache
         size = max(1, _CACHED_HASHES // max(1, num))
         for part_B, part_B2N in zip(torch.split(key_B, size), torch.split(pairs_B2N, size), strict=True):
             _box_muller_by_numpy(_hash_by_numpy(part_B.numpy(), num), out_B2N=part_B2N.numpy())
@@ -78,7 +78,7 @@ def normal_pairs(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
 
 
 def _box_muller(bits_BN: torch.Tensor, *, out_B2N: torch.Tensor) -> None:
-    # 1 less the upper bits: above 0, so that it has a logarithm.
+    # 1 minus the upper bits is above 0, so it has a logarithm.
     radius_BN = _shift_right(bits_BN, 40).to(torch.float32).mul_(-(2.0**-24)).add_(1).log_().mul_(-2).sqrt_()
     angle_BN = bits_BN.bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(_TURN)
     torch.mul(angle_BN.cos(), radius_BN, out=out_B2N[:, 0])
@@ -86,7 +86,7 @@ def _box_muller(bits_BN: torch.Tensor, *, out_B2N: torch.Tensor) -> None:
 
 
 def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_B2N: NDArray[np.float32]) -> None:
-    """The same on a CPU, where NumPy takes a third of torch's time for most of these."""
+    """Do the same by NumPy, which takes a third of torch's time on a CPU for most of these."""
     angle_BN = _to_float(bits_BN.astype(np.uint32) & np.uint32((1 << 24) - 1))
     angle_BN *= np.float32(_TURN)
     radius_BN = _to_float(np.right_shift(bits_BN, np.uint64(40), out=bits_BN).astype(np.uint32))
@@ -100,14 +100,15 @@ def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_B2N: NDArray[np.flo
 
 
 def serves_numpy(x: torch.Tensor) -> bool:
-    """Whether NumPy may compute in the place of torch, which takes up to four times as long for some things: on a CPU,
-    where no gradient is asked for and there are data (a plan's tensors have none).
+    """Return whether NumPy may replace torch, which takes up to four times as long for some things.
+
+    True for a tensor on a CPU that needs no gradient and has data (those of a plan have none).
     """
     return x.device.type == "cpu" and not x.requires_grad and type(x) is torch.Tensor
 
 
 def _to_float(numbers: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Of numbers below 2**31, which are signed ones as well: those convert in a third of the time."""
+    """Convert numbers below 2**31 to float32: as signed integers, which takes a third of the time."""
     return numbers.view(np.int32).astype(np.float32)
 
 
@@ -116,7 +117,7 @@ def _key(keys: DrawKeys, purpose: int) -> torch.Tensor:
 
 
 def _hash(key_B: torch.Tensor, num: int) -> torch.Tensor:
-    """(B, num) int64, all 64 bits random: of the counters 1 to `num` under each key."""
+    """Return (B, num) int64 hashes, all 64 bits random, of the counters 1 to `num` under each key."""
     if serves_numpy(key_B):
         return torch.from_numpy(_hash_by_numpy(key_B.numpy(), num).view(np.int64))
     counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device) * _GOLDEN
@@ -124,7 +125,7 @@ def _hash(key_B: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def _hash_by_numpy(key_B: NDArray[np.int64], num: int) -> NDArray[np.uint64]:
-    """The same bits in half of torch's time, which has no unsigned shift and no quick product of int64."""
+    """Return the same bits in half of torch's time, which has no unsigned shift and no fast product of int64."""
     bits_BN = key_B.view(np.uint64)[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _unsigned(_GOLDEN)
     shifted_BN = np.empty_like(bits_BN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -140,7 +141,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's is arithmetic on int64."""
+    """Shift without the sign: torch's shift of int64 is arithmetic."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -149,7 +150,7 @@ def _unsigned(number: int) -> np.uint64:
 
 
 def _mix_int(*numbers: int) -> int:
-    """One signed 64-bit key from several integers, by the same finaliser in Python's integers."""
+    """Hash several integers to one signed 64-bit key, by the same finaliser in Python's integers."""
     mask = (1 << 64) - 1
     state = 0
     for number in numbers:

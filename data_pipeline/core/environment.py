@@ -1,5 +1,5 @@
-"""Environment variables. An empty one counts as unset, because `NAME= command` and `export NAME=` are how many scripts
-unset one.
+"""Read environment variables. An empty one counts as unset, since many scripts unset one by `NAME= command` or
+`export NAME=`.
 
 CUDA_VISIBLE_DEVICES is not read through here: CUDA takes an empty one for "no GPU".
 """

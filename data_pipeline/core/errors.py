@@ -1,4 +1,4 @@
-"""How a command tells the user what to mend: one sentence on stderr, exit status 2."""
+"""Report errors of the user's input: one sentence on stderr, exit status 2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UserError(ValueError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """`; did you mean "x"?` for the valid word nearest to `word`, or a list of the valid words if none is near.
+    """Return `; did you mean "x"?` for the valid word nearest to `word`, or a list of the valid words if none is near.
 
     Examples:
         >>> nearest("simclt", ["simclr", "viewmaker"])
@@ -48,9 +48,9 @@ def about(path: Path) -> Iterator[None]:
 
 
 def storage_problem(error: OSError) -> str | None:
-    """Return one sentence for an error of the storage, which the user can mend; None for any other, which may be a bug.
+    """Return one sentence for an error of the storage that the user can mend; None for any other, which may be a bug.
 
-    No room is always the user's to mend. A refusal is, if it names the file that was refused.
+    A full disk can always be mended. A refusal can, if the error names the file that was refused.
 
     Examples:
         >>> storage_problem(OSError(errno.EROFS, "Read-only file system", "/archive/run/report.html"))
@@ -68,7 +68,7 @@ def storage_problem(error: OSError) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Return `text` with all that could move a terminal's cursor, or is not seen, as Python escapes it.
+    """Return `text` with every character that is not printable escaped as Python does.
 
     Examples:
         >>> printable("runs/\\x1b[2Ja\\nb")

@@ -1,7 +1,6 @@
-"""Settings from a command line, laid over the values of a config.
+"""Apply settings from a command line, "a.b=c" for each --set, to the values of a config.
 
-Comes in: the values of a config, and "a.b=c" for each --set. Goes out: new values, not validated yet. What may never
-happen: a setting that is lost because of another one that stands before or behind it.
+The new values are not validated yet. Guarantees: no setting is lost because of another one before or after it.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def set_paths(overrides: Sequence[str]) -> set[Path]:
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, model: type[BaseModel]) -> dict[str, Any]:
     """Return `values`, those of a `model`, with `overrides` set, from the outside in: see `Schema.override`.
 
-    Raises `UserError` if a mapping and a setting inside it disagree, or if one names a setting of something that is
+    Raises `UserError` if a mapping and a setting inside it disagree, or if one names a setting of a value that is
     no section.
     """
     last = {setting.path: setting for setting in map(parse_setting, overrides)}
@@ -78,7 +77,7 @@ def _check_agreement(settings: Sequence[Setting]) -> None:
 
 
 def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:
-    """The path and value of a setting, and of everything in it."""
+    """Yield the path and value of a setting, and of everything inside its value."""
 
     def walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
@@ -90,7 +89,7 @@ def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:
 
 
 def _apply(values: dict[str, Any], setting: Setting, model: type[BaseModel]) -> None:
-    """Set one setting in place. A section that is not there, because its section began anew, has its defaults."""
+    """Set one setting in place. A section that is missing starts from its defaults."""
     *outer, last = setting.path
     section, models = values, [model]
     for depth, part in enumerate(outer, start=1):

@@ -1,7 +1,7 @@
-"""Text from people and files to plain values: null, bool, int, float, str, lists, and mappings with text as keys.
+"""Parse one JSON or YAML document to plain values: null, bool, int, float, str, lists, and mappings with text as keys.
 
-Comes in: one JSON or YAML document. Goes out: its value. What may never happen: a value that stands for something else
-than its text says (a date, a number of base 60), a key that is there twice, or a document that grows as it is read.
+Guarantees: a value means what its text says (no dates, no numbers of base 60), no key is there twice, and no document
+grows as it is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of a long job: a bar on a terminal, a plain line every few seconds in a log."""
+"""Show the progress of a long job: a bar on a terminal, a plain line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Progress:
             self._print(f"{ending}{tail}")
 
     def tell_meanwhile(self, doing: Callable[[], str]) -> None:
-        """From now on also print what is going on when nothing has advanced for ten seconds. Ends with the block.
+        """Also print `doing()` when nothing has advanced for ten seconds, until the block ends.
 
-        `doing` is called by another thread. Only the first call has an effect.
+        Another thread calls `doing`. Only the first call of this method has an effect.
         """
         if self._enabled and self._teller is None:
             self._teller = threading.Thread(target=self._tell, args=(doing,), name="progress", daemon=True)
@@ -77,11 +77,11 @@ class Progress:
                 self._print(f", {doing()}")
 
     def _told_at(self) -> float:
-        """The last moment at which a reader could see that the job goes on: steps that advance speak for themselves."""
+        """Return the last time at which a reader could see that the job goes on."""
         return max(self._last_line, self._last_advance)
 
     def _print(self, what: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more: no reason to end the job
+        with contextlib.suppress(OSError):  # stderr is closed: no reason to end the job
             print(f"{self._title}: {self._done}/{self._total}{what}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:

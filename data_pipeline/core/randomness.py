@@ -1,4 +1,4 @@
-"""Random draws that depend on (seed, purpose, numbers) alone: never on ambient state, order or process."""
+"""Make generators of random numbers that depend on (seed, purpose, numbers) alone, not on state, order or process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """A counter-based generator for one purpose, e.g. `generator(seed, "overlay", index, repeat)`.
+    """Return a counter-based generator for one purpose, e.g. `generator(seed, "overlay", index, repeat)`.
 
     `purpose` is part of the key, so that two uses of the same numbers never share a stream. Philox is specified by its
     paper (Salmon et al. 2011), so its bits are the same on every platform.

@@ -1,11 +1,10 @@
-"""THE sample contract: what a source yields, what an overlay returns, what a shard stores, what a batch holds.
+"""The sample contract: records of a source, stored samples, and batches.
 
-A sample is a picture or a sound. Two label spaces travel with it and never mix: `label_base` (what the photo shows, or
-which digit is spoken) and `label_overlay` (what was drawn on it or is heard behind it; `NO_LABEL` where there is
-nothing, or where it is drawn anew each time the sample is read).
+A sample is a picture or a sound with two labels, which never mix. `label_base` is what the photo shows, or which digit
+is spoken. `label_overlay` is what was drawn on it, or is heard behind it; it is `NO_LABEL` if there is no overlay, or
+if the overlay is drawn at each reading.
 
-Shapes: B batch, C channels, H height, W width, T samples of a waveform ("points", where a sample of a dataset is meant
-as well).
+Shapes: B batch, C channels, H height, W width, T points of a waveform (a "sample" is one of a dataset).
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Medium = Literal["picture", "sound"]
 
 NO_LABEL = -1
 
-MASK_OUTSIDE = 0  #   the photo, untouched
-MASK_BOX = 128  #     inside the tight box of the object, pixel itself untouched
+MASK_OUTSIDE = 0  #   the photo, unchanged
+MASK_BOX = 128  #     inside the tight box of the object, the pixel itself unchanged
 MASK_OBJECT = 255  #  a pixel that the overlay drew on
 
 
@@ -42,11 +41,11 @@ class Record:
 class Sample:
     """One stored sample. In a shard: `KEY.png` or `KEY.wav`, `KEY.json` (labels, index), `KEY.mask.png` if masked.
 
-    `index` counts samples of the whole dataset from 0 and is the key of every random draw made for this sample later.
-    With `--repeats R`, sample `i` shows record `i % num_records` of the source.
+    `index` counts the samples of the dataset from 0, and is part of the key of every random draw for this sample. With
+    `--repeats R`, sample `i` shows record `i % num_records` of the source.
 
-    `content` is a picture, (H, W, 3) uint8; or a sound, (T,) int16 as recorded, float32 where something was mixed into
-    it. `mask` is (H, W) uint8 in the levels above, None where nothing was drawn into the shard.
+    `content` is a picture, (H, W, 3) uint8; or a sound, (T,) int16 as recorded, float32 if something was mixed into it.
+    `mask` is (H, W) uint8 in the levels above, None if nothing was drawn into the shard.
     """
 
     index: int
@@ -81,14 +80,14 @@ class Batch:
         step: number of the global batch since the start of training, from 0.
         epoch: from 0.
         index_B: (B,) int64, the samples' dataset indices.
-        inputs_a: what the first view is made from: pictures (B, C, H, W) uint8, or waveforms (B, T) float32.
-        inputs_b: what the second view is made from: the same tensor object, except where the overlay is drawn for each
-            view (`noise_per_view` in the spoken digits).
+        inputs_a: the input of the first view: pictures (B, C, H, W) uint8, or waveforms (B, T) float32.
+        inputs_b: the input of the second view: the same tensor object, except if the overlay is drawn for each view
+            (`noise_per_view` in the spoken digits).
         masks_BHW, masks_b_BHW: (B, H, W) uint8, levels as above, of `inputs_a` and of `inputs_b`; None for sounds, and
-            zeros where nothing was drawn.
-        label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` where there is none. `label_overlay_B` is of `inputs_a`.
-        bad: samples that this rank should have read for this batch and could not; others stand in their places.
-        seconds: what its making took, by stage: "read", "decode", "overlay", "transfer".
+            zeros if nothing was drawn.
+        label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` if there is none. `label_overlay_B` is of `inputs_a`.
+        bad: samples of this rank's part that could not be read, and were replaced.
+        seconds: how long each stage of making the batch took: "read", "decode", "overlay", "transfer".
     """
 
     step: int
@@ -111,15 +110,17 @@ class Batch:
         return [f"{index:08d}" for index in self.index_B.tolist()]
 
     def pin_memory(self) -> Batch:
-        """Called by `DataLoader(pin_memory=True)`, so that the copy to the device can be asynchronous."""
+        """Return the batch in pinned memory. `DataLoader(pin_memory=True)` calls it, for asynchronous copies."""
         return self._map(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def part(self, number: int, num_parts: int) -> Batch:
-        """The rows `number`, `number + num_parts`, ...: of the global batch those rows too, whoever holds which part
-        of it, if `num_parts` divides what each rank holds. `bad` goes with the first part.
+        """Return the rows `number`, `number + num_parts`, ...; `bad` goes with the first part.
+
+        If `num_parts` divides the rows of each rank, these are the same rows of the global batch for any number of
+        ranks.
         """
         part = self._map(lambda tensor: tensor[number::num_parts])
         return part if number == 0 else replace(part, bad=())

@@ -1,7 +1,7 @@
-"""The base of every config and every file that passes between stages, and the types of the numbers and texts in them.
+"""The base class of all configs and of files that pass between stages, and the types of their numbers and texts.
 
-A number of a config has a least and a greatest value, so that what cannot work (an overflow, more memory than any
-machine has) is refused before it is tried. The bounds are wide: what is merely unwise is taken.
+Each number of a config has bounds, so that a value which cannot work (an overflow, more memory than any machine has) is
+refused at once. The bounds are wide: an unwise value is accepted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _check_name(text: str) -> str:
     return text
 
 
-Line = Annotated[str, AfterValidator(_check_line)]  # text that can stand in a line of a terminal or a script
+Line = Annotated[str, AfterValidator(_check_line)]  # text that is safe in a line of a terminal or a script
 Name = Annotated[str, AfterValidator(_check_name)]  # text that can be the name of a file
 
 
@@ -82,7 +82,7 @@ Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
 
 
 def shown(number: Measured, form: str) -> str:
-    """Return a measured number in a format such as ".3f"; a dash if it is None.
+    """Format a measured number, with a format such as ".3f"; a dash if it is None.
 
     Examples:
         >>> shown(0.25, ".1%"), shown(None, ".1%")
@@ -92,7 +92,7 @@ def shown(number: Measured, form: str) -> str:
 
 
 def drawn(numbers: Sequence[Measured]) -> list[float]:
-    """Return numbers for a figure, which leaves out nan."""
+    """Return numbers for a figure, with nan for None: a figure leaves out nan."""
     return [math.nan if number is None else number for number in numbers]
 
 
@@ -103,22 +103,21 @@ class Schema(BaseModel):
 
     @classmethod
     def parse(cls, value: dict[str, Any], *, where: str) -> Self:
-        """Return the model of `value`. Raises `UserError` with one sentence: `where`, the key, what is valid."""
+        """Return the model of `value`. Raises `UserError` that names `where`, the key and what is valid."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
             raise UserError(f"{where}: {describe(error, cls)}") from None
 
     def override(self, overrides: Sequence[str], *, where: str) -> Self:
-        """Return this with each of `overrides` set: "a.b=c", the value in YAML, as command lines take it after --set.
+        """Return a copy with each of `overrides` set: "a.b=c", the value in YAML, as command lines take it after --set.
 
-        The last of two values for one name counts; beyond that their order does not matter. They are applied from the
+        The last of two values for one name counts; otherwise their order does not matter. They are applied from the
         outside in: `a` before `a.b`, and `a.kind` before the other settings of `a`. A mapping replaces its whole
-        section. A `kind` that is not the present one starts its section from the defaults of that kind; the present
-        one changes nothing.
+        section. A new `kind` starts its section from the defaults of that kind; the present kind changes nothing.
 
-        Raises `UserError` for a mapping and a setting inside it that disagree, and with the nearest valid key for a
-        setting that is not there.
+        Raises `UserError` if a mapping and a setting inside it disagree, and with the nearest valid key for an unknown
+        setting.
         """
         values = apply_overrides(self.model_dump(mode="json"), overrides, model=type(self))
         given = "".join(f" --set {override}" for override in overrides)

@@ -1,6 +1,6 @@
-"""The sections of a config: which models may stand at a place, and which one does.
+"""Find the models that a section of a config may have.
 
-A place is given by its annotations, such as `ResNetConfig | TimmConfig | None`. Models that share a place differ in
+A section is given by its annotations, such as `ResNetConfig | TimmConfig | None`. Models of one section differ in
 their field `kind`, a literal of one name or several.
 """
 
@@ -29,12 +29,12 @@ def members_of(annotations: Iterable[Any]) -> list[Any]:
 
 
 def models_at(annotations: Iterable[Any]) -> list[type[BaseModel]]:
-    """Return the models that may stand at a place."""
+    """Return the models that a section may have."""
     return [each for each in members_of(annotations) if isinstance(each, type) and issubclass(each, BaseModel)]
 
 
 def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
-    """Return the annotations of the field `name` in those of `models` that have it."""
+    """Return the annotations of the field `name` in the `models` that have it."""
     return [model.model_fields[name].annotation for model in models if name in model.model_fields]
 
 
@@ -44,7 +44,7 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def models_of_kind(models: list[type[BaseModel]], values: Mapping[str, Any]) -> list[type[BaseModel]]:
-    """Return those of `models` whose kind `values` name; all of them if that is none of theirs."""
+    """Return the `models` of the kind that `values` name; all of them if none is of that kind."""
     return [model for model in models if values.get(KIND) in kinds_of(model)] or models
 
 

@@ -1,4 +1,4 @@
-"""The first problem that pydantic has with some values, in one sentence and in the user's words."""
+"""Describe the first problem that pydantic has with some values, in one sentence and with the user's names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, list[Any]]:
-    """The path of a setting as the user writes it, and its annotations.
+    """Return the path of a setting as the user writes it, and its annotations.
 
     pydantic's `loc` also holds the kinds of sections and the members of unions, which are left out.
     """
@@ -69,7 +69,7 @@ def _join(path: str, part: str) -> str:
 
 
 def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) -> str:
-    """One sentence about one setting. Each member of a union has a problem with it."""
+    """Return one sentence about one setting. Each member of a union has a problem with it."""
     problem, annotations = problems[0]
     value, context = problem["input"], problem.get("ctx", {})
     match problem["type"]:
@@ -102,7 +102,7 @@ def _literals(annotations: list[Any]) -> list[str]:
 
 
 def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
-    """What would be valid, for the words "it must be"."""
+    """Return what would be valid, to follow the words "it must be"."""
     context = problem.get("ctx", {})
     match problem["type"]:
         case "literal_error":
@@ -134,7 +134,7 @@ def _number(value: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it, on one line, and short."""
+    """Return a value as YAML writes it, on one line and shortened."""
     if value is None or isinstance(value, bool | str):
         text = json.dumps(value)
     elif isinstance(value, int | float):

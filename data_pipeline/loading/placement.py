@@ -230,7 +230,7 @@ def _shortage(num_bytes: int, device: torch.device) -> str:
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take: of the machine, and of the job's share of it (cgroups 1 and 2)."""
+    """Return the bytes that this process may still take, of the machine and of the job's cgroups (versions 1 and 2)."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     for line in (proc / "self/cgroup").read_text().splitlines():
@@ -249,7 +249,7 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float:
-    """What a cgroup leaves free in bytes, the files that it caches among it; infinity where it sets no limit."""
+    """Return the free bytes of a cgroup, cached files included; infinity if it sets no limit."""
     try:
         most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())

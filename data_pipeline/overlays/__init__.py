@@ -1,12 +1,13 @@
-"""Overlays: a second, labelled object drawn on a picture, or a second, labelled sound behind a first.
+"""Overlays: a second, labelled object drawn on a picture, or a second, labelled sound behind the first.
 
-Comes in: a batch of clean pictures or waveforms, on any device, and the keys of every draw. Goes out: the same with the
-object in it, the object's class, and for pictures a mask of where it is. An overlay is pure: the same input and keys
-give the same output in a build, in a stream and from resident data, on CPU and GPU. The class is drawn without a look
-at the input, so that the two labels of a sample are independent. What may never happen: a draw from ambient state, or a
-change to the input that came in.
+An overlay takes a batch of clean pictures or waveforms, on any device, and the keys of all draws. It returns the batch
+with an object in each input, the class of the object, and for pictures a mask of it. The class is drawn without a look
+at the input, so that the two labels of a sample are independent.
 
-A new overlay of pictures is one class: a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS`.
+Guarantees: the same input and keys give the same output, in a build, in a stream and from data in memory, on CPU and
+GPU. The input is not changed.
+
+To add an overlay of pictures, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS`.
 
 Shapes: B batch, C channels, H height, W width.
 """
@@ -29,10 +30,10 @@ FIRST_PURPOSE: Final = 100  # of `data_pipeline.core.counter_rng`: overlays numb
 
 @dataclass(frozen=True)
 class Overlaid:
-    """What an overlay returns: the inputs with the object in them, its class, and its place (None for sounds).
+    """The result of an overlay: the inputs with an object in each, its class, and its mask (None for sounds).
 
-    `inputs` as they came in, pictures (B, 3, H, W) uint8 or waveforms (B, T) float32; `label_B` int64; `masks_BHW`
-    uint8 in the levels `MASK_OUTSIDE`, `MASK_BOX`, `MASK_OBJECT`.
+    `inputs` are pictures (B, 3, H, W) uint8 or waveforms (B, T) float32; `label_B` is int64; `masks_BHW` is uint8 in
+    the levels `MASK_OUTSIDE`, `MASK_BOX`, `MASK_OBJECT`.
     """
 
     inputs: Tensor
@@ -41,25 +42,27 @@ class Overlaid:
 
 
 class Overlay(nn.Module, ABC):
-    """The base of all overlays. Persistent buffers are its assets: they are stored beside the shards of an online
-    dataset, so that a draw does not depend on what is installed where it is read.
+    """The base class of all overlays.
+
+    Persistent buffers are its assets. They are stored beside the shards of an online dataset, so that a draw does not
+    depend on the software of the reader.
     """
 
     class_names: tuple[str, ...]  # in the order of the labels
     title: str = "object"  # names the overlay's label for readers, such as "digit"
 
     def options(self) -> dict[str, str | int | float]:
-        """The constructor's other arguments: `type(overlay)(**buffers, **options)` is the same overlay again."""
+        """Return the other arguments of the constructor: `type(overlay)(**buffers, **options)` is the same overlay."""
         return {}
 
     @abstractmethod
     def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
-        """Put one object into each input, with draws from `keys` alone."""
+        """Put one object into each input, drawn from `keys` alone."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a picture overlay draws, for a batch: B classes, and paint with its opacity.
+    """What a picture overlay draws on a batch: B classes, and paint with its opacity.
 
     Attributes:
         label_B: (B,) int64, the class of each object.
@@ -75,11 +78,11 @@ class Layer:
 
 
 class PictureOverlay(Overlay):
-    """An overlay that paints: a subclass says what, in `draw`; painting is the same for all."""
+    """An overlay that paints what a subclass returns from `draw`."""
 
     @abstractmethod
     def draw(self, keys: DrawKeys) -> Layer:
-        """One object for each key. It never sees the pictures."""
+        """Draw one object for each key, without the pictures."""
 
     def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
         """Paint over pictures (B, 3, H, W) uint8, each channel rounded to the nearest grey level."""
@@ -88,20 +91,20 @@ class PictureOverlay(Overlay):
 
 
 def paint(pictures_BCHW: Tensor, layer: Layer) -> Tensor:
-    """A layer over pictures, (B, 3, H, W) uint8: (photo * (255 - alpha) + colour * alpha) / 255, to the nearest."""
+    """Return (photo * (255 - alpha) + colour * alpha) / 255, rounded, for pictures (B, 3, H, W) uint8."""
     alpha_B1HW = layer.alpha_BHW[:, None].to(torch.int32)
     total = (pictures_BCHW * (255 - alpha_B1HW)).add_(layer.colour_BCHW * alpha_B1HW)
     return divide_by_255(total).to(torch.uint8)
 
 
 def divide_by_255(total: Tensor) -> Tensor:
-    """`total` / 255 to the nearest integer, exact for int32 from 0 to 255 * 255; integer division is slow on CPU."""
+    """Return `total` / 255 rounded, exact for int32 from 0 to 255 * 255; integer division is slow on CPU."""
     total = total + 128
     return total.add_(total >> 8).bitwise_right_shift_(8)
 
 
 def no_mask(pictures_BCHW: Tensor) -> Tensor:
-    """(B, H, W) uint8: the mask of pictures on which nothing is drawn."""
+    """Return the mask of pictures on which nothing is drawn, (B, H, W) uint8."""
     return torch.full_like(pictures_BCHW[:, 0], MASK_OUTSIDE)
 
 
@@ -109,7 +112,7 @@ _EVALUATION, _BAKED = 1_000, {"train": 1_001, "test": 1_002}  # views that no tr
 
 
 def evaluation_keys(index_B: Tensor, *, draw: int) -> DrawKeys:
-    """The keys of an online overlay wherever samples are read out and not trained on: the same in every run.
+    """Return the keys of an online overlay for evaluation, the same in every run.
 
     Other values of `draw` give other draws, for the spread of a result over the overlays of the test set.
     """
@@ -117,5 +120,5 @@ def evaluation_keys(index_B: Tensor, *, draw: int) -> DrawKeys:
 
 
 def baked_keys(index_B: Tensor, *, seed: int, split: str) -> DrawKeys:
-    """The keys of an overlay that a build draws into the shards."""
+    """Return the keys of an overlay that a build draws into the shards."""
     return DrawKeys(seed=seed, epoch=0, index_B=index_B, view=_BAKED[split])

@@ -27,7 +27,7 @@ _DIGIT: Final = FIRST_PURPOSE
 
 
 def shrink(digit: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A digit of any size as (10, 10) uint8, by Pillow's bicubic filter with antialiasing."""
+    """Resize a digit of any size to (10, 10) uint8, by Pillow's bicubic filter with antialiasing."""
     return np.asarray(Image.fromarray(digit).resize((DIGIT_SIZE, DIGIT_SIZE), Image.Resampling.BICUBIC))
 
 
@@ -62,12 +62,12 @@ class Digits(PictureOverlay):
 
     @classmethod
     def of(cls, source: DigitSource) -> Self:
-        """All digits of `source`, made smaller: 60,000 take about a second."""
+        """Make the overlay of all digits of `source`; resizing 60,000 takes about a second."""
         digits_NHW = np.stack([shrink(digit) for digit in source.images])
         return cls(torch.from_numpy(digits_NHW), torch.tensor(source.labels, dtype=torch.int64))
 
     def draw(self, keys: DrawKeys) -> Layer:
-        """One digit for each key."""
+        """Draw one digit for each key."""
         number_B = integers(keys, 1, self.label_N.numel(), purpose=_DIGIT)[:, 0]
         digit_BHW = self.digits_NHW[number_B]
         inside_BHW = digit_BHW > 0

@@ -32,7 +32,7 @@ _CLASS, _COLOUR, _NEAR, _FAR = range(FIRST_PURPOSE, FIRST_PURPOSE + 4)
 
 
 def render_glyphs() -> Tensor:
-    """(26, 24, 24) uint8: how much of each pixel A to Z cover, of 255, with the drawing point at (0, 0)."""
+    """Return how much of each pixel A to Z cover, of 255, with the drawing point at (0, 0): (26, 24, 24) uint8."""
     # Without the basic layout the result would depend on whether libraqm is installed.
     font = ImageFont.truetype(FONT_PATH, FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
     glyphs = []
@@ -44,7 +44,7 @@ def render_glyphs() -> Tensor:
 
 
 def glyph_mask(glyph_GG: Tensor) -> Tensor:
-    """The three mask levels of one glyph, in its own coordinates: its ink inside the tight box of its ink."""
+    """Return the three mask levels of one glyph, in its own coordinates: its ink inside the tight box of its ink."""
     ink = glyph_GG > 0
     rows, columns = ink.any(dim=1).nonzero(), ink.any(dim=0).nonzero()
     mask = torch.full_like(glyph_GG, MASK_OUTSIDE)
@@ -83,7 +83,7 @@ class Letters(PictureOverlay):
         self.register_buffer("masks_KHW", torch.stack([glyph_mask(glyph) for glyph in glyphs_KHW]), persistent=False)
 
     def draw(self, keys: DrawKeys) -> Layer:
-        """One letter for each key."""
+        """Draw one letter for each key."""
         label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
         colour_BC = integers(keys, 3, 256, purpose=_COLOUR).to(torch.uint8)
         x_BP, y_BP = drawing_points(keys)
@@ -96,7 +96,7 @@ class Letters(PictureOverlay):
 
 
 def drawing_points(keys: DrawKeys) -> tuple[Tensor, Tensor]:
-    """x and y, (B, 4) int64 each, of the copies at the top left, top right, bottom left and bottom right."""
+    """Draw x and y, (B, 4) int64 each, of the copies at the top left, top right, bottom left and bottom right."""
     near_BN = NEAR[0] + integers(keys, 4, NEAR[1] - NEAR[0] + 1, purpose=_NEAR)
     far_BN = FAR[0] + integers(keys, 4, FAR[1] - FAR[0] + 1, purpose=_FAR)
     x_BP = torch.stack([near_BN[:, 0], far_BN[:, 0], near_BN[:, 1], far_BN[:, 1]], dim=1)
@@ -105,7 +105,7 @@ def drawing_points(keys: DrawKeys) -> tuple[Tensor, Tensor]:
 
 
 def _placed(glyphs_KHW: Tensor, label_B: Tensor, x_BP: Tensor, y_BP: Tensor) -> Tensor:
-    """(B, P, 32, 32): each sample's glyph with its drawing point at each of its places, cut at the picture's edge."""
+    """Return each sample's glyph at each of its positions, cut at the edge of the picture: (B, P, 32, 32)."""
     # A picture with the glyph at (x, y) is a window of one canvas that holds the glyph at (last, last).
     last = FAR[1]
     after = IMAGE_SIZE - GLYPH_SIZE

@@ -72,7 +72,7 @@ class Noise(Overlay):
 
     @classmethod
     def of(cls, sounds: Sequence[Tensor], *, num_points: int, volume: float, crop: Crop) -> Self:
-        """From one recording a class, (any length,) float32, in any scale, at the rate of the speech.
+        """Make the overlay of one recording a class, (any length,) float32, in any scale, at the rate of the speech.
 
         Of recordings of which only the first or last points can be heard, only those are kept.
 
@@ -117,7 +117,7 @@ class Noise(Overlay):
         return Overlaid(mixed_BT, label_B, None)
 
     def _offsets(self, keys: DrawKeys, last_B: Tensor) -> Tensor:
-        """(B,) int64: where the crop begins in its recording, from 0 to `last_B`, both among them."""
+        """Draw where the crop begins in its recording, from 0 to `last_B` inclusive: (B,) int64."""
         match self.crop:
             case "first":
                 return torch.zeros_like(last_B)

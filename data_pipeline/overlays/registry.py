@@ -1,8 +1,8 @@
-"""The overlays by name, and their one file format: what a dataset keeps so that its overlay can be drawn elsewhere.
+"""List the overlays by name, and save and load them, so that a dataset carries its online overlay.
 
-Comes in: an overlay. Goes out: a safetensors file of its persistent buffers whose header says kind and options, and
-from that file the same overlay again, on the CPU. What may never happen: a file whose bytes differ from one run to the
-next, or an overlay read back that draws otherwise.
+The file is a safetensors file of the persistent buffers; its header holds kind and options.
+
+Guarantees: the same overlay gives the same bytes, and a loaded overlay draws the same objects.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _HEADER_KEY: Final = "overlay"
 
 
 class OverlayHeader(Schema):
-    """What the file says of an overlay besides its buffers: its name in `OVERLAYS`, and its options."""
+    """The header of an overlay file: the overlay's name in `OVERLAYS`, and its options."""
 
     kind: str
     options: dict[str, str | int | float]
 
 
 def kind_of(overlay: Overlay) -> str:
-    """The name of an overlay's class in `OVERLAYS`; raises `UserError` if it has none."""
+    """Return the name of an overlay's class in `OVERLAYS`; raise `UserError` if it has none."""
     for kind, overlay_class in OVERLAYS.items():
         if type(overlay) is overlay_class:
             return kind
@@ -61,7 +61,7 @@ def save_overlay(overlay: Overlay, path: Path) -> str:
 
 
 def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
-    """The overlay that `save_overlay` wrote, on the CPU.
+    """Load the overlay that `save_overlay` wrote, on the CPU.
 
     Raises `UserError` if the file is missing, is damaged, is not the one with `sha256` (None: any), or holds an overlay
     that this version does not know.
@@ -87,10 +87,10 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
 
 
 def _read_header(data: bytes) -> OverlayHeader:
-    """What `save_overlay` said about the overlay; raises `ValueError`, `KeyError` or `TypeError` if it is not there.
+    """Return the header that `save_overlay` wrote; raise `ValueError`, `KeyError` or `TypeError` if there is none.
 
-    Read by hand, because safetensors gives the metadata of a file alone, and the bytes were read to be hashed. A file
-    begins with the length of its JSON header in eight bytes, little-endian.
+    Parsed by hand, because safetensors returns metadata only of a file, and the bytes are in memory to be hashed. A
+    file begins with the length of its JSON header in eight bytes, little-endian.
     """
     num_bytes = int.from_bytes(data[:8], "little")
     header = pydantic_core.from_json(data[8 : 8 + num_bytes])["__metadata__"][_HEADER_KEY]

@@ -39,7 +39,7 @@ _CLASS, _COLOUR = FIRST_PURPOSE, FIRST_PURPOSE + 1
 
 
 def shape_mask(name: str) -> Tensor:
-    """(32, 32) uint8 in the three mask levels: the shape inside its box."""
+    """Return the shape inside its box, (32, 32) uint8 in the three mask levels."""
     mask_HW = torch.full((IMAGE_SIZE, IMAGE_SIZE), MASK_OUTSIDE, dtype=torch.uint8)
     mask_HW[FIRST : LAST + 1, FIRST : LAST + 1] = MASK_BOX
     for row, (first, last) in enumerate(_ROWS[name], start=FIRST):
@@ -60,7 +60,7 @@ class Shapes(PictureOverlay):
         self.register_buffer("masks_KHW", masks_KHW, persistent=False)
 
     def draw(self, keys: DrawKeys) -> Layer:
-        """One shape for each key."""
+        """Draw one shape for each key."""
         label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
         colour_BC = integers(keys, 3, 256, purpose=_COLOUR).to(torch.uint8)
         mask_BHW = self.masks_KHW[label_B]

@@ -57,7 +57,7 @@ class AudioMnist:
 
 
 def _takes(folder: Path, speaker: int) -> list[tuple[int, int, int]]:
-    """(speaker, digit, take) of each WAV file in a speaker's folder; hidden files and other endings are passed over."""
+    """Return (speaker, digit, take) of each WAV file in a speaker's folder; hidden and other files are ignored."""
     takes = []
     for path in folder.iterdir():
         if path.suffix.lower() != ".wav" or path.name.startswith("."):

@@ -25,7 +25,7 @@ Sound = NDArray[np.float64]  # (X,): points of one long sound
 
 
 def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor]:
-    """The three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
+    """Read the three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
 
     Raises `UserError` that names the file: missing, no mono WAV, shorter than the `num_points` points that are heard
     behind a sample, or without any sound in it.
@@ -50,7 +50,7 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
 
 
 def procedural_sounds(seed: int, *, sample_rate: int, num_points: int) -> list[Tensor]:
-    """Three sounds that depend on the arguments alone, as `read_sounds` returns them; they need no download.
+    """Make three sounds from the arguments alone, in the form of `read_sounds`; they need no download.
 
     Babble is eight voices that come and go in syllables, traffic a rumble that swells and fades as cars pass, machinery
     a hum with its harmonics under a steady clatter. Each lasts 30 s, or twice `num_points` where that is longer.
@@ -87,7 +87,7 @@ def _machinery(num: int, sample_rate: int, rng: Generator) -> Sound:
 
 
 def _noise(num: int, sample_rate: int, rng: Generator, *, low: float, high: float) -> Sound:
-    """(num,) Gaussian noise of standard deviation 1 with frequencies from `low` to `high` Hz alone."""
+    """Return (num,) Gaussian noise of standard deviation 1 with frequencies from `low` to `high` Hz alone."""
     frequency = np.fft.rfftfreq(num, 1 / sample_rate)
     kept = (frequency >= low) & (frequency <= high)
     spectrum = np.zeros(len(frequency), dtype=np.complex128)

@@ -41,7 +41,7 @@ class DigitSource:
 
     @property
     def description(self) -> str:
-        """For the manifest: the name, and the beginning of a hash of the content."""
+        """Return the name and the beginning of a hash of the content, for the manifest."""
         return f"{self.name} ({hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:12]})"
 
 
@@ -74,7 +74,7 @@ def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitS
 
 
 def sklearn_digits(*, split: str) -> DigitSource:
-    """scikit-learn's 8x8 digits for one split, their 17 levels spread over 0 to 255. Needs no download."""
+    """Return scikit-learn's 8x8 digits of one split, their 17 levels spread over 0 to 255. Needs no download."""
     from sklearn.datasets import load_digits  # here alone, because it takes a second
 
     images, labels = load_digits(return_X_y=True)
@@ -99,7 +99,7 @@ def _find(raw: Path, name: str) -> Path | None:
 
 
 def _read_idx(raw: Path, name: str, *, num_dimensions: int) -> NDArray[np.uint8]:
-    """An array in MNIST's idx format: two zero bytes, the type, the number of dimensions, the sizes, the values."""
+    """Read data in MNIST's idx format: two zero bytes, the type, the number of dimensions, the sizes, the values."""
     path = _find(raw, name)
     if path is None:
         raise UserError(f"{raw / name} is missing; download MNIST again")

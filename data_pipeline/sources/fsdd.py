@@ -51,7 +51,7 @@ class Fsdd:
 
 
 def _recordings(folder: Path) -> list[tuple[str, int, int]]:
-    """(speaker, digit, index) of each WAV file in a folder; hidden files and other endings are passed over."""
+    """Return (speaker, digit, index) of each WAV file in a folder; hidden and other files are ignored."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give --root the folder of the Free Spoken Digit Dataset")
     recordings = []

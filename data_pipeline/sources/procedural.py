@@ -33,7 +33,7 @@ _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # ITU-R BT.601, as in
 
 
 def _phase(distance: Coordinate) -> Coordinate:
-    """The fractional part: where a point lies within its period, in [0, 1)."""
+    """Return the fractional part, in [0, 1): the position within a period."""
     return distance - np.floor(distance)
 
 
@@ -95,7 +95,7 @@ def _blobs(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Regio
 
 
 def _scatter(x: Coordinate, y: Coordinate, side: float, rng: Generator) -> tuple[Coordinate, Coordinate]:
-    """Each point relative to the centre of the object in its cell, in axes that are turned by the cell's own angle."""
+    """Return each point relative to the centre of the object in its cell, in axes rotated by the angle of the cell."""
     num_cells = 16  # more than a picture holds in any direction
     turn, shift_x, shift_y = rng.uniform(-1, 1, (3, num_cells, num_cells))
     column, row = np.floor(x / side), np.floor(y / side)
@@ -123,7 +123,7 @@ PATTERNS: Final[Mapping[str, Pattern]] = MappingProxyType(
 
 
 def draw(pattern: Pattern, rng: Generator) -> NDArray[np.uint8]:
-    """One picture of a pattern: (32, 32, 3) uint8."""
+    """Draw one picture of a pattern: (32, 32, 3) uint8."""
     angle, (centre_x, centre_y) = rng.uniform(0, 2 * math.pi), rng.uniform(8, 24, 2)
     cos, sin = math.cos(angle), math.sin(angle)
     x = cos * (_COLUMN - centre_x) + sin * (_ROW - centre_y)
@@ -141,14 +141,14 @@ def draw(pattern: Pattern, rng: Generator) -> NDArray[np.uint8]:
 
 
 def _per_pixel(region: Region) -> NDArray[np.float64]:
-    """(32, 32, 1): which part of each pixel a region covers."""
+    """Return the part of each pixel that a region covers, (32, 32, 1)."""
     points = region.reshape(IMAGE_SIZE, _OVERSAMPLING, IMAGE_SIZE, _OVERSAMPLING, 1)
     covered: NDArray[np.float64] = points.mean(axis=(1, 3))
     return covered
 
 
 def _two_tones(rng: Generator) -> NDArray[np.float64]:
-    """(2, 3): two colours, never equally bright, because without its colours a picture must still show its pattern."""
+    """Draw two colours, (2, 3), of different brightness, so that a picture in grey still shows its pattern."""
     gap = rng.uniform(0.2, 0.6)
     middle = rng.uniform(gap / 2, 1 - gap / 2)
     luma = middle + gap / 2 * np.array([-1, 1]) * rng.choice([-1, 1])
@@ -159,7 +159,7 @@ def _two_tones(rng: Generator) -> NDArray[np.float64]:
 
 
 def _patch(rng: Generator) -> Region:
-    """Where a box or a disc, 3 to 9 pixels across, hides the pattern."""
+    """Return the region of a box or a disc, 3 to 9 pixels wide, that hides the pattern."""
     (centre_x, centre_y), (half_x, half_y) = rng.uniform(0, IMAGE_SIZE, 2), rng.uniform(1.5, 4.5, 2)
     u, v = np.abs(_COLUMN - centre_x) / half_x, np.abs(_ROW - centre_y) / half_y
     inside: Region = (np.maximum(u, v) if rng.random() < 0.5 else np.hypot(u, v)) < 1

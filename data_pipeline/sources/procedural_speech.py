@@ -42,7 +42,7 @@ MELODIES: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
 
 
 def sing(notes: tuple[float, ...], rng: Generator) -> NDArray[np.int16]:
-    """One melody: (T,) int16 at 8 kHz, 0.45 to 1.15 s."""
+    """Make one melody: (T,) int16 at 8 kHz, 0.45 to 1.15 s."""
     num_points = int(SAMPLE_RATE * rng.uniform(0.45, 1.15))
     start = rng.uniform(0, 0.15) * num_points
     paces = rng.uniform(0.7, 1.3, len(notes))

@@ -1,4 +1,4 @@
-"""`python -m data_pipeline trace DIR`: which samples every rank would see at every step, through the stream itself."""
+"""Print the samples that every rank would see at every step: `python -m data_pipeline trace DIR`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
         ):
             print(line)
         sys.stdout.flush()
-    except BrokenPipeError:  # `trace ... | head` has seen enough; what is still buffered has nowhere to go
+    except BrokenPipeError:  # `trace ... | head` has ended; the buffered lines have no reader
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -45,9 +45,9 @@ def trace(
     from_step: int = 0,
     shuffle_shards: int | None = None,
 ) -> Iterator[str]:
-    """Lines `step<TAB>rank<TAB>key key ...` of one epoch from `from_step` on: step by step, in each by rank.
+    """Yield lines `step<TAB>rank<TAB>key key ...` of one epoch from `from_step` on, by step and then by rank.
 
-    Raises `UserError` as `Stream` does, and where a number is out of range.
+    Raises `UserError` as `Stream` does, and if a number is out of range.
     """
     for option, value, least in (
         ("--ranks", num_ranks, 1),

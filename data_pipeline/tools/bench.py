@@ -1,8 +1,8 @@
-"""`python -m data_pipeline bench DIR`: samples a second out of a dataset, from stored bytes to finished batches.
+"""Measure the samples a second of a dataset: `python -m data_pipeline bench DIR`.
 
 Each row does more than the one above: the stored bytes of shuffled samples; the same, decoded; batches out of the
 stream, with the overlay where it is drawn online, by 0, 1, 2, ... workers; and batches of resident data. The last rows
-say what the overlay and the spectrogram of a batch cost by themselves.
+measure the overlay and the spectrogram of a batch alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARM_UP_SECONDS = 0.3  # not counted: files are mapped, kernels chosen
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `counts` starts a reader that yields the number of samples of each delivery, for ever."""
+    """One line of the table; `counts` starts an endless reader that yields the number of samples of each delivery."""
 
     what: str
     num_workers: int | None
@@ -39,7 +39,7 @@ class Row:
 
 
 def rows(location: str, *, batch_size: int, max_workers: int, device: torch.device) -> Iterator[Row]:
-    """What is measured of a dataset, in the order of the table."""
+    """Yield the measurements of a dataset, in the order of the table."""
     store = SampleStore(location)
     manifest = store.manifest
 
@@ -64,7 +64,7 @@ def rows(location: str, *, batch_size: int, max_workers: int, device: torch.devi
 
 
 def encoded_counts(store: SampleStore) -> Iterator[int]:
-    """Reads samples as stored bytes in shuffled order, epoch after epoch."""
+    """Read samples as stored bytes in shuffled order, epoch after epoch."""
     epoch = 0
     while True:
         for indices in np.array_split(epoch_order(len(store), seed=0, epoch=epoch), -(-len(store) // 100)):
@@ -75,7 +75,7 @@ def encoded_counts(store: SampleStore) -> Iterator[int]:
 
 
 def decoded_counts(store: SampleStore, *, batch_size: int) -> Iterator[int]:
-    """Reads and decodes samples in shuffled order, `batch_size` at a time."""
+    """Read and decode samples in shuffled order, `batch_size` at a time."""
     step = 0
     while True:
         _, indices = batch_indices(len(store), seed=0, step=step, global_batch_size=batch_size)
@@ -87,7 +87,7 @@ def decoded_counts(store: SampleStore, *, batch_size: int) -> Iterator[int]:
 def stream_counts(
     dataset: str | SampleStore, *, read: ReadConfig, global_batch_size: int, device: torch.device
 ) -> Iterator[int]:
-    """Finished batches out of a stream without end; what its workers prepare while they start is not counted."""
+    """Read finished batches from an endless stream; batches that workers prepare while they start are not counted."""
     stream = Stream(
         dataset,
         read=read,
@@ -107,7 +107,7 @@ def stream_counts(
 
 
 def overlay_counts(overlay: Overlay, inputs: torch.Tensor) -> Iterator[int]:
-    """The overlay on one batch of inputs, again and again, each time with another draw."""
+    """Apply the overlay to one batch of inputs again and again, each time with another draw."""
     index_B = torch.arange(len(inputs), device=inputs.device)
     draw = 0
     while True:
@@ -118,7 +118,7 @@ def overlay_counts(overlay: Overlay, inputs: torch.Tensor) -> Iterator[int]:
 
 
 def log_mel_counts(waveforms_BT: torch.Tensor, *, sample_rate: int) -> Iterator[int]:
-    """The spectrogram of one batch, again and again."""
+    """Compute the spectrogram of one batch again and again."""
     config = mel_config(sample_rate)
     for _ in repeat(None):
         log_mel(power_mel(waveforms_BT, config), config)
@@ -132,7 +132,7 @@ def _wait(device: torch.device) -> None:
 
 
 def rate(counts: Iterator[int], *, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Samples a second by a clock, over `seconds` and at least one delivery, behind a short warm-up."""
+    """Return samples a second by a clock, over `seconds` and at least one delivery, after a short warm-up."""
     begin = start = clock()
     num_samples = 0
     for count in counts:
@@ -148,7 +148,7 @@ def rate(counts: Iterator[int], *, seconds: float, clock: Callable[[], float] = 
 
 
 def worker_counts(largest: int) -> list[int]:
-    """0, then the powers of two up to `largest`, then `largest` itself.
+    """Return 0, then the powers of two up to `largest`, then `largest` itself.
 
     Examples:
         >>> worker_counts(6)

@@ -1,8 +1,8 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with both labels below.
 
-A picture is enlarged, and the mask of the object on it outlined. A sound is drawn as the log-mel spectrogram that the
-encoder gets: time to the right, frequency upwards, from dark, its quietest cell, to bright, its loudest. What a dataset
-overlays online is drawn here with the first draw of an evaluation.
+A picture is enlarged, and the mask of the object on it is outlined. A sound is drawn as the log-mel spectrogram that
+the encoder gets: time to the right, frequency upwards, its quietest cell dark and its loudest bright. An online overlay
+is drawn with the first draw of an evaluation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Caption = tuple[str, tuple[int, int, int]]  # a line of text and its colour
 
 
 def draw_grid(location: str, *, num_samples: int) -> Image.Image:
-    """The first `num_samples` samples in rows of ten. A build orders samples so that these are of all classes."""
+    """Draw the first `num_samples` samples in rows of ten. A build orders samples so that these show all classes."""
     store = SampleStore(location)
     manifest = store.manifest
     batch = next(read_all(store, batch_size=min(num_samples, manifest.num_samples)))
@@ -54,7 +54,7 @@ def draw_grid(location: str, *, num_samples: int) -> Image.Image:
 
 
 def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.uint8]:
-    """What is seen of a batch: its pictures, or its sounds as spectrograms; (B, H, W, 3)."""
+    """Return the pictures of a batch, or its sounds as spectrograms; (B, H, W, 3)."""
     if manifest.sample_rate is None:
         pictures_BHWC: NDArray[np.uint8] = batch.inputs_a.permute(0, 2, 3, 1).contiguous().numpy()
         return pictures_BHWC
@@ -63,8 +63,9 @@ def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.uint8]:
 
 
 def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
-    """Spectrograms (B, M bands, T frames) as pictures (B, M, T, 3): low bands at the bottom, the loudest cell of each
-    brightest; silence is dark.
+    """Colour spectrograms (B, M bands, T frames) as pictures (B, M, T, 3).
+
+    Low bands are at the bottom. The loudest cell of each is brightest, and silence is dark.
     """
     values_BMT = log_mel_BMT.flip(1)
     lowest_B11 = values_BMT.amin(dim=(1, 2), keepdim=True)
@@ -75,7 +76,7 @@ def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
 
 
 def captions_of(batch: Batch, manifest: Manifest) -> list[list[Caption]]:
-    """The class names of every sample, base before overlay; a line for each kind of label that the dataset has."""
+    """Return the class names of every sample, base before overlay; one line for each label that the dataset has."""
     names = manifest.label_names
     spaces = ((names.base, batch.label_base_B, _INK), (names.overlay, batch.label_overlay_B, _OUTLINE))
     lines = [
@@ -89,7 +90,7 @@ def captions_of(batch: Batch, manifest: Manifest) -> list[list[Caption]]:
 def draw_cell(
     picture_HWC: NDArray[np.uint8], mask_HW: NDArray[np.uint8] | None, captions: Sequence[Caption]
 ) -> Image.Image:
-    """One sample, enlarged by a whole factor, its captions below it, and a margin to the right and below."""
+    """Draw one sample, enlarged by a whole factor, its captions below it, and a margin to the right and below."""
     height, width, _ = picture_HWC.shape
     zoom = max(1, _CELL // max(height, width))
     size = (zoom * width + _MARGIN, zoom * height + _LINE * len(captions) + 4 + _MARGIN)
@@ -110,7 +111,7 @@ def _enlarge(points: NDArray[Point], zoom: int) -> NDArray[Point]:
 
 
 def _outline(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The points just inside the border of a region."""
+    """Return the points just inside the border of a region."""
     padded = np.pad(inside, 1)
     surrounded = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
     return inside & ~surrounded
