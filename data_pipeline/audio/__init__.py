@@ -1,6 +1,7 @@
-"""Sound: WAV files, waveforms of one length, and the log-mel pictures that an encoder sees.
+"""Read WAV files, make waveforms of one length, and compute the log-mel spectrograms that an encoder sees.
 
-Comes in: the bytes of a WAV file. Goes out: its points as they were recorded, int16; a batch of them cut or filled to
-one length; and a batch's log-mel spectrogram, made on the device of the waveforms. What may never happen: a sound that
-is quietly resampled, mixed down to mono, rescaled, or shorter than its file says.
+A WAV file gives its points as they were recorded, int16. A batch of them is cropped or padded to one length, and its
+spectrogram is computed on the device of the waveforms.
+
+Guarantees: no sound is silently resampled, mixed down to mono, rescaled, or shorter than its file says.
 """

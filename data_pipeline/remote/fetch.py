@@ -235,7 +235,7 @@ class _Download:
     def stop(self) -> None:
         self._is_stopped.set()
         if self._answer is not None:
-            with suppress(ValueError, OSError):  # it has ended
+            with suppress(ValueError, RuntimeError, OSError):  # the answer has ended
                 self._answer.raw.shutdown()
 
     def _run(self) -> None:

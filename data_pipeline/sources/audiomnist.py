@@ -20,11 +20,13 @@ _NAME = re.compile(r"([0-9])_([0-9]{2})_(0|[1-9][0-9]*)\.wav")
 
 
 class AudioMnist:
-    """The spoken digits of one split's speakers, from the published layout `ROOT[/data]/SPEAKER/DIGIT_SPEAKER_TAKE.wav`
-    with speakers 01 to 60, in the order of speaker, digit and take: 24,000 records of 48 speakers, or 6,000 of 12.
+    """The spoken digits of one split's speakers, in the order of speaker, digit and take.
 
-    Raises `UserError` that names a speaker's folder that is missing or empty, or a WAV file with another name. No file
-    is opened before it is asked for; one that is no mono WAV of 48 kHz raises then.
+    Reads the published layout, `ROOT[/data]/SPEAKER/DIGIT_SPEAKER_TAKE.wav` with speakers 01 to 60: 24,000 records of
+    48 speakers, or 6,000 of 12. A file is opened when its record is read.
+
+    Raises `UserError` if the folder of a speaker is missing or empty, or if a WAV file has another name. Reading a
+    record raises it if the file is not a mono WAV of 48 kHz.
     """
 
     description = "audiomnist"

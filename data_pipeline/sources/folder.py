@@ -1,5 +1,7 @@
-"""A folder of pictures with a folder for each class: `ROOT/train/CLASS/*` and `ROOT/test/CLASS/*`, or `ROOT/CLASS/*`,
-from which the test split is cut."""
+"""Read a folder of pictures with a folder for each class.
+
+The layout is `ROOT/train/CLASS/*` and `ROOT/test/CLASS/*`, or `ROOT/CLASS/*`, from which the test split is chosen.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SUFFIXES: Final = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".
 
 
 def middle_square(picture: Image.Image, size: int) -> Image.Image:
-    """A picture resized until its shorter side has `size` pixels, and of that the middle, (size, size).
+    """Resize a picture so that its shorter side has `size` pixels, and crop the middle, (size, size).
 
     Bilinear with antialiasing, and rounded as torchvision's `Resize` and `CenterCrop` round.
     """
@@ -42,13 +44,13 @@ class ImageFolder:
 
     If `root` has folders named `train` and `test`, the one named `split` is read. If it has neither, `root` itself
     holds the classes, and `test_share` of the pictures of each class are the test split: see `in_test_split`. Every
-    picture is then decoded once to choose. Files with other endings than `SUFFIXES` are passed over with a warning,
-    names that begin with a dot without one. With an `image_size`, each picture is made that size by `middle_square`;
-    without one, all must have the size of the first.
+    picture is then decoded once to choose. Files with other endings than `SUFFIXES` are ignored with a warning, hidden
+    files without one. With an `image_size`, `middle_square` makes each picture that size; without one, all must have
+    the size of the first.
 
-    Raises `UserError` that names the folder or file: a missing or empty folder, fewer than two classes, a `test_share`
-    that is missing, not needed or leaves a class without pictures; a picture that does not decode (found when it is
-    read) or has another size.
+    Raises `UserError` that names the folder or file if a folder is missing or empty, if there are fewer than two
+    classes, or if `test_share` is missing, not needed or leaves a class without pictures. Reading a record raises it if
+    the picture does not decode or has another size.
     """
 
     title = "picture"
@@ -74,7 +76,7 @@ class ImageFolder:
             num_files.append(len(in_class))
         if others:
             logger.warning(
-                "%s: passed over %d names without the ending of a picture, such as %s",
+                "%s: ignored %d names without the ending of a picture, such as %s",
                 self.root,
                 len(others),
                 others[0],
@@ -138,10 +140,10 @@ _NUM_AT_ONCE: Final = 1_000  # pictures: bounds what waits for the threads
 def in_test_split(
     digests: Sequence[bytes], labels: NDArray[np.int64], *, test_share: float, seed: int
 ) -> NDArray[np.bool_]:
-    """Choose the test split, (N,): of each class the share `test_share`, to the nearest, of its different pictures.
+    """Choose the test split, (N,): the share `test_share`, rounded, of the different pictures of each class.
 
-    The choice depends on the pictures and the seed alone, not on names or order. Equal pictures are on one side, also
-    those in two classes, which count for the first of them.
+    The choice depends on the pictures and the seed alone, not on names or order. Equal pictures are in one split. If
+    they are in two classes, they count for the first.
     """
     class_of: dict[bytes, int] = {}
     for digest, label in zip(digests, labels.tolist(), strict=True):

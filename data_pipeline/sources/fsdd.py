@@ -18,12 +18,14 @@ _NAME = re.compile(r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav")
 
 
 class Fsdd:
-    """The spoken digits of one split's speakers, from the published layout `ROOT[/recordings]/DIGIT_SPEAKER_INDEX.wav`,
-    in the order of speaker, digit and index: the test split is one speaker, the train split all the others.
+    """The spoken digits of one split's speakers, in the order of speaker, digit and index.
 
-    Raises `UserError` that names the folder or file: no recordings, a WAV file with another name, an unknown test
-    speaker, or nobody left to train on. No file is opened before it is asked for; one that is no mono WAV of 8 kHz
-    raises then.
+    Reads the published layout, `ROOT[/recordings]/DIGIT_SPEAKER_INDEX.wav`. The test split is one speaker, the train
+    split all others. A file is opened when its record is read.
+
+    Raises `UserError` that names the folder or file if there are no recordings, if a WAV file has another name, if the
+    test speaker is unknown, or if no speaker is left for training. Reading a record raises it if the file is not a mono
+    WAV of 8 kHz.
     """
 
     class_names = tuple("0123456789")

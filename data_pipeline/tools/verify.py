@@ -76,14 +76,14 @@ class DatasetProblem:
 
 
 class Verification:
-    """One look at a dataset, in a local directory or at a location that can be trained from.
+    """Checks a dataset, in a local directory or at a remote location.
 
     Attributes:
         location: as given.
         manifest: of the dataset.
-        num_problems, num_sound, num_bytes: found so far; samples that are sound, and bytes of the shards.
+        num_problems, num_sound, num_bytes: so far: problems, intact samples, and bytes of the shards.
 
-    Raises `UserError` when made, if `location` is no dataset.
+    The constructor raises `UserError` if `location` holds no dataset.
     """
 
     def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
@@ -96,12 +96,12 @@ class Verification:
         self.num_problems = self.num_sound = self.num_bytes = 0
 
     def problems(self) -> Iterator[DatasetProblem]:
-        """Find every problem, in the order of the shards; none means that each byte is as it was built.
+        """Yield every problem, in the order of the shards. If there is none, each byte is as it was built.
 
-        Checks the shards' sizes and sha256; that each tar is whole and holds the samples that are due there, in order,
-        each in one piece; that pictures or sounds, masks and labels decode and fit the manifest; that counts, mean and
-        std are those of the samples; that the manifest's index of a shard, and a file of it, is that shard's; and that
-        the source digests, and what an online overlay draws from, are there.
+        Checks the size and sha256 of each shard; that its tar is whole and holds the expected samples, in order, each
+        in one piece; and that its index is right. Checks that pictures or sounds, masks and labels decode and fit the
+        manifest, and that counts, mean and std are those of the samples. Checks the source digests and the online
+        overlay.
         """
         self.num_problems = self.num_sound = self.num_bytes = 0
         for problem in self._problems():

@@ -109,7 +109,7 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
     (tmp_path / "train" / "cat" / ".hidden.png").write_text("no picture")
     folder = ImageFolder(tmp_path, split="train")
-    assert f"passed over 1 names without the ending of a picture, such as {tmp_path}/train/cat/notes.txt" in caplog.text
+    assert f"ignored 1 names without the ending of a picture, such as {tmp_path}/train/cat/notes.txt" in caplog.text
     assert folder.class_names == ("cat", "dog")
     assert folder.labels.tolist() == [0, 0, 1, 1]
     assert [int(folder[number].content[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
