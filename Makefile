@@ -6,13 +6,14 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint clean
+.PHONY: help demo test quick lint docs clean
 
 help:
 	@echo 'make demo    train with expert views and with a viewmaker, and compare them in one report (minutes on 2 cores)'
 	@echo 'make test    run every test that this machine can run, on 2 cores; ARGS="-k slurm" picks some'
 	@echo 'make quick   run the tests that start no other process and take no long time'
 	@echo 'make lint    formatting, ruff, mypy --strict'
+	@echo 'make docs    build/docs/index.html: these docs and an API reference; a broken link is an error'
 	@echo 'make clean   remove .venv, the demo and all caches'
 	@echo 'Each makes .venv first where it is missing or older than setup.py; PYTHON=python3.12 picks the interpreter.'
 
@@ -30,6 +31,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+
 clean:
 	rm -rf .venv demo build .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -39,5 +43,5 @@ $(INSTALLED): setup.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or 3.12 is needed, but $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12" % sys.version_info[:2])'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo 'error: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --editable '.[test,lint]'
+	$(BIN)/pip install --disable-pip-version-check --editable '.[test,lint,docs]'
 	@touch $@

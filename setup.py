@@ -1,4 +1,4 @@
-"""Install with `pip install -e .`; the extras `test` and `lint` are what `make test` and `make lint` need."""
+"""Install with `pip install -e .`; the extras `test`, `lint` and `docs` are what make's commands need."""
 
 from setuptools import find_packages, setup
 
@@ -55,5 +55,6 @@ setup(
         "timm": ["timm>=1.0"],
         "umap": ["umap-learn>=0.5.7"],
         "lint": ["mypy", "ruff", "types-PyYAML", "types-requests", "types-setuptools"],
+        "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
     },
 )

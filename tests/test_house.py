@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("data_pipeline", "trainer", "configs", "launch")  # each may import those before it, and itself
-VISIBLE = {"docs", "setup.py", "README.md", "Makefile", "benchmarks", "tests", *ROOMS}
+VISIBLE = {"docs", "setup.py", "README.md", "Makefile", "benchmarks", "tests", "CHANGELOG.md", "CITATION.cff", *ROOMS}
 
 
 @cache
