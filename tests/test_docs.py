@@ -231,6 +231,7 @@ def test_what_examples_in_python_import_is_there(page: Path) -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("drawn", ["baked", "online"])
 def test_the_new_overlay_builds_and_verifies(drawn: str, tmp_path: Path) -> None:
     assert "stripes" not in OVERLAYS

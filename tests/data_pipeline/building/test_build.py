@@ -591,6 +591,7 @@ for num_samples in (2_000, 2_001, 12_000):
 """
 
 
+@pytest.mark.process
 def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
     """Labels and order are 16 bytes a sample, sorting them takes three times that for a moment; a sample is 2,000."""
     command = [sys.executable, "-c", MEMORY_OF_BUILDS, str(tmp_path)]

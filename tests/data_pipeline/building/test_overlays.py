@@ -581,6 +581,7 @@ def test_a_saved_overlay_draws_the_same(kind: str, tmp_path: Path, monkeypatch: 
     assert save_overlay(loaded, tmp_path / "third") == sha256
 
 
+@pytest.mark.process
 def test_a_saved_overlay_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     """Hash seeds differ between processes, and with them the order of some containers."""
     program = (

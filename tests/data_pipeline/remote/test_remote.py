@@ -693,6 +693,7 @@ def test_a_forked_process_fetches_ahead_by_itself(server: FaultyServer, tmp_path
     assert until(lambda: SHARDS[0] in cached_names(tmp_path))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["process", "worker"])
 @pytest.mark.parametrize("transport", ["http", "pipe"])
 def test_a_process_that_ends_leaves_no_fetch_behind(

@@ -272,6 +272,7 @@ def test_a_build_of_sounds_says_what_it_made(
     assert out[4].startswith("made from: silence + procedural background sounds (")
 
 
+@pytest.mark.process
 def test_the_module_runs_as_a_command() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "data_pipeline", "verify", "/nowhere"], cwd=REPOSITORY, capture_output=True, text=True
@@ -281,6 +282,7 @@ def test_the_module_runs_as_a_command() -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data_pipeline", "build", "procedural", "--out", str(tmp_path / "data")]
     command += ["--limit", "2400", "--samples-per-shard", "200"]
