@@ -251,3 +251,13 @@ def test_the_new_overlay_builds_and_verifies(drawn: str, tmp_path: Path) -> None
     assert "40 samples" in run("verify", "data")
     run("preview", "data", "--out", "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 10_000
+
+
+def test_each_error_that_troubleshooting_quotes_is_one_of_the_code() -> None:
+    """A quote may leave out values, by `...` or as N."""
+    quotes = re.findall(r'"([^"]+)"', (REPOSITORY / "docs" / "troubleshooting.md").read_text())
+    assert len(quotes) > 10
+    sources = [path.read_text() for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*.py")]
+    code = " ".join(re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources)).split())
+    fragments = [part.strip() for quote in quotes for part in re.split(r"\.\.\.|\bN\b", quote) if part.strip()]
+    assert not [fragment for fragment in fragments if fragment not in code]
