@@ -78,6 +78,7 @@ def test_every_launcher_gives_the_same_curve(recipe: list[str], tmp_path: Path) 
     assert (tmp_path / "local" / "logs" / f"{job_id}_1_log.out").is_file()
 
 
+@pytest.mark.process
 def test_a_port_that_is_taken_meanwhile_is_passed_over(
     slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_port_that_is_taken_meanwhile_is_passed_over(
     assert RunDir(tmp_path / "run").latest_step() == 4
 
 
+@pytest.mark.process
 def test_a_failing_rank_is_named_with_status_1(
     slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path
 ) -> None:
@@ -123,6 +125,7 @@ def test_ranks_of_this_machine_share_its_cores(
     assert plan_from(arguments, request_from(arguments)).resources.cpus_per_task == expected
 
 
+@pytest.mark.process
 def test_a_study_runs_here_and_is_not_run_twice(
     slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path
 ) -> None:

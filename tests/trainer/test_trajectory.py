@@ -206,6 +206,7 @@ def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data:
 
 
 @pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
+@pytest.mark.process
 def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
     recipe: str, data: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +219,7 @@ def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
     np.testing.assert_allclose(losses["fast"][:2], losses["plain"][:2], rtol=0.03)
 
 
+@pytest.mark.process
 def test_a_compiled_encoder_trains_alike(data: Path, tmp_path: Path) -> None:
     """The encoder is one graph, so that the compiler sees what it can fuse."""
     torch._dynamo.utils.counters.clear()

@@ -245,6 +245,7 @@ def test_switched_off_it_starts_nothing(tmp_path: Path) -> None:
             assert watchdog.pid is None
 
 
+@pytest.mark.process
 def test_an_announced_silence_ends_with_the_next_beat(tmp_path: Path) -> None:
     with Watchdog(RunDir(tmp_path), WatchdogConfig(), rank=0, world_size=1, start="first") as watchdog:
         assert watchdog._memory is not None
@@ -259,6 +260,7 @@ def test_an_announced_silence_ends_with_the_next_beat(tmp_path: Path) -> None:
             assert watchdog.step_at_hand() == "step 2: forward, 0 s"
 
 
+@pytest.mark.process
 def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
     with Watchdog(RunDir(tmp_path), WatchdogConfig(), rank=0, world_size=1, start="first") as watchdog:
         seconds = []

@@ -326,7 +326,7 @@ def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(
     said = str(refused.value)
     assert said.startswith(f"4 of the 50 test samples of {tmp_path}/data/test (8 %) have their picture or sound in ")
     assert "(sample 00000003 is sample 00000007 of the train set and sample 00000004 is sample 00000008 of" in said
-    assert "probe.allow_shared, for a probe --allow-shared" in said
+    assert "probe.allow_shared or, for a probe, --allow-shared" in said
     assert not (run_dir.path / "probes").exists()
     call(monkeypatch, run_dir.path, "--allow-shared", 0.08)
     assert capsys.readouterr().err.startswith(f"4 of the 50 test samples of {tmp_path}/data/test (8 %) have their ")
