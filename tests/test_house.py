@@ -96,6 +96,7 @@ def reached_from(modules: set[str], *, but_for: tuple[str, str] | None = None) -
     return reached
 
 
+@pytest.mark.slow
 def test_the_import_graph_sees_functions_and_no_type_checking() -> None:
     graph = import_graph()
     assert "trainer.observability.wandb_run" in graph["trainer.observability.tracker"]  # inside a function

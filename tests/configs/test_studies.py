@@ -89,6 +89,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_run_of_a_small_study_can_start_on_its_data(
     name: str, small_data: Path, monkeypatch: pytest.MonkeyPatch

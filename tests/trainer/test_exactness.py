@@ -128,6 +128,7 @@ def test_every_cell_is_one_process(objective: str, num_ranks: int) -> None:
             assert_equal(result, reference(objective, cell.micro_batches), cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_without_batch_norm_micro_batches_are_one_batch(objective: str) -> None:
     configs = [

@@ -96,6 +96,7 @@ def features_of(encoder: Encoder, num_channels: int) -> Tensor:
         return encoder.pooled(pictures(num_channels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["small", "standard, one channel, no ReLU in the stem"])
 def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path) -> None:
     model = torchvision.models.resnet18()

@@ -65,6 +65,7 @@ def manifest_of(data: Path) -> Manifest:
     return load_manifest(data / "train")
 
 
+@pytest.mark.slow
 def test_a_run_normalises_by_its_train_set_and_needs_it_no_more_once_it_is_trained(data: Path, tmp_path: Path) -> None:
     """A run directory is enough to load the encoder at every step, also untrained, and to export it."""
     copy = shutil.copytree(data, tmp_path / "data")
@@ -82,6 +83,7 @@ def test_a_run_normalises_by_its_train_set_and_needs_it_no_more_once_it_is_train
     assert torch.equal(exported.pooled(views()), load_encoder(run_dir.path).pooled(views()))
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_train_set_given_by_hand_are_the_same_run(
     trained: RunDir, data: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def assert_same_encoder(encoder: Encoder, written: AsTorchHasIt, *, atol: float)
         torch.testing.assert_close(value, their, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update", "weight"), [("alternating", 1.0), ("simultaneous", 1.0), ("alternating", 0.5)])
 def test_four_steps_of_a_game_are_those_of_the_loop_as_written(update: str, weight: float) -> None:
     """Alternating is the published order: the encoder steps, then the viewmaker, on new views and a pass of its own.

@@ -98,6 +98,7 @@ def as_older_version(run_dir: RunDir, step: int) -> None:
     path.write_text(json.dumps(index | {"format_version": 1}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("is_old", [False, True])
 def test_replaced_data_are_refused_and_a_named_replacement_is_accepted(
@@ -135,6 +136,7 @@ def test_replaced_data_are_refused_and_a_named_replacement_is_accepted(
     claim(run_dir, config).close()  # accepted once, it is the run's own
 
 
+@pytest.mark.slow
 def test_the_same_data_built_again_are_gone_on_with(data: Path, tmp_path: Path) -> None:
     run_dir = stopped_run(data, tmp_path / "run")
     replace(data, "train", num_samples=40, seed=0)
@@ -150,6 +152,7 @@ def test_a_finished_run_is_not_called_done_with_other_data(data: Path, tmp_path:
         go_on(run_dir, config)
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_is_looked_at_too_when_the_newest_is_damaged(data: Path, tmp_path: Path) -> None:
     run_dir, config = stopped_run(data, tmp_path / "run"), configure(data, "keep_checkpoints=9")
     replace(data, "train", num_samples=40)
@@ -160,6 +163,7 @@ def test_an_older_checkpoint_is_looked_at_too_when_the_newest_is_damaged(data: P
         go_on(run_dir, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_samples", "num_steps"), [(60, 6), (20, None)])
 def test_accepted_data_of_another_size(num_samples: int, num_steps: int | None, data: Path, tmp_path: Path) -> None:
     """A run's position is its step, so a larger dataset makes the run longer; a smaller one may end it earlier."""

@@ -86,6 +86,7 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
     return skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("viewmaker_steps", "bad_step"), [(1, 1), (2, 2)])
 def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
     data: Path, viewmaker_steps: int, bad_step: int
@@ -162,6 +163,7 @@ def explained(
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "poisoned", "value", "found"),
     [
@@ -283,6 +285,7 @@ def test_a_gradient_that_overflows_when_parts_are_added_up_is_named(data: Path) 
     assert inspector.backward.what == "the gradient of net.weight"
 
 
+@pytest.mark.slow
 def test_another_dataset_with_the_same_keys_is_not_replayed(data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     train_into_trouble(configure(data, "debug:image"), run_dir.path, "encoder.head.bias", math.inf, BAD_STEP + 1)
@@ -296,6 +299,7 @@ def test_another_dataset_with_the_same_keys_is_not_replayed(data: Path, tmp_path
     step_replay.replay(run_dir, older, states, device="cpu")  # a record of an earlier version names no dataset
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     (run_dir.path / "nonfinite" / "step_x").mkdir(parents=True)  # is no record

@@ -236,6 +236,7 @@ def test_a_compiled_encoder_trains_alike(data: Path, tmp_path: Path) -> None:
     assert state.keys() == build_modules(config).encoder.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_expert_views_are_the_same_in_bfloat16(data: Path) -> None:
     views = []
     for overrides in ([], ["precision=bfloat16"]):
@@ -270,6 +271,7 @@ def first_batch(config: RunConfig) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("still", ["encoder", "viewmaker"])
 def test_in_the_alternating_game_a_player_moves_in_its_own_half_only(still: str, data: Path) -> None:
     """With a learning rate of 0 for one player, that player stays bit-identical although the other one trains."""
@@ -283,6 +285,7 @@ def test_in_the_alternating_game_a_player_moves_in_its_own_half_only(still: str,
         assert all(parameter.grad is None for parameter in module.parameters())
 
 
+@pytest.mark.slow
 def test_the_players_pull_in_opposite_directions(data: Path) -> None:
     """On one batch held fixed, the encoder's own step lowers the loss and the viewmaker's own step raises it."""
     config = configure(data, "debug:viewmaker", ["optimizer.momentum=0", "optimizer.weight_decay=0"])

@@ -58,6 +58,7 @@ def sounds(config: MelConfig, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack([*noise_2T.to(dtype), chirp, click, chirp * (time < 0.5)])
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-4)])
 def test_equal_to_librosa(config: MelConfig, dtype: torch.dtype, tolerance: float) -> None:

@@ -163,6 +163,7 @@ def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_pat
     np.testing.assert_allclose(manifest.std, [points.std()], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
     arguments = {"source": "fsdd", "noise_root": archive("noise"), "limit": 30}
     manifest = build_dataset("noise", tmp_path / "built", **arguments)  # type: ignore[arg-type]
@@ -224,6 +225,7 @@ def test_an_online_overlay_lies_beside_clean_samples(dataset: str, tmp_path: Pat
     assert drawn.inputs.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["procedural_digits", "spoken_noise"])
 @pytest.mark.parametrize("overlay", ["baked", "online"])
 def test_the_same_arguments_give_the_same_bytes_with_any_number_of_workers(
@@ -442,6 +444,7 @@ def build_process(dataset: str, directory: Path, **arguments: object) -> multipr
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "overlay", "num_workers", "num_attempts"),
     [("procedural_shapes", "baked", 1, 4), ("procedural_shapes", "baked", 3, 3), ("spoken_noise", "online", 1, 4)],
@@ -555,6 +558,7 @@ def test_a_build_waits_for_the_workers_of_the_one_that_was_killed(
         assert released.finished.is_set()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_build_which_can_go_on(tmp_path: Path) -> None:
     arguments = {"dataset": "procedural_shapes", "limit": 400, "num_samples_per_shard": 20}
     partial = tmp_path / "out.partial"
@@ -600,6 +604,7 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
     assert many - few < 80 * 10_000
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_build(tmp_path: Path) -> None:
     arguments = {"limit": 50_000, "num_samples_per_shard": 20, "num_workers": 2}
     process = build_process("procedural_shapes", tmp_path / "out", **arguments)

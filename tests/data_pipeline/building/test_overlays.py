@@ -152,6 +152,7 @@ def test_a_draw_is_that_of_its_key_in_any_batch(make: Callable[[], PictureOverla
         assert not torch.equal(overlay(pictures, keys_of(range(40), **{name: 1})).inputs, whole.inputs), name
 
 
+@pytest.mark.slow
 @pictures_overlay
 def test_labels_have_the_stated_frequencies_and_are_independent(make: Callable[[], PictureOverlay]) -> None:
     overlay = make()
@@ -338,6 +339,7 @@ def box_of(letter: str) -> tuple[int, int, int, int]:
     return picture.getbbox() or (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_letters_are_those_that_pillow_writes() -> None:
     """Exact where one copy covers a pixel; within one grey level where copies overlap, which Pillow rounds twice."""
     font = ImageFont.truetype(FONT_PATH, 12, layout_engine=ImageFont.Layout.BASIC)
@@ -438,6 +440,7 @@ def offsets_of(noise: Noise, keys: DrawKeys, *, length: int) -> tuple[Tensor, Te
     return overlaid.label_B, offset_B
 
 
+@pytest.mark.slow
 def test_the_published_crops_have_the_measured_loudness() -> None:
     """Root mean squares of the six crops at 48 kHz and volume 0.05, measured with librosa; six are all there are."""
     noise = Noise.of(recordings(), num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
@@ -564,6 +567,7 @@ def test_every_overlay_has_a_name() -> None:
         kind_of(Stripes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_saved_overlay_draws_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlay, path, keys = SAVED[kind](), tmp_path / "overlay.safetensors", keys_of(range(50), epoch=3)

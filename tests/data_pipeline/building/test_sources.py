@@ -331,6 +331,7 @@ def test_a_drawn_picture_depends_on_seed_split_and_number_alone() -> None:
     assert everything.dtype == np.uint8
 
 
+@pytest.mark.slow
 def test_drawn_kinds_differ_in_form_and_not_in_the_pixels_themselves() -> None:
     """A linear classifier of raw pixels fails; one of the grey spectrum, which keeps nothing but form, does not."""
     (train, train_labels), (test, test_labels) = drawn("train", 2000), drawn("test", 1000)

@@ -186,6 +186,7 @@ def test_mistakes_with_sounds_are_one_sentence(
         assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_audiomnist_in_its_own_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -381,6 +381,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lo
     return status, capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["http", "pipe"])
 def test_every_location_that_can_be_trained_from_is_verified(
     scheme: str, copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -407,6 +408,7 @@ def test_every_location_that_can_be_trained_from_is_verified(
     assert len(lines) == 4
 
 
+@pytest.mark.slow
 def test_the_assets_of_a_remote_overlay_are_verified(tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "online", num_samples=20, overlay="online")
     location = f"pipe:cat {directory}/{{name}}"

@@ -70,6 +70,7 @@ def test_uses_are_powers_of_two(largest: int, uses: tuple[int, ...]) -> None:
     assert powers_of_two(largest) == uses
 
 
+@pytest.mark.slow
 def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
     png_path, json_path = analyze_collision(run_dir, config=CollisionConfig(max_uses=16), options=AnalysisOptions())

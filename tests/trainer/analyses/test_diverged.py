@@ -60,6 +60,7 @@ def call(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: object) -> N
     command.main()
 
 
+@pytest.mark.slow
 def test_a_viewmaker_that_diverged_is_analysed_probed_and_reported(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_viewmaker_that_diverged_is_analysed_probed_and_reported(
     assert ">nan<" not in html
 
 
+@pytest.mark.slow
 def test_an_encoder_that_diverged_is_analysed_probed_and_reported(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def test_silhouette_is_rousseeuws() -> None:
     assert silhouette(x_NC, np.arange(20)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["tsne", "umap"])
 def test_planted_clusters_stay_clusters_in_the_map(method: Literal["tsne", "umap"]) -> None:
     label_N = np.arange(60) % 3

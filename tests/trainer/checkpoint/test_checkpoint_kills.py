@@ -165,6 +165,7 @@ def in_clean_process(function: Callable[..., dict[str, int]], *arguments: Any) -
         return pool.submit(function, *arguments).result(timeout=300)
 
 
+@pytest.mark.slow
 def test_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     seen = in_clean_process(kill_at_random, tmp_path, seed)
@@ -172,6 +173,7 @@ def test_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:
     assert seen["step"] > 20, seen  # and the run came on in spite of them
 
 
+@pytest.mark.slow
 def test_a_kill_at_each_operation_on_the_files(tmp_path: Path) -> None:
     seen = in_clean_process(kill_at_each_operation, tmp_path)
     assert seen["operations"] > 20, seen

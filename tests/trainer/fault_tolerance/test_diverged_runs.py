@@ -96,6 +96,7 @@ def test_a_diverged_run_fails_however_often_it_is_started(
     assert "finished_step" not in json.loads(run_dir.provenance.read_text())
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_written_of_skipped_steps_alone(
     data: Path, tmp_path: Path, skip: Skip, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,6 +111,7 @@ def test_no_checkpoint_is_written_of_skipped_steps_alone(
     assert json.loads(run_dir.provenance.read_text())["finished_step"] == 8
 
 
+@pytest.mark.slow
 def test_counts_go_on_over_starts_and_a_stop_in_skipped_steps_goes_on_before_them(
     data: Path, tmp_path: Path, skip: Skip, monkeypatch: pytest.MonkeyPatch
 ) -> None:

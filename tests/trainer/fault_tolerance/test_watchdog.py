@@ -91,6 +91,7 @@ def wait_for_the_end(processes: list[BaseProcess], *, seconds: float) -> None:
     wait_until(lambda: not any(process.is_alive() for process in processes), seconds=seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "said", "frame"),
     [
@@ -154,6 +155,7 @@ def test_a_rank_that_leaves_before_the_alarm_of_another_reports_all_the_same(tmp
     assert "ValueError: no" in own.stacks
 
 
+@pytest.mark.slow
 def test_slow_but_alive_is_no_stall(tmp_path: Path) -> None:
     with one_rank(tmp_path, toy_ranks.be_slow_but_alive) as process:
         wait_for_the_end([process], seconds=30)
@@ -163,6 +165,7 @@ def test_slow_but_alive_is_no_stall(tmp_path: Path) -> None:
     assert not is_running(*sidecars(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     with one_rank(tmp_path, toy_ranks.take_steps_for_three_seconds) as process:
         time.sleep(0.5)
@@ -342,6 +345,7 @@ def test_each_kind_of_silence_has_its_own_limit(activity: Activity) -> None:
     assert timer.too_long(PULSE, elapsed=0.1, activity=activity) == activity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", [toy_ranks.work_for_long, toy_ranks.wait_for_another_rank, toy_ranks.read_by_a_worker_that_works]
 )
@@ -353,6 +357,7 @@ def test_work_and_waiting_for_others_is_no_stall(tmp_path: Path, body: Callable[
     assert not (tmp_path / "stalled").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -226,6 +226,7 @@ def test_groups_that_do_not_divide_the_rows_are_refused() -> None:
         synchronized_batch_norm(torch.zeros(5, 3, 2, 2), torch.ones(3), torch.zeros(3), eps=1e-5, num_groups=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_gradient_by_finite_differences(num_groups: int) -> None:
     torch.manual_seed(0)

@@ -101,6 +101,7 @@ def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected
     torch.testing.assert_close(drawn, torch.tensor(expected), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "training"),
     [
@@ -253,6 +254,7 @@ def small_encoders() -> list[tuple[str, Encoder]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "encoder"), small_encoders(), ids=lambda value: value if type(value) is str else "")
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (28, 28), (33, 17), (8, 64)])
 def test_sizes_of_features(name: str, encoder: Encoder, height: int, width: int) -> None:

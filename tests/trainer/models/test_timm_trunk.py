@@ -35,6 +35,7 @@ def test_a_vision_transformer_is_timms_and_learns_throughout() -> None:
     assert not [name for name, parameter in encoder.named_parameters() if parameter.grad is None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "size"),
     [

@@ -152,6 +152,7 @@ def largest_tensor(loss: Loss, batch_size: int, chunk_size: int | None) -> int:
     return largest.numel
 
 
+@pytest.mark.slow
 @both_forms
 def test_memory_of_tiles_is_linear_in_the_batch(loss: Loss, by_loop: Loss) -> None:
     assert largest_tensor(loss, 512, None) >= 512 * 1024

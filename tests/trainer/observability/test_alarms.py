@@ -55,11 +55,13 @@ def training(loss_function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int
     return measure
 
 
+@pytest.mark.slow
 def test_an_encoder_that_is_only_attracted_collapses_and_is_told_within_200_steps() -> None:
     alarms = alarms_of(training(attraction))
     assert any("collapsed to a point" in sentence for sentences in alarms.values() for sentence in sentences)
 
 
+@pytest.mark.slow
 def test_a_contrastive_encoder_sets_nothing_off() -> None:
     assert alarms_of(training(contrast)) == {}
 
@@ -105,6 +107,7 @@ def untouched(viewmaker: Viewmaker) -> None:
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("force", "budget", "dropout_rate", "meanings"),
     [

@@ -294,6 +294,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("fuzz") / "run")
 
 
+@pytest.mark.slow
 @settings(
     max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -91,6 +91,7 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
     return Real(sum(resident.values()), accounts.peak_bytes, output_bytes, sent_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_memory_is_that_of_a_real_step(run: str) -> None:
     found, real = planned(configure(run)), measured(configure(run))
@@ -125,6 +126,7 @@ def test_what_is_sent_is_what_two_ranks_of_zero_send(stage: int) -> None:
     assert [real.sent_bytes for real in run_ranks(measured, 2, config, 1)] == [found.sent_bytes] * 2
 
 
+@pytest.mark.slow
 def test_zero_cuts_what_its_stage_says() -> None:
     of_ddp, *by_stage = (planned(config, ranks=4) for config in (configure("chunked"), *map(zero, range(4))))
     gradient, optimizer = of_ddp.gradient_bytes, of_ddp.optimizer_bytes
@@ -166,6 +168,7 @@ def test_the_optimizer_keeps_its_states(optimizer: str) -> None:
     assert found.optimizer_bytes == (2 * num * 4 + num_tensors * 4 if optimizer == "adam" else num * 4)
 
 
+@pytest.mark.slow
 def test_the_cut_that_fits_is_the_least_that_does() -> None:
     whole, halves, quarters = (configure("chunked", f"memory.micro_batches={number}") for number in (1, 2, 4))
     too_much, enough = planned(whole).peak_bytes, planned(halves).peak_bytes
@@ -192,6 +195,7 @@ def test_ranks_share_the_batch() -> None:
     assert not is_distributed()
 
 
+@pytest.mark.slow
 def test_nccl_reduces_what_gloo_gathers() -> None:
     config = configure("viewmaker")
     gloo = planned(config, ranks=2)
@@ -213,6 +217,7 @@ def test_steps_are_known_with_the_samples() -> None:
     assert "assumed" not in describe(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["debug:audio", "debug:audio_viewmaker"])
 def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
     config = resolve_recipe(recipe, ["global_batch_size=4"])

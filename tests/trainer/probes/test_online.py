@@ -96,6 +96,7 @@ def test_the_numbers_do_not_depend_on_the_ranks() -> None:
         assert run_ranks(metrics_of_ranks, world_size, "synchronized") == [alone] * world_size
 
 
+@pytest.mark.slow
 def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
     encoder = build_modules(recipe("synchronized")).encoder
     metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()

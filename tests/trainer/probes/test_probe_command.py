@@ -84,6 +84,7 @@ def test_every_sample_is_read_once(data: Path) -> None:
     assert torch.bincount(pictures.labels("overlay")).tolist() == list(pictures.manifest.counts_overlay)
 
 
+@pytest.mark.slow
 def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encoder(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encode
     assert f"{100 * shown.knn.accuracy:.1f}" in last[-2]
 
 
+@pytest.mark.slow
 def test_a_study_is_probed_at_once_with_its_untrained_encoders(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_study_is_probed_at_once_with_its_untrained_encoders(
         call(monkeypatch, tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_doing_it_again_changes_nothing_but_the_seconds(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,7 @@ def test_doing_it_again_changes_nothing_but_the_seconds(
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [debug.image, debug.viewmaker])
 def test_real_players_come_out_as_they_went_in(recipe: Any, data: Path) -> None:
     modules = build_modules(recipe())
@@ -158,6 +162,7 @@ def test_real_players_come_out_as_they_went_in(recipe: Any, data: Path) -> None:
             assert torch.equal(tensor, before[name][key]), f"{name}.{key}"
 
 
+@pytest.mark.slow
 def test_the_heads_that_are_kept_score_what_was_reported(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +189,7 @@ def test_the_heads_that_are_kept_score_what_was_reported(
     }
 
 
+@pytest.mark.slow
 def test_one_label_alone_is_the_same_and_leaves_the_other_heads(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +212,7 @@ def test_one_label_alone_is_the_same_and_leaves_the_other_heads(
         read_heads(of_one.with_name("heads.safetensors"))
 
 
+@pytest.mark.slow
 def test_another_protocol_is_filed_under_its_name(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path / "run", data)
     call(monkeypatch, run_dir.path, "--batch-norm", "train", "--views", "none", "--epochs", 5)  # 5 are the run's own
@@ -217,6 +224,7 @@ def test_another_protocol_is_filed_under_its_name(data: Path, tmp_path: Path, mo
     assert "batch_norm train" in read_heads(run_dir.probes(10) / f"heads{suffix}.safetensors").made_by
 
 
+@pytest.mark.slow
 def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +255,7 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     assert by_name == read_curves_file(run_dir.path / "probes" / "curves.json")
 
 
+@pytest.mark.slow
 def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +343,7 @@ def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(
         assert read_result(run_dir.probes(10) / f"{label}.json").num_shared == 4
 
 
+@pytest.mark.slow
 def test_one_shared_picture_in_a_hundred_is_said_and_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_sounds_with_the_background_baked_in_and_without_one(tmp_path: Path) -> 
         assert torch.equal(redrawn.labels["overlay"], pictures.labels("overlay"))
 
 
+@pytest.mark.slow
 def test_what_can_be_heard_is_read_out(data: Path) -> None:
     """Deep or high tone from views, and which background from sounds without views: both in bands of their own."""
     train, test = read_pictures(data / "train"), read_pictures(data / "test")
@@ -112,6 +113,7 @@ def test_what_can_be_heard_is_read_out(data: Path) -> None:
     assert probe_knn(Bands(), train=train, test=test, targets=targets, device=CPU)["base"].accuracy > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", ["eval", "train"])
 def test_probes_of_a_run_are_the_same_again_and_leave_the_players_alone(data: Path, batch_norm: str) -> None:
     recipe = debug.audio_viewmaker()
@@ -131,6 +133,7 @@ def test_probes_of_a_run_are_the_same_again_and_leave_the_players_alone(data: Pa
     assert all(torch.equal(value, before[key]) for key, value in modules.encoder.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [debug.audio, debug.audio_viewmaker])
 def test_the_commands_work_on_an_untrained_run(
     recipe: object, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

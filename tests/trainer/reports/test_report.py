@@ -428,6 +428,7 @@ def test_wandb_needs_a_login_and_keeps_the_page(tmp_path: Path, monkeypatch: pyt
     assert out.is_file()
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_the_very_page_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "out" / "report.html"
     monkeypatch.setenv("WANDB_MODE", "offline")

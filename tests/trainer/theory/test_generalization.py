@@ -257,6 +257,7 @@ def test_theorem_4_is_attained_by_orthogonal_centres() -> None:
     assert bounds.printed_M.item() == bounds.sharpened_M.item() == pytest.approx(0, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_classifiers() -> None:
     """Two classes on a line whose means mislead: a linear classifier separates them, nearest centre does not."""
     far = torch.tensor([[0.1, 0.0], [0.1, 0.1], [10.0, 0.0], [10.0, 0.1]])
@@ -475,6 +476,7 @@ def test_outliers_must_be_apart() -> None:
 # Runs
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = GeneralizationSettings.model_validate(TINY.model_dump() | {"studies": ("identities", "encoders")})
 

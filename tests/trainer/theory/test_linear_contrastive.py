@@ -187,6 +187,7 @@ SMALL_GRID = [
 ]
 
 
+@pytest.mark.slow
 def test_theorem_4_1_holds_where_its_conditions_do(tmp_path: Path) -> None:
     claims = run(tmp_path, *THEOREM, *SMALL_GRID, "theorem.other_norms=[1.2]")
     assert {name: claim.verdict for name, claim in claims.items()} == {
@@ -198,6 +199,7 @@ def test_theorem_4_1_holds_where_its_conditions_do(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_theorem_4_1_is_not_decided_by_an_unlearned_feature(tmp_path: Path) -> None:
     """At 90 degrees every gain is the same number but for the last bit, so nothing may be concluded from its sign."""
     claims = run(tmp_path, *THEOREM, *SMALL_GRID[:3], "theorem.other_angles_degrees=[90]", "theorem.other_norms=[1.2]")
@@ -206,6 +208,7 @@ def test_theorem_4_1_is_not_decided_by_an_unlearned_feature(tmp_path: Path) -> N
     assert abs(result.interval.value) < 1e-10
 
 
+@pytest.mark.slow
 def test_one_bad_point_of_a_grid_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Planted: at one of three norms the speed rises with the other feature's correlation."""
     right = linear_model.angular_speeds
@@ -298,6 +301,7 @@ TRAINING = [
 FEW_STEPS = ["num_seeds=2", "training.num_steps=6", "training.noise_from_step=3"]
 
 
+@pytest.mark.slow
 def test_the_noise_helps_the_weak_feature(tmp_path: Path) -> None:
     result = outcome(tmp_path, *TRAINING, "training.other_betas=[0]")
     claims = {one.claim.name: one.verdict for one in result.claims}
@@ -309,6 +313,7 @@ def test_the_noise_helps_the_weak_feature(tmp_path: Path) -> None:
     assert all(10_000 < (tmp_path / name).stat().st_size < 150_000 for name in result.figures)
 
 
+@pytest.mark.slow
 def test_without_noise_nothing_is_claimed(tmp_path: Path) -> None:
     """beta 1 in the noisy arm: both arms are the same, so p_ii does not drop and the weak feature gains exactly 0."""
     result = outcome(tmp_path, *TRAINING, *FEW_STEPS, "training.noise_beta=1", "training.other_betas=[]")

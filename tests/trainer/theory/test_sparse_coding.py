@@ -218,6 +218,7 @@ def test_no_mask_is_the_unmasked_arm() -> None:
     assert not torch.equal(*(weights[:, order.index(arm)] for arm in (MASK_BIAS, MASK_LINEAR)))
 
 
+@pytest.mark.slow
 def test_without_noise_what_is_across_the_atoms_only_decays() -> None:
     """Unmasked examples lie in the span of the atoms, so no step can move weights out of it."""
     settings = SMALL.model_copy(update={"noise_variance": 0.0, "weight_decay": 0.01})
@@ -234,6 +235,7 @@ def test_without_noise_what_is_across_the_atoms_only_decays() -> None:
     assert (share_SA[:, 2:] > 0.9).all()
 
 
+@pytest.mark.slow
 def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
     """Where similarities are still 0, weights grow by 1 + rate (growth N / (N + 1) - decay) a step, in both parts."""
     settings = SMALL.model_copy(
@@ -258,6 +260,7 @@ def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
             assert ratio_S.mean().item() == pytest.approx(factor_S.mean().item(), rel=0.06), (arm, part)
 
 
+@pytest.mark.slow
 def test_seeds_trained_together_are_those_trained_alone() -> None:
     together, alone = train_small(SMALL), train_small(SMALL, seeds=(1,))
     torch.testing.assert_close(arm_weights(together)[1:2], arm_weights(alone), rtol=1e-4, atol=1e-6)
@@ -266,6 +269,7 @@ def test_seeds_trained_together_are_those_trained_alone() -> None:
                        torch.cat([g.start_SA for g in alone.groups], 1))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_noise_levels_trained_together_are_those_trained_alone() -> None:
     levels = (0.05, 0.2)
     together = train_small(SMALL.model_copy(update={"study": "noise", "noise_variances": levels}))

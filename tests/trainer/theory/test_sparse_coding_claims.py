@@ -180,6 +180,7 @@ def test_ratios_of_a_problem() -> None:
     assert Arms(arms.problem, 0.0, arms.metrics).bias_over_noise == float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", ["arms", "noise", "pixels", "features"])
 def test_every_study_runs_and_its_parts_come_together(study: str) -> None:
     settings = SparseCodingSettings.model_validate(TINY.model_dump() | {"study": study})
@@ -195,6 +196,7 @@ def test_every_study_runs_and_its_parts_come_together(study: str) -> None:
     assert [row["noise_variance"] for row in outcome.tables["grid"]] == [arms.noise_variance for arms in grid]
 
 
+@pytest.mark.slow
 def test_metrics_of_a_seed_do_not_depend_on_the_others() -> None:
     """Nor on the noise levels beside it."""
     settings = TINY.model_copy(update={"study": "noise"})
@@ -204,6 +206,7 @@ def test_metrics_of_a_seed_do_not_depend_on_the_others() -> None:
         torch.testing.assert_close(found[0].metrics[name], found[1].metrics[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path / "whole", device=CPU, show_progress=False)
     calls: list[Any] = []
@@ -227,6 +230,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypa
         assert (cut / figure).read_bytes() == (tmp_path / "whole" / figure).read_bytes()
 
 
+@pytest.mark.slow
 def test_eight_steps_decide_nothing_on_training(tmp_path: Path) -> None:
     result = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path, device=CPU, show_progress=False)
     trained = [claim for claim in result.claims if claim.claim.source != "Wen and Li 2021, feature decoupling"]

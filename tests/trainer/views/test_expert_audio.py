@@ -78,6 +78,7 @@ def librosa_log_mel(waveform: Sound, mel: MelConfig, masks: tuple[slice, slice] 
     return spectrogram
 
 
+@pytest.mark.slow
 @MELS
 def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
     x = sounds(24, mel, torch.float64)

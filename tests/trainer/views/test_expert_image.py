@@ -284,6 +284,7 @@ def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, flip_last: bool) -> Ten
 GAUSSIAN = ExpertImageConfig(blur="gaussian")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [ExpertImageConfig(), GAUSSIAN], ids=["pil", "gaussian"])
 @pytest.mark.parametrize("size", [32, 48])
 def test_whole_views_equal_torchvision_one_by_one(size: int, config: ExpertImageConfig) -> None:
@@ -448,6 +449,7 @@ HUANG = v2.Compose(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "pipeline"), [(ExpertImageConfig(), TAMKIN), (huang_views("abcde"), HUANG)])
 def test_the_whole_policy_has_torchvisions_law(config: ExpertImageConfig, pipeline: v2.Compose) -> None:
     """Views of one picture: mean, contrast and colourfulness are distributed as under torchvision's own pipeline."""

@@ -123,6 +123,7 @@ def test_every_perturbation_spends_the_budget_and_never_more(scale: float) -> No
     assert (spent <= 0.05 * (1 + 1e-6)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clamp", [True, False])
 def test_the_budget_holds_on_every_view(clamp: bool) -> None:
     viewmaker, x = make(clamp=clamp, budget=0.1), pictures(32)
@@ -170,6 +171,7 @@ def test_views_repeat_exactly_and_differ_between_keys() -> None:
         assert ((same[1:] - same[:1]).abs().mean(dim=(1, 2, 3)) > 1e-4).all()  # one picture, four indices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [32, 64])
 def test_channels_last_changes_nothing(channels: int, size: int) -> None:
