@@ -142,6 +142,7 @@ def test_a_room_takes_its_section_of_the_config() -> None:
     assert inside == MAY_IMPORT_THE_WHOLE_CONFIG
 
 
+@pytest.mark.slow
 def test_only_the_distributed_folder_calls_torch_distributed() -> None:
     """Its checkpoint package aside, which files tensors and starts no collective of ours."""
     wrong = []
@@ -292,6 +293,7 @@ def test_the_scanner_of_what_runs_code_sees_every_form() -> None:
         assert not list(calls_that_could_run_what_they_read(source)), source
 
 
+@pytest.mark.slow
 def test_nothing_runs_code_of_the_files_that_it_reads() -> None:
     found = {
         f"{path}: {name}"

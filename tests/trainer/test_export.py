@@ -120,6 +120,7 @@ def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path)
     assert torch.equal(theirs, features_of(load_encoder(out), config.in_channels))
 
 
+@pytest.mark.slow
 def test_timms_vit_tiny_computes_the_same_bits(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3}

@@ -97,6 +97,7 @@ def test_the_numbers_of_the_train_set_given_by_hand_are_the_same_run(
     assert not torch.equal(other["trunk.conv1.weight"], theirs["trunk.conv1.weight"])
 
 
+@pytest.mark.slow
 def test_a_restart_normalises_as_before(trained: RunDir, data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
     shutil.rmtree(run_dir.checkpoint(3))

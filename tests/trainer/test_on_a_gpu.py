@@ -159,6 +159,7 @@ CONTRASTIVE = ["nt_xent", "nt_xent_published", "info_nce", "split", "linear", "m
 OBJECTIVES = [*CONTRASTIVE, "barlow_twins", "simsiam"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [

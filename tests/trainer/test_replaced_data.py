@@ -144,6 +144,7 @@ def test_the_same_data_built_again_are_gone_on_with(data: Path, tmp_path: Path) 
     assert run_dir.latest_step() == 4
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_called_done_with_other_data(data: Path, tmp_path: Path) -> None:
     run_dir, config = RunDir(tmp_path / "run"), configure(data)
     go_on(run_dir, config)
@@ -184,6 +185,7 @@ def test_accepted_data_of_another_size(num_samples: int, num_steps: int | None, 
     assert json.loads(run_dir.provenance.read_text())["finished_step"] == num_steps
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_which_no_data_are_known_is_taken(data: Path, tmp_path: Path) -> None:
     run_dir = stopped_run(data, tmp_path / "run")
     as_older_version(run_dir, 2)
@@ -193,6 +195,7 @@ def test_a_checkpoint_of_which_no_data_are_known_is_taken(data: Path, tmp_path: 
     assert run_dir.latest_step() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'{"starts": 3}'])
 def test_a_damaged_provenance_is_written_anew(
     content: bytes, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

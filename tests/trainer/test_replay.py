@@ -122,6 +122,7 @@ def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
         assert torch.equal(states[0][name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("update", "bad", "state_step"),
     [("simultaneous", "viewmaker", 4), ("alternating", "viewmaker", 5), ("alternating", "objective", 4)],
@@ -243,6 +244,7 @@ def test_ranks_record_together_what_one_process_replays(
     assert "which these have the largest embeddings" in lines
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,7 @@ def test_melodies_depend_on_their_number_alone() -> None:
     assert min(lengths) < FSDD.num_points < max(lengths) < 1.2 * 8_000  # some are cut when they are read
 
 
+@pytest.mark.slow
 def test_neither_the_bands_nor_the_moments_of_a_melody_give_its_kind_away() -> None:
     splits = []
     for split, num in (("train", 800), ("test", 400)):

@@ -78,6 +78,7 @@ def fsdd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar10_shapes", "cifar10_digits", "cifar10_letters"])
 def test_real_cifar_in_all_four_forms(dataset: str, cifar: Path, tmp_path: Path) -> None:
     arguments = {"source": "folder", "root": cifar, "split": "test"}
@@ -133,6 +134,7 @@ def test_spoken_digits_are_stored_as_they_were_recorded(fsdd: Path, tmp_path: Pa
     np.testing.assert_allclose(manifest.std, [points.std()], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_path: Path) -> None:
     """What is left without the speech is the first or the last second of the recording that the label names."""
@@ -202,6 +204,7 @@ def test_speech_is_titled_spoken_digit_and_a_new_overlay_has_a_title_too(fsdd: P
     assert Overlay.title == "object"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["procedural_digits", "spoken_noise"])
 def test_an_online_overlay_lies_beside_clean_samples(dataset: str, tmp_path: Path) -> None:
     """The file draws as the build's own overlay would, and the shards hold what a build without overlay holds."""
@@ -381,6 +384,7 @@ def test_a_picture_that_does_not_decode_leaves_nothing(num_workers: int, cifar: 
     assert names(tmp_path) == ["root"]
 
 
+@pytest.mark.slow
 def test_a_build_goes_on_when_what_stopped_it_is_mended(cifar: Path, tmp_path: Path) -> None:
     root = copy_pictures(cifar, tmp_path / "root")
     arguments = {"source": "folder", "root": root, "num_samples_per_shard": 20}
@@ -787,6 +791,7 @@ def test_shards_are_plain_tars_of_pngs(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(members["00000003.mask.png"])).mode == "L"
 
 
+@pytest.mark.slow
 def test_digits_come_from_the_default_that_fits_the_pictures(tmp_path: Path) -> None:
     assert "scikit-learn digits 0-1436" in open_dataset("procedural_digits").description
     mnist = open_dataset("procedural_digits", split="test", digits="mnist_t10k", digits_root=archive("mnist"))

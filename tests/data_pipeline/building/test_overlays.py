@@ -167,6 +167,7 @@ def test_labels_have_the_stated_frequencies_and_are_independent(make: Callable[[
         assert abs(np.corrcoef(label_B, other_B)[0, 1]) < 4 / 100, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [shapes, capitals, Stripes])
 def test_colours_are_uniform_and_independent(make: Callable[[], PictureOverlay]) -> None:
     layer = make().draw(keys_of(range(10_000)))
@@ -369,6 +370,7 @@ def test_letters_are_those_that_pillow_writes() -> None:
     assert num_overlaps > 10
 
 
+@pytest.mark.slow
 def test_letters_stand_evenly_over_their_ranges_and_independently() -> None:
     x_BP, y_BP = drawing_points(keys_of(range(10_000)))
     for place, ranges in enumerate(PLACES):

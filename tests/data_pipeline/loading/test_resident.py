@@ -207,6 +207,7 @@ def as_ranks(location: Path, token: str, **read: Any) -> list[Stream]:
         return list(pool.map(lambda share: stream(location, share=share, rank=share.local_rank, **read), shares(token)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["auto", "device"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_of_a_machine_share_one_copy(

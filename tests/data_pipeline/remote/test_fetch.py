@@ -88,6 +88,7 @@ def test_a_failed_attempt_leaves_nothing_of_itself(server: FaultyServer) -> None
     assert file.getvalue() == CONTENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "stall", "said"),
     [
@@ -107,6 +108,7 @@ def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, stall:
     assert time.monotonic() - start < 8.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "stall", "seconds"), [("mute", 0.4, 2.2), ("trickle", 0.4, 2.2), ("pipe", 1.0, 3.0)]
 )
@@ -234,6 +236,7 @@ def test_a_command_ends_in_time_where_its_reader_was_killed(tmp_path: Path) -> N
     assert not running(marker)
 
 
+@pytest.mark.slow
 def test_no_descriptor_or_process_is_left(server: FaultyServer) -> None:
     def descriptors() -> list[str]:
         links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]

@@ -339,6 +339,7 @@ def test_a_fetch_that_was_killed_is_taken_over(dataset: Path, server: FaultyServ
     assert not list(tmp_path.rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_waiting_for_another_process_has_an_end(server: FaultyServer, tmp_path: Path) -> None:
     """The other one is stopped, so that none of its own limits is kept."""
     server.faults[SHARDS[0]] = ["stall"]

@@ -495,6 +495,7 @@ def bomb(height: int, width: int, claimed: tuple[int, int]) -> bytes:
     return bytes(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claimed", [(8_000, 8_000), (32, 32)])
 def test_a_picture_that_unpacks_to_more_than_is_due_is_not_unpacked(claimed: tuple[int, int], copy: Path) -> None:
     file = bomb(8_000, 8_000, claimed)

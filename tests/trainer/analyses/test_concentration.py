@@ -92,6 +92,7 @@ def test_the_picture_itself_is_one_of_the_views_and_draws_depend_on_the_sample_a
     torch.testing.assert_close(views_NVP[:, 2], second_NCHW.flatten(1) - 0.5)
 
 
+@pytest.mark.slow
 def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a class is the mirror image of the other half: only a flip brings the two together."""
     draw = torch.Generator().manual_seed(0)

@@ -149,6 +149,7 @@ def test_a_row_of_skipped_steps_goes_on_over_a_start(data: Path, tmp_path: Path,
     assert saved_counts(run_dir) == SkipCounts(total=4, in_a_row=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_the_search_for_a_loss_scale_may_skip_most_steps_of_a_short_run(
     precision: str, data: Path, tmp_path: Path, skip: Skip

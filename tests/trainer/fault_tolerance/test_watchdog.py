@@ -179,6 +179,7 @@ def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     assert not (tmp_path / "stalled").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "number", "status"),
     [
@@ -378,6 +379,7 @@ def test_what_never_ends_is_reported_with_the_setting_that_it_exceeded(
     assert re.search(said, (tmp_path / "stalled.txt").read_text().splitlines()[0])
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_idle_though_it_stands_in_a_collective(tmp_path: Path) -> None:
     with one_rank(tmp_path, toy_ranks.stop_in_a_collective) as process:
         wait_for_the_end([process], seconds=20)

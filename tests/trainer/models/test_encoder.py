@@ -192,6 +192,7 @@ def test_the_first_weights_of_the_published_encoder_are_a_fifth_of_torchvisions_
     assert squares(ResNetConfig(kind="resnet18_small", init="torchvision")) == pytest.approx(7_686, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["resnet18_small", "resnet18"])
 def test_a_stem_without_its_relu(kind: str) -> None:
     config = CONFIGS.validate_python({"kind": kind, "stem_relu": False})
@@ -206,6 +207,7 @@ def test_a_stem_without_its_relu(kind: str) -> None:
     assert not torch.allclose(peer(x_BCHW), map_BCHW.mean((2, 3)), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_wide_resnet_is_that_of_its_paper() -> None:
     """The forward pass of the published code, which is written with functions of the state."""
     trunk = wide_resnet_trunk(16, 2).eval()

@@ -78,6 +78,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     assert not torch.equal(weights(3), weights(4))
 
 
+@pytest.mark.slow
 def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
     torch.manual_seed(0)
     local = build_encoder(TimmConfig(name="test_efficientnet", batch_norm="local"), normalization=CIFAR10)

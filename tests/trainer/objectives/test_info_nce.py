@@ -46,6 +46,7 @@ def test_loss_and_gradient_equal_a_loop(num_samples: int, dtype: torch.dtype, rt
     assert_near(loss_and_gradient(info_nce_loss, z_VBD), loss_and_gradient(by_loop, z_VBD.double()), rtol=rtol)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 9), st.integers(1, 6), st.integers(0, 1000), st.floats(1e-3, 1e3))
 def test_the_loss_is_alignment_plus_divergence(num_samples: int, size: int, seed: int, length: float) -> None:

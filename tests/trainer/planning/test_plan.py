@@ -144,6 +144,7 @@ def test_the_parts_of_a_step_are_within_it() -> None:
     assert found.gradient_bytes < found.activation_bytes < found.step_bytes
 
 
+@pytest.mark.slow
 def test_a_whole_matrix_of_similarities_is_in_the_loss() -> None:
     """The matrix is 2 B by 2 B float32 numbers; a chunked loss has only a tile of it."""
     whole, chunked = (
@@ -187,6 +188,7 @@ def test_what_does_not_fit_is_said_to() -> None:
     assert "does not fit" in describe(found)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_batch() -> None:
     one, four = planned(configure("viewmaker")), planned(configure("viewmaker"), ranks=4)
     assert (one.rank_batch_size, four.rank_batch_size) == (BATCH_SIZE, BATCH_SIZE // 4)
@@ -205,6 +207,7 @@ def test_nccl_reduces_what_gloo_gathers() -> None:
     assert "allreduce" not in gloo.sent_bytes
 
 
+@pytest.mark.slow
 def test_steps_are_known_with_the_samples() -> None:
     config = configure("viewmaker", "num_epochs=3")
     found = planned(config)

@@ -105,6 +105,7 @@ def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
     assert 0.5 < metrics["probe/base/ridge"] <= 90 / 103
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 3.0, float("nan"), float("inf")])
 def test_features_without_information_end_nothing(value: float) -> None:
     """A collapsed encoder, and one that diverged: training goes on, with an accuracy at or below chance."""

@@ -282,6 +282,7 @@ def test_the_best_is_the_first_of_the_highest() -> None:
     assert (curve.last.step, curve.best.step) == (30, 10)
 
 
+@pytest.mark.slow
 def test_draws_of_the_test_overlays_and_their_spread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ class Bands(nn.Module):
     pooled = features
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("draw", [0, 3])
 def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path, split: str, draw: int) -> None:
@@ -70,6 +71,7 @@ def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path,
     assert torch.equal(again.inputs(rows).inputs, waveforms_NT[rows])
 
 
+@pytest.mark.slow
 def test_a_redraw_has_the_crop_and_the_background_that_training_would_draw(data: Path) -> None:
     pictures = read_pictures(data / "train")
     [batch] = Stream(

@@ -37,6 +37,7 @@ def add_probe(
     write_json(RunDir(run).probes(step) / f"{space}{suffix}.json", result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "change"),
     [

@@ -264,6 +264,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         yield stand_in
 
 
+@pytest.mark.slow
 def test_the_report_at_wandb_is_made_once_and_then_renewed(
     server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_wrong_closed_form_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert run(tmp_path, "studies=[gradient]")["gradient"].verdict == "does not hold"
 
 
+@pytest.mark.slow
 def test_the_grid_is_a_loop_over_its_points() -> None:
     weak = FeatureStates.product([5, 60, 85], [0.3, 2.0], [0.2, 0.9])
     other = FeatureStates.product([0, 40, 90], [0.5, 3.0], [0.0, 0.8])

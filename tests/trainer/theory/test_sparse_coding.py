@@ -208,6 +208,7 @@ def test_bias_starts_when_the_last_neuron_has_grown() -> None:
     assert learners.start_SA.item() == 2
 
 
+@pytest.mark.slow
 def test_no_mask_is_the_unmasked_arm() -> None:
     trained = train_small(SMALL.model_copy(update={"mask_share": 0.0}))
     weights = arm_weights(trained)
@@ -279,6 +280,7 @@ def test_noise_levels_trained_together_are_those_trained_alone() -> None:
         torch.testing.assert_close(arm_weights(together)[lanes], arm_weights(alone), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_see_the_same_examples() -> None:
     """Two arms that differ in the bias alone are one until it starts."""
     trained = train_small(SMALL.model_copy(update={"bias_growth_start": 1e9}))

@@ -94,6 +94,7 @@ def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
         np.testing.assert_allclose((views[i, 0] - noise[i]).numpy(), expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 @MELS
 def test_waveform_views_equal_numpy_and_librosa_one_by_one(mel: MelConfig) -> None:
     x, num_points = sounds(24, mel, torch.float64), mel.num_points
@@ -340,6 +341,7 @@ def test_draws_are_what_they_were() -> None:
     assert torch.stack([draws.first_B, draws.length_B, draws.crops_last_B], dim=1).tolist() == GOLDEN_CROPS
 
 
+@pytest.mark.slow
 @POLICIES
 def test_a_view_does_not_depend_on_its_batch(policy: Spectral | Waveform) -> None:
     """Up to the order of sums in a Fourier transform, which is 1e-12 of the loudest point in float64."""

@@ -295,6 +295,7 @@ def test_whole_views_equal_torchvision_one_by_one(size: int, config: ExpertImage
         torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=True), atol=5e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("letters", [*HUANG_LETTERS, *COMPOSED])
 def test_views_of_huang_equal_torchvision_one_by_one(letters: str) -> None:
     config, x = huang_views(letters, strength=1.0), pictures(60)

@@ -31,6 +31,7 @@ def fit(sound: Tensor) -> Tensor:
     return torch.nn.functional.pad(sound[:NUM_POINTS], (0, max(0, NUM_POINTS - len(sound))))
 
 
+@pytest.mark.slow
 @TOLERANCES
 def test_speed_equals_torchaudio(dtype: torch.dtype, tolerance: float) -> None:
     factors = [factor for factor in SPEEDS for _ in range(3)]
@@ -42,6 +43,7 @@ def test_speed_equals_torchaudio(dtype: torch.dtype, tolerance: float) -> None:
         torch.testing.assert_close(ours[i], expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @TOLERANCES
 def test_pitch_equals_torchaudio(dtype: torch.dtype, tolerance: float) -> None:
     steps = [step for step in SEMITONES for _ in range(3)]

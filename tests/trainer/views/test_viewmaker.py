@@ -150,6 +150,7 @@ def test_under_autocast_the_projection_stays_in_float32() -> None:
     torch.testing.assert_close(deltas, make().deltas(pictures(4), keys(4)), atol=0.02, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_view_does_not_depend_on_its_batch() -> None:
     viewmaker, x, all_keys = make(), pictures(8), keys(8)
     with torch.no_grad():
@@ -159,6 +160,7 @@ def test_a_view_does_not_depend_on_its_batch() -> None:
             torch.testing.assert_close(some, whole[part], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_views_repeat_exactly_and_differ_between_keys() -> None:
     viewmaker, x = make(), pictures(4)
     with torch.no_grad():
@@ -288,6 +290,7 @@ def test_a_picture_masked_everywhere_stays_as_it_is() -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in viewmaker.parameters())
 
 
+@pytest.mark.slow
 def test_masks_are_read_by_a_masked_viewmaker_only() -> None:
     x = pictures(4)
     with torch.no_grad():
@@ -376,6 +379,7 @@ def test_what_is_attacked_does_not_depend_on_the_batch() -> None:
         assert torch.equal(attacked_views(own, rate=0.3), whole[rank::4])
 
 
+@pytest.mark.slow
 def test_the_gradient_comes_from_attacked_views_alone() -> None:
     """That of the whole batch is that of its attacked rows; and 0, not missing, where no row is attacked."""
     num = 12
