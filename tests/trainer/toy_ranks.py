@@ -173,6 +173,7 @@ def _take_three_steps(watchdog: Watchdog) -> None:
 
 
 def wait(watchdog: Watchdog) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
     watchdog.beat(0, doing="step")
     time.sleep(60)
 
