@@ -26,6 +26,11 @@ MASK_BOX = 128  #     inside the tight box of the object, the pixel itself uncha
 MASK_OBJECT = 255  #  a pixel that the overlay drew on
 
 
+def sample_key(index: int) -> str:
+    """Return the key of a sample: the name of its members in a shard, without their endings."""
+    return f"{index:08d}"
+
+
 @dataclass(frozen=True)
 class Record:
     """One clean picture or sound of a source; `label` indexes the source's class names.
@@ -56,7 +61,7 @@ class Sample:
 
     @property
     def key(self) -> str:
-        return f"{self.index:08d}"
+        return sample_key(self.index)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class BadSample:
 
     @property
     def key(self) -> str:
-        return f"{self.index:08d}"
+        return sample_key(self.index)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Batch:
 
     @property
     def keys(self) -> list[str]:
-        return [f"{index:08d}" for index in self.index_B.tolist()]
+        return [sample_key(index) for index in self.index_B.tolist()]
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory. `DataLoader(pin_memory=True)` calls it, for asynchronous copies."""

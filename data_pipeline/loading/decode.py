@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, Sample
+from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, Sample, sample_key
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
@@ -195,9 +195,9 @@ def decode_label(text: bytes, index: int, valid_base: range, valid_overlay: rang
     try:
         stored_index, label_base, label_overlay = _numbers(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index:08d}.json does not decode ({error!r})") from None
+        raise ValueError(f"{sample_key(index)}.json does not decode ({error!r})") from None
     if stored_index != index:
-        raise ValueError(f"{index:08d}.json says that it is sample {stored_index!r}")
+        raise ValueError(f"{sample_key(index)}.json says that it is sample {stored_index!r}")
     for name, label, valid in (
         ("label_base", label_base, valid_base),
         ("label_overlay", label_overlay, valid_overlay),
@@ -257,7 +257,7 @@ def _with_clips(decoded: DecodedSamples, clips: Sequence[Tensor], manifest: Mani
     dtype = sound_dtype(manifest)
     for row, clip in enumerate(clips):
         if clip.dtype != dtype and row not in decoded.bad:
-            key = f"{int(decoded.index_B[row]):08d}"
+            key = sample_key(int(decoded.index_B[row]))
             raise UserError(f"sample {key} holds {clip.dtype} but should hold {dtype}; build the dataset again")
     length_B = torch.tensor([len(clip) for clip in clips], dtype=torch.int64)
     return replace(

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from webdataset import TarWriter
 
 from data_pipeline.audio.waveform import encode_wav
-from data_pipeline.core.sample import Sample
+from data_pipeline.core.sample import Sample, sample_key
 from data_pipeline.storage.files import map_regular, read_regular
 from data_pipeline.storage.manifest import ShardEntry
 from data_pipeline.storage.png import encode_png
@@ -52,7 +52,7 @@ class EncodedSample:
 
     @property
     def key(self) -> str:
-        return f"{self.index:08d}"
+        return sample_key(self.index)
 
 
 def encode(sample: Sample, *, sample_rate: int | None = None) -> EncodedSample:
@@ -217,7 +217,7 @@ def index_members(found: Iterable[TarMember], *, members: Sequence[str], due: ra
         if column is None or not (key.isascii() and key.isdigit()):
             continue
         index = int(key)
-        if index in due and key == f"{index:08d}":
+        if index in due and key == sample_key(index):
             rows[index - due.start, column : column + 2] = member.offset, member.size
     return rows
 

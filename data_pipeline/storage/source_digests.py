@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import sample_key
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
 from data_pipeline.storage.files import read_regular
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, Manifest
@@ -103,7 +104,7 @@ def shared_sources(train_N: NDArray[np.uint64], test_M: NDArray[np.uint64]) -> S
     """Compare the digests of a train set with those of a test set."""
     shared = np.flatnonzero(np.isin(test_M, train_N))
     examples = tuple(
-        (f"{index:08d}", f"{int(np.flatnonzero(train_N == test_M[index])[0]):08d}")
+        (sample_key(index), sample_key(int(np.flatnonzero(train_N == test_M[index])[0])))
         for index in shared[:_NUM_EXAMPLES].tolist()
     )
     return SharedSources(len(test_M), len(shared), examples)

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BadSample
+from data_pipeline.core.sample import BadSample, sample_key
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
@@ -148,7 +148,7 @@ class SampleStore:
             raise IndexError(f"sample {index} is not one of {len(self._rows)}")
         data = self._map_shard(self._shard_of(index))
         if not self._is_checked[index] and (wrong := self._check(index, data)) is not None:
-            raise UserError(f"{self.location}: sample {index:08d} cannot be read ({wrong}); {_MEND}")
+            raise UserError(f"{self.location}: sample {sample_key(index)} cannot be read ({wrong}); {_MEND}")
         row = self._rows[index].tolist()
         members = {
             extension: bytes(data[offset : offset + size])
@@ -190,7 +190,9 @@ class SampleStore:
     def _what_is_missing(self, index: int) -> str:
         """Return the reason why a sample is not whole in its shard; an empty text if it is."""
         offsets = self._rows[index, ::2].tolist()
-        missing = [f"{index:08d}.{name}" for name, at in zip(self._members, offsets, strict=True) if at == MISSING]
+        missing = [
+            f"{sample_key(index)}.{name}" for name, at in zip(self._members, offsets, strict=True) if at == MISSING
+        ]
         return f"the shard holds no whole {' and no whole '.join(missing)}" if missing else ""
 
     def _check(self, index: int, data: memoryview) -> str | None:

@@ -27,7 +27,7 @@ from torchvision.io import ImageReadMode, decode_png
 from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample, sample_key
 from data_pipeline.loading.decode import decode_label, label_ranges
 from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
@@ -226,7 +226,7 @@ class Verification:
             last_key = key
         if not _ends_in_zeros(data, end):
             yield None, f"is cut short or damaged after sample {last_key}"
-        keys = [f"{index:08d}" for index in due]
+        keys = [sample_key(index) for index in due]
         for key in sorted(samples.keys() ^ set(keys)):
             yield key, f"does not belong among {keys[0]} to {keys[-1]}" if key in samples else "is missing"
         if list(samples) != keys and sorted(samples) == keys:

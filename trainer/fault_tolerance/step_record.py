@@ -17,6 +17,7 @@ import safetensors.torch
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import sample_key
 from data_pipeline.core.schema import Schema
 from trainer.run_dir import RunDir, write_json
 
@@ -38,7 +39,7 @@ class RankValues(Schema):
         values = {name: float(tensor) for name, tensor in metrics.items()}
         return cls.model_validate(
             {
-                "keys": tuple(f"{index:08d}" for index in index_B.tolist()),
+                "keys": tuple(sample_key(index) for index in index_B.tolist()),
                 "metrics": {name: value if math.isfinite(value) else str(value) for name, value in values.items()},
             }
         )
