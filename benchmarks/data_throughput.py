@@ -132,7 +132,7 @@ def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iter
 
     def our_bytes(remote: RemoteConfig) -> int:
         store = SampleStore(location, remote=remote)
-        for index in epoch_order(len(store), seed=0, epoch=0).tolist():
+        for index in epoch_order(len(store), seed=0, epoch=0)(np.arange(len(store))).tolist():
             store.encoded(index)
         return len(store)
 

@@ -33,7 +33,7 @@ from submitit.helpers import DelayedSubmission
 
 from launch.outcome import last_line, outcome_path, write_outcome
 from launch.rank import run
-from trainer.config import read_config
+from trainer.config import read_run_config
 from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
 from trainer.run_dir import open_run
 
@@ -97,7 +97,7 @@ class TrainJob:
 
     def _train(self, job: JobEnvironment, *, start: float) -> None:
         # A pipe: location in the config was allowed, or typed, when the job was submitted.
-        config = read_config(open_run(self.run_dir).config, allow_pipe=True)
+        config = read_run_config(open_run(self.run_dir), allow_pipe=True)
         for number in WARNINGS:
             signal.signal(number, _send_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/block_signals.py

@@ -19,7 +19,7 @@ from typing import Literal
 
 from data_pipeline.core.schema import Schema, difference
 from data_pipeline.storage.files import open_regular
-from trainer.config import RunConfig, read_config
+from trainer.config import RunConfig, read_run_config
 from trainer.run_dir import RunDir, is_held, write_json
 
 ENDED_NAME = "ended.json"
@@ -90,7 +90,7 @@ def note_end(run_dir: RunDir, config: RunConfig, ended: Ended, reason: str = "")
     Writes nothing if the directory is not this config's, or if another process trains there: then this process was
     refused, and the end is not that of the run.
     """
-    if run_dir.config.is_file() and not difference(read_config(run_dir.config), config) and not is_held(run_dir):
+    if run_dir.config.is_file() and not difference(read_run_config(run_dir), config) and not is_held(run_dir):
         write_outcome(run_dir.path / ENDED_NAME, ended, reason)
 
 

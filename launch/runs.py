@@ -25,7 +25,7 @@ from launch.submitted import (
     queue_for,
     run_status,
 )
-from trainer.config import read_config, refuse_commands
+from trainer.config import read_run_config, refuse_commands
 from trainer.preflight import check_data, claim
 from trainer.run_dir import RunDir
 
@@ -197,7 +197,7 @@ def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) 
     Runs of one study are submitted together. They use the present code, not the earlier snapshot, because most
     failures are mended in the code. Raises SystemExit(1) at the end if a run on this machine did not finish.
     """
-    configs = {run_dir: read_config(run_dir.config, allow_pipe=allow_pipe) for run_dir in runs}
+    configs = {run_dir: read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in runs}
     for config in configs.values():
         refuse_commands(config)
     groups: dict[str, list[tuple[RunDir, Submission]]] = {}

@@ -27,6 +27,7 @@ from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
 from launch.submission import WARNING_SECONDS, PlannedRun, SubmissionPlan, dry_run, submit
 from launch.submitted import queue_for, refuse_if_active
+from trainer.config import RunConfig, keep_order_version
 from trainer.provenance import command_line
 from trainer.run_dir import RunDir
 
@@ -69,6 +70,10 @@ def request_from(arguments: argparse.Namespace) -> ResolvedRequest:
     return resolve_request(flags | {"sbatch": parse_fields(arguments.sbatch) if arguments.sbatch else None})
 
 
+def _planned(run_dir: RunDir, config: RunConfig) -> PlannedRun:
+    return PlannedRun(run_dir, keep_order_version(config, run_dir))
+
+
 def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> SubmissionPlan:
     """Return what to submit. Raises `UserError` if flags contradict each other, or if a run could never start."""
     if arguments.study is None:
@@ -76,14 +81,14 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
             raise UserError("--study-dir and --at-a-time belong to --study; use --run-dir for one run")
         config = resolve_recipe(arguments.config, arguments.set, allow_pipe=arguments.allow_pipe)
         home = (arguments.run_dir or default_run_dir(config)).absolute()
-        runs, name = [PlannedRun(RunDir(home), config)], config.name
+        runs, name = [_planned(RunDir(home), config)], config.name
     else:
         configs = resolve_study(arguments.study, arguments.set)
         if arguments.run_dir is not None:
             raise UserError("a study has a directory for each run; pass --study-dir in place of --run-dir")
         name = arguments.study.partition(":")[2]
         home = (arguments.study_dir or Path("runs") / name).absolute()
-        runs = [PlannedRun(RunDir(home / default_run_dir(config).name), config) for config in configs]
+        runs = [_planned(RunDir(home / default_run_dir(config).name), config) for config in configs]
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted

@@ -29,7 +29,7 @@ from data_pipeline.storage.manifest import load_manifest
 from launch.outcome import ENDED_NAME, is_inside, outcomes_of_job, read_end, read_outcome
 from launch.resources import Resources
 from launch.slurm_client import queued_jobs, was_cancelled
-from trainer.config import RunConfig, read_config
+from trainer.config import RunConfig, read_run_config
 from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
@@ -147,7 +147,7 @@ def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:
 
 def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
-    config = read_config(run_dir.config)
+    config = read_run_config(run_dir)
     metrics = run_dir.read_metrics()
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     ended = _state(run_dir, last_submission(run_dir), queue, run_dir.read_provenance())

@@ -77,8 +77,10 @@ def main() -> None:
     arguments = _parser().parse_args()
     from configs import describe_recipes, explain, resolve_recipe
     from launch.rank import default_run_dir, print_plan, run_noting_its_end
+    from trainer.config import keep_order_version
     from trainer.fault_tolerance.preemption import StoppedError
     from trainer.provenance import command_line
+    from trainer.run_dir import RunDir
 
     if arguments.list:
         print(describe_recipes())
@@ -94,6 +96,7 @@ def main() -> None:
         return
     try:
         run_dir = arguments.run_dir or default_run_dir(config)
+        config = keep_order_version(config, RunDir(run_dir))
         run_noting_its_end(config, run_dir, command=command_line(), accepted_data=arguments.accept_data)
     except StoppedError as stopped:
         if stopped.is_first_rank:

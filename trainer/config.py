@@ -8,7 +8,7 @@ the number of ranks.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -29,6 +29,7 @@ from trainer.observability.tracking import TrackingConfig
 from trainer.optim.optimizers import OptimizerConfig, SGDConfig
 from trainer.optim.schedules import ConstantConfig
 from trainer.probes.linear import ProbeConfig
+from trainer.run_dir import RunDir
 from trainer.views import ViewsConfig, check_views_fit
 
 
@@ -161,11 +162,34 @@ class RunConfig(Schema):
 
 
 def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
-    """Return the RunConfig of a .json or .yaml file, such as an earlier run's config.json.
+    """Return the RunConfig of a .json or .yaml file.
 
     The file may come from a stranger. So without `allow_pipe`, reading data from one of its `pipe:` locations raises
     `UserError`; everything else works. Raises `UserError` if the file cannot be read or is not a config.
     """
+    return _checked(_read_settings(path), path, allow_pipe=allow_pipe)
+
+
+def read_run_config(run_dir: RunDir, *, allow_pipe: bool = False) -> RunConfig:
+    """Return the config of a run, as `read_config` does.
+
+    A run that does not name the version of its order began before there were two, so its order is of version 1.
+    """
+    value = _read_settings(run_dir.config)
+    if isinstance(value.get("data"), dict):
+        value["data"].setdefault("order_version", 1)
+    return _checked(value, run_dir.config, allow_pipe=allow_pipe)
+
+
+def keep_order_version(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """Return `config` with the version of the order with which the run in `run_dir` began, if there is such a run."""
+    if not run_dir.config.is_file():
+        return config
+    version = read_run_config(run_dir, allow_pipe=True).data.order_version
+    return config.model_copy(update={"data": config.data.model_copy(update={"order_version": version})})
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
     parse, language = (parse_yaml, "YAML") if path.suffix in {".yaml", ".yml"} else (parse_json, "JSON")
     try:
         value = parse(path.read_text())
@@ -175,6 +199,10 @@ def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
         raise UserError(f"{path} is not valid {language}: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a mapping of settings; see RunConfig in trainer/config.py")
+    return value
+
+
+def _checked(value: dict[str, Any], path: Path, *, allow_pipe: bool) -> RunConfig:
     config = RunConfig.parse(value, where=str(path))
     has_command = is_command(config.data.train_dir) or is_command(config.data.test_dir)
     return _with_origin(config, str(path) if has_command and not allow_pipe else None)

@@ -18,7 +18,7 @@ from trainer.build import Training
 from trainer.checkpoint.restore import Restored, newest_state, restore
 from trainer.checkpoint.run_state import check_same_data
 from trainer.checkpoint.save import refuse_link
-from trainer.config import RunConfig, read_config
+from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
 from trainer.models.batch_norm import check_splits
@@ -234,7 +234,7 @@ def resume(
 
 def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.config.is_file():
-        keys = [key for key in difference(read_config(run_dir.config), config) if not key.startswith("watchdog.")]
+        keys = [key for key in difference(read_run_config(run_dir), config) if not key.startswith("watchdog.")]
         if keys:
             raise UserError(
                 f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
@@ -247,7 +247,7 @@ def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
     # The settings of the watchdog change no result, and its own message asks for other values.
-    if not run_dir.config.is_file() or read_config(run_dir.config) != config:
+    if not run_dir.config.is_file() or read_run_config(run_dir) != config:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return held
 

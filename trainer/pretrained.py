@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.checkpoint.restore import load_weights
-from trainer.config import read_config
+from trainer.config import read_run_config
 from trainer.models.encoder import Encoder, EncoderConfig, build_encoder
 from trainer.models.timm_trunk import TimmTrunk
 from trainer.modules import TrainedModules, build_modules
@@ -68,7 +68,7 @@ def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool =
     Step 0 is the untrained modules, rebuilt from the config and its seed. Training may go on meanwhile. `allow_pipe` is
     that of `read_config`. Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
-    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    config = read_run_config(run_dir, allow_pipe=allow_pipe)
     modules = build_modules(config, normalization=recorded_normalization(run_dir, config))
     step, trained_on = load_weights(run_dir, modules.trained_modules, step=step)
     for module in modules.trained_modules.values():

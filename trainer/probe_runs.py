@@ -19,7 +19,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.run_state import other_data
-from trainer.config import read_config
+from trainer.config import read_run_config
 from trainer.data import read_manifests
 from trainer.distributed.collectives import broadcast_object, rank
 from trainer.modules import TrainedModules
@@ -56,7 +56,7 @@ def probe_run(
     those to the probe of the run's config; results are then filed under names that say so. `allow_shared` is used in
     place of the config's, if given. `allow_pipe` is that of `read_config`. Raises `UserError`.
     """
-    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    config = read_run_config(run_dir, allow_pipe=allow_pipe)
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
     changed = {name: value for name, value in changes.items() if value != getattr(config.probe, name)}
     suffix = "".join(f"-{name}_{value}" for name, value in changed.items())
@@ -239,7 +239,7 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
     arms: dict[tuple[str, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
     for path, results in zip(paths, of_runs, strict=True):
         one = next(iter(results.values()))
-        identity = config_identity(read_config(RunDir(path).config))
+        identity = config_identity(read_run_config(RunDir(path)))
         arms.setdefault((identity, one.train_manifest_sha256, one.test_manifest_sha256), {})[path] = results
     lines = []
     for of_arm in arms.values():

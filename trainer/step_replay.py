@@ -20,7 +20,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.stream import Stream
 from trainer.build import build_training
-from trainer.config import read_config
+from trainer.config import read_run_config
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
@@ -62,7 +62,7 @@ def replay(
     allow_pipe: bool = False,
 ) -> Replay:
     """Repeat the recorded step in one process. Raises `UserError` if the dataset or the state do not fit the run."""
-    config = read_config(run_dir.config, allow_pipe=allow_pipe)
+    config = read_run_config(run_dir, allow_pipe=allow_pipe)
     config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
     where = torch.device(device)
     stream = Stream(

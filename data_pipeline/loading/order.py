@@ -1,20 +1,21 @@
 """Which samples a rank reads at each step, as a pure function of (seed, step).
 
-The order of an epoch is one seeded permutation of all N samples, or of windows of shards for a dataset that is fetched
+The order of an epoch is one keyed permutation of all N samples, or of windows of shards for a dataset that is fetched
 while it is read. It is cut into N // G global batches of G samples; rank r of W takes the r-th part of each.
 
 Guarantees: a global batch does not depend on the number of ranks, and no sample comes twice in it. A resumed run reads
-nothing that it skips.
+nothing that it skips. No array of N numbers is made.
 
-Shapes: B batch.
+Shapes: B batch, X positions in an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import pairwise
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,14 @@ from numpy.typing import NDArray
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BadSample
+from data_pipeline.loading.permutation import KeyedPermutation
+
+OrderVersion = Literal[1, 2]
+ORDER_VERSION: Final = 2  # of new runs
+
+EpochOrder = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from positions in an epoch, (X,), to samples, (X,)
+
+_CHUNK: Final = 64  # replacements that are looked up at once
 
 
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -59,69 +68,108 @@ def epoch_order(
     epoch: int,
     shard_ends: NDArray[np.int64] | None = None,
     shuffle_shards: int | None = None,
-) -> NDArray[np.int64]:
-    """Return the order of one epoch: a read-only permutation of all samples, (num_samples,) int64.
+    version: OrderVersion = ORDER_VERSION,
+) -> EpochOrder:
+    """Return the order of one epoch: a permutation of all samples, as a function of positions in the epoch.
 
     With `shuffle_shards`, the shards are shuffled and cut into windows of that many. The samples of a window are
     shuffled among themselves, and come before those of the next window. `shard_ends`, (num_shards,), holds the index
     after the last sample of each shard.
+
+    Version 2 computes what it is asked for, and holds a few numbers for each shard at most. Version 1 holds an array of
+    all samples; runs that began with it go on with it.
     """
     if shuffle_shards is None:
-        return _shuffled(num_samples, seed, epoch)
+        if version == 1:
+            return _shuffled(num_samples, seed, epoch).take
+        return KeyedPermutation(num_samples, seed, "epoch permutation", epoch)
     assert shard_ends is not None
-    return _shuffled_by_windows(shard_ends.tobytes(), shuffle_shards, seed, epoch)
+    windows = ShardWindows(shard_ends, shuffle_shards, seed=seed, epoch=epoch)
+    return _shuffled_by_windows(windows).take if version == 1 else windows
+
+
+class ShardWindows:
+    """The shuffled shards of an epoch, cut into windows of `shuffle_shards`, and the order of the samples in them.
+
+    Holds three numbers for each shard. Called with positions, (X,) int64, it returns the samples there, (X,) int64.
+
+    Attributes:
+        shards: (num_shards,) int64, the shards in the order in which they are read.
+        ends: (num_windows,) int64, the position after the last sample of each window.
+    """
+
+    def __init__(self, shard_ends: NDArray[np.int64], shuffle_shards: int, *, seed: int, epoch: int) -> None:
+        self.seed, self.epoch = seed, epoch
+        self._num_per_window = shuffle_shards
+        self.shards = generator(seed, "shard order", epoch).permutation(len(shard_ends)).astype(np.int64, copy=False)
+        sizes = np.diff(shard_ends, prepend=0)[self.shards]
+        self._ends = np.cumsum(sizes)
+        self._shift = shard_ends[self.shards] - self._ends  # from a position in stored order to its sample
+        last = np.arange(shuffle_shards, len(shard_ends) + shuffle_shards, shuffle_shards) - 1
+        self.ends: NDArray[np.int64] = self._ends[np.minimum(last, len(shard_ends) - 1)]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def window(self, number: int) -> NDArray[np.int64]:
+        """Return the shards of a window."""
+        return self.shards[number * self._num_per_window : (number + 1) * self._num_per_window]
+
+    def number_at(self, position: int) -> int:
+        """Return the number of the window in which a position lies."""
+        return int(np.searchsorted(self.ends, position, side="right"))
+
+    def samples(self, positions_X: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at positions of the windows before they are shuffled: shard by shard, as stored."""
+        samples_X: NDArray[np.int64] = positions_X + self._shift[np.searchsorted(self._ends, positions_X, side="right")]
+        return samples_X
+
+    def __call__(self, positions_X: NDArray[np.int64]) -> NDArray[np.int64]:
+        shuffled_X = np.empty_like(positions_X)
+        windows_X = np.searchsorted(self.ends, positions_X, side="right")
+        for number in np.unique(windows_X).tolist():
+            rows = windows_X == number
+            start = int(self.ends[number - 1]) if number else 0
+            size = int(self.ends[number]) - start
+            permutation = KeyedPermutation(size, self.seed, "window permutation", self.epoch, number)
+            shuffled_X[rows] = start + permutation(positions_X[rows] - start)
+        return self.samples(shuffled_X)
 
 
 @lru_cache(maxsize=2)  # the epoch being read and the one after it
 def _shuffled(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    order = generator(seed, "epoch order", epoch).permutation(num_samples).astype(np.int64, copy=False)
-    order.flags.writeable = False
-    return order
+    """Return the order of version 1, (num_samples,) int64."""
+    return generator(seed, "epoch order", epoch).permutation(num_samples).astype(np.int64, copy=False)
 
 
-@lru_cache(maxsize=2)
-def _shuffled_by_windows(shard_ends: bytes, shuffle_shards: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    ends = np.frombuffer(shard_ends, dtype=np.int64)
-    starts = ends - np.diff(ends, prepend=0)
+def _shuffled_by_windows(windows: ShardWindows) -> NDArray[np.int64]:
+    """Return the order of version 1 for windows of shards, (num_samples,) int64."""
     parts = [np.empty(0, dtype=np.int64)]
-    for number, window in enumerate(shard_windows(len(ends), shuffle_shards, seed=seed, epoch=epoch)):
-        samples = np.concatenate([np.arange(starts[shard], ends[shard]) for shard in window.tolist()])
-        parts.append(generator(seed, "window order", epoch, number).permutation(samples))
-    order = np.concatenate(parts)
-    order.flags.writeable = False
-    return order
-
-
-def shard_windows(num_shards: int, shuffle_shards: int, *, seed: int, epoch: int) -> list[NDArray[np.int64]]:
-    """Return the shards of each window of an epoch, in the order in which the windows are read."""
-    shards = generator(seed, "shard order", epoch).permutation(num_shards)
-    return [shards[start : start + shuffle_shards] for start in range(0, num_shards, shuffle_shards)]
+    for number, (start, end) in enumerate(pairwise([0, *windows.ends.tolist()])):
+        samples = windows.samples(np.arange(start, end))
+        parts.append(generator(windows.seed, "window order", windows.epoch, number).permutation(samples))
+    return np.concatenate(parts)
 
 
 def batch_indices(
-    num_samples: int,
-    *,
-    seed: int,
-    step: int,
-    global_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    shard_ends: NDArray[np.int64] | None = None,
-    shuffle_shards: int | None = None,
+    num_samples: int, *, seed: int, step: int, global_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> tuple[int, NDArray[np.int64]]:
     """Return the epoch of a step, and the samples that a rank reads there: (global_batch_size / world_size,) indices.
 
     `step` counts from the start of training. The parts of all ranks, in the order of the ranks, are the global batch.
     By default the whole global batch is returned.
     """
-    order = BatchOrder(num_samples, seed, global_batch_size, rank, world_size, shard_ends, shuffle_shards)
+    order = BatchOrder(num_samples, seed, global_batch_size, rank=rank, world_size=world_size)
     epoch, indices, _ = order.at(step, bad={})
     return epoch, indices
 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The samples that a rank reads at each step."""
+    """The samples that a rank reads at each step.
+
+    `shard_ends`, `shuffle_shards` and `version` are those of `epoch_order`.
+    """
 
     num_samples: int
     seed: int
@@ -130,10 +178,27 @@ class BatchOrder:
     world_size: int = 1
     shard_ends: NDArray[np.int64] | None = None
     shuffle_shards: int | None = None
+    version: OrderVersion = ORDER_VERSION
+    _orders: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_steps_per_epoch(self) -> int:
         return num_steps_per_epoch(self.num_samples, self.global_batch_size)
+
+    def of_epoch(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch. The last two that were asked for are kept."""
+        if epoch not in self._orders:
+            for older in sorted(self._orders)[:-1]:
+                del self._orders[older]
+            self._orders[epoch] = epoch_order(
+                self.num_samples,
+                seed=self.seed,
+                epoch=epoch,
+                shard_ends=self.shard_ends,
+                shuffle_shards=self.shuffle_shards,
+                version=self.version,
+            )
+        return self._orders[epoch]
 
     def at(self, step: int, *, bad: Mapping[int, BadSample]) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
         """Return the epoch of a step, (B,) int64 indices of good samples, and the bad samples that were replaced.
@@ -144,35 +209,32 @@ class BatchOrder:
 
         Raises `UserError` if every replacement is bad too.
         """
-        size = self.global_batch_size
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
-        order = epoch_order(
-            self.num_samples,
-            seed=self.seed,
-            epoch=epoch,
-            shard_ends=self.shard_ends,
-            shuffle_shards=self.shuffle_shards,
-        )
-        local_size = size // self.world_size
+        order = self.of_epoch(epoch)
+        local_size = self.global_batch_size // self.world_size
         first_row = self.rank * local_size
-        start = step_in_epoch * size + first_row
-        indices = order[start : start + local_size]
+        start = step_in_epoch * self.global_batch_size + first_row
+        indices = order(np.arange(start, start + local_size, dtype=np.int64))
         bad_rows = [row for row, index in enumerate(indices.tolist()) if index in bad] if bad else []
-        if not bad_rows:
-            return epoch, indices, ()
-        indices = indices.copy()
         replaced: list[BadSample] = []
         for row in bad_rows:
-            same_row = order[first_row + row :: size]
-            following = chain(same_row[step_in_epoch:].tolist(), same_row[:step_in_epoch].tolist())
-            for index in following:
+            for index in self._replacements(order, first_row + row, step_in_epoch):
                 if index not in bad:
                     indices[row] = index
                     break
                 replaced.append(bad[index])
             else:
+                num_tried = len(range(first_row + row, self.num_samples, self.global_batch_size))
                 raise UserError(
-                    f"sample {bad[int(indices[row])].key} cannot be read, nor can any of the {len(same_row)} that "
-                    f"could stand in for it with a global_batch_size of {size}; build or copy the dataset again"
+                    f"sample {bad[int(indices[row])].key} cannot be read, nor can any of the {num_tried} that could "
+                    f"stand in for it with a global_batch_size of {self.global_batch_size}; build or copy the dataset "
+                    "again"
                 )
         return epoch, indices, tuple(replaced)
+
+    def _replacements(self, order: EpochOrder, row: int, step_in_epoch: int) -> Iterator[int]:
+        """Yield the samples of a row of the global batches from a step on, then of the batches before it."""
+        positions = range(row, self.num_samples, self.global_batch_size)
+        for part in (positions[step_in_epoch:], positions[:step_in_epoch]):
+            for start in range(0, len(part), _CHUNK):
+                yield from order(np.array(part[start : start + _CHUNK], dtype=np.int64)).tolist()

@@ -22,7 +22,6 @@ from typing import Final, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.counter_rng import DrawKeys
@@ -31,7 +30,7 @@ from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
-from data_pipeline.loading.order import BatchOrder, check_batch_size, shard_windows
+from data_pipeline.loading.order import ORDER_VERSION, BatchOrder, OrderVersion, ShardWindows, check_batch_size
 from data_pipeline.loading.placement import DataPlacement, num_cores, place_data
 from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.overlays import evaluation_keys
@@ -47,7 +46,7 @@ _READ_ALL_THREADS: Final = 4
 
 
 class ReadConfig(Schema):
-    """How a rank reads its samples. Only `shuffle_shards` changes what is in a batch: it changes the order.
+    """How a rank reads its samples. Only `shuffle_shards` and `order_version` change what is in a batch: the order.
 
     Attributes:
         num_workers: processes of each rank that decode ahead while it streams; 0 decodes in the training process.
@@ -57,6 +56,8 @@ class ReadConfig(Schema):
         resident_gigabytes: the largest decoded dataset, in 10^9 bytes, that `auto` keeps in memory.
         shuffle_shards: None shuffles all samples of the dataset. A number shuffles the shards, and then the samples
             within windows of that many shards, so that a cache that holds two windows is enough for a remote dataset.
+        order_version: which shuffle is used. 2 computes the order as it is needed, for any number of samples. 1 keeps
+            an array of all samples; a run that began with it goes on with it.
         max_bad_share: the share of all samples, 0 to 1, that may be unreadable before training ends with an error.
         remote: how a dataset that is not on a local disk is fetched.
     """
@@ -65,6 +66,7 @@ class ReadConfig(Schema):
     placement: Literal["auto", "stream", "host", "device"] = "auto"
     resident_gigabytes: Gigabytes = 4
     shuffle_shards: Count | None = None
+    order_version: OrderVersion = ORDER_VERSION
     max_bad_share: Share = 0.001
     remote: RemoteConfig = _REMOTE
 
@@ -117,27 +119,26 @@ class _ShardPrefetcher:
     def __init__(self, store: SampleStore, order: BatchOrder) -> None:
         self._store, self._order = store, order
         self._epoch = self._window = -1
-        self._windows: list[NDArray[np.int64]] = []
-        self._window_ends = np.empty(0, dtype=np.int64)
+        self._windows = self._windows_after = self._windows_of(0)
+
+    def _windows_of(self, epoch: int) -> ShardWindows:
+        ends = self._store.shard_ends
+        return ShardWindows(ends, self._order.shuffle_shards or len(ends), seed=self._order.seed, epoch=epoch)
 
     def before(self, step: int) -> None:
         """Ask for shards if a window begins at `step`. Called before each step."""
-        order, shard_ends = self._order, self._store.shard_ends
+        order = self._order
         epoch, step_in_epoch = divmod(step, order.num_steps_per_epoch)
         if epoch != self._epoch:
-            shard_sizes = np.diff(shard_ends, prepend=0)
-            windows, windows_after = (
-                shard_windows(len(shard_ends), order.shuffle_shards or len(shard_ends), seed=order.seed, epoch=number)
-                for number in (epoch, epoch + 1)
-            )
             self._epoch, self._window = epoch, -1
-            self._windows = [*windows, windows_after[0]]
-            self._window_ends = np.cumsum([shard_sizes[window].sum() for window in windows])
-        window = int(np.searchsorted(self._window_ends, step_in_epoch * order.global_batch_size, side="right"))
+            self._windows, self._windows_after = self._windows_of(epoch), self._windows_of(epoch + 1)
+        window = self._windows.number_at(step_in_epoch * order.global_batch_size)
         if window == self._window:
             return
         self._window = window
-        now, following = self._windows[window : window + 2]
+        now = self._windows.window(window)
+        is_last = window + 1 == len(self._windows)
+        following = self._windows_after.window(0) if is_last else self._windows.window(window + 1)
         # All processes need the same shards. Each starts with others, so that they are fetched in parallel.
         worker = torch.utils.data.get_worker_info()
         num_workers, worker_id = (1, 0) if worker is None else (worker.num_workers, worker.id)
@@ -226,7 +227,14 @@ class Stream:
                 "again with it, or let the two views share their overlay"
             )
         self._order = BatchOrder(
-            len(store), seed, global_batch_size, rank, world_size, store.shard_ends, read.shuffle_shards
+            len(store),
+            seed,
+            global_batch_size,
+            rank,
+            world_size,
+            shard_ends=store.shard_ends,
+            shuffle_shards=read.shuffle_shards,
+            version=read.order_version,
         )
         self._maker = BatchMaker(
             store.manifest,
@@ -264,6 +272,8 @@ class Stream:
                 self.num_dropped_per_epoch,
                 global_batch_size,
             )
+            if read.order_version != ORDER_VERSION:
+                logger.info("%s: the order is of version %d", store.location, read.order_version)
             logger.info("%s: placement %s (%s)", store.location, placed.kind, placed.reason)
 
     def _check_bad(self, bad: Collection[BadSample]) -> None:

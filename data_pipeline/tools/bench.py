@@ -67,10 +67,12 @@ def encoded_counts(store: SampleStore) -> Iterator[int]:
     """Read samples as stored bytes in shuffled order, epoch after epoch."""
     epoch = 0
     while True:
-        for indices in np.array_split(epoch_order(len(store), seed=0, epoch=epoch), -(-len(store) // 100)):
-            for index in indices.tolist():
+        order = epoch_order(len(store), seed=0, epoch=epoch)
+        for start in range(0, len(store), 100):
+            positions = np.arange(start, min(start + 100, len(store)))
+            for index in order(positions).tolist():
                 store.encoded(index)
-            yield len(indices)
+            yield len(positions)
         epoch += 1
 
 

@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Schema
 from trainer.checkpoint.run_state import other_data
-from trainer.config import RunConfig, read_config
+from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
 from trainer.pretrained import load_modules
 from trainer.probes.features import (
@@ -91,7 +91,7 @@ def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: s
 
     Raises `UserError` if they are sounds (`what_for` begins that sentence) or not square.
     """
-    config = read_config(run_dir.config, allow_pipe=options.allow_pipe)
+    config = read_run_config(run_dir, allow_pipe=options.allow_pipe)
     test = read_pictures(config.data.test_dir, read=config.data)
     refuse_sounds(test, run_dir, what_for=what_for)
     _, height, width = test.manifest.input_shape

@@ -14,7 +14,7 @@ from data_pipeline.core.errors import UserError, storage_problem
 from data_pipeline.core.schema import flatten
 from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
-from trainer.config import RunConfig, read_config
+from trainer.config import RunConfig, read_run_config
 from trainer.observability.records import read_metrics, read_provenance
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.linear import ProbeConfig
@@ -142,7 +142,7 @@ def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pip
         if count > 1:
             raise UserError(f"{path} is named {count} times; name each run directory once")
     directories = [open_run(path) for path in paths]
-    configs = [read_config(run_dir.config) for run_dir in directories]
+    configs = [read_run_config(run_dir) for run_dir in directories]
     names = _unique_names(directories, configs)
     places: list[list[RunDir]] = [[run_dir] for run_dir in directories]
     if probes_at is not None:

@@ -26,7 +26,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch, Sample
 from data_pipeline.loading.decode import decode, decode_sample
-from data_pipeline.loading.order import BatchOrder, batch_indices, epoch_order, num_steps_per_epoch, shard_windows
+from data_pipeline.loading.order import ShardWindows, batch_indices, num_steps_per_epoch
 from data_pipeline.loading.stream import ReadConfig, Stream, check_bad_share, read_all
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.noise import Noise
@@ -111,149 +111,7 @@ def damage(directory: Path, indices: Sequence[int]) -> None:
         shard.write_bytes(data.replace(content, b"\xff" * len(content)))
 
 
-# Which samples, in which order
-
-
-@st.composite
-def worlds(draw: st.DrawFn) -> tuple[NDArray[np.int64], int | None, int, int]:
-    """Ends of shards, windows of shards, a number of ranks, and a global batch size that suits them."""
-    sizes = draw(SHARD_SIZES)
-    num_samples = sum(sizes)
-    world_size = draw(st.integers(1, min(4, num_samples)))
-    per_rank = draw(st.integers(1, num_samples // world_size))
-    shuffle_shards = draw(st.none() | st.integers(1, len(sizes)))
-    return np.cumsum(sizes), shuffle_shards, world_size, per_rank * world_size
-
-
-@EXAMPLES
-@given(world=worlds(), seed=st.integers(0, 2**31))
-def test_global_batches_are_the_same_for_any_ranks_and_hold_no_key_twice(
-    world: tuple[NDArray[np.int64], int | None, int, int], seed: int
-) -> None:
-    ends, shuffle_shards, world_size, size = world
-    num_samples = int(ends[-1])
-    num_steps = num_samples // size
-
-    def seen(world_size: int) -> list[list[int]]:
-        orders = [
-            BatchOrder(num_samples, seed, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)
-        ]
-        return whole_batches(
-            [[order.at(step, bad={})[1].tolist() for step in range(2 * num_steps)] for order in orders]
-        )
-
-    together = seen(world_size)
-    assert {len(batch) for batch in together} == {size}
-    for epoch in range(2):
-        indices = [index for batch in together[epoch * num_steps : (epoch + 1) * num_steps] for index in batch]
-        assert len(set(indices)) == len(indices) == num_steps * size
-        assert set(indices) <= set(range(num_samples))
-    assert together == seen(1)
-
-
-@EXAMPLES
-@given(world=worlds(), seed=st.integers(0, 99), data=st.data())
-def test_bad_samples_are_replaced_alike_on_any_ranks(
-    world: tuple[NDArray[np.int64], int | None, int, int], seed: int, data: st.DataObject
-) -> None:
-    ends, shuffle_shards, world_size, size = world
-    num_samples = int(ends[-1])
-    indices = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples))
-    bad = {index: BadSample(index, "shard", "torn") for index in indices}
-    for step in range(num_samples // size):
-        clean = BatchOrder(num_samples, seed, size, 0, 1, ends, shuffle_shards).at(step, bad={})[1].tolist()
-        order = epoch_order(num_samples, seed=seed, epoch=0, shard_ends=ends, shuffle_shards=shuffle_shards)
-        hopeless = any(set(order[place::size].tolist()) <= indices for place in range(size))
-        parts: list[list[int]] = []
-        passed: list[BadSample] = []
-        try:
-            for rank in range(world_size):
-                part = BatchOrder(num_samples, seed, size, rank, world_size, ends, shuffle_shards).at(step, bad=bad)
-                parts.append(part[1].tolist())
-                passed += part[2]
-        except UserError:
-            assert hopeless
-            return
-        assert not hopeless
-        batch = list(chain.from_iterable(parts))
-        assert len(set(batch)) == size
-        assert not set(batch) & indices
-        for was, now in zip(clean, batch, strict=True):
-            assert was == now or was in indices
-        assert {sample.index for sample in passed} >= set(clean) & indices
-        assert all(sample.index in indices for sample in passed)
-
-
-@EXAMPLES
-@given(world=worlds(), resumed_on=st.sampled_from([1, 2, 8]), data=st.data())
-def test_continued_on_other_ranks_sees_the_rest_of_the_epoch(
-    world: tuple[NDArray[np.int64], int | None, int, int], resumed_on: int, data: st.DataObject
-) -> None:
-    ends, shuffle_shards, _, _ = world
-    num_samples = int(ends[-1])
-    if num_samples < 8:
-        return
-    size = 8 * data.draw(st.integers(1, num_samples // 8))
-    num_steps = num_samples // size
-    stopped_at = data.draw(st.integers(0, num_steps))
-
-    def seen(world_size: int, steps: range) -> list[int]:
-        orders = [
-            BatchOrder(num_samples, 3, size, rank, world_size, ends, shuffle_shards) for rank in range(world_size)
-        ]
-        return [index for step in steps for order in orders for index in order.at(step, bad={})[1].tolist()]
-
-    together = seen(4, range(stopped_at)) + seen(resumed_on, range(stopped_at, num_steps))
-    assert together == seen(1, range(num_steps))
-
-
-@EXAMPLES
-@given(sizes=SHARD_SIZES, data=st.data())
-def test_windows_hold_whole_shards_one_after_another(sizes: list[int], data: st.DataObject) -> None:
-    ends = np.cumsum(sizes)
-    num = data.draw(st.integers(1, len(sizes)))
-    order = epoch_order(int(ends[-1]), seed=1, epoch=4, shard_ends=ends, shuffle_shards=num)
-    assert sorted(order.tolist()) == list(range(ends[-1]))
-    shards = np.searchsorted(ends, order, side="right").tolist()
-    windows = shard_windows(len(sizes), num, seed=1, epoch=4)
-    assert sorted(np.concatenate(windows).tolist()) == list(range(len(sizes)))
-    at = 0
-    for window in windows:
-        assert len(window) == num or window is windows[-1]
-        num_samples = sum(sizes[shard] for shard in window.tolist())
-        assert set(shards[at : at + num_samples]) == set(window.tolist())
-        at += num_samples
-
-
-@pytest.mark.parametrize("shuffle_shards", [None, 1, 8])
-def test_order_is_shuffled_anew_by_epoch_and_seed(shuffle_shards: int | None) -> None:
-    stored = np.arange(20_000)
-    ends = np.arange(20, 20_001, 20)
-    orders = [
-        epoch_order(20_000, seed=seed, epoch=epoch, shard_ends=ends, shuffle_shards=shuffle_shards)
-        for seed in (0, 1)
-        for epoch in (0, 1)
-    ]
-    for number, order in enumerate(orders):
-        assert abs(rank_correlation(stored, order)) < 0.1
-        for other in orders[:number]:
-            assert abs(rank_correlation(order, other)) < 0.1
-    again = epoch_order(20_000, seed=0, epoch=0, shard_ends=ends, shuffle_shards=shuffle_shards)
-    np.testing.assert_array_equal(orders[0], again)
-    with pytest.raises(ValueError, match="read-only"):
-        orders[0][0] = 1
-
-
-def test_samples_of_one_window_are_shuffled_anew_by_epoch() -> None:
-    first, second = (
-        epoch_order(500, seed=0, epoch=epoch, shard_ends=np.array([500]), shuffle_shards=1) for epoch in (0, 1)
-    )
-    assert abs(rank_correlation(first, second)) < 0.2
-
-
-def rank_correlation(order_a: NDArray[np.int64], order_b: NDArray[np.int64]) -> float:
-    """Spearman's: the correlation of the ranks, which permutations of 0..N-1 are themselves."""
-    return float(np.corrcoef(order_a, order_b)[0, 1])
+# Which samples, in which order (test_order.py has the rest)
 
 
 def test_one_batch_spans_the_dataset(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
@@ -723,8 +581,9 @@ def test_shards_are_fetched_ahead_window_by_window(tmp_path: Path, monkeypatch: 
         sorted({index // 6 for index in batch.index_B.tolist()})
         for batch in stream(location, end_step=14, global_batch_size=4, shuffle_shards=2, remote=config)
     ]
-    windows = [sorted(window.tolist()) for window in shard_windows(10, 2, seed=7, epoch=0)]
-    following = sorted(shard_windows(10, 2, seed=7, epoch=1)[0].tolist())
+    now, after = (ShardWindows(np.arange(6, 61, 6), 2, seed=7, epoch=epoch) for epoch in (0, 1))
+    windows = [sorted(now.window(number).tolist()) for number in range(5)]
+    following = sorted(after.window(0).tolist())
     assert [sorted(shards[:2]) for shards in asked_for] == windows
     assert [sorted(shards[2:]) for shards in asked_for] == [*windows[1:], following]
     for shards in shards_of:
