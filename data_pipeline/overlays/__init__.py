@@ -1,8 +1,8 @@
 """Overlays: a second, labelled object drawn on a picture, or a second, labelled sound behind the first.
 
 An overlay takes a batch of clean pictures or waveforms, on any device, and the keys of all draws. It returns the batch
-with an object in each input, the class of the object, and for pictures a mask of it. The class is drawn without a look
-at the input, so that the two labels of a sample are independent.
+with an object in each input, the class of the object, and for pictures a mask of it. The draw of the class does not
+depend on the input, so the two labels of a sample are independent.
 
 Guarantees: the same input and keys give the same output, in a build, in a stream and from data in memory, on CPU and
 GPU. The input is not changed.
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import MASK_OUTSIDE
 
-IMAGE_SIZE: Final = 32  # the side of the pictures that the published geometry is made for
-FIRST_PURPOSE: Final = 100  # of `data_pipeline.core.counter_rng`: overlays number their draws from here
+IMAGE_SIZE: Final = 32  # width and height in pixels; the published positions and sizes of objects assume it
+FIRST_PURPOSE: Final = 100  # overlays number their draws from here (`purpose` in `data_pipeline.core.counter_rng`)
 
 
 @dataclass(frozen=True)
 class Overlaid:
-    """The result of an overlay: the inputs with an object in each, its class, and its mask (None for sounds).
+    """The result of an overlay: the inputs with an object in each, the classes, and the masks (None for sounds).
 
     `inputs` are pictures (B, 3, H, W) uint8 or waveforms (B, T) float32; `label_B` is int64; `masks_BHW` is uint8 in
     the levels `MASK_OUTSIDE`, `MASK_BOX`, `MASK_OBJECT`.
@@ -44,12 +44,12 @@ class Overlaid:
 class Overlay(nn.Module, ABC):
     """The base class of all overlays.
 
-    Persistent buffers are its assets. They are stored beside the shards of an online dataset, so that a draw does not
-    depend on the software of the reader.
+    The assets of an overlay, such as its pictures of digits, are persistent buffers. An online dataset stores them
+    beside its shards, so that a draw does not depend on the software that reads it.
     """
 
     class_names: tuple[str, ...]  # in the order of the labels
-    title: str = "object"  # names the overlay's label for readers, such as "digit"
+    title: str = "object"  # what the label is about, such as "digit"
 
     def options(self) -> dict[str, str | int | float]:
         """Return the other arguments of the constructor: `type(overlay)(**buffers, **options)` is the same overlay."""
@@ -62,11 +62,11 @@ class Overlay(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class Layer:
-    """What a picture overlay draws on a batch: B classes, and paint with its opacity.
+    """One object for each picture of a batch: its class, its colour and its opacity.
 
     Attributes:
         label_B: (B,) int64, the class of each object.
-        colour_BCHW: uint8, broadcastable to (B, 3, H, W): (B, 3, 1, 1) is one colour a sample.
+        colour_BCHW: uint8, broadcastable to (B, 3, H, W): (B, 3, 1, 1) is one colour for each picture.
         alpha_BHW: (B, H, W) uint8, the opacity of the paint: 0 is the photo, 255 the colour alone.
         mask_BHW: (B, H, W) uint8 in the three mask levels.
     """
@@ -82,10 +82,10 @@ class PictureOverlay(Overlay):
 
     @abstractmethod
     def draw(self, keys: DrawKeys) -> Layer:
-        """Draw one object for each key, without the pictures."""
+        """Draw one object for each key; the draw does not depend on the pictures."""
 
     def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
-        """Paint over pictures (B, 3, H, W) uint8, each channel rounded to the nearest grey level."""
+        """Paint over pictures (B, 3, H, W) uint8; each value is rounded to the nearest integer."""
         layer = self.draw(keys)
         return Overlaid(paint(inputs, layer), layer.label_B, layer.mask_BHW)
 
@@ -108,13 +108,13 @@ def no_mask(pictures_BCHW: Tensor) -> Tensor:
     return torch.full_like(pictures_BCHW[:, 0], MASK_OUTSIDE)
 
 
-_EVALUATION, _BAKED = 1_000, {"train": 1_001, "test": 1_002}  # views that no training step asks for
+_EVALUATION, _BAKED = 1_000, {"train": 1_001, "test": 1_002}  # numbers of views that training never uses
 
 
 def evaluation_keys(index_B: Tensor, *, draw: int) -> DrawKeys:
     """Return the keys of an online overlay for evaluation, the same in every run.
 
-    Other values of `draw` give other draws, for the spread of a result over the overlays of the test set.
+    Pass several values of `draw` to measure how much a result varies with the overlays of the test set.
     """
     return DrawKeys(seed=0, epoch=draw, index_B=index_B, view=_EVALUATION)
 

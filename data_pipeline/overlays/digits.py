@@ -1,7 +1,7 @@
 """C+Digits (Tamkin et al. 2022): four copies of one handwritten digit, 10x10 pixels each, at fixed places.
 
-Pixels that are black after the digit is made smaller let the picture through; all others hide it. So the faint pixels
-round a stroke are a dark rim, as in the original.
+A pixel of the resized digit hides the picture unless it is black. The faint pixels around a stroke therefore form a
+dark rim, as in the original.
 
 Shapes: B batch, N digits to choose from, H height, W width.
 """
@@ -22,7 +22,7 @@ from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOver
 from data_pipeline.sources.digits import DigitSource
 
 DIGIT_SIZE: Final = 10
-CORNERS: Final = ((4, 4), (4, 16), (16, 4), (16, 16))  # row and column of the top left pixel: off centre, as published
+CORNERS: Final = ((4, 4), (4, 16), (16, 4), (16, 16))  # row and column of the top left pixel; off centre, as published
 _DIGIT: Final = FIRST_PURPOSE
 
 
@@ -32,14 +32,16 @@ def shrink(digit: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 class Digits(PictureOverlay):
-    """Ten classes, with the frequencies of `label_N`: digits are drawn uniformly, with replacement. For 32x32 pictures.
+    """An overlay of digits in ten classes, for 32x32 pictures.
+
+    Digits are drawn uniformly, with replacement, so the classes have the frequencies of `label_N`.
 
     Args:
-        digits_NHW: (N, 10, 10) uint8, white on black, already made smaller; N from 1.
+        digits_NHW: (N, 10, 10) uint8, white on black, as `shrink` returns them; N is at least 1.
         label_N: (N,) int64, 0 to 9.
 
     Raises:
-        ValueError: shapes, dtypes or labels are other than these.
+        ValueError: a shape, a dtype or a label is not as above.
     """
 
     class_names = tuple("0123456789")
@@ -53,16 +55,16 @@ class Digits(PictureOverlay):
         if digits_NHW.shape != (num_digits, DIGIT_SIZE, DIGIT_SIZE) or digits_NHW.dtype != torch.uint8:
             raise ValueError(
                 f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {DIGIT_SIZE}, "
-                f"{DIGIT_SIZE}) uint8 for as many labels"
+                f"{DIGIT_SIZE}) uint8, one digit for each label"
             )
         if label_N.dtype != torch.int64 or not num_digits or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
-            raise ValueError(f"label_N is not a list of digits in int64: {label_N}")
+            raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
         self.register_buffer("digits_NHW", digits_NHW)
         self.register_buffer("label_N", label_N)
 
     @classmethod
     def of(cls, source: DigitSource) -> Self:
-        """Make the overlay of all digits of `source`; resizing 60,000 takes about a second."""
+        """Return the overlay of all digits of `source`; resizing 60,000 digits takes about a second."""
         digits_NHW = np.stack([shrink(digit) for digit in source.images])
         return cls(torch.from_numpy(digits_NHW), torch.tensor(source.labels, dtype=torch.int64))
 

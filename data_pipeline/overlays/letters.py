@@ -1,11 +1,11 @@
-"""C+Letters (Tamkin et al. 2022): one capital in one colour, four times, each copy somewhere in its corner.
+"""C+Letters (Tamkin et al. 2022): one capital letter in one colour, drawn in each of the four corners.
 
-The face is Liberation Sans, which is free and drawn to the widths of the original's Arial; at 12 pixels its capitals
-are 9 pixels high and begin 2 below the drawing point. In the right column a W can lose its last pixel at the picture's
-edge, as in the original. The tail of a Q reaches 2 pixels below the baseline, where Arial's reaches 1, so that in the
-lower row a Q can lose up to 2 pixels, one more than in the original.
+The place of each copy in its corner is drawn. The font is Liberation Sans, which is free and has the widths of Arial,
+the original's font. At size 12 its capitals are 9 pixels high and begin 2 pixels below the drawing point. In the right
+column a W can lose its last pixel at the picture's edge, as in the original. In the lower row a Q can lose up to 2
+pixels, one more than in the original: its tail reaches 2 pixels below the baseline, and Arial's reaches 1.
 
-Shapes: B batch, K classes, P places, H height, W width; in G coordinates, those of a glyph.
+Shapes: B batch, K classes, P places, H height, W width, G height and width of a glyph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLASS, _COLOUR, _NEAR, _FAR = range(FIRST_PURPOSE, FIRST_PURPOSE + 4)
 
 
 def render_glyphs() -> Tensor:
-    """Return how much of each pixel A to Z cover, of 255, with the drawing point at (0, 0): (26, 24, 24) uint8."""
+    """Return the letters A to Z with the drawing point at (0, 0), (26, 24, 24) uint8; 255 is a pixel all covered."""
     # Without the basic layout the result would depend on whether libraqm is installed.
     font = ImageFont.truetype(FONT_PATH, FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
     glyphs = []
@@ -44,7 +44,7 @@ def render_glyphs() -> Tensor:
 
 
 def glyph_mask(glyph_GG: Tensor) -> Tensor:
-    """Return the three mask levels of one glyph, in its own coordinates: its ink inside the tight box of its ink."""
+    """Return the mask of one glyph, (G, G) uint8 in the three mask levels: its ink, and the smallest box around it."""
     ink = glyph_GG > 0
     rows, columns = ink.any(dim=1).nonzero(), ink.any(dim=0).nonzero()
     mask = torch.full_like(glyph_GG, MASK_OUTSIDE)
@@ -54,11 +54,13 @@ def glyph_mask(glyph_GG: Tensor) -> Tensor:
 
 
 class Letters(PictureOverlay):
-    """Twenty-six classes, uniform; the colour is uniform over the RGB cube and opaque. For pictures of 32x32.
+    """An overlay of letters in 26 equally likely classes, for 32x32 pictures.
+
+    The colour is opaque, and uniform over the RGB cube.
 
     Args:
-        glyphs_KHW: (26, 24, 24) uint8 as `render_glyphs` makes them, which is done where None is given. They are kept
-            with a dataset, because another version of Pillow may draw other pixels.
+        glyphs_KHW: (26, 24, 24) uint8; None stands for the result of `render_glyphs`. An online dataset stores them,
+            because another version of Pillow may draw other pixels.
 
     Raises:
         ValueError: `glyphs_KHW` is of another shape or dtype, or a glyph has no ink.
@@ -89,14 +91,14 @@ class Letters(PictureOverlay):
         x_BP, y_BP = drawing_points(keys)
         transparency_BPHW = 255 - _placed(self.glyphs_KHW, label_B, x_BP, y_BP).to(torch.int32)
         through_BHW = transparency_BPHW[:, 0]
-        for place in range(1, transparency_BPHW.shape[1]):  # where copies overlap, each hides a share of what is left
+        for place in range(1, transparency_BPHW.shape[1]):  # copies may overlap
             through_BHW = divide_by_255(through_BHW * transparency_BPHW[:, place])
         mask_BHW = _placed(self.masks_KHW, label_B, x_BP, y_BP).amax(dim=1)
         return Layer(label_B, colour_BC[:, :, None, None], (255 - through_BHW).to(torch.uint8), mask_BHW)
 
 
 def drawing_points(keys: DrawKeys) -> tuple[Tensor, Tensor]:
-    """Draw x and y, (B, 4) int64 each, of the copies at the top left, top right, bottom left and bottom right."""
+    """Draw x and y of the four copies, (B, 4) int64 each: top left, top right, bottom left, bottom right."""
     near_BN = NEAR[0] + integers(keys, 4, NEAR[1] - NEAR[0] + 1, purpose=_NEAR)
     far_BN = FAR[0] + integers(keys, 4, FAR[1] - FAR[0] + 1, purpose=_FAR)
     x_BP = torch.stack([near_BN[:, 0], far_BN[:, 0], near_BN[:, 1], far_BN[:, 1]], dim=1)

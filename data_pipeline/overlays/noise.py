@@ -1,7 +1,7 @@
-"""Background sounds behind speech (Tamkin et al. 2022): babble, traffic or machinery, quiet, from the start to the end.
+"""Background sounds behind speech (Tamkin et al. 2022): babble, traffic or machinery, quiet and without a pause.
 
-Each class is one recording. It is scaled so that its largest value anywhere is `volume`, then cut to the length of the
-speech and added to it; the speech keeps its loudness.
+Each class is one recording. The recording is scaled so that its largest magnitude is `volume`, cut to the length of the
+speech, and added to it. The speech keeps its loudness.
 
 Shapes: B batch, T points of an input, K classes, X points of all recordings one after another.
 """
@@ -21,20 +21,21 @@ from data_pipeline.overlays import FIRST_PURPOSE, Overlaid, Overlay
 
 Crop = Literal["first_or_last", "random_offset", "first"]
 
-_CLASS, _CROP = FIRST_PURPOSE + 1, FIRST_PURPOSE + 2  # the first of all cuts the speech (data_pipeline.audio.waveform)
-_OFFSET_STEPS: Final = 1 << 30  # of a random offset: far more than a recording has points, and the product fits 64 bits
+_CLASS, _CROP = FIRST_PURPOSE + 1, FIRST_PURPOSE + 2  # FIRST_PURPOSE crops the speech (data_pipeline.audio.waveform)
+_OFFSET_STEPS: Final = 1 << 30  # values of a random offset: far more than points, and the product fits 64 bits
 
 
 class Noise(Overlay):
-    """Three classes, uniform.
+    """An overlay of background sounds in three equally likely classes.
 
     Args:
         sounds_X: (X,) float32, the recordings one after another, each with the largest magnitude 1.
-        length_K: (3,) int64, the number of points of each; together X.
-        num_points: T, at most the shortest recording.
+        length_K: (3,) int64, the number of points of each recording; their sum is X.
+        num_points: T, at most the length of the shortest recording.
         volume: the largest magnitude of a scaled recording, from 0, which is silence, to 1; published: 0.05.
-        crop: `first_or_last` T points of the recording, evenly, as published for training; always the `first`, as
-            published for the test; or T points from a `random_offset`, uniform over all of them.
+        crop: the T points of the recording that are heard. `first_or_last` takes one of the two with equal chance, as
+            published for training. `first` takes the first, as published for the test. `random_offset` begins at any
+            point, uniformly.
 
     Raises:
         UserError: a recording is shorter than the crop, or the volume is out of range.
@@ -72,9 +73,10 @@ class Noise(Overlay):
 
     @classmethod
     def of(cls, sounds: Sequence[Tensor], *, num_points: int, volume: float, crop: Crop) -> Self:
-        """Make the overlay of one recording a class, (any length,) float32, in any scale, at the rate of the speech.
+        """Return the overlay of one recording for each class.
 
-        Of recordings of which only the first or last points can be heard, only those are kept.
+        A recording is (any length,) float32, in any scale, at the rate of the speech. Only the points that `crop` can
+        choose are kept.
 
         Raises `UserError` if a recording is shorter than `num_points`, silent, or holds a number that is not finite.
         """
@@ -107,17 +109,17 @@ class Noise(Overlay):
         label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]
         start_B = self._start_K[label_B] + self._offsets(keys, self.length_K[label_B] - self.num_points)
         if inputs.device.type != "cpu":
-            # Rows of a view that overlap: each is one copy of T points, where an index would cost 8 bytes a point.
+            # Copies rows of an overlapping view: an index for every point would cost 8 bytes a point.
             behind_BT = self._scaled_X.unfold(0, self.num_points, 1)[start_B]
             return Overlaid(behind_BT.add_(inputs), label_B, None)
-        mixed_BT = torch.empty_like(inputs)  # a row at a time: the same sum, but no crop is copied
+        mixed_BT = torch.empty_like(inputs)  # row by row gives the same sum without a copy of the crops
         scaled_X = self._scaled_X.numpy()
         for mixed_T, input_T, start in zip(mixed_BT.numpy(), inputs.numpy(), start_B.tolist(), strict=True):
             np.add(input_T, scaled_X[start : start + self.num_points], out=mixed_T)
         return Overlaid(mixed_BT, label_B, None)
 
     def _offsets(self, keys: DrawKeys, last_B: Tensor) -> Tensor:
-        """Draw where the crop begins in its recording, from 0 to `last_B` inclusive: (B,) int64."""
+        """Draw the first point of each crop, from 0 to `last_B` inclusive: (B,) int64."""
         match self.crop:
             case "first":
                 return torch.zeros_like(last_B)
@@ -131,6 +133,6 @@ class Noise(Overlay):
 def _check_length(name: str, length: int, num_points: int) -> None:
     if length < num_points:
         raise UserError(
-            f'the background sound "{name}" has {length:,} points at the rate of the speech and the crop needs '
+            f'the background sound "{name}" has {length:,} points at the rate of the speech, but the crop needs '
             f"{num_points:,}; use a longer recording"
         )

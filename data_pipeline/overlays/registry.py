@@ -1,6 +1,6 @@
-"""List the overlays by name, and save and load them, so that a dataset carries its online overlay.
+"""List the overlays by name, save them and load them: an online dataset stores its overlay.
 
-The file is a safetensors file of the persistent buffers; its header holds kind and options.
+An overlay is saved as a safetensors file of its persistent buffers. The header holds its name and options.
 
 Guarantees: the same overlay gives the same bytes, and a loaded overlay draws the same objects.
 """
@@ -51,10 +51,10 @@ def kind_of(overlay: Overlay) -> str:
 
 
 def save_overlay(overlay: Overlay, path: Path) -> str:
-    """Write `overlay` to `path` and return the sha256 of the file. The same overlay gives the same bytes each time."""
+    """Write `overlay` to `path` and return the sha256 of the file."""
     header = OverlayHeader(kind=kind_of(overlay), options=overlay.options())
     buffers = {name: tensor.cpu().contiguous() for name, tensor in overlay.state_dict().items()}
-    # One key alone, because safetensors writes several in an order that differs from process to process.
+    # One key only: safetensors writes several keys in an order that differs between processes.
     data = safetensors.torch.save(buffers, metadata={_HEADER_KEY: header.model_dump_json()})
     path.write_bytes(data)
     return hashlib.sha256(data).hexdigest()
@@ -63,8 +63,8 @@ def save_overlay(overlay: Overlay, path: Path) -> str:
 def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     """Load the overlay that `save_overlay` wrote, on the CPU.
 
-    Raises `UserError` if the file is missing, is damaged, is not the one with `sha256` (None: any), or holds an overlay
-    that this version does not know.
+    Raises `UserError` if the file is missing or damaged, if its digest is not `sha256` (None accepts any), or if this
+    version does not know the overlay.
     """
     try:
         data = read_regular(path, max_bytes=MAX_OVERLAY_BYTES)
@@ -89,8 +89,8 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
 def _read_header(data: bytes) -> OverlayHeader:
     """Return the header that `save_overlay` wrote; raise `ValueError`, `KeyError` or `TypeError` if there is none.
 
-    Parsed by hand, because safetensors returns metadata only of a file, and the bytes are in memory to be hashed. A
-    file begins with the length of its JSON header in eight bytes, little-endian.
+    Parses the bytes itself, because safetensors returns the metadata of a file only, not of bytes in memory. A file
+    begins with the length of its JSON header in eight bytes, little-endian.
     """
     num_bytes = int.from_bytes(data[:8], "little")
     header = pydantic_core.from_json(data[8 : 8 + num_bytes])["__metadata__"][_HEADER_KEY]

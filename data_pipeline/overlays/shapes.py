@@ -1,7 +1,7 @@
 """C+Shapes (Tamkin et al. 2022): a square, a triangle or an ellipse in the middle of the picture, half see-through.
 
-Place and size never change, only class and colour do. The rasters are stored as the columns that each row covers,
-because they are those of the original's drawing library and must not change with a later one.
+Only class and colour change; place and size are fixed. The shapes are stored as the columns that each row covers,
+as the original's drawing library drew them, because another version of the library may draw other pixels.
 
 Shapes: B batch, C channels, H height, W width, K classes.
 """
@@ -39,7 +39,7 @@ _CLASS, _COLOUR = FIRST_PURPOSE, FIRST_PURPOSE + 1
 
 
 def shape_mask(name: str) -> Tensor:
-    """Return the shape inside its box, (32, 32) uint8 in the three mask levels."""
+    """Return the mask of the shape in its box, (32, 32) uint8 in the three mask levels."""
     mask_HW = torch.full((IMAGE_SIZE, IMAGE_SIZE), MASK_OUTSIDE, dtype=torch.uint8)
     mask_HW[FIRST : LAST + 1, FIRST : LAST + 1] = MASK_BOX
     for row, (first, last) in enumerate(_ROWS[name], start=FIRST):
@@ -48,7 +48,10 @@ def shape_mask(name: str) -> Tensor:
 
 
 class Shapes(PictureOverlay):
-    """Three classes, uniform; the colour is uniform over the RGB cube. For pictures of 32x32."""
+    """An overlay of shapes in three equally likely classes, for 32x32 pictures.
+
+    The colour is uniform over the RGB cube.
+    """
 
     class_names = tuple(_ROWS)
     title = "shape"
