@@ -1,11 +1,11 @@
 """Sources of clean pictures and sounds with their base labels.
 
-A source reads a folder that the user names, or makes its records. Its records are pictures of one size or sounds of one
-rate, each with a label. A source knows all its labels at once, so that a build can choose and order records before it
-decodes any.
+A source reads a folder that the user names, or generates its records. All its records are pictures of one size or
+sounds of one sample rate, each with a label. A source knows all its labels at once, so that a build can choose and
+order records before it decodes any.
 
-Guarantees: no record is skipped because it does not decode, and the order depends on the content alone, not on the file
-system.
+Guarantees: a record that does not decode raises an error and is never skipped. The order depends on the content alone,
+not on the file system.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from data_pipeline.core.sample import Record
 
 
 class Source(Protocol):
-    """A source as `data_pipeline.building.build` needs it. It must be picklable, for worker processes."""
+    """A sequence of records with a label each. It must be picklable, because worker processes of a build read it."""
 
     @property
     def description(self) -> str:
-        """Return the kind of source for the manifest, without a path, which would differ between machines."""
+        """Return the kind of source for the manifest. It holds no path, because paths differ between machines."""
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Return the class names in label order; none if records have no class."""
+        """Return the class names in label order; an empty tuple if records have no class."""
 
     @property
     def title(self) -> str:
-        """Return a title of the label for readers, such as "picture" or "spoken digit"."""
+        """Return what the label is about, such as "picture" or "spoken digit"."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
         """Return the label of each record, (num_records,); `NO_LABEL` if it has none."""
 
     def __getitem__(self, number: int) -> Record:
-        """Return one record, the same at each call. Raises `UserError` that names the file if it does not decode."""
+        """Return one record, the same at each call. Raises `UserError` with the file's name if it does not decode."""
 
 
 class SoundSource(Source, Protocol):

@@ -14,16 +14,16 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record
 
 NUM_SPEAKERS: Final = 60
-# The published split; Tamkin et al. 2022 train on the speakers that it trains and validates on.
+# The published split. Tamkin et al. 2022 train on its training and validation speakers.
 TEST_SPEAKERS: Final = (5, 13, 18, 22, 26, 32, 33, 42, 45, 51, 52, 60)
 _NAME = re.compile(r"([0-9])_([0-9]{2})_(0|[1-9][0-9]*)\.wav")
 
 
 class AudioMnist:
-    """The spoken digits of one split's speakers, in the order of speaker, digit and take.
+    """The spoken digits of one split, sorted by speaker, digit and take.
 
-    Reads the published layout, `ROOT[/data]/SPEAKER/DIGIT_SPEAKER_TAKE.wav` with speakers 01 to 60: 24,000 records of
-    48 speakers, or 6,000 of 12. A file is opened when its record is read.
+    Reads the published layout, `ROOT[/data]/SPEAKER/DIGIT_SPEAKER_TAKE.wav` with speakers 01 to 60. The train split has
+    24,000 records of 48 speakers, the test split 6,000 of 12. A file is opened when its record is read.
 
     Raises `UserError` if the folder of a speaker is missing or empty, or if a WAV file has another name. Reading a
     record raises it if the file is not a mono WAV of 48 kHz.
@@ -59,7 +59,7 @@ class AudioMnist:
 
 
 def _takes(folder: Path, speaker: int) -> list[tuple[int, int, int]]:
-    """Return (speaker, digit, take) of each WAV file in a speaker's folder; hidden and other files are ignored."""
+    """Return (speaker, digit, take) of each WAV file in a speaker's folder; ignore hidden and other files."""
     takes = []
     for path in folder.iterdir():
         if path.suffix.lower() != ".wav" or path.name.startswith("."):

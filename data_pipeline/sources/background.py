@@ -1,6 +1,6 @@
-"""Background sounds to hear behind speech: the three published recordings, or three that are made without a download.
+"""Background sounds behind speech: the three published recordings, or three generated sounds that need no download.
 
-One long sound is one class, in the order babble, traffic, machinery (Tamkin et al. 2022).
+Each class is one long sound, in the order babble, traffic, machinery (Tamkin et al. 2022).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from data_pipeline.core.randomness import generator
 FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")
 _PROCEDURAL_SECONDS = 30  # as long as the published recordings
 
-Sound = NDArray[np.float64]  # (X,): points of one long sound
+Sound = NDArray[np.float64]  # (X,): the points of one long sound
 
 
 def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor]:
     """Read the three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
 
-    Raises `UserError` that names the file: missing, no mono WAV, shorter than the `num_points` points that are heard
-    behind a sample, or without any sound in it.
+    Raises `UserError` with the file's name if a file is missing, is not a mono WAV, is silent, or has fewer than
+    `num_points` points, which are heard behind one sample.
     """
     if missing := [name for name in FILE_NAMES if not (root / name).is_file()]:
         raise UserError(
@@ -50,10 +50,10 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
 
 
 def procedural_sounds(seed: int, *, sample_rate: int, num_points: int) -> list[Tensor]:
-    """Make three sounds from the arguments alone, in the form of `read_sounds`; they need no download.
+    """Generate three sounds from the arguments alone, in the form that `read_sounds` returns.
 
-    Babble is eight voices that come and go in syllables, traffic a rumble that swells and fades as cars pass, machinery
-    a hum with its harmonics under a steady clatter. Each lasts 30 s, or twice `num_points` where that is longer.
+    Babble is eight voices that come and go in syllables. Traffic is a rumble that swells and fades as cars pass.
+    Machinery is a hum with harmonics under a steady clatter. Each lasts 30 s, or twice `num_points` if that is longer.
     """
     num = max(_PROCEDURAL_SECONDS * sample_rate, 2 * num_points)
     sounds = []
@@ -87,7 +87,7 @@ def _machinery(num: int, sample_rate: int, rng: Generator) -> Sound:
 
 
 def _noise(num: int, sample_rate: int, rng: Generator, *, low: float, high: float) -> Sound:
-    """Return (num,) Gaussian noise of standard deviation 1 with frequencies from `low` to `high` Hz alone."""
+    """Return (num,) Gaussian noise of standard deviation 1 that has only frequencies from `low` to `high` Hz."""
     frequency = np.fft.rfftfreq(num, 1 / sample_rate)
     kept = (frequency >= low) & (frequency <= high)
     spectrum = np.zeros(len(frequency), dtype=np.complex128)

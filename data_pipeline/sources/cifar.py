@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in their original, lossless form, as torchvision unpacks them."""
+"""CIFAR-10 and CIFAR-100, lossless, from the files that torchvision downloads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from data_pipeline.core.sample import Record
 
 
 class Cifar:
-    """The 50,000 training or 10,000 test pictures (Krizhevsky 2009), 32x32, in 10 classes or in 100 fine ones.
+    """The 50,000 training or 10,000 test pictures of 32x32 (Krizhevsky 2009), in 10 classes or in the 100 fine classes.
 
-    Raises `UserError` where `root` lacks the data or torchvision finds it damaged by its checksums.
+    Raises `UserError` if `root` lacks the files or if their checksums are wrong.
     """
 
     description = "torchvision"

@@ -1,10 +1,14 @@
 """Handwritten digits to draw over pictures: MNIST (LeCun et al. 1998), or the small set that scikit-learn ships.
 
-The published C+Digits draws from the 60,000 MNIST training digits for the training and for the test pictures, so that
-a test picture can show a digit that was trained on. The variant without this leak takes MNIST's 10,000 test digits for
-the test pictures. A third variant, for those who have MNIST's test digits alone, cuts these in two: digits 0 to 7,999
-are for the train split, 8,000 to 9,999 for the test split. scikit-learn's 1,797 digits are cut in the same way: 0 to
-1,436, and 1,437 to 1,796. Each is chosen by its name; none stands in for another.
+Four sets can be chosen, each by its name:
+
+- `mnist`: MNIST's 60,000 training digits for both splits, as published for C+Digits. A test picture can show a digit
+  that was trained on.
+- `mnist_test_for_test`: without this leak, MNIST's 10,000 test digits for the test split.
+- `mnist_t10k`: MNIST's test digits alone, 0 to 7,999 for the train split and 8,000 to 9,999 for the test split.
+- `sklearn`: scikit-learn's 1,797 digits, 0 to 1,436 for the train split and 1,437 to 1,796 for the test split.
+
+A set that is missing is never replaced by another.
 """
 
 from __future__ import annotations
@@ -25,15 +29,15 @@ from data_pipeline.core.errors import UserError
 MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
 MNIST_KINDS: Final = get_args(MnistKind)
 NUM_T10K_FOR_TRAIN: Final = 8_000
-NUM_SKLEARN_FOR_TRAIN: Final = 1_437  # four fifths; the set is ordered by writer, so the splits share few of them
-_MAX_BYTES: Final = 2**30  # of an unpacked file; MNIST's are 47 MB
+NUM_SKLEARN_FOR_TRAIN: Final = 1_437  # four fifths; the set is ordered by writer, so the splits share few writers
+_MAX_BYTES: Final = 2**30  # limit of an unpacked file; MNIST's files have 47 MB
 _UINT8 = 0x08  # idx type code
-_MAX_LEVEL = 16  # scikit-learn's digits run from 0 to this
+_MAX_LEVEL = 16  # of scikit-learn's digits
 
 
 @dataclass(frozen=True)
 class DigitSource:
-    """Digits as (num_digits, H, W) uint8, white on black, with their values (num_digits,)."""
+    """Digits as (num_digits, H, W) uint8, white on black, with their labels 0 to 9, (num_digits,)."""
 
     name: str
     images: NDArray[np.uint8]
@@ -41,17 +45,15 @@ class DigitSource:
 
     @property
     def description(self) -> str:
-        """Return the name and the beginning of a hash of the content, for the manifest."""
+        """Return the name and the first characters of a hash of the content, for the manifest."""
         return f"{self.name} ({hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:12]})"
 
 
 def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitSource:
     """Read the digits for one split from torchvision's layout, `root/MNIST/raw/*-ubyte` or `*-ubyte.gz`.
 
-    `mnist`: the training digits for both splits, as published. `mnist_test_for_test`: the training digits for the train
-    split and the test digits for the test split. `mnist_t10k`: of the test digits, a part for each split.
-
-    Raises `UserError` if the files that this takes are missing or damaged.
+    The module's docstring says which digits each `kind` takes. Raises `UserError` if their files are missing or
+    damaged.
     """
     raw = root / "MNIST" / "raw"
     prefix = "t10k" if kind == "mnist_t10k" or (kind == "mnist_test_for_test" and split == "test") else "train"
@@ -74,7 +76,7 @@ def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitS
 
 
 def sklearn_digits(*, split: str) -> DigitSource:
-    """Return scikit-learn's 8x8 digits of one split, their 17 levels spread over 0 to 255. Needs no download."""
+    """Return scikit-learn's 8x8 digits of one split, with levels 0 to 16 scaled to 0 to 255. Needs no download."""
     from sklearn.datasets import load_digits  # here alone, because it takes a second
 
     images, labels = load_digits(return_X_y=True)
@@ -89,7 +91,7 @@ def _read_pair(raw: Path, prefix: str) -> tuple[NDArray[np.uint8], NDArray[np.in
     labels = _read_idx(raw, f"{prefix}-labels-idx1-ubyte", num_dimensions=1).astype(np.int64)
     if len(images) != len(labels) or labels.max(initial=0) > 9:
         raise UserError(
-            f"{raw}: {len(images)} {prefix} images and {len(labels)} labels do not fit; download MNIST again"
+            f"{raw}: {len(images)} {prefix} images and {len(labels)} labels do not match; download MNIST again"
         )
     return images, labels
 
@@ -99,7 +101,7 @@ def _find(raw: Path, name: str) -> Path | None:
 
 
 def _read_idx(raw: Path, name: str, *, num_dimensions: int) -> NDArray[np.uint8]:
-    """Read data in MNIST's idx format: two zero bytes, the type, the number of dimensions, the sizes, the values."""
+    """Read an array in MNIST's idx format: two zero bytes, type, number of dimensions, sizes, values."""
     path = _find(raw, name)
     if path is None:
         raise UserError(f"{raw / name} is missing; download MNIST again")
@@ -110,7 +112,7 @@ def _read_idx(raw: Path, name: str, *, num_dimensions: int) -> NDArray[np.uint8]
             raise ValueError(f"it holds more than {_MAX_BYTES:,} bytes")
         zeros, kind, dimensions, *shape = struct.unpack_from(f">HBB{num_dimensions}I", data)
         if (zeros, kind, dimensions) != (0, _UINT8, num_dimensions):
-            raise ValueError("its header is not that of such a file")
+            raise ValueError("its header is wrong")
         return np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * num_dimensions).reshape(shape)
     except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
         raise UserError(f"{path} is not a whole MNIST file ({error}); download it again") from None

@@ -1,6 +1,6 @@
-"""Read a folder of pictures with a folder for each class.
+"""Read pictures from one folder for each class.
 
-The layout is `ROOT/train/CLASS/*` and `ROOT/test/CLASS/*`, or `ROOT/CLASS/*`, from which the test split is chosen.
+The layout is `ROOT/train/CLASS/*` and `ROOT/test/CLASS/*`, or `ROOT/CLASS/*` with a test split that is drawn from it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SUFFIXES: Final = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".
 
 
 def middle_square(picture: Image.Image, size: int) -> Image.Image:
-    """Resize a picture so that its shorter side has `size` pixels, and crop the middle, (size, size).
+    """Resize a picture so that its shorter side has `size` pixels, and crop the middle to (size, size).
 
-    Bilinear with antialiasing, and rounded as torchvision's `Resize` and `CenterCrop` round.
+    Resizes bilinearly with antialiasing, and rounds sizes like torchvision's `Resize` and `CenterCrop`.
     """
     shorter = min(picture.size)
     width, height = (int(size * side / shorter) for side in picture.size)
@@ -40,15 +40,14 @@ def middle_square(picture: Image.Image, size: int) -> Image.Image:
 
 
 class ImageFolder:
-    """The pictures of one split, classes and files sorted by name, read by `read_rgb`.
+    """The pictures of one split, read by `read_rgb`, with classes and files sorted by name.
 
-    If `root` has folders named `train` and `test`, the one named `split` is read. If it has neither, `root` itself
-    holds the classes, and `test_share` of the pictures of each class are the test split: see `in_test_split`. Every
-    picture is then decoded once to choose. Files with other endings than `SUFFIXES` are ignored with a warning, hidden
-    files without one. With an `image_size`, `middle_square` makes each picture that size; without one, all must have
-    the size of the first.
+    If `root` has folders `train` and `test`, reads the one named `split`. If it has neither, `root` itself holds the
+    classes, and `in_test_split` draws the share `test_share` of each class as the test split; this decodes every
+    picture once. Files with other endings than `SUFFIXES` are ignored with a warning, hidden files without one.
+    `middle_square` brings each picture to `image_size`; if that is None, all pictures must have the size of the first.
 
-    Raises `UserError` that names the folder or file if a folder is missing or empty, if there are fewer than two
+    Raises `UserError` with the name of the folder or file if a folder is missing or empty, if there are fewer than two
     classes, or if `test_share` is missing, not needed or leaves a class without pictures. Reading a record raises it if
     the picture does not decode or has another size.
     """
@@ -66,7 +65,7 @@ class ImageFolder:
             found = f"only one class folder ({folders[0].name})" if folders else "no class folders"
             raise UserError(f"{self.root} holds {found}; give a folder that holds at least two, each with its pictures")
         self.class_names = tuple(folder.name for folder in folders)
-        # Names end to end, not as objects: millions of files cost their letters and 16 bytes each.
+        # All names in one bytes object: a file costs its letters and 16 bytes, and there may be millions of files.
         names, lengths, num_files = [], [], []
         others: list[Path] = []
         for folder in folders:
@@ -76,7 +75,7 @@ class ImageFolder:
             num_files.append(len(in_class))
         if others:
             logger.warning(
-                "%s: ignored %d names without the ending of a picture, such as %s",
+                "%s: ignored %d entries without the ending of a picture, such as %s",
                 self.root,
                 len(others),
                 others[0],
@@ -96,8 +95,8 @@ class ImageFolder:
         counts = np.bincount(self.labels[chosen_N], minlength=len(self.class_names))
         if not counts.all():
             raise UserError(
-                f"--test-share {test_share} leaves class {self.class_names[int(counts.argmin())]} of {self.root} no "
-                f"pictures for the {split} split; choose another share or add pictures"
+                f"--test-share {test_share} leaves no pictures of class {self.class_names[int(counts.argmin())]} of "
+                f"{self.root} for the {split} split; choose another share or add pictures"
             )
         self.labels = self.labels[chosen_N]
         self._name_starts, self._name_ends = self._name_starts[chosen_N], self._name_ends[chosen_N]
@@ -107,7 +106,7 @@ class ImageFolder:
         digests: list[bytes] = []
         with (
             ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
-            Progress(f"cutting {self.root.name} into train and test", total=len(self.labels)) as progress,
+            Progress(f"splitting {self.root.name} into train and test", total=len(self.labels)) as progress,
         ):
             for start in range(0, len(self.labels), _NUM_AT_ONCE):
                 numbers = range(start, min(start + _NUM_AT_ONCE, len(self.labels)))
@@ -129,21 +128,22 @@ class ImageFolder:
             (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
             raise UserError(
                 f"{self._path(number)} is {width}x{height} pixels but {self._path(0)} is {first_width}x{first_height}; "
-                "make all one size with --image-size"
+                "bring all pictures to one size with --image-size"
             )
         return Record(pixels, int(self.labels[number]))
 
 
-_NUM_AT_ONCE: Final = 1_000  # pictures: bounds what waits for the threads
+_NUM_AT_ONCE: Final = 1_000  # pictures that wait for the threads
 
 
 def in_test_split(
     digests: Sequence[bytes], labels: NDArray[np.int64], *, test_share: float, seed: int
 ) -> NDArray[np.bool_]:
-    """Choose the test split, (N,): the share `test_share`, rounded, of the different pictures of each class.
+    """Return whether each picture is in the test split, (N,) bool.
 
-    The choice depends on the pictures and the seed alone, not on names or order. Equal pictures are in one split. If
-    they are in two classes, they count for the first.
+    Draws the share `test_share`, rounded, of the distinct pictures of each class. The draw depends on the pictures and
+    the seed alone, not on names or order. Copies of a picture are in the same split; a picture in two classes counts
+    for the first.
     """
     class_of: dict[bytes, int] = {}
     for digest, label in zip(digests, labels.tolist(), strict=True):
@@ -166,20 +166,20 @@ def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
         if test_share is None:
             raise UserError(
                 f"{root} has no folders train and test, so both splits would hold the same pictures; make these two "
-                "folders, or let the build cut off a test split: give --test-share 0.2 to the train and the test build"
+                "folders, or give --test-share 0.2 to the train and the test build, which draws a test split"
             )
         if not 0 < test_share < 1:
             raise UserError(f"--test-share is {test_share}; give a share between 0 and 1, such as 0.2")
         return root
     if test_share is not None:
-        raise UserError(f"{root} has a folder {there[0]}, so it takes no --test-share; leave that out")
+        raise UserError(f"{root} has a folder {there[0]}, so it takes no --test-share; leave it out")
     if split not in there:
         raise UserError(f"{root} has no folder {split}; add it, or choose the other --split")
     return root / split
 
 
 def _picture_names(folder: Path, others: list[Path]) -> list[str]:
-    """Return the sorted names of the pictures in a folder; adds all else that is not hidden to `others`."""
+    """Return the sorted names of the pictures in a folder; add everything else that is not hidden to `others`."""
     names = []
     for path in folder.iterdir():
         if path.name.startswith("."):
@@ -189,5 +189,5 @@ def _picture_names(folder: Path, others: list[Path]) -> list[str]:
         else:
             others.append(path)
     if not names:
-        raise UserError(f"{folder} holds no pictures ({', '.join(sorted(SUFFIXES))}); fill it or remove it")
+        raise UserError(f"{folder} holds no pictures ({', '.join(sorted(SUFFIXES))}); add some or remove the folder")
     return sorted(names)

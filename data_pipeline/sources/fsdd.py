@@ -18,14 +18,14 @@ _NAME = re.compile(r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav")
 
 
 class Fsdd:
-    """The spoken digits of one split's speakers, in the order of speaker, digit and index.
+    """The spoken digits of one split, sorted by speaker, digit and index.
 
     Reads the published layout, `ROOT[/recordings]/DIGIT_SPEAKER_INDEX.wav`. The test split is one speaker, the train
     split all others. A file is opened when its record is read.
 
-    Raises `UserError` that names the folder or file if there are no recordings, if a WAV file has another name, if the
-    test speaker is unknown, or if no speaker is left for training. Reading a record raises it if the file is not a mono
-    WAV of 8 kHz.
+    Raises `UserError` with the name of the folder or file if there are no recordings, if a WAV file has another name,
+    if the test speaker is unknown, or if no speaker is left for training. Reading a record raises it if the file is not
+    a mono WAV of 8 kHz.
     """
 
     class_names = tuple("0123456789")
@@ -39,7 +39,7 @@ class Fsdd:
         if test_speaker not in speakers:
             raise UserError(f'{self.root} has no speaker "{test_speaker}"{nearest(test_speaker, speakers)}')
         if len(speakers) == 1:
-            raise UserError(f"{self.root} holds one speaker alone, {test_speaker}; add the recordings of others")
+            raise UserError(f"{self.root} holds only one speaker, {test_speaker}; add the recordings of others")
         self.description = f"fsdd, test speaker {test_speaker}"
         chosen = sorted(entry for entry in recordings if (entry[0] == test_speaker) == (split == "test"))
         self._speakers = tuple(speaker for speaker, _, _ in chosen)
@@ -53,7 +53,7 @@ class Fsdd:
 
 
 def _recordings(folder: Path) -> list[tuple[str, int, int]]:
-    """Return (speaker, digit, index) of each WAV file in a folder; hidden and other files are ignored."""
+    """Return (speaker, digit, index) of each WAV file in a folder; ignore hidden and other files."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give --root the folder of the Free Spoken Digit Dataset")
     recordings = []

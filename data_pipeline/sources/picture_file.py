@@ -1,10 +1,10 @@
-"""Picture files: any file that Pillow reads becomes upright RGB pixels of 8 bits a channel.
+"""Read any picture file that Pillow can read as upright RGB pixels of 8 bits a channel.
 
-- Only regular files are read, and only up to Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
-- The orientation that a camera wrote into EXIF is applied.
-- What is transparent is laid over white, in every mode that can be transparent.
-- Grey values of 16 bits are rounded to 8. Other numbers than 8 or 16 bits have no known range and are refused.
-- Of a file with several pictures, such as an animation, the first is read. Colour profiles are ignored.
+- Reads only regular files of at most Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
+- Applies the orientation that a camera wrote into EXIF.
+- Lays transparent pixels over white, in every mode that has transparency.
+- Rounds grey values of 16 bits to 8 bits. Refuses 32-bit values, because their range is not known.
+- Reads the first picture of a file with several, such as an animation. Ignores colour profiles.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from data_pipeline.core.errors import UserError
 
 _OPENING: Final = threading.Lock()
 _BACKGROUND: Final = (255, 255, 255)
-_16_BITS_IN_INT32: Final = frozenset({"PNG", "PPM"})  # older versions of Pillow read their 16 bits of grey as 32
+_16_BITS_IN_INT32: Final = frozenset({"PNG", "PPM"})  # older versions of Pillow read 16 bits of grey as 32 in these
 
 
 def read_rgb(path: Path) -> Image.Image:
     """Read a picture in mode "RGB", upright.
 
-    Raises `UserError` that names the file: it is no regular file, does not decode, has too many pixels, or holds
-    numbers of an unknown range.
+    Raises `UserError` with the file's name if it is not a regular file, does not decode, has too many pixels, or holds
+    values of an unknown range.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file, so it is not read; remove it")
@@ -47,16 +47,16 @@ def read_rgb(path: Path) -> Image.Image:
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
-    """Convert a decoded picture of any mode to mode "RGB", as this module's docstring says.
+    """Convert a decoded picture of any mode to mode "RGB" by the rules in the module's docstring.
 
-    Raises `ValueError` for numbers of an unknown range.
+    Raises `ValueError` for values of an unknown range.
     """
     mode = picture.mode
     if mode.startswith("I;16") or (mode == "I" and picture.format in _16_BITS_IN_INT32):
         grey_HW = np.asarray(picture).astype(np.float64) / 257  # 65,535 becomes 255
         return Image.fromarray(np.rint(grey_HW).astype(np.uint8)).convert("RGB")
     if mode in ("I", "F"):
-        raise ValueError(f"its numbers are of Pillow's mode {mode}, whose range is not known; save it with 8 bits")
+        raise ValueError(f"its values have Pillow's mode {mode}, whose range is not known; save it with 8 bits")
     if picture.has_transparency_data:
         rgba = picture.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (*_BACKGROUND, 255)), rgba).convert("RGB")
@@ -64,7 +64,7 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def _open(path: Path) -> Image.Image:
-    """Read the header of a picture; Pillow's warning of too many pixels is raised as an error."""
-    with _OPENING, warnings.catch_warnings():  # which changes what all threads see
+    """Read the header of a picture. Raise Pillow's warning of too many pixels as an error."""
+    with _OPENING, warnings.catch_warnings():  # the filter of warnings is shared by all threads, hence the lock
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(path)

@@ -1,8 +1,9 @@
-"""Ten kinds of pattern that are drawn, not downloaded: stripes, waves, checkers, grids, bricks, rings and four more.
+"""Generated pictures of ten kinds of pattern: stripes, waves, checkers, grids, bricks, rings and four more.
 
-A kind is told by its form alone. Colours, contrast, which of the two tones is the brighter, scale, rotation, place,
-light, noise and the patches that hide part of the picture are drawn alike for all kinds, so that no linear function of
-the pixels tells them apart, and so that crops, flips, colour jitter and the loss of colour leave the kind as it is.
+Only the form shows the kind. Everything else is drawn from the same distributions for all kinds: colours, contrast, the
+brighter of the two tones, scale, rotation, place, light, noise, and the patches that hide part of the picture. So no
+linear function of the pixels tells the kinds apart, and crops, flips, colour jitter and the loss of colour leave the
+kind as it is.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from numpy.typing import NDArray
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
 
-Coordinate = NDArray[np.float64]  # (64, 64): of every point of a picture, in pixels
-Region = NDArray[np.bool_]  # (64, 64): the points that something covers
+Coordinate = NDArray[np.float64]  # (64, 64): x or y of every point of a picture, in pixels
+Region = NDArray[np.bool_]  # (64, 64): the points that a form covers
 Pattern = Callable[[Coordinate, Coordinate, float, Generator], Region]  # of x, y, the period in pixels
 
 IMAGE_SIZE: Final = 32
 DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
-_OVERSAMPLING = 2  # points per pixel and axis, averaged: without it thin lines flicker with their angle
+_OVERSAMPLING = 2  # points per pixel along each axis, averaged: without it the look of thin lines varies with the angle
 _POINTS = (np.arange(IMAGE_SIZE * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
 _COLUMN, _ROW = np.meshgrid(_POINTS, _POINTS)
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # ITU-R BT.601, as in Pillow's conversion to grey
@@ -96,7 +97,7 @@ def _blobs(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Regio
 
 def _scatter(x: Coordinate, y: Coordinate, side: float, rng: Generator) -> tuple[Coordinate, Coordinate]:
     """Return each point relative to the centre of the object in its cell, in axes rotated by the angle of the cell."""
-    num_cells = 16  # more than a picture holds in any direction
+    num_cells = 16  # a picture holds fewer in any direction
     turn, shift_x, shift_y = rng.uniform(-1, 1, (3, num_cells, num_cells))
     column, row = np.floor(x / side), np.floor(y / side)
     cell = row.astype(np.intp) % num_cells, column.astype(np.intp) % num_cells
@@ -141,18 +142,18 @@ def draw(pattern: Pattern, rng: Generator) -> NDArray[np.uint8]:
 
 
 def _per_pixel(region: Region) -> NDArray[np.float64]:
-    """Return the part of each pixel that a region covers, (32, 32, 1)."""
+    """Return the share of each pixel that a region covers, (32, 32, 1)."""
     points = region.reshape(IMAGE_SIZE, _OVERSAMPLING, IMAGE_SIZE, _OVERSAMPLING, 1)
     covered: NDArray[np.float64] = points.mean(axis=(1, 3))
     return covered
 
 
 def _two_tones(rng: Generator) -> NDArray[np.float64]:
-    """Draw two colours, (2, 3), of different brightness, so that a picture in grey still shows its pattern."""
+    """Draw two colours of different brightness, (2, 3); a picture without colour still shows its pattern."""
     gap = rng.uniform(0.2, 0.6)
     middle = rng.uniform(gap / 2, 1 - gap / 2)
     luma = middle + gap / 2 * np.array([-1, 1]) * rng.choice([-1, 1])
-    # Little colour: vivid colours outlast most views and tell pictures apart, so nothing else would have to be learned.
+    # Weak colours: vivid colours survive most views and tell pictures apart, so an encoder would learn nothing else.
     colours = rng.uniform(-0.14, 0.14, (2, 3))
     colours += (luma - colours @ _LUMA)[:, None]
     return colours.clip(0, 1)
@@ -168,7 +169,10 @@ def _patch(rng: Generator) -> Region:
 
 @dataclass(frozen=True)
 class Procedural:
-    """`num_records` pictures, the ten kinds in turn; picture `number` depends on (seed, split, number) alone."""
+    """A source of `num_records` pictures, the ten kinds in turn.
+
+    Picture `number` depends on (seed, split, number) alone.
+    """
 
     seed: int
     split: str

@@ -1,7 +1,7 @@
-"""Ten kinds of short melody in the place of spoken digits: nothing to download, and sound that is quick to make.
+"""Generated melodies of ten kinds, which stand in for spoken digits: they need no download and are quick to make.
 
-A kind is told by how its notes rise and fall. Pitch, pace, loudness, timbre, start and hiss are drawn alike for all
-kinds, so that no band or moment of the spectrogram gives the kind away.
+Only the rise and fall of the notes shows the kind. Pitch, pace, loudness, timbre, start and hiss are drawn from the
+same distributions for all kinds, so that no band or moment of the spectrogram shows the kind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MELODIES: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
 
 
 def sing(notes: tuple[float, ...], rng: Generator) -> NDArray[np.int16]:
-    """Make one melody: (T,) int16 at 8 kHz, 0.45 to 1.15 s."""
+    """Generate one melody: (T,) int16 at 8 kHz, 0.45 to 1.15 s."""
     num_points = int(SAMPLE_RATE * rng.uniform(0.45, 1.15))
     start = rng.uniform(0, 0.15) * num_points
     paces = rng.uniform(0.7, 1.3, len(notes))
@@ -52,7 +52,7 @@ def sing(notes: tuple[float, ...], rng: Generator) -> NDArray[np.int16]:
     begins = np.concatenate([[start], ends[:-1]])
     within = (point - begins[note]) / (ends - begins)[note]  # from 0 to 1 in each note, below 0 before the first
     lowest = 240 * 2 ** rng.uniform(-0.6, 0.6)
-    if len(set(notes)) == 1:  # anywhere between low and high, or its pitch would betray it
+    if len(set(notes)) == 1:  # any pitch between low and high; always the low one would show the kind
         lowest *= 2 ** (rng.uniform(0, _STEP) / 12)
     frequency = lowest * 2 ** (np.array(notes) * _STEP / 12)
     phase = 2 * math.pi * np.cumsum(frequency[note]) / SAMPLE_RATE
@@ -71,7 +71,10 @@ def sing(notes: tuple[float, ...], rng: Generator) -> NDArray[np.int16]:
 
 @dataclass(frozen=True)
 class ProceduralSpeech:
-    """`num_records` melodies, the ten kinds in turn; melody `number` depends on (seed, split, number) alone."""
+    """A source of `num_records` melodies, the ten kinds in turn.
+
+    Melody `number` depends on (seed, split, number) alone.
+    """
 
     seed: int
     split: str

@@ -12,7 +12,7 @@ from data_pipeline.core.sample import NO_LABEL, Record
 
 @dataclass(frozen=True)
 class SilenceSource:
-    """`num_records` records of one zero point each; a batch pads them with zeros."""
+    """A source of `num_records` records of one zero point each; a batch pads them with zeros."""
 
     num_records: int
     sample_rate: int

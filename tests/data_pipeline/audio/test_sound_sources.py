@@ -127,7 +127,7 @@ def test_wrong_recordings_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no WAV files"):
         Fsdd(tmp_path, split="train")
     write_points(tmp_path / "0_theo_0.wav", rate=8_000)
-    with pytest.raises(UserError, match="one speaker alone, theo"):
+    with pytest.raises(UserError, match="holds only one speaker, theo"):
         Fsdd(tmp_path, split="train", test_speaker="theo")
     write_points(tmp_path / "1_george_0.wav", rate=48_000)
     with pytest.raises(UserError, match='no speaker "teho"; did you mean "theo"'):

@@ -109,7 +109,7 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
     (tmp_path / "train" / "cat" / ".hidden.png").write_text("no picture")
     folder = ImageFolder(tmp_path, split="train")
-    assert f"ignored 1 names without the ending of a picture, such as {tmp_path}/train/cat/notes.txt" in caplog.text
+    assert f"ignored 1 entries without the ending of a picture, such as {tmp_path}/train/cat/notes.txt" in caplog.text
     assert folder.class_names == ("cat", "dog")
     assert folder.labels.tolist() == [0, 0, 1, 1]
     assert [int(folder[number].content[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
@@ -282,7 +282,7 @@ def test_mnist_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None
     assert len(mnist_digits(tmp_path, split="train").labels) == 20
     write_idx(tmp_path, "train", num=19)
     images.write_bytes(whole)
-    with pytest.raises(UserError, match="20 train images and 19 labels do not fit"):
+    with pytest.raises(UserError, match="20 train images and 19 labels do not match"):
         mnist_digits(tmp_path, split="train")
 
 

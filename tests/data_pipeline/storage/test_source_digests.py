@@ -136,7 +136,7 @@ def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_pat
 
 def test_a_test_share_that_is_not_needed_is_refused(tmp_path: Path) -> None:
     write_pictures(tmp_path / "root" / "test", num=3)
-    with pytest.raises(UserError, match="root has a folder test, so it takes no --test-share; leave that out"):
+    with pytest.raises(UserError, match="root has a folder test, so it takes no --test-share; leave it out"):
         build_dataset("folder", tmp_path / "out", root=tmp_path / "root", split="test", test_share=0.2)
     with pytest.raises(UserError, match="procedural does not come from a folder of pictures, so it takes no --test-sh"):
         build_dataset("procedural", tmp_path / "out", test_share=0.2)
@@ -197,5 +197,7 @@ def test_a_share_that_leaves_a_class_empty_names_it(tmp_path: Path) -> None:
     root = write_pictures(tmp_path / "root", num=3)
     (root / "dog" / "001.png").unlink()
     (root / "dog" / "002.png").unlink()
-    with pytest.raises(UserError, match=r"--test-share 0\.3 leaves class dog of .*root no pictures for the test split"):
+    with pytest.raises(
+        UserError, match=r"--test-share 0\.3 leaves no pictures of class dog of .*root for the test split"
+    ):
         ImageFolder(root, split="test", test_share=0.3)
