@@ -1,11 +1,11 @@
 """Compute log-mel spectrograms of a batch of waveforms, as Tamkin et al. (2022) published them, on any device.
 
-The published code squares the mel power once more before it takes decibels, so its decibels are twice the usual ones;
-and its constants of normalisation are those of near silence. Both are kept, because the published budgets of the
-distortions are in these units.
+The published code squares the mel power once more before it takes decibels, so its decibels are twice the usual
+decibels. Its mean and standard deviation for the normalisation fit near silence. Both are kept, because the published
+budgets of the distortions are in these units.
 
-Shapes: B batch, T points of a waveform, W points of a window, H of half a window, F frequencies of the transform,
-X = 2 F real and imaginary parts, M mel bands from low to high, N frames in time, R frames of several waveforms.
+Shapes: B batch, T points of a waveform, W points of a window, F frequencies of the transform, X = 2 F real and
+imaginary parts, M mel bands from low to high, N frames in time, R frames of several waveforms, S some of the waveforms.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from data_pipeline.core.counter_rng import serves_numpy
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 
-_FLOOR = 1e-5  # of the mel power, so 1e-10 of its square: -100 of the doubled decibels
-_CACHED_POINTS = 1 << 19  # of the frames that are transformed at once on a CPU: 2 MiB in float32
-_BANDS_A_BANK = 8  # most weights of the whole filter bank are zero; eight products leave most of them out
+_FLOOR = 1e-5  # least mel power; its square is 1e-10, which is -100 doubled decibels
+_CACHED_POINTS = 1 << 19  # points that a CPU transforms at once: 2 MiB in float32, which fits its cache
+_BANDS_A_BANK = 8  # most weights of all bands together are zero; one product for each eight bands skips most of them
 
 _Array = NDArray[np.floating[Any]]
 
 
 class MelConfig(Schema):
-    """One kind of spectrogram: of `num_points` points at `sample_rate` points a second, (num_mels, num_frames).
+    """The settings of a spectrogram (num_mels, num_frames) of `num_points` points at `sample_rate` points a second.
 
-    Windows are `n_fft` points long and `hop` points apart; bands reach from 0 Hz to half the sample rate. `mean` and
-    `std` normalise the doubled decibels, of which `range_db` below an item's loudest cell are kept.
+    Windows are `n_fft` points long and `hop` points apart. Bands reach from 0 Hz to half the sample rate. The doubled
+    decibels are raised to at least `range_db` below the loudest cell of a sound, and normalised with `mean` and `std`.
     """
 
     sample_rate: PositiveInt
@@ -57,8 +57,8 @@ class MelConfig(Schema):
 
 
 AUDIOMNIST: Final = MelConfig(sample_rate=48_000, num_points=50_000, n_fft=2_048, hop=788)
-# The same 1.04 s in as many frames and bands; windows of 64 ms, because at 43 ms the lowest bands are hardly one
-# frequency wide.
+# The same 1.04 s, number of frames and number of bands. Windows are 64 ms instead of 43 ms, in which the lowest bands
+# would be hardly one frequency wide.
 FSDD: Final = MelConfig(sample_rate=8_000, num_points=8_333, n_fft=512, hop=131)
 
 
@@ -74,12 +74,12 @@ def mel_config(sample_rate: int) -> MelConfig:
 
 
 def power_mel(waveforms_BT: Tensor, config: MelConfig, *, needed_BN: Tensor | None = None) -> Tensor:
-    """Return the power in each mel band and frame, (B, M, N) in the waveforms' dtype (float32 or float64) and device.
+    """Return the power in each mel band and frame, (B, M, N) with the dtype (float32 or float64) and device as given.
 
-    Frames are centred on every `hop`-th point with zeros beyond both ends, under a periodic Hann window; bands have
-    Slaney's scale and his norm of equal area (librosa's defaults, McFee et al. 2015). N is 1 + T // `hop`.
+    Frames are centred on every `hop`-th point, with zeros beyond both ends and a periodic Hann window. Bands have
+    Slaney's scale and norm of equal area (librosa's defaults, McFee et al. 2015). N is 1 + T // `hop`.
 
-    Frames that are not in `needed_BN` (bool; None: all are) have power 0. On a CPU they cost nothing.
+    A frame that is False in `needed_BN` (bool; None needs all) has power 0. On a CPU such a frame costs nothing.
     """
     assert waveforms_BT.dtype in (torch.float32, torch.float64)
     filters = _filters(config, waveforms_BT.device, waveforms_BT.dtype)
@@ -100,11 +100,11 @@ def _power_mel(waveforms_BT: Tensor, config: MelConfig, filters: _Filters) -> Te
 def _power_mel_of_needed(
     waveforms_BT: Tensor, needed_BN: Tensor | None, config: MelConfig, filters: _Filters
 ) -> Tensor:
-    """Do `_power_mel` on some needed frames at a time, which stay in the processor's cache: twice as fast."""
+    """Do `_power_mel` on the needed frames in parts that fit the processor's cache, which is twice as fast."""
     num_points = waveforms_BT.shape[1]
     num_frames = 1 + num_points // config.hop
     power_BNM = waveforms_BT.new_zeros(len(waveforms_BT), num_frames, config.num_mels)
-    # Only frames that reach beyond an end need zeros around the waveforms, and so a copy, which is of a few points.
+    # Frames that reach beyond an end need zeros there, and so a copy. They are handled apart, to copy only few points.
     half = config.n_fft // 2
     first_whole = min(num_frames, math.ceil(half / config.hop))
     end_of_whole = max(first_whole, (num_points - config.n_fft + half) // config.hop + 1)
@@ -120,17 +120,17 @@ def _power_mel_of_needed(
                 out_BNM[start : start + size] = power_RM.reshape(*windowed_BNW.shape[:2], config.num_mels)
         else:
             samples_R, frames_R = needed_BN[:, first:end].numpy().nonzero()
-            size = max(1, _CACHED_POINTS // 2 // config.n_fft)  # half, because what is gathered is there as well
+            size = max(1, _CACHED_POINTS // 2 // config.n_fft)  # half, because the gathered frames need memory too
             for start in range(0, len(samples_R), size):
                 index_R = samples_R[start : start + size], frames_R[start : start + size]
-                # NumPy gathers in a quarter of torch's time, and torch multiplies in half of NumPy's.
+                # NumPy gathers in a quarter of torch's time; torch multiplies in half of NumPy's time.
                 windowed_RW = torch.from_numpy(frames_BNW.numpy()[index_R]).mul_(filters.window_W)
                 out_BNM[index_R] = _power(windowed_RW, filters)
     return power_BNM.transpose(1, 2).contiguous()
 
 
 def _frames(waveforms_BT: Tensor, first: int, end: int, config: MelConfig) -> Tensor:
-    """Return frames `first` to `end` - 1, (B, N, W), as a view: frames share the memory of common points."""
+    """Return frames `first` to `end` - 1, (B, N, W), as a view: overlapping frames share memory."""
     start = first * config.hop - config.n_fft // 2
     stop = start + (end - 1 - first) * config.hop + config.n_fft
     missing = max(0, -start), max(0, stop - waveforms_BT.shape[1])
@@ -139,8 +139,9 @@ def _frames(waveforms_BT: Tensor, first: int, end: int, config: MelConfig) -> Te
 
 
 def _squares(frames_W: Tensor) -> Tensor:
-    """Of the transform of the last axis: (..., W) to (..., X). The squares of real and imaginary parts lie side by
-    side; the product with the weights adds them up as well.
+    """Return the squared real and imaginary parts of the transform of each frame: (..., W) to (..., X).
+
+    The two squares of a frequency lie side by side; the product with the weights of the bands adds them up.
     """
     return torch.view_as_real(torch.fft.rfft(frames_W)).square_().flatten(-2)
 
@@ -155,7 +156,7 @@ def _power(windowed_RW: Tensor, filters: _Filters) -> _Array:
 
 
 def frames_that_hear(first_B: Tensor, length_B: Tensor, config: MelConfig) -> Tensor:
-    """Return whether a frame of a waveform of `num_points` has any of the `length` points from `first` on, (B, N)."""
+    """Return whether each frame covers any of the `length_B` points from `first_B` on, (B, N) bool."""
     centre_N = torch.arange(config.num_frames, device=first_B.device) * config.hop
     half = config.n_fft // 2
     is_reached_BN = centre_N + half > first_B[:, None]
@@ -163,29 +164,32 @@ def frames_that_hear(first_B: Tensor, length_B: Tensor, config: MelConfig) -> Te
 
 
 def audible_frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
-    """Return which frames of `power_mel` have any power, (B, N) bool: those with a point under their window that is
-    not 0. The window is 0 at its first point.
+    """Return which frames of `power_mel` have any power, (B, N) bool.
+
+    A frame has power if a point under its window is not 0. The window itself is 0 at its first point.
     """
     if not serves_numpy(waveforms_BT):
         return _points_of_frames(waveforms_BT, config).any(dim=2)
     num_points = waveforms_BT.shape[1]
     centre_N = torch.arange(1 + num_points // config.hop).mul_(config.hop).clamp_(max=num_points - 1)
-    is_audible_BN = waveforms_BT[:, centre_N] != 0  # settles most sounds at once
+    is_audible_BN = waveforms_BT[:, centre_N] != 0  # enough for most sounds
     unsettled_S = is_audible_BN.logical_not().any(dim=1).nonzero()[:, 0]
-    # NumPy stops at the first point that is not 0: a thirtieth of torch's time.
+    # NumPy stops at the first point that is not 0 and takes a thirtieth of torch's time.
     points_SNW = _points_of_frames(waveforms_BT[unsettled_S], config).numpy()
     return is_audible_BN.index_copy_(0, unsettled_S, torch.from_numpy(points_SNW.any(axis=2)))
 
 
 def _points_of_frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
-    """Return whether each point under a frame's window is not 0: (B, N, W - 1) bool."""
+    """Return whether each point under each frame's window is not 0, (B, N, W - 1) bool."""
     half = config.n_fft // 2
     return F.pad(waveforms_BT.bool(), (half - 1, half)).unfold(1, config.n_fft - 1, config.hop)
 
 
 def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:
-    """The normalised doubled decibels of `power_mel`, same shape and dtype: 20 log10 of the power, at least -100, at
-    least `range_db` below the item's own maximum, then (x - mean) / std. Pure silence gives -0.823.
+    """Return the normalised doubled decibels of a result of `power_mel`, with the same shape and dtype.
+
+    x is 20 log10 of the power, raised to at least -100 and to at least `range_db` below the maximum of its sound. The
+    result is (x - mean) / std; pure silence gives -0.823.
     """
     decibels_BMN = _log(power_BMN.clamp(min=_FLOOR)).mul_(20 / math.log(10))
     least_B11 = decibels_BMN.amax(dim=(1, 2), keepdim=True) - config.range_db
@@ -194,13 +198,13 @@ def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the result, perhaps in the memory of x."""
+    """Return the natural logarithm; it may overwrite x."""
     return torch.from_numpy(np.log(x.numpy(), out=x.numpy())) if serves_numpy(x) else x.log()
 
 
 @dataclass(frozen=True)
 class _Bank:
-    """A few neighbouring mel bands and the only parts of the spectrum that they weigh, `lowest` to `highest` - 1."""
+    """The weights of neighbouring mel bands for the parts `lowest` to `highest` - 1 of the spectrum; others are 0."""
 
     lowest: int
     highest: int
@@ -215,7 +219,7 @@ class _Filters:
 
     @cached_property
     def banks_of_numpy(self) -> list[tuple[int, int, slice, _Array]]:
-        """On a CPU: what a bank weighs, the bands that it gives, and its weights in the same memory."""
+        """Return (lowest, highest, bands, weights) of each bank on a CPU; the weights share the tensor's memory."""
         bounds = itertools.accumulate((bank.weights_XM.shape[1] for bank in self.banks), initial=0)
         return [
             (bank.lowest, bank.highest, slice(*bands), bank.weights_XM.numpy())
@@ -225,7 +229,7 @@ class _Filters:
 
 @lru_cache(maxsize=8)
 def _filters(config: MelConfig, device: torch.device, dtype: torch.dtype) -> _Filters:
-    with torch.inference_mode(False):  # or tensors that are first made in inference could not serve training
+    with torch.inference_mode(False):  # the cache must not keep inference tensors: training could not use them
         window = torch.hann_window(config.n_fft, dtype=torch.float64)
         weights_FM: Tensor = audio.melscale_fbanks(
             config.n_fft // 2 + 1,
@@ -240,6 +244,6 @@ def _filters(config: MelConfig, device: torch.device, dtype: torch.dtype) -> _Fi
         for part_FM in torch.split(weights_FM, _BANDS_A_BANK, dim=1):
             used = part_FM.any(dim=1).nonzero()
             lowest, highest = int(used.min()), int(used.max()) + 1
-            weights_MX = part_FM[lowest:highest].T.repeat_interleave(2, dim=1)  # in this order a third faster on a CPU
+            weights_MX = part_FM[lowest:highest].T.repeat_interleave(2, dim=1)  # this layout is a third faster on a CPU
             banks.append(_Bank(2 * lowest, 2 * highest, weights_MX.T))
         return _Filters(window.to(device, dtype), tuple(banks), config.num_mels)

@@ -1,6 +1,6 @@
 """Read and write WAV, and crop or pad waveforms to one length for a batch.
 
-Shapes: B batch, T points of every waveform of a batch, X points of all clips laid end to end.
+Shapes: B batch, T points of every waveform of a batch, X points of one sound or of all clips end to end.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from torchaudio import functional as audio
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 
-CROP_PURPOSE: Final = 100  # of `data_pipeline.core.counter_rng`
-_LEVELS = 32_768  # int16 from -1 up to 1
+CROP_PURPOSE: Final = 100  # `purpose` in `data_pipeline.core.counter_rng`
+_LEVELS = 32_768  # of int16 from 0 to 1
 _EXACT_IN_INT16 = frozenset({"PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"})
-_UNKNOWN_SIZE = 0x7FFF_0000  # a writer that could not seek back leaves a size at or above this
+_UNKNOWN_SIZE = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
 _DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
     {(1, 16): np.dtype("<i2"), (3, 32): np.dtype("<f4")}  # by WAV format tag and bits a point
 )
 
 
 def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
-    """Read the points of a mono WAV file: (T,) int16, exactly as recorded.
+    """Read the points of a mono WAV file, (T,) int16, exactly as recorded.
 
-    Raises `UserError` that names the file where `read_wav_at_its_rate` does, or where the rate is not `sample_rate`,
-    in points a second.
+    Raises `UserError` if `read_wav_at_its_rate` does, or if the rate is not `sample_rate`, in points a second.
     """
     points, rate = read_wav_at_its_rate(path)
     if rate != sample_rate:
@@ -49,10 +48,10 @@ def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
 def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
     """Read the points of a mono WAV file, (T,) int16 exactly as recorded, and its rate in points a second.
 
-    Raises `UserError` that names the file: missing, no regular file or no WAV, cut off, more than one
-    channel, no points, or points that int16 cannot hold exactly.
+    Raises `UserError` with the file's name if it is missing, is not a regular file or not a WAV, is cut off, has more
+    than one channel or no points, or has points that int16 cannot hold exactly.
     """
-    import soundfile  # here, as scipy below, because whoever trains needs neither, and each takes a third of a second
+    import soundfile  # imported here, like scipy below: training needs neither, and each takes a third of a second
 
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file, so it is not read; remove it")
@@ -80,10 +79,10 @@ def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
 
 
 def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float32]:
-    """Return the points of a WAV in memory, as `encode_wav` writes it: a copy, (T,) int16 or float32.
+    """Return a copy of the points of a WAV in memory, (T,) int16 or float32, as `encode_wav` writes it.
 
-    Parses only the header, which takes microseconds. Raises `ValueError` for anything but a whole mono WAV of
-    int16 or float32 points with at least one of them.
+    Parses only the header, which takes microseconds. Raises `ValueError` if `data` is not a whole mono WAV with at
+    least one int16 or float32 point.
     """
     dtype: np.dtype[Any] | None = None
     for name, size, chunk in _chunks(data):
@@ -119,7 +118,7 @@ def encode_wav(points: NDArray[np.int16] | NDArray[np.float32], *, sample_rate: 
 
 
 def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]:
-    """Yield name, size by the header, and available bytes of each chunk of a RIFF file; nothing for other files."""
+    """Yield (name, size in its header, bytes that are there) of each chunk of a RIFF file; nothing for other files."""
     view = memoryview(data)
     if bytes(view[:4]) != b"RIFF" or bytes(view[8:12]) != b"WAVE":
         return
@@ -131,16 +130,16 @@ def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]
 
 
 def to_float(waveforms: Tensor) -> Tensor:
-    """Convert int16 points of any shape to float32 in [-1, 1): divided by 32,768, which is exact."""
+    """Convert int16 points of any shape to float32 in [-1, 1) by a division by 32,768, which is exact."""
     return waveforms.to(torch.float32) / _LEVELS
 
 
 def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
-    """Return a float sound (..., X) at another rate, in points a second, with as many points as librosa 0.9 gives it.
+    """Return a float sound (..., X) at another rate, in points a second, with as many points as librosa 0.9 returns.
 
     The filter is a windowed sinc with the Kaiser window that resampy calls `kaiser_best`, the published choice. With
     Y = X * (to_rate / from_rate) in floating point, it makes floor(Y) points; a zero follows unless Y is whole. The
-    rounding of Y counts: 30 s at 44,100 points a second become 1,440,001 points at 48,000, the last of them a zero.
+    rounding of Y matters: 30 s at 44,100 points a second become 1,440,001 points at 48,000, and the last is a zero.
     """
     num_points = sound.shape[-1] * (to_rate / from_rate)
     num_made = math.floor(num_points)
@@ -157,19 +156,19 @@ def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
 
 
 def crop_last(keys: DrawKeys) -> Tensor:
-    """Draw for each key whether a sound that is too long keeps its last points or its first: (B,) bool, fair."""
+    """Draw with equal chance whether a sound that is too long keeps its last points (True) or its first: (B,) bool."""
     return integers(keys, 1, 2, purpose=CROP_PURPOSE)[:, 0].bool()
 
 
 def fit_length(clips: Sequence[Tensor], num_points: int, *, last_B: Tensor) -> Tensor:
     """Crop or pad clips (any length,) of one dtype in host memory to one batch (B, T = num_points) of that dtype.
 
-    Zeros follow a clip that is shorter; one that is longer keeps its last T points where `last_B` (B,) bool is true,
-    its first T points elsewhere.
+    A shorter clip is followed by zeros. A longer clip keeps its last T points if its entry of `last_B` (B,) bool is
+    True, else its first T points.
     """
     assert len(clips) == len(last_B)
     waveforms_BT = torch.empty((len(clips), num_points), dtype=clips[0].dtype)
-    # NumPy's views of the same memory: a slice takes it a fifth of torch's time, and there are six a clip.
+    # NumPy views of the same memory: there are six slices for each clip, and NumPy needs a fifth of torch's time.
     for waveform_T, clip, last in zip(waveforms_BT.numpy(), clips, last_B.tolist(), strict=True):
         kept = clip.numpy()[-num_points:] if last else clip.numpy()[:num_points]
         waveform_T[: len(kept)] = kept
@@ -180,9 +179,9 @@ def fit_length(clips: Sequence[Tensor], num_points: int, *, last_B: Tensor) -> T
 def gather_clips(flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: int, *, last_B: Tensor) -> Tensor:
     """Do `fit_length` on clips that lie end to end in one tensor on any device: (B, T = num_points), as `flat_X`.
 
-    `start_B` and `length_B` are (B,) int64, `last_B` (B,) bool, on that device; nothing is copied to the host.
+    `start_B` and `length_B` (B,) int64 and `last_B` (B,) bool are on the same device. Copies nothing to the host.
     """
-    if flat_X.device.type == "cpu":  # slices are several times as fast there as an index for every point
+    if flat_X.device.type == "cpu":  # slices are several times faster there than an index for every point
         ranges = zip(start_B.tolist(), length_B.tolist(), strict=True)
         return fit_length([flat_X[start : start + length] for start, length in ranges], num_points, last_B=last_B)
     return gather_clips_by_index(flat_X, start_B, length_B, num_points, last_B=last_B)
@@ -191,7 +190,7 @@ def gather_clips(flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: 
 def gather_clips_by_index(
     flat_X: Tensor, start_B: Tensor, length_B: Tensor, num_points: int, *, last_B: Tensor
 ) -> Tensor:
-    """Do `gather_clips` by one gather without a loop over the batch, as it does on an accelerator."""
+    """Do `gather_clips` with one gather and no loop over the batch: the way for an accelerator."""
     first_B = start_B + (length_B - num_points).clamp(min=0) * last_B
     point_T = torch.arange(num_points, device=flat_X.device)
     waveforms_BT = flat_X[(first_B[:, None] + point_T).clamp_(max=flat_X.numel() - 1)]
