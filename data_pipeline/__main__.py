@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from data_pipeline.building.datasets import (
     DIGITS,
-    DRAWN,
     NOISE_CROPS,
     NOISE_VOLUME,
     NUM_SAMPLES_PER_SHARD,
+    OVERLAY_MODES,
     SPLITS,
     TEST_SPEAKER,
     describe_datasets,
@@ -24,7 +24,7 @@ from data_pipeline.core.errors import UserError, run_command
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument like every other mistake of the user: in one sentence."""
+    """A parser that reports a wrong argument in one sentence, like every other mistake of the user."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")
@@ -36,13 +36,17 @@ def _build(parser: argparse.ArgumentParser) -> None:
     parser.epilog = describe_datasets()
     add = parser.add_argument
     add("dataset", metavar="DATASET", help="The dataset to build, one of the list below.")
-    add("--out", metavar="DIR", type=Path, required=True, help="The directory to write.")
-    add("--source", metavar="S", help="The source of the data, one of the list below.")
-    add("--root", metavar="PATH", type=Path, help="The directory that holds the data of the source.")
+    add("--out", metavar="DIR", type=Path, required=True, help="The directory to write the dataset to.")
+    add("--source", metavar="S", help="Where the data comes from, one of the list below.")
+    add("--root", metavar="PATH", type=Path, help="The directory that holds the files of the source.")
     add("--split", metavar="|".join(SPLITS), default="train", help="The split to build (default: train).")
     add("--seed", metavar="N", type=int, default=0, help="The seed of the order and of the overlays (default: 0).")
     add("--limit", metavar="N", type=int, help="Use at most N records, balanced over the classes.")
-    add("--overlay", metavar="|".join(DRAWN), help="Draw overlays into the shards (default), or at each reading.")
+    add(
+        "--overlay",
+        metavar="|".join(OVERLAY_MODES),
+        help="Draw overlays into the shards (default) or again at each reading.",
+    )
     add(
         "--repeats",
         metavar="R",
@@ -55,7 +59,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         "--test-share",
         metavar="P",
         type=float,
-        help="For a folder without train/ and test/: the share of pictures in the test split. --seed chooses them.",
+        help="For a folder without train/ and test/: the share of pictures in the test split. --seed draws them.",
     )
     add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: sklearn for procedural, else mnist).")
     add(
@@ -68,18 +72,22 @@ def _build(parser: argparse.ArgumentParser) -> None:
         "--noise-root",
         metavar="PATH",
         type=Path,
-        help="The directory of cafe.wav, traffic.wav and machinery.wav (default: --root; the source procedural makes "
-        "its own).",
+        help="The directory of cafe.wav, traffic.wav and machinery.wav (default: --root; the source procedural "
+        "generates its own).",
     )
-    add("--noise-volume", metavar="V", type=float, help=f"The loudest point of the noise (default: {NOISE_VOLUME}).")
-    add("--noise-crop", metavar="|".join(NOISE_CROPS), help="Crops of the train split (default: first_or_last).")
+    add("--noise-volume", metavar="V", type=float, help=f"The largest value of the noise (default: {NOISE_VOLUME}).")
+    add(
+        "--noise-crop",
+        metavar="|".join(NOISE_CROPS),
+        help="The part of the noise that the train split hears (default: first_or_last).",
+    )
     add("--test-speaker", metavar="NAME", help=f"The speaker of the test split of fsdd (default: {TEST_SPEAKER}).")
     add(
         "--samples-per-shard",
         metavar="N",
         type=int,
         default=NUM_SAMPLES_PER_SHARD,
-        help="The samples in a shard (default: %(default)s).",
+        help="The number of samples in a shard (default: %(default)s).",
     )
     num_cpus = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
@@ -101,7 +109,7 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
     add = parser.add_argument
     add("--ranks", type=int, default=1, metavar="N", help="The number of training processes (default: 1).")
-    add("--workers", type=int, default=0, metavar="M", help="The reader processes of each rank (default: 0).")
+    add("--workers", type=int, default=0, metavar="M", help="The number of data workers of a rank (default: 0).")
     add(
         "--batch-size", type=int, required=True, metavar="B", help="The global batch size: samples a step on all ranks."
     )
@@ -112,7 +120,7 @@ def _trace(parser: argparse.ArgumentParser) -> None:
         "--shuffle-shards",
         type=int,
         metavar="N",
-        help="Shuffle within windows of N shards (default: the whole dataset).",
+        help="Shuffle within windows of N shards (default: across the whole dataset).",
     )
 
 
@@ -141,7 +149,7 @@ def _add_location(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does, the function that adds its arguments, and the module whose `run` takes them."""
+    """A command: a summary, the function that adds its arguments, and the module whose `run` carries it out."""
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -160,7 +168,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command in `words`, by default those of the command line. Raises `UserError`."""
+    """Run the command in `words`, by default `sys.argv[1:]`. Raises `UserError`."""
     parser = Parser(prog="python -m data_pipeline", description="Build, check, show and measure datasets.")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, command in COMMANDS.items():

@@ -1,9 +1,11 @@
 """Build a dataset: from a source, through an overlay, to shards and a manifest.
 
-Sample `i` shows record `order[i % num_records]`. Its overlay is drawn from (seed, split, i) into the shard, or at each
-reading from a file beside the shards. The order is a seeded shuffle in rounds, one record of every class a round, so
-that any first part of a dataset is balanced. All is written to `DIR.partial`, the manifest last, and then renamed. A
-build that was interrupted leaves its finished shards there, and the same build continues from them.
+Sample `i` shows record `order[i % num_records]`. Its overlay is drawn from (seed, split, i) into the shard; an online
+overlay is stored beside the shards instead, and drawn at each reading. The order is a seeded shuffle in rounds of one
+record from every class, so that the first part of a dataset, of any length, is balanced.
+
+A build writes to `DIR.partial`, the manifest last, and then renames it to `DIR`. An interrupted build leaves its
+finished shards in `DIR.partial`, and the same build continues from them.
 
 Guarantees: `DIR` holds a whole dataset or does not exist. The same arguments and source give the same bytes: each shard
 is made by one process from its number alone.
@@ -32,7 +34,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset
-from data_pipeline.building.datasets import DRAWN, NUM_SAMPLES_PER_SHARD
+from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES
 from data_pipeline.building.workers import (
     FINISHED_SUFFIX,
     BuildInputs,
@@ -69,15 +71,15 @@ from data_pipeline.storage.source_digests import check_source_digests, write_sou
 
 logger = logging.getLogger(__name__)
 
-_NUM_NAMED: Final = 12  # classes in the summary of a build
-_ARGUMENTS_NAME = "build.json"  # in DIR.partial: what its finished shards were made from
+_NUM_NAMED: Final = 12  # class names in the summary of a build
+_ARGUMENTS_NAME = "build.json"  # in DIR.partial: the arguments of the build that made its shards
 _OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, _ARGUMENTS_NAME})
 
 
 def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: int | None) -> NDArray[np.int64]:
-    """A seeded shuffle of the records, in rounds of one record of every class that has some left, cut at `limit`.
+    """Return a seeded shuffle of the records, cut at `limit`: (num_records,) int64 numbers of records.
 
-    Returns (num_records,) int64 numbers of records.
+    The shuffle goes in rounds. Each round has one record of every class that has records left.
     """
     shuffled = generator(seed, f"order {split}").permutation(len(labels))
     by_class = np.argsort(labels[shuffled], kind="stable")
@@ -100,14 +102,14 @@ def _source_sha256(plan: BuildPlan, digests: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """A dataset to build: how it is made, for its manifest, and the record of each sample."""
+    """A dataset to build: its inputs, the entries of its manifest, and the record of each sample."""
 
     inputs: BuildInputs
     how_made: HowMade
     overlay: Overlay | None
-    overlay_sha256: str | None  # of what `save_overlay` writes
+    overlay_sha256: str | None  # of the file that `save_overlay` writes
     overlay_entry: OverlayEntry | None
-    order: NDArray[np.int64]  # as `balanced_order` gives it
+    order: NDArray[np.int64]  # from `balanced_order`
     num_samples_per_shard: int
 
     @property
@@ -131,7 +133,7 @@ class BuildPlan:
 
     @property
     def arguments(self) -> str:
-        """Return the arguments that finished shards must share with a build that continues from them."""
+        """Return as JSON what must be equal for a build to continue from the finished shards of another."""
         return json.dumps(
             {
                 "how_made": self.how_made.model_dump(),
@@ -172,7 +174,7 @@ def build_dataset(
     ):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value}")
-    with _within_the_manifests_bounds(dataset):
+    with _manifest_errors_as_user_errors(dataset):
         plan = _plan(
             dataset,
             split=split,
@@ -196,7 +198,7 @@ def build_dataset(
             manifest = _check_finished(unfinished, plan)  # it exists if a build was killed just before the renaming
         except UserError:
             _make_shards(plan, unfinished, title=f"building {directory.name}", num_workers=num_workers)
-            with _within_the_manifests_bounds(dataset):
+            with _manifest_errors_as_user_errors(dataset):
                 manifest = _write_manifest(plan, unfinished)
         for path in [*unfinished.glob(".shard-*"), unfinished / _ARGUMENTS_NAME]:
             path.unlink(missing_ok=True)
@@ -204,8 +206,8 @@ def build_dataset(
 
 
 @contextmanager
-def _within_the_manifests_bounds(dataset: str) -> Iterator[None]:
-    """Raise `UserError` for an input that no manifest can hold, such as a class name with a line break."""
+def _manifest_errors_as_user_errors(dataset: str) -> Iterator[None]:
+    """Raise `UserError` for an input that a manifest cannot hold, such as a class name with a line break."""
     try:
         yield
     except ValidationError as error:
@@ -226,10 +228,10 @@ def _plan(
     choices: Choices,
 ) -> BuildPlan:
     """Open the sources, and check everything that can be checked before the first shard."""
-    if drawn is not None and drawn not in DRAWN:
-        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, DRAWN)}')
+    if drawn is not None and drawn not in OVERLAY_MODES:
+        raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
     if drawn is not None and dataset in DATASETS and DATASETS[dataset].overlay is None:
-        raise UserError(f"{dataset} has no overlay, so it takes no --overlay; leave that out")
+        raise UserError(f"{dataset} has no overlay, so it takes no --overlay; leave it out")
     if drawn == "online" and repeats > 1:
         raise UserError(
             "an online overlay is drawn anew at each reading, so --repeats stores nothing new; leave it out"
@@ -241,8 +243,8 @@ def _plan(
         height, width, _ = source[int(order[0])].content.shape
         if (height, width) != (IMAGE_SIZE, IMAGE_SIZE):
             raise UserError(
-                f"{dataset} draws on pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels, but those in {choices.get('root')} "
-                f"are {width}x{height}; give --source folder --image-size {IMAGE_SIZE}"
+                f"{dataset} draws on pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels, but the pictures in "
+                f"{choices.get('root')} have {width}x{height}; give --source folder --image-size {IMAGE_SIZE}"
             )
     entry, overlay_sha256 = None, None
     if overlay is not None:
@@ -311,8 +313,8 @@ def _make_shards(plan: BuildPlan, directory: Path, *, title: str, num_workers: i
 def _kept_shards(plan: BuildPlan, directory: Path) -> set[int]:
     """Return the numbers of the shards that an interrupted build of the same plan has finished in `directory`.
 
-    Removes all other files. Compares one record of each shard, to notice a source that has changed meanwhile; in the
-    end `source_sha256` tells what a shard was made from.
+    Removes all other files. Compares one record of each shard with the source, to notice if the source has changed
+    since. The `source_sha256` of the manifest covers all records.
     """
     arguments = directory / _ARGUMENTS_NAME
     kept: set[int] = set()
@@ -409,7 +411,8 @@ def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
             )
     if manifest.overlay != plan.overlay_entry:
         raise UserError(
-            f"{directory} was built with another --overlay or its assets; choose another directory or remove it"
+            f"{directory} was built with another --overlay or with other digits or sounds for it; choose another "
+            "directory or remove it"
         )
     if tuple(entry.num_samples for entry in manifest.shards) != plan.shard_sizes:
         raise UserError(
@@ -431,11 +434,12 @@ def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
 def _whole_or_nothing(directory: Path) -> Iterator[Path]:
     """Make the folder `directory.partial` to build in, and rename it to `directory` at the end.
 
-    It may hold files of an earlier build. After an error it stays if it holds a finished shard, else it is removed. A
-    lock, which ends with its process, keeps two builds apart. Raises `UserError` if the folder cannot be made.
+    The folder may hold files of an earlier build. After an error it is kept if it holds a finished shard, and removed
+    if not. A file lock, which is free again when the process ends, keeps two builds apart. Raises `UserError` if the
+    folder cannot be made.
     """
     if not directory.name:
-        raise UserError(f"--out {directory} is no name for a folder to make; give one, such as --out {directory}/data")
+        raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
     unfinished = directory.with_name(f"{directory.name}.partial")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -451,14 +455,14 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
             pass  # a file system without locks
         for path in unfinished.iterdir():
             if path.name not in _OWN_NAMES and not path.name.startswith(("shard-", ".shard-")):
-                raise UserError(f"{path} is not of a build, so it is not removed; move it or choose another --out")
+                raise UserError(f"{path} is not from a build, so it is not removed; move it or choose another --out")
         try:
             yield unfinished
         except BaseException as error:
             if not any([*unfinished.glob(f".*{FINISHED_SUFFIX}"), *unfinished.glob(MANIFEST_NAME)]):
                 shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                error.filename = unfinished  # an error of a write names no file
+                error.filename = unfinished  # the error of a write has no file name
             raise
         unfinished.rename(directory)
     finally:
@@ -466,7 +470,7 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
 
 
 def describe_manifest(manifest: Manifest) -> list[str]:
-    """Return lines that describe a dataset: the samples, both labels with their classes, the overlay, the origin."""
+    """Return lines that describe a dataset: its samples, both labels with their classes, the overlay, the source."""
     size = " x ".join(map(str, manifest.input_shape[:0:-1]))
     samples = (
         f"pictures of {size} pixels"
@@ -496,7 +500,7 @@ def describe_manifest(manifest: Manifest) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    there_already = (args.out / MANIFEST_NAME).is_file()
+    existed = (args.out / MANIFEST_NAME).is_file()
     manifest = build_dataset(
         args.dataset,
         args.out,
@@ -518,7 +522,7 @@ def run(args: argparse.Namespace) -> None:
         noise_crop=args.noise_crop,
         test_speaker=args.test_speaker,
     )
-    done = "is there already, built from the same data with the same arguments" if there_already else "built"
+    done = "exists already, built from the same data with the same arguments" if existed else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {len(manifest.shards)} shards, {manifest.sha256[:12]}")
     for line in describe_manifest(manifest):
         print(line)

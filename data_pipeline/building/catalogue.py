@@ -1,4 +1,4 @@
-"""Opens the source and the overlay of a dataset such as `cifar10_digits` or `spoken_noise`."""
+"""Open the source and the overlay of a dataset such as `cifar10_digits` or `spoken_noise`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.silence import SilenceSource
 
 DATASETS = datasets_with([kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay)])
-# What a record of silence stands for: as many, at the same rate, as the source has of speech.
+# The dataset `noise` has as many records, at the same sample rate, as its source has of speech.
 _SAMPLE_RATES: Mapping[str, int] = MappingProxyType(
     {"audiomnist": AudioMnist.sample_rate, "fsdd": Fsdd.sample_rate, "procedural": procedural_speech.SAMPLE_RATE}
 )
-_NUM_OF_SPEECH: Mapping[str, Mapping[str, int]] = MappingProxyType(
+_NUM_SPOKEN_RECORDS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "audiomnist": MappingProxyType({"train": 24_000, "test": 6_000}),
         "fsdd": MappingProxyType({"train": 2_500, "test": 500}),
@@ -41,20 +41,20 @@ _NUM_OF_SPEECH: Mapping[str, Mapping[str, int]] = MappingProxyType(
 
 
 class Choices(TypedDict, total=False):
-    """What else can be chosen of a dataset. Absent or `None` is the default; a choice that does not fit is refused.
+    """The optional settings of a dataset. A missing setting or `None` stands for the default.
 
-    source: a name in `SOURCES` of the base; by default the first.
-    root: the folder of the source's data.
-    image_size: of the source `folder`: each picture becomes this many pixels wide and high; by default all must be of
-        one size already.
-    test_share: of the source `folder`, if `root` has no folders `train` and `test`: the share of the pictures that are
-        the test split, chosen by `seed`.
-    digits: a name in `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
+    source: where the data comes from, one of `SOURCES` for the base; by default the first.
+    root: the folder of the source's files.
+    image_size: for the source `folder`: width and height in pixels to which each picture is brought. By default, all
+        pictures must have one size.
+    test_share: for the source `folder`, if `root` has no folders `train` and `test`: the share of the pictures in the
+        test split, which `seed` draws.
+    digits: the digits to draw, one of `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
     digits_root: the folder of MNIST; by default `root`.
-    noise_root: the folder of the background sounds; by default `root`, and made ones for the source `procedural`.
-    noise_volume: the loudest point of each background sound, by default `NOISE_VOLUME`; 1 is full scale.
-    noise_crop: a name in `NOISE_CROPS`; by default the first.
-    test_speaker: of the source `fsdd`: the speaker of the test split.
+    noise_root: the folder of the background sounds; by default `root`. The source `procedural` generates its own.
+    noise_volume: the largest magnitude of each background sound, where 1 is full scale; by default `NOISE_VOLUME`.
+    noise_crop: the part of a background sound that is heard in training, one of `NOISE_CROPS`; by default the first.
+    test_speaker: for the source `fsdd`: the speaker of the test split.
     """
 
     source: str | None
@@ -71,10 +71,10 @@ class Choices(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Ingredients:
-    """What a dataset is made of.
+    """The opened source and overlay of a dataset.
 
-    `description` is the manifest's `how_made.source`. `sample_rate` and `num_points` are of sounds, points a second and
-    points of a waveform in a batch, and `None` for pictures.
+    `description` becomes `how_made.source` in the manifest. `sample_rate` is in points a second, `num_points` is the
+    length of a waveform in a batch; both are None for pictures.
     """
 
     source: Source
@@ -89,8 +89,8 @@ def open_dataset(
 ) -> Ingredients:
     """Open the source and the overlay of a dataset.
 
-    `limit` is the number of records of a source that makes them; other sources come whole. Raises `UserError` where a
-    name is unknown, a choice does not fit the dataset, or the data is missing.
+    A source that generates its records makes `limit` of them; other sources ignore it. Raises `UserError` if a name is
+    unknown, a choice does not fit the dataset, or the data is missing.
     """
     if dataset not in DATASETS:
         raise UserError(f'unknown dataset "{dataset}"{nearest(dataset, DATASETS)}')
@@ -100,13 +100,14 @@ def open_dataset(
     name = choices.get("source") or SOURCES[base][0]
     if name not in SOURCES[base]:
         raise UserError(f'{dataset} cannot come from the source "{name}"{nearest(name, SOURCES[base])}')
-    _refuse_what_does_not_fit(dataset, base, overlay, name, choices)
+    _check_choices(dataset, base, overlay, name, choices)
     if base in ("spoken", "silence"):
         return _open_sounds(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
     return _open_pictures(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
 
 
-def _refuse_what_does_not_fit(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
+def _check_choices(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
+    """Raise `UserError` if a choice is for another kind of dataset or source."""
     for fits, what, names in (
         (overlay == "digits", "has no digits", ("digits", "digits_root")),
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
@@ -118,7 +119,7 @@ def _refuse_what_does_not_fit(dataset: str, base: str, overlay: str | None, sour
             option = wrong[0].replace("_", "-")
             raise UserError(f"{dataset} {what}, so it takes no --{option}; leave it out")
     if source == "procedural" and choices.get("root") is not None:
-        raise UserError(f"procedural data is made, not read from {choices['root']}; leave --root out")
+        raise UserError(f"procedural data is generated, not read from {choices['root']}; leave --root out")
 
 
 def _open_pictures(
@@ -169,9 +170,9 @@ def _open_sounds(
     opened: SoundSource
     root = choices.get("root")
     if base == "silence":
-        opened = SilenceSource(limit or _NUM_OF_SPEECH[source][split], sample_rate=_SAMPLE_RATES[source])
+        opened = SilenceSource(limit or _NUM_SPOKEN_RECORDS[source][split], sample_rate=_SAMPLE_RATES[source])
     elif source == "procedural":
-        opened = ProceduralSpeech(seed, split, limit or _NUM_OF_SPEECH[source][split])
+        opened = ProceduralSpeech(seed, split, limit or _NUM_SPOKEN_RECORDS[source][split])
     elif root is None:
         raise UserError(f"the source {source} reads sounds from a folder; name it with --root")
     elif source == "audiomnist":
@@ -188,7 +189,7 @@ def _open_sounds(
 
 
 def _open_noise(source: str, sample_rate: int, num_points: int, *, split: str, choices: Choices) -> tuple[str, Noise]:
-    """Return a description of the background sounds for the manifest, and the overlay of them."""
+    """Return a description of the background sounds for the manifest, and their overlay."""
     crop = choices.get("noise_crop") or NOISE_CROPS[0]
     if crop not in NOISE_CROPS:
         raise UserError(f'unknown crop "{crop}"{nearest(crop, NOISE_CROPS)}')
@@ -199,7 +200,7 @@ def _open_noise(source: str, sample_rate: int, num_points: int, *, split: str, c
         sounds = background.read_sounds(root, sample_rate=sample_rate, num_points=num_points)
     elif source == "procedural":
         origin = "procedural background sounds"
-        # One set of sounds, as there is one of recordings: the seed is of the order and of what is drawn from them.
+        # Always seed 0: as with recordings, every build has the same sounds, and its seed draws the parts of them.
         sounds = background.procedural_sounds(0, sample_rate=sample_rate, num_points=num_points)
     else:
         raise UserError("the background sounds are read from a folder; name it with --noise-root")

@@ -2,8 +2,8 @@
 
 A worker writes the shard, its index, and last a file that lists what is in it.
 
-Guarantees: no byte depends on which process made it. No worker writes on after its build was killed and another build
-has begun.
+Guarantees: no byte depends on which process made it. No worker of a killed build still writes when another build has
+begun.
 
 Shapes: B samples of a shard or of one call of the overlay, C channels, H height, W width, T points of a waveform.
 """
@@ -42,9 +42,9 @@ from data_pipeline.storage.source_digests import content_digest
 from data_pipeline.storage.totals import Sums, Totals
 
 FINISHED_SUFFIX: Final = ".finished.json"  # of the file that lists what is in a finished shard
-_NUM_SAMPLES_PER_DRAW = 100  # in one call of an overlay: bounds the memory, 20 MB of sounds
+_NUM_SAMPLES_PER_DRAW = 100  # samples in one call of an overlay; 100 sounds take 20 MB
 _NUM_TASKS_AHEAD = 2  # per worker, so that all are busy
-_SECONDS_FOR_ORPHANS = 30.0  # for the workers of a killed build to end; they take milliseconds
+_SECONDS_FOR_ORPHANS = 30.0  # limit for the workers of a killed build to end; usually they take milliseconds
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -52,7 +52,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """All that a worker needs to make any shard of a dataset; `overlay` is drawn into the shards."""
+    """Everything that a worker needs to make any shard of a dataset; `overlay` is drawn into the shards."""
 
     source: Source
     overlay: Overlay | None
@@ -80,7 +80,7 @@ class ShardTask:
 
 
 class FinishedShard(Schema):
-    """What the build needs of a finished shard; `digests` holds the digests of its new records, in hexadecimal."""
+    """The part of a manifest that one shard adds; `digests` holds the digests of its new records, in hexadecimal."""
 
     entry: ShardEntry
     sums: Sums
@@ -155,7 +155,7 @@ def finished_path(directory: Path, number: int) -> Path:
 
 
 def finished_shard(directory: Path, number: int) -> FinishedShard | None:
-    """Return what was written about a finished shard; None if the shard is not whole."""
+    """Return the `FinishedShard` that was written for a shard; None if the shard is not whole."""
     shard = directory / shard_name(number)
     try:
         finished = FinishedShard.model_validate_json(finished_path(directory, number).read_text())
@@ -165,15 +165,14 @@ def finished_shard(directory: Path, number: int) -> FinishedShard | None:
     return finished if is_there else None
 
 
-_inputs_of_worker: BuildInputs  # set once in each worker process: a source may hold all pictures of a dataset
+_inputs_of_worker: BuildInputs  # set once in each worker process, because a source may hold all pictures of a dataset
 _lock_of_worker: IO[str]  # held until the process ends
 
 
 def _start_worker(inputs: bytes, lock: Path | None) -> None:
     global _inputs_of_worker, _lock_of_worker
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes: the build ends its workers between two shards
+    # Ctrl-C reaches all processes, but the build ends its workers itself, between two shards.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     if lock is not None:
         _lock_of_worker = lock.open()
@@ -188,7 +187,7 @@ def _start_worker(inputs: bytes, lock: Path | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its build is killed; it would wait for work for ever."""
+    """End this worker when its build is killed; otherwise it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -214,11 +213,10 @@ def run_all(
     if num_workers == 1:
         yield from (work(inputs, task) for task in tasks)
         return
-    # Forked from a server that has imported this module and has no threads: a fork of this process could copy a held
-    # lock.
+    # Forks a server that has imported this module and has no threads: a fork of this process could copy a held lock.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    # Pickled once, and as bytes: multiprocessing would share the overlay's tensors through files in memory.
+    # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs), lock))
     under_way: deque[Future[T]] = deque()
     try:

@@ -655,7 +655,7 @@ def test_what_no_build_left_is_not_cleared_away(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     for name in ("shard-00000.tar", "thesis.txt"):
         (tmp_path / "out.partial" / name).write_text("all of it")
-    with pytest.raises(UserError, match=r"out\.partial/thesis\.txt is not of a build"):
+    with pytest.raises(UserError, match=r"out\.partial/thesis\.txt is not from a build"):
         build_dataset("procedural", tmp_path / "out", limit=10)
     assert names(tmp_path / "out.partial") == ["shard-00000.tar", "thesis.txt"]
 
@@ -734,7 +734,7 @@ def test_totals_are_exact_in_any_order() -> None:
         ({"dataset": "noise", "source": "procedural", "noise_volume": 2.0}, "the noise volume is 2.0; give a number"),
         ({"dataset": "spoken", "source": "procedural", "test_speaker": "theo"}, "spoken does not come from fsdd, so"),
         ({"dataset": "cifar10", "source": "foldr"}, 'the source "foldr"; did you mean "folder"?'),
-        ({"root": Path("x")}, "procedural data is made, not read from x; leave --root out"),
+        ({"root": Path("x")}, "procedural data is generated, not read from x; leave --root out"),
         ({"digits": "mnist"}, "procedural_shapes has no digits, so it takes no --digits"),
         ({"dataset": "procedural_digits", "digits": "mnst"}, 'unknown digits "mnst"; did you mean "mnist"?'),
         ({"dataset": "folder", "root": Path("x"), "test_share": 0.2, "digits": "mnist"}, "folder has no digits, so"),
@@ -758,7 +758,7 @@ def test_overlays_need_pictures_of_their_size(tmp_path: Path) -> None:
         (tmp_path / "root" / "train" / name).mkdir(parents=True)
         Image.new("RGB", (64, 48)).save(tmp_path / "root" / "train" / name / "0.png")
     with pytest.raises(
-        UserError, match=r"draws on pictures of 32x32 pixels, but those in .*root are 64x48; .*--image-size 32"
+        UserError, match=r"draws on pictures of 32x32 pixels, but the pictures in .*root have 64x48; .*--image-size 32"
     ):
         build_dataset("cifar10_letters", tmp_path / "out", source="folder", root=tmp_path / "root")
     assert build_dataset("cifar10", tmp_path / "out", source="folder", root=tmp_path / "root").input_shape == (
