@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from data_pipeline.core.errors import UserError, about
+from data_pipeline.core.errors import UserError, filename_in_errors
 from trainer.observability.records import Metrics, Provenance, read_metrics, read_provenance
 
 logger = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with about(path):
+        with filename_in_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with partial.open("wb") as file:

@@ -24,7 +24,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torchaudio import functional as audio
 
-from data_pipeline.core.counter_rng import serves_numpy
+from data_pipeline.core.counter_rng import can_use_numpy
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 
@@ -84,7 +84,7 @@ def power_mel(waveforms_BT: Tensor, config: MelConfig, *, needed_BN: Tensor | No
     assert waveforms_BT.dtype in (torch.float32, torch.float64)
     filters = _filters(config, waveforms_BT.device, waveforms_BT.dtype)
     with torch.autocast(waveforms_BT.device.type, enabled=False):
-        if serves_numpy(waveforms_BT):
+        if can_use_numpy(waveforms_BT):
             return _power_mel_of_needed(waveforms_BT, needed_BN, config, filters)
         power_BMN = _power_mel(waveforms_BT, config, filters)
         return power_BMN if needed_BN is None else power_BMN.masked_fill(~needed_BN[:, None, :], 0)
@@ -168,7 +168,7 @@ def audible_frames(waveforms_BT: Tensor, config: MelConfig) -> Tensor:
 
     A frame has power if a point under its window is not 0. The window itself is 0 at its first point.
     """
-    if not serves_numpy(waveforms_BT):
+    if not can_use_numpy(waveforms_BT):
         return _points_of_frames(waveforms_BT, config).any(dim=2)
     num_points = waveforms_BT.shape[1]
     centre_N = torch.arange(1 + num_points // config.hop).mul_(config.hop).clamp_(max=num_points - 1)
@@ -193,13 +193,13 @@ def log_mel(power_BMN: Tensor, config: MelConfig) -> Tensor:
     """
     decibels_BMN = _log(power_BMN.clamp(min=_FLOOR)).mul_(20 / math.log(10))
     least_B11 = decibels_BMN.amax(dim=(1, 2), keepdim=True) - config.range_db
-    memory = decibels_BMN if serves_numpy(decibels_BMN) else None
+    memory = decibels_BMN if can_use_numpy(decibels_BMN) else None
     return torch.maximum(decibels_BMN, least_B11, out=memory).sub_(config.mean).div_(config.std)
 
 
 def _log(x: Tensor) -> Tensor:
     """Return the natural logarithm; it may overwrite x."""
-    return torch.from_numpy(np.log(x.numpy(), out=x.numpy())) if serves_numpy(x) else x.log()
+    return torch.from_numpy(np.log(x.numpy(), out=x.numpy())) if can_use_numpy(x) else x.log()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whole numbers on a command line, as types for `argparse`."""
+"""Types of whole numbers for the arguments of `argparse`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MAX_NUMBER = 10**7
 
 
 def positive(text: str) -> int:
-    """Return a number of nodes, epochs and the like. Raises `ArgumentTypeError` if it is no such number."""
+    """Return a whole number from 1, such as a number of nodes. Raises `ArgumentTypeError` for any other text."""
     number = int(text) if text.isdecimal() and len(text) <= len(str(_MAX_NUMBER)) else 0
     if not 1 <= number <= _MAX_NUMBER:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to {_MAX_NUMBER:,}")
@@ -16,7 +16,7 @@ def positive(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Return a whole number from 0, such as a step. Raises `ArgumentTypeError` if it is no such number."""
+    """Return a whole number from 0, such as a step. Raises `ArgumentTypeError` for any other text."""
     if not text.isdecimal() or len(text) > len(str(2**63)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)

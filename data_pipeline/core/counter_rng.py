@@ -2,7 +2,7 @@
 
 An ordinary generator returns numbers in the order of the calls, so the overlay and the views of a sample would depend
 on the other samples in its batch. Here every number is a hash of its key and counter (the SplitMix64
-finaliser of Steele et al. 2014), so a sample gets the same draws in any batch, on any rank, on CPU and GPU.
+finaliser of Steele et al. 2014). A sample therefore gets the same draws in any batch, on any rank, on CPU and GPU.
 
 `purpose` separates uses of the same keys: view policies use 0 to 99, overlays and crops use 100 and up.
 """
@@ -20,7 +20,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX_1 = -4658895280553007687  #  0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  #  0x94D049BB133111EB
 _TURN = 2 * math.pi * 2.0**-24
-_CACHED_HASHES = 1 << 17  # that normal numbers are made of at once on a CPU: 1 MiB
+_CACHED_HASHES = 1 << 17  # hashes that a CPU turns into normal numbers at once: 1 MiB, which fits its cache
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DrawKeys:
 
 
 def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
-    """Return (B, num) float32 numbers in [0, 1), 24 random bits each; `purpose` separates uses of the same keys."""
+    """Return (B, num) float32 numbers in [0, 1) of 24 random bits each; `purpose` separates uses of the same keys."""
     bits = _hash(_key(keys, purpose), num)
     return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
 
@@ -56,7 +56,7 @@ def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tens
 
 
 def normal(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
-    """Return (B, num) float32 standard normal numbers, at most 5.77 in magnitude: `normal_pairs`, pair by pair."""
+    """Return (B, num) float32 standard normal numbers, at most 5.77 in magnitude: the flattened `normal_pairs`."""
     return normal_pairs(keys, (num + 1) // 2, purpose=purpose).transpose(1, 2).flatten(1)[:, :num]
 
 
@@ -68,9 +68,9 @@ def normal_pairs(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
     """
     key_B = _key(keys, purpose)
     pairs_B2N = torch.empty(len(key_B), 2, num, device=key_B.device)
-    if not serves_numpy(key_B):
+    if not can_use_numpy(key_B):
         _box_muller(_hash(key_B, num), out_B2N=pairs_B2N)
-    else:  # a few keys at a time, so that their numbers stay in the processor's cache
+    else:  # a few keys at a time: their numbers stay in the processor's cache
         size = max(1, _CACHED_HASHES // max(1, num))
         for part_B, part_B2N in zip(torch.split(key_B, size), torch.split(pairs_B2N, size), strict=True):
             _box_muller_by_numpy(_hash_by_numpy(part_B.numpy(), num), out_B2N=part_B2N.numpy())
@@ -86,7 +86,7 @@ def _box_muller(bits_BN: torch.Tensor, *, out_B2N: torch.Tensor) -> None:
 
 
 def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_B2N: NDArray[np.float32]) -> None:
-    """Do the same by NumPy, which takes a third of torch's time on a CPU for most of these."""
+    """Do the same with NumPy, which takes a third of torch's time on a CPU for most of these operations."""
     angle_BN = _to_float(bits_BN.astype(np.uint32) & np.uint32((1 << 24) - 1))
     angle_BN *= np.float32(_TURN)
     radius_BN = _to_float(np.right_shift(bits_BN, np.uint64(40), out=bits_BN).astype(np.uint32))
@@ -99,16 +99,16 @@ def _box_muller_by_numpy(bits_BN: NDArray[np.uint64], *, out_B2N: NDArray[np.flo
     np.multiply(np.sin(angle_BN, out=angle_BN), radius_BN, out=out_B2N[:, 1])
 
 
-def serves_numpy(x: torch.Tensor) -> bool:
-    """Return whether NumPy may replace torch, which takes up to four times as long for some things.
+def can_use_numpy(x: torch.Tensor) -> bool:
+    """Return whether NumPy may compute on a tensor in place of torch; some operations take a quarter of the time.
 
-    True for a tensor on a CPU that needs no gradient and has data (those of a plan have none).
+    True for a tensor that is on a CPU, needs no gradient and has data (the fake tensors of `--plan` have none).
     """
     return x.device.type == "cpu" and not x.requires_grad and type(x) is torch.Tensor
 
 
 def _to_float(numbers: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Convert numbers below 2**31 to float32: as signed integers, which takes a third of the time."""
+    """Convert numbers below 2**31 to float32. Reads them as signed integers, which takes a third of the time."""
     return numbers.view(np.int32).astype(np.float32)
 
 
@@ -117,15 +117,15 @@ def _key(keys: DrawKeys, purpose: int) -> torch.Tensor:
 
 
 def _hash(key_B: torch.Tensor, num: int) -> torch.Tensor:
-    """Return (B, num) int64 hashes, all 64 bits random, of the counters 1 to `num` under each key."""
-    if serves_numpy(key_B):
+    """Return (B, num) int64 hashes of the counters 1 to `num` under each key; all 64 bits are random."""
+    if can_use_numpy(key_B):
         return torch.from_numpy(_hash_by_numpy(key_B.numpy(), num).view(np.int64))
     counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device) * _GOLDEN
     return _mix(key_B[:, None] + counter_N[None, :])
 
 
 def _hash_by_numpy(key_B: NDArray[np.int64], num: int) -> NDArray[np.uint64]:
-    """Return the same bits in half of torch's time, which has no unsigned shift and no fast product of int64."""
+    """Return the same bits in half of torch's time: torch has no unsigned shift and no fast product of int64."""
     bits_BN = key_B.view(np.uint64)[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _unsigned(_GOLDEN)
     shifted_BN = np.empty_like(bits_BN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -141,7 +141,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift without the sign: torch's shift of int64 is arithmetic."""
+    """Shift right and fill with zeros; torch's own shift of int64 fills with the sign."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -150,7 +150,7 @@ def _unsigned(number: int) -> np.uint64:
 
 
 def _mix_int(*numbers: int) -> int:
-    """Hash several integers to one signed 64-bit key, by the same finaliser in Python's integers."""
+    """Hash several integers to one signed 64-bit key, with the same finaliser in Python's integers."""
     mask = (1 << 64) - 1
     state = 0
     for number in numbers:

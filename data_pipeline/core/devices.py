@@ -1,4 +1,4 @@
-"""The device that the option --device of a command names."""
+"""Read the option --device of a command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from data_pipeline.core.errors import UserError
 
 
 def named_device(name: str | None) -> torch.device:
-    """Return the device of that name, by default the GPU if there is one. Raises `UserError` if it cannot be used."""
+    """Return the device called `name`; None stands for the GPU if there is one, else the CPU.
+
+    Raises `UserError` if the device cannot be used.
+    """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)

@@ -1,7 +1,7 @@
-"""Read environment variables. An empty one counts as unset, since many scripts unset one by `NAME= command` or
-`export NAME=`.
+"""Read environment variables; an empty variable counts as unset.
 
-CUDA_VISIBLE_DEVICES is not read through here: CUDA takes an empty one for "no GPU".
+Many scripts unset a variable by `NAME= command` or `export NAME=`. CUDA_VISIBLE_DEVICES is not read here, because to
+CUDA an empty value means "no GPU".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def set_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set to something.
+    """Return the variables that are not empty.
 
     Examples:
         >>> set_variables({"RANK": "", "HOME": "/data"})

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Errors by which a storage refuses a path. ENOENT is not among them: commands check first whether a file is there.
+# Errors of a file system that refuses a path. ENOENT is not here, because commands first check whether a file exists.
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
     | {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -19,7 +19,7 @@ _REFUSED = frozenset(
 
 
 class UserError(ValueError):
-    """The user's input was wrong. The message is one sentence: what was wrong, where, and what to do."""
+    """An error in the user's input. The message is one sentence: what is wrong, where, and what to do."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -37,8 +37,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 @contextmanager
-def about(path: Path) -> Iterator[None]:
-    """Add `path` to an `OSError` raised inside if it names no file. Errors of write, flush and fsync name none."""
+def filename_in_errors(path: Path) -> Iterator[None]:
+    """Add `path` to an `OSError` without a file name; errors of write, flush and fsync have none."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def about(path: Path) -> Iterator[None]:
 def storage_problem(error: OSError) -> str | None:
     """Return one sentence for an error of the storage that the user can mend; None for any other, which may be a bug.
 
-    A full disk can always be mended. A refusal can, if the error names the file that was refused.
+    The user can mend a full disk, and a refused file if the error names it.
 
     Examples:
         >>> storage_problem(OSError(errno.EROFS, "Read-only file system", "/archive/run/report.html"))
@@ -68,7 +68,7 @@ def storage_problem(error: OSError) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Return `text` with every character that is not printable escaped as Python does.
+    """Return `text` with Python's escapes in place of the characters that are not printable.
 
     Examples:
         >>> printable("runs/\\x1b[2Ja\\nb")
@@ -80,28 +80,28 @@ def printable(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Writes log records as `printable` text, line by line: a name in a message may come from a stranger's file."""
+    """A formatter that makes log records `printable`, because a name in a message may come from a stranger's file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
 
 def log_to_terminal() -> None:
-    """Write log records from INFO on to stderr, as their message alone."""
+    """Log to stderr from level INFO on, only the message of each record."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run the `main` of a command; a `UserError` becomes one line on stderr and exit status 2.
+    """Run the `main` of a command; print an error of the user's input as one line, without a traceback.
 
-    A `main` parses its arguments first, and imports what is heavy after that, so that --help answers at once.
+    A `UserError`, or an `OSError` that `storage_problem` can explain, becomes one line on stderr and exit status 2.
+    Ctrl-C ends with exit status 130, as in a shell.
 
-    So does an `OSError` that `storage_problem` has a sentence for. Ctrl-C ends without a traceback, with the exit
-    status 130 that shells give it.
+    A `main` should parse its arguments before it imports heavy modules, so that --help answers at once.
     """
-    if logging.lastResort is not None:  # which prints warnings if a command has set up no log
+    if logging.lastResort is not None:  # it prints warnings if a command has set up no log
         logging.lastResort.setFormatter(PrintableFormatter())
     try:
         main()

@@ -1,6 +1,6 @@
-"""Apply settings from a command line, "a.b=c" for each --set, to the values of a config.
+"""Apply settings from a command line, one "a.b=c" for each --set, to the values of a config.
 
-The new values are not validated yet. Guarantees: no setting is lost because of another one before or after it.
+Does not validate the new values. Guarantees: no setting is lost because of another one before or after it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from data_pipeline.core.sections import KIND, default_at, field_of, kinds_of, mo
 
 SET_HELP: Final = (
     "Override one setting; the value is YAML. May be repeated, in any order. A mapping replaces its whole section. A "
-    "new kind starts its section from the defaults of that kind, before its other settings are applied. The last value "
-    "of a setting counts."
+    "new kind starts its section from the defaults of that kind, before its other settings are applied. If a setting "
+    "is given twice, the last value counts."
 )
 
 Path = tuple[str, ...]
@@ -27,7 +27,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One --set: its text, the path of the setting that it names, and the value."""
+    """One --set: its text, the path of the setting, and the value."""
 
     text: str
     path: Path
@@ -46,15 +46,15 @@ def parse_setting(text: str) -> Setting:
 
 
 def set_paths(overrides: Sequence[str]) -> set[Path]:
-    """Return the paths that `overrides` set, those inside mappings too. Raises `UserError` as `parse_setting`."""
+    """Return the paths that `overrides` set, also inside mappings. Raises `UserError` like `parse_setting`."""
     return {path for text in overrides for setting in [parse_setting(text)] for path, _ in _inside(setting)}
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, model: type[BaseModel]) -> dict[str, Any]:
-    """Return `values`, those of a `model`, with `overrides` set, from the outside in: see `Schema.override`.
+    """Return the `values` of a `model` with `overrides` applied, outer settings first: see `Schema.override`.
 
-    Raises `UserError` if a mapping and a setting inside it disagree, or if one names a setting of a value that is
-    no section.
+    Raises `UserError` if a mapping and a setting inside it disagree, or if a setting is inside a value that is not a
+    section.
     """
     last = {setting.path: setting for setting in map(parse_setting, overrides)}
     settings = sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND))
@@ -89,7 +89,7 @@ def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:
 
 
 def _apply(values: dict[str, Any], setting: Setting, model: type[BaseModel]) -> None:
-    """Set one setting in place. A section that is missing starts from its defaults."""
+    """Apply one setting in place. A section that is missing starts from its defaults."""
     *outer, last = setting.path
     section, models = values, [model]
     for depth, part in enumerate(outer, start=1):

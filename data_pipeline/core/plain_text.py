@@ -1,7 +1,7 @@
 """Parse one JSON or YAML document to plain values: null, bool, int, float, str, lists, and mappings with text as keys.
 
-Guarantees: a value means what its text says (no dates, no numbers of base 60), no key is there twice, and no document
-grows as it is read.
+Guarantees: no text becomes a date or a number of base 60, no key is there twice, and the parsed value is never much
+larger than its text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import yaml
 from yaml.composer import ComposerError
 
 _MAX_DEPTH: Final = 50
-# Of a whole number. Python itself refuses to read more than 4,300 digits.
-_MAX_DIGITS: Final = 400
+_MAX_DIGITS: Final = 400  # of a whole number; Python refuses to read more than 4,300
 _INTEGER = re.compile(rf"[-+]?[0-9]{{1,{_MAX_DIGITS}}}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _WORDS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
@@ -26,9 +25,9 @@ _CONSTANTS: Final = {
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of one YAML document, by the core schema of YAML 1.2, without anchors, aliases and tags.
+    """Return the value of one YAML document: the core schema of YAML 1.2, without anchors, aliases and tags.
 
-    Raises `ValueError`, with one line, for everything else.
+    Raises `ValueError` with one line if the text is anything else.
 
     Examples:
         >>> parse_yaml("{rate: 1e-3, when: 12:30, name: on}")
@@ -41,12 +40,12 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(error.problem or error.context or str(error)) from None
     except yaml.reader.ReaderError as error:
         raise ValueError(f"it holds the character {chr(error.character)!r}") from None
-    except (ValueError, OverflowError) as error:  # PyYAML lets them through from an escape such as "\UFFFFFFFF"
+    except (ValueError, OverflowError) as error:  # PyYAML does not catch them for an escape such as "\UFFFFFFFF"
         raise ValueError(str(error)) from None
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of one JSON document. Raises `ValueError`, with one line, for everything else."""
+    """Return the value of one JSON document. Raises `ValueError` with one line if the text is anything else."""
     try:
         return json.loads(text, object_pairs_hook=_mapping)
     except RecursionError:
@@ -54,7 +53,7 @@ def parse_json(text: str) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Composes nodes of a limited depth, each of which is there once."""
+    """A loader that refuses anchors, aliases, tags and deep nesting."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -83,7 +82,7 @@ def _value(node: yaml.Node) -> Any:
 
 
 def _plain(text: str) -> bool | int | float | str | None:
-    """The value of a scalar without quotes."""
+    """Return the value of a scalar without quotes."""
     if _INTEGER.fullmatch(text):
         return int(text)
     if _FLOAT.fullmatch(text):

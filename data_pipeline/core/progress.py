@@ -17,14 +17,14 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts up to `total`; `advance` may carry a short note such as the loss, which stays until the next.
+    """A count up to `total` on stderr. `advance` may set a short note such as the loss, which stays until the next.
 
-    Writes to stderr. `enabled=False` (every rank but the first) prints nothing.
+    Prints nothing if `enabled` is False, as on every rank but the first.
     """
 
     def __init__(self, title: str, *, total: int, start: int = 0, enabled: bool = True) -> None:
-        self._stop_telling = threading.Event()
-        self._teller: threading.Thread | None = None
+        self._stop_reporting = threading.Event()
+        self._reporter: threading.Thread | None = None
         self._title, self._total, self._done, self._first = title, total, start, start
         self._started = self._last_line = self._last_advance = time.monotonic()
         self._enabled = enabled
@@ -57,31 +57,33 @@ class Progress:
             tail = f", {self._note}" if self._note else ""
             self._print(f"{ending}{tail}")
 
-    def tell_meanwhile(self, doing: Callable[[], str]) -> None:
-        """Also print `doing()` when nothing has advanced for ten seconds, until the block ends.
+    def show_while_waiting(self, status: Callable[[], str]) -> None:
+        """From now on, print `status()` when nothing has advanced for ten seconds.
 
-        Another thread calls `doing`. Only the first call of this method has an effect.
+        Another thread calls `status`, until the progress ends. Only the first call of this method has an effect.
         """
-        if self._enabled and self._teller is None:
-            self._teller = threading.Thread(target=self._tell, args=(doing,), name="progress", daemon=True)
-            self._teller.start()
+        if self._enabled and self._reporter is None:
+            self._reporter = threading.Thread(target=self._report, args=(status,), name="progress", daemon=True)
+            self._reporter.start()
 
-    def _tell(self, doing: Callable[[], str]) -> None:
-        while not self._stop_telling.wait(max(0.05, self._told_at() + SECONDS_BETWEEN_LINES - time.monotonic())):
-            if time.monotonic() - self._told_at() < SECONDS_BETWEEN_LINES:
+    def _report(self, status: Callable[[], str]) -> None:
+        while not self._stop_reporting.wait(
+            max(0.05, self._last_sign_of_life() + SECONDS_BETWEEN_LINES - time.monotonic())
+        ):
+            if time.monotonic() - self._last_sign_of_life() < SECONDS_BETWEEN_LINES:
                 continue
             self._last_line = time.monotonic()
             if self._bar is not None:
-                self._bar.update(self._task, note=doing())
+                self._bar.update(self._task, note=status())
             else:
-                self._print(f", {doing()}")
+                self._print(f", {status()}")
 
-    def _told_at(self) -> float:
-        """Return the last time at which a reader could see that the job goes on."""
+    def _last_sign_of_life(self) -> float:
+        """Return the time of the last line or advance."""
         return max(self._last_line, self._last_advance)
 
     def _print(self, what: str) -> None:
-        with contextlib.suppress(OSError):  # stderr is closed: no reason to end the job
+        with contextlib.suppress(OSError):  # a closed stderr is no reason to end the job
             print(f"{self._title}: {self._done}/{self._total}{what}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
@@ -92,8 +94,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stop_telling.set()
-        if self._teller is not None:
-            self._teller.join()
+        self._stop_reporting.set()
+        if self._reporter is not None:
+            self._reporter.join()
         if self._bar is not None:
             self._bar.stop()

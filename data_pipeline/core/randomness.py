@@ -1,4 +1,4 @@
-"""Make generators of random numbers that depend on (seed, purpose, numbers) alone, not on state, order or process."""
+"""Make NumPy generators that depend on (seed, purpose, numbers) alone, not on state, order or process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     """Return a counter-based generator for one purpose, e.g. `generator(seed, "overlay", index, repeat)`.
 
-    `purpose` is part of the key, so that two uses of the same numbers never share a stream. Philox is specified by its
-    paper (Salmon et al. 2011), so its bits are the same on every platform.
+    `purpose` is part of the key, so that two uses of the same numbers never share a stream. Philox is fully specified
+    (Salmon et al. 2011), so its bits are the same on every platform.
     """
     return np.random.Generator(_philox(seed, purpose, numbers))
 

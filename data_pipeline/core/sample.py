@@ -1,10 +1,10 @@
-"""The sample contract: records of a source, stored samples, and batches.
+"""The containers of samples: records of a source, stored samples, and batches.
 
-A sample is a picture or a sound with two labels, which never mix. `label_base` is what the photo shows, or which digit
-is spoken. `label_overlay` is what was drawn on it, or is heard behind it; it is `NO_LABEL` if there is no overlay, or
-if the overlay is drawn at each reading.
+A sample is a picture or a sound with two independent labels. `label_base` says what the picture shows or which digit is
+spoken. `label_overlay` says what was drawn on the picture or is heard behind the digit. It is `NO_LABEL` if there is no
+overlay, or if the overlay is drawn at each reading.
 
-Shapes: B batch, C channels, H height, W width, T points of a waveform (a "sample" is one of a dataset).
+Shapes: B batch, C channels, H height, W width, T points of a waveform.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Medium = Literal["picture", "sound"]
 
 NO_LABEL = -1
 
-MASK_OUTSIDE = 0  #   the photo, unchanged
-MASK_BOX = 128  #     inside the tight box of the object, the pixel itself unchanged
-MASK_OBJECT = 255  #  a pixel that the overlay drew on
+MASK_OUTSIDE = 0  #   outside the object's box
+MASK_BOX = 128  #     inside the smallest box around the object, but not drawn on
+MASK_OBJECT = 255  #  drawn on by the overlay
 
 
 def sample_key(index: int) -> str:
@@ -33,9 +33,9 @@ def sample_key(index: int) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One clean picture or sound of a source; `label` indexes the source's class names.
+    """One clean picture or sound of a source; `label` is an index into the source's class names.
 
-    `content` is a picture, (H, W, 3) uint8, or a sound, (T,) int16, of any length T from 1.
+    `content` is a picture, (H, W, 3) uint8, or a sound of any length, (T,) int16.
     """
 
     content: NDArray[np.uint8] | NDArray[np.int16]
@@ -44,13 +44,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Sample:
-    """One stored sample. In a shard: `KEY.png` or `KEY.wav`, `KEY.json` (labels, index), `KEY.mask.png` if masked.
+    """One stored sample. Its members in a shard: `KEY.png` or `KEY.wav`, `KEY.json` (labels, index), `KEY.mask.png`.
 
     `index` counts the samples of the dataset from 0, and is part of the key of every random draw for this sample. With
-    `--repeats R`, sample `i` shows record `i % num_records` of the source.
+    `--repeats R`, samples `i` and `i + num_records` show the same record of the source.
 
-    `content` is a picture, (H, W, 3) uint8; or a sound, (T,) int16 as recorded, float32 if something was mixed into it.
-    `mask` is (H, W) uint8 in the levels above, None if nothing was drawn into the shard.
+    `content` is a picture, (H, W, 3) uint8, or a sound, (T,): int16 as recorded, or float32 if an overlay was mixed in.
+    `mask` is (H, W) uint8 in the levels above, or None without an overlay in the shard; then there is no `.mask.png`.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be read, and why; `shard` is the file name."""
+    """A sample that could not be read, with the reason; `shard` is the file name."""
 
     index: int
     shard: str
@@ -83,16 +83,17 @@ class Batch:
 
     Attributes:
         step: number of the global batch since the start of training, from 0.
-        epoch: from 0.
-        index_B: (B,) int64, the samples' dataset indices.
+        epoch: number of the epoch, from 0.
+        index_B: (B,) int64, the dataset indices of the samples.
         inputs_a: the input of the first view: pictures (B, C, H, W) uint8, or waveforms (B, T) float32.
-        inputs_b: the input of the second view: the same tensor object, except if the overlay is drawn for each view
-            (`noise_per_view` in the spoken digits).
-        masks_BHW, masks_b_BHW: (B, H, W) uint8, levels as above, of `inputs_a` and of `inputs_b`; None for sounds, and
-            zeros if nothing was drawn.
-        label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` if there is none. `label_overlay_B` is of `inputs_a`.
-        bad: samples of this rank's part that could not be read, and were replaced.
-        seconds: how long each stage of making the batch took: "read", "decode", "overlay", "transfer".
+        inputs_b: the input of the second view. It is the same tensor object, unless the overlay is drawn once for each
+            view (`noise_per_view` of the spoken digits).
+        masks_BHW, masks_b_BHW: (B, H, W) uint8, the masks of `inputs_a` and `inputs_b` in the levels above; None for
+            sounds, and zeros if nothing was drawn.
+        label_base_B: (B,) int64; `NO_LABEL` if there is none.
+        label_overlay_B: (B,) int64, the overlay of `inputs_a`; `NO_LABEL` if there is none.
+        bad: samples of this rank's part that could not be read and were replaced.
+        seconds: time that each stage of making the batch took: "read", "decode", "overlay", "transfer".
     """
 
     step: int
@@ -122,10 +123,10 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def part(self, number: int, num_parts: int) -> Batch:
-        """Return the rows `number`, `number + num_parts`, ...; `bad` goes with the first part.
+        """Return the rows `number`, `number + num_parts`, ...; only the first part keeps `bad`.
 
-        If `num_parts` divides the rows of each rank, these are the same rows of the global batch for any number of
-        ranks.
+        If `num_parts` divides the number of rows on each rank, a part holds the same rows of the global batch for any
+        number of ranks.
         """
         part = self._map(lambda tensor: tensor[number::num_parts])
         return part if number == 0 else replace(part, bad=())

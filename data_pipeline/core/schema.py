@@ -1,7 +1,7 @@
 """The base class of all configs and of files that pass between stages, and the types of their numbers and texts.
 
 Each number of a config has bounds, so that a value which cannot work (an overflow, more memory than any machine has) is
-refused at once. The bounds are wide: an unwise value is accepted.
+refused at once. The bounds are wide and accept unwise values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Count = Annotated[int, Field(ge=1, le=10**9)]  # of samples, steps, epochs: the product of two of them is an int64
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 BatchSize = Annotated[int, Field(ge=1, le=2**24)]  # rows that are in memory at once: a batch, a queue, a tile
-LayerSize = Annotated[int, Field(ge=1, le=2**15)]  # outputs of one layer: a layer of that many inputs takes 4 GB
+LayerSize = Annotated[int, Field(ge=1, le=2**15)]  # outputs of one layer; with as many inputs, its weights take 4 GB
 ImageSize = Annotated[int, Field(ge=1, le=2**15)]  # rows or columns of a picture
 NumProcesses = Annotated[int, Field(ge=1, le=10**6)]  # ranks, nodes, processors
 NumWorkers = Annotated[int, Field(ge=0, le=1_024)]  # data workers of a rank
@@ -32,21 +32,21 @@ NumWorkers = Annotated[int, Field(ge=0, le=1_024)]  # data workers of a rank
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
-# Other numbers. float32 reaches from 1e-38 to 3e38, and two of them are multiplied here and there.
+# Other numbers. float32 reaches from 1e-38 to 3e38, and some of these are multiplied by each other.
 PositiveFactor = Annotated[float, Field(ge=1e-12, le=1e12)]  # the weight of a loss
-LearningRate = Annotated[float, Field(ge=1e-30, le=1e30)]  # one that diverges is seen in training
+LearningRate = Annotated[float, Field(ge=1e-30, le=1e30)]  # training shows if it is too high
 Factor = Annotated[float, Field(ge=0, le=1e12)]
 Decay = Factor  # of weights
 Epsilon = Annotated[float, Field(ge=1e-30, le=1e12)]  # added to a denominator
-Temperature = Annotated[float, Field(ge=1e-4, le=1e4)]  # a logit is a cosine over it
-Deviation = Annotated[float, Field(ge=0, le=1e3)]  # of noise on inputs of a scale of 1
+Temperature = Annotated[float, Field(ge=1e-4, le=1e4)]  # logits are cosines divided by it
+Deviation = Annotated[float, Field(ge=0, le=1e3)]  # of noise on inputs with a scale of 1
 InputMean = Annotated[float, Field(ge=-1e6, le=1e6)]
 InputStd = Annotated[float, Field(ge=1e-6, le=1e6)]
 Seconds = Annotated[float, Field(ge=1e-3, le=10**6)]  # up to 11 days: poll() counts milliseconds in 31 bits
 Gigabytes = Annotated[float, Field(gt=0, le=10**9)]  # 10^9 bytes; the bytes are an int64
 
 _MAX_CHARACTERS = 4_096  # of a path on Linux
-_MAX_NAME_CHARACTERS = 100  # with a seed it is the name of a directory (255 bytes) and of a group in W&B (128)
+_MAX_NAME_CHARACTERS = 100  # name and seed together name a directory (at most 255 bytes) and a group in W&B (128)
 _NAME_SYMBOLS = "._+=-"
 
 
@@ -77,12 +77,12 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# A number in a results file. JSON has no inf and no nan, so what is not finite is None, and null in the file.
+# A number in a results file. JSON has no inf and no nan, so a number that is not finite is None, and null in the file.
 Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
 
 
 def shown(number: Measured, form: str) -> str:
-    """Format a measured number, with a format such as ".3f"; a dash if it is None.
+    """Return a measured number in a format such as ".3f", or a dash if it is None.
 
     Examples:
         >>> shown(0.25, ".1%"), shown(None, ".1%")
@@ -92,32 +92,32 @@ def shown(number: Measured, form: str) -> str:
 
 
 def drawn(numbers: Sequence[Measured]) -> list[float]:
-    """Return numbers for a figure, with nan for None: a figure leaves out nan."""
+    """Return numbers for a figure, with nan, which a figure leaves out, for None."""
     return [math.nan if number is None else number for number in numbers]
 
 
 class Schema(BaseModel):
-    """A frozen model that forbids unknown keys, so that a misspelt setting can never be silently ignored."""
+    """A frozen model that refuses unknown keys, so that a misspelt setting is never silently ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, value: dict[str, Any], *, where: str) -> Self:
-        """Return the model of `value`. Raises `UserError` that names `where`, the key and what is valid."""
+        """Return the model of `value`. Raises `UserError` that names `where`, the key and the valid values."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
             raise UserError(f"{where}: {describe(error, cls)}") from None
 
     def override(self, overrides: Sequence[str], *, where: str) -> Self:
-        """Return a copy with each of `overrides` set: "a.b=c", the value in YAML, as command lines take it after --set.
+        """Return a copy with `overrides` applied: each is "a.b=c" with the value in YAML, as on a command line.
 
-        The last of two values for one name counts; otherwise their order does not matter. They are applied from the
-        outside in: `a` before `a.b`, and `a.kind` before the other settings of `a`. A mapping replaces its whole
+        If a setting is given twice, the last value counts; otherwise the order does not matter. Outer settings are
+        applied first: `a` before `a.b`, and `a.kind` before the other settings of `a`. A mapping replaces its whole
         section. A new `kind` starts its section from the defaults of that kind; the present kind changes nothing.
 
-        Raises `UserError` if a mapping and a setting inside it disagree, and with the nearest valid key for an unknown
-        setting.
+        Raises `UserError` if a mapping and a setting inside it disagree, or if a setting is unknown; the error names
+        the nearest valid setting.
         """
         values = apply_overrides(self.model_dump(mode="json"), overrides, model=type(self))
         given = "".join(f" --set {override}" for override in overrides)
@@ -125,7 +125,7 @@ class Schema(BaseModel):
 
 
 def flatten(config: Schema) -> dict[str, Any]:
-    """Every setting by its dotted path, e.g. "optimizer.learning_rate"."""
+    """Return every setting by its dotted path, e.g. "optimizer.learning_rate"."""
 
     def walk(value: Any, path: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -136,7 +136,7 @@ def flatten(config: Schema) -> dict[str, Any]:
 
 
 def difference(a: Schema, b: Schema) -> list[str]:
-    """Dotted paths of the settings in which two configs differ."""
+    """Return the dotted paths of the settings in which two configs differ."""
     left, right = flatten(a), flatten(b)
     missing = object()
     return [path for path in {**left, **right} if left.get(path, missing) != right.get(path, missing)]

@@ -1,7 +1,7 @@
-"""Find the models that a section of a config may have.
+"""Find the pydantic models that a section of a config may have.
 
-A section is given by its annotations, such as `ResNetConfig | TimmConfig | None`. Models of one section differ in
-their field `kind`, a literal of one name or several.
+A section is given by its annotations, such as `ResNetConfig | TimmConfig | None`. The models of one section differ in
+their field `kind`, a literal of one or several names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KIND: Final = "kind"
 
 
 def members_of(annotations: Iterable[Any]) -> list[Any]:
-    """Return the members of unions, without what `Annotated` adds to them."""
+    """Return the members of unions, without the metadata of `Annotated`."""
     found: list[Any] = []
     for annotation in annotations:
         if get_origin(annotation) is Annotated:
@@ -39,19 +39,19 @@ def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
 
 
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the kinds that a model stands for; none if it has no field `kind`."""
+    """Return the kinds of a model; an empty tuple if it has no field `kind`."""
     return get_args(model.model_fields[KIND].annotation) if KIND in model.model_fields else ()
 
 
 def models_of_kind(models: list[type[BaseModel]], values: Mapping[str, Any]) -> list[type[BaseModel]]:
-    """Return the `models` of the kind that `values` name; all of them if none is of that kind."""
+    """Return the `models` of the kind in `values`; all models if none has that kind."""
     return [model for model in models if values.get(KIND) in kinds_of(model)] or models
 
 
 def default_at(models: Iterable[type[BaseModel]], name: str) -> Any:
-    """Return the default of the field `name`, as JSON has it; an empty mapping if it must be given.
+    """Return the default of the field `name` as JSON values; an empty mapping if the field has no default.
 
-    Raises `KeyError` if none of `models` has the field.
+    Raises `KeyError` if no model has the field.
     """
     for model in models:
         if name in model.model_fields:

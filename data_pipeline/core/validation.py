@@ -1,4 +1,4 @@
-"""Describe the first problem that pydantic has with some values, in one sentence and with the user's names."""
+"""Describe the first problem that pydantic finds in some values, in one sentence and with the user's names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TYPES = {
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first problem in one sentence: the setting, its value and what is valid there.
+    """Return the first problem in one sentence: the setting, its value and the valid values.
 
-    An unknown key names the nearest valid one. Settings are named as the user writes them, without the kinds of their
-    sections.
+    For an unknown key, the sentence names the nearest valid key. Settings are named as the user writes them, without
+    the kinds of their sections.
     """
     by_path: dict[str, list[tuple[Mapping[str, Any], list[Any]]]] = {}
     for problem in error.errors():
@@ -48,7 +48,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
 def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, list[Any]]:
     """Return the path of a setting as the user writes it, and its annotations.
 
-    pydantic's `loc` also holds the kinds of sections and the members of unions, which are left out.
+    Leaves out the kinds of sections and the members of unions, which pydantic's `loc` holds too.
     """
     path, annotations = "", members_of([model])
     for part in loc:
@@ -69,7 +69,7 @@ def _join(path: str, part: str) -> str:
 
 
 def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) -> str:
-    """Return one sentence about one setting. Each member of a union has a problem with it."""
+    """Return one sentence about one setting; if it is a union, there is a problem for each member."""
     problem, annotations = problems[0]
     value, context = problem["input"], problem.get("ctx", {})
     match problem["type"]:
@@ -102,7 +102,7 @@ def _literals(annotations: list[Any]) -> list[str]:
 
 
 def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
-    """Return what would be valid, to follow the words "it must be"."""
+    """Return the valid values, in words that can follow "it must be"."""
     context = problem.get("ctx", {})
     match problem["type"]:
         case "literal_error":
@@ -134,7 +134,7 @@ def _number(value: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as YAML writes it, on one line and shortened."""
+    """Return a value as in YAML, on one line and shortened."""
     if value is None or isinstance(value, bool | str):
         text = json.dumps(value)
     elif isinstance(value, int | float):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.core.errors import about
+from data_pipeline.core.errors import filename_in_errors
 from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
 from trainer.run_dir import RunDir, write_atomically
 
@@ -39,7 +39,7 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics after `step` steps, one line in metrics.jsonl; names are paths such as train/loss."""
-        with about(self._path):
+        with filename_in_errors(self._path):
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
             self._file.flush()
         if self._tensorboard is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.core.errors import PrintableFormatter, UserError, about, printable, run_command
+from data_pipeline.core.errors import PrintableFormatter, UserError, filename_in_errors, printable, run_command
 
 HOSTILE = "runs/\x1b[2J\r\n\x07\u202eexe.png\ud800"
 
@@ -68,10 +68,10 @@ def test_a_user_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str
 
 
 def test_an_error_of_write_and_flush_gets_the_name_of_its_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError) as raised, about(tmp_path):
+    with pytest.raises(OSError) as raised, filename_in_errors(tmp_path):
         raise OSError(errno.EFBIG, "File too large")
     assert raised.value.filename == str(tmp_path)
-    with pytest.raises(OSError) as raised, about(tmp_path):
+    with pytest.raises(OSError) as raised, filename_in_errors(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", "other")
     assert raised.value.filename == "other"
 

@@ -45,7 +45,7 @@ def test_between_two_lines_the_log_says_what_is_going_on(
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
     said = ""
     with Progress("train", total=2) as bar:
-        bar.tell_meanwhile(lambda: "first step: forward, 120 s")
+        bar.show_while_waiting(lambda: "first step: forward, 120 s")
         deadline = time.monotonic() + 20
         while not said and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -55,5 +55,5 @@ def test_between_two_lines_the_log_says_what_is_going_on(
 
 def test_what_other_ranks_do_meanwhile_is_not_said() -> None:
     with Progress("train", total=2, enabled=False) as bar:
-        bar.tell_meanwhile(lambda: pytest.fail("asked"))
-        assert bar._teller is None
+        bar.show_while_waiting(lambda: pytest.fail("asked"))
+        assert bar._reporter is None
