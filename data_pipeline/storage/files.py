@@ -1,4 +1,4 @@
-"""Read files that strangers may have made: regular files only, up to a bound."""
+"""Read files that a stranger may have made: only regular files, and only up to a size."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import BinaryIO
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file to read its bytes; symbolic links are followed.
 
-    Raises `OSError` if `path` leads to no regular file. A pipe would wait for its writer, and a device may have no end.
+    Raises `OSError` if `path` is not a regular file: a pipe would wait for its writer, and a device may have no end.
     """
     _check_regular(path.stat().st_mode, path)
-    # O_NONBLOCK: do not wait if the file is replaced by a pipe right now.
+    # O_NONBLOCK: if a pipe has replaced the file since, do not wait for its writer.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     try:
         _check_regular(os.fstat(file.fileno()).st_mode, path)
@@ -29,9 +29,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a regular file; raises `OSError` if it is none, or holds more than `max_bytes`."""
+    """Return the content of a file. Raises `OSError` if it is not regular or holds more than `max_bytes`."""
     with open_regular(path) as file:
-        # As many bytes as there are now, and one to see that it grew: `read` allocates all that it is asked for.
+        # Asks for the present size, because `read` allocates as much as it is asked for. One more byte shows growth.
         num_bytes = os.fstat(file.fileno()).st_size
         content = file.read(min(num_bytes, max_bytes) + 1)
     if len(content) > max_bytes:
@@ -41,7 +41,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 @contextmanager
 def map_regular(path: Path) -> Iterator[memoryview]:
-    """Map a regular file into memory, to read. Raises `OSError` if `path` is not one."""
+    """Map a regular file into memory for reading. Raises `OSError` if `path` is not a regular file."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size == 0:
             yield memoryview(b"")

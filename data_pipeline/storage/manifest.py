@@ -1,10 +1,11 @@
 """The manifest of a built dataset, `DIR/manifest.json`. It is written last: a directory without it is not a dataset.
 
-A manifest may come from a stranger. Invariants, checked whenever one is read: every shard has a plain file name, so no
-path leads out of the directory; all numbers are bounded; and they agree with each other, so that the memory of a reader
-is bounded by the size of the shards.
+A manifest may come from a stranger. Invariants, checked at each reading:
 
-A file of a dataset may be a symbolic link to a regular file; readers follow it. Nothing is written through a link: a
+- Every shard has a plain file name, so no path leads out of the directory.
+- All numbers are bounded and agree with each other, so the size of the shards bounds the memory of a reader.
+
+A file of a dataset may be a symbolic link to a regular file, which readers follow. Nothing is written through a link: a
 new file is written beside it and renamed.
 """
 
@@ -38,12 +39,12 @@ MAX_SHARDS: Final = 100_000
 MAX_CLASSES: Final = 100_000
 MAX_VALUES: Final = 1 << 26  # of one input: a picture of 4,729x4,729 pixels, or 23 minutes of sound at 48 kHz
 _MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers
-_MAX_METADATA_BYTES: Final = 1 << 20  # of what another writer may add to a picture or a sound
+_MAX_METADATA_BYTES: Final = 1 << 20  # that another program may have added to a picture or a sound
 _MAX_SHARD_BYTES: Final = 1 << 44
 _MAX_SAMPLE_RATE: Final = 1_000_000
 _MIN_MEMBER_BYTES: Final = 1024  # in a tar: a header and at least one block of content
-_MAX_DEFLATE_RATIO: Final = 1032  # no PNG unpacks to more than so many times its size
-_MEND: Final = "build the dataset again, or copy it again from where it is whole"
+_MAX_DEFLATE_RATIO: Final = 1032  # the largest ratio of a picture's size to the size of its PNG
+_MEND: Final = "build the dataset again, or copy it again from a whole copy"
 
 
 def is_plain_name(name: str) -> bool:
@@ -57,7 +58,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def _checked_shard_name(name: str) -> str:
-    # The ending keeps the name of a shard's index different from all other names in the directory.
+    # With this ending, the name of a shard's index differs from all other names in the directory.
     if not (is_plain_name(name) and name.endswith(".tar")):
         raise ValueError("it must be a plain file name that ends in .tar")
     return name
@@ -82,7 +83,7 @@ ClassCounts = Annotated[tuple[NonNegativeInt, ...], FailFast(), Field(max_length
 
 
 class ShardEntry(Schema):
-    """One shard: its file name, number of samples, size in bytes, and sha256 of the tar file and of its index."""
+    """One shard: its file name, number of samples, size in bytes, and the sha256 of the tar file and of its index."""
 
     name: Annotated[str, AfterValidator(_checked_shard_name)]
     num_samples: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
@@ -92,10 +93,10 @@ class ShardEntry(Schema):
 
 
 class LabelNames(Schema):
-    """Class names of both labels, and a title of each label for readers, such as "picture" and "digit".
+    """The class names of both labels, and titles that say what the labels are about, such as "picture" and "digit".
 
-    `overlay` is empty if nothing is drawn, `base` if only the overlay has a class. The title of a label without
-    classes means nothing. A source gives `title_base`, an overlay class gives `title_overlay`.
+    `overlay` is empty without an overlay, and `base` is empty if only the overlay has classes. The title of a label
+    without classes is not used. A source supplies `title_base`, an overlay class `title_overlay`.
     """
 
     base: ClassNames
@@ -107,8 +108,8 @@ class LabelNames(Schema):
 class OverlayEntry(Schema):
     """The overlay of the samples, and when it is drawn.
 
-    `baked`: into the shards, once for each stored sample. `online`: at each reading; the shards hold clean samples, and
-    the file `OVERLAY_NAME` beside them, with this sha256, holds the overlay.
+    A `baked` overlay was drawn into the shards, once for each stored sample. An `online` overlay is drawn at each
+    reading: the shards hold clean samples, and the file `OVERLAY_NAME`, which has this sha256, holds the overlay.
     """
 
     kind: Line
@@ -119,7 +120,7 @@ class OverlayEntry(Schema):
 class HowMade(Schema):
     """The arguments of the `build` that made the dataset: the same arguments and source give the same bytes.
 
-    `source_sha256` is over the decoded records and labels in their order, so it names the input by content.
+    `source_sha256` is the hash of the decoded records and labels in their order, so it identifies the input by content.
     """
 
     dataset: Line
@@ -134,19 +135,22 @@ class HowMade(Schema):
 class Manifest(Schema):
     """The content of a dataset, and how it was made.
 
-    `input_shape` is the shape of one input in a batch: (C, H, W) of a picture; (T,) of a sound, which is stored in its
-    own length, and cropped or padded to T when it is read. `mean` and `std` are over all stored values: of each channel
-    in [0, 1] for pictures, of the waveform in [-1, 1] for sounds. A `std` is 0 if all values of a channel are the same.
-    `counts_base` and `counts_overlay` are the number of samples of each class, in label order; `counts_overlay` is
-    empty if the overlay is online. `source_digests_sha256` is of the file `SOURCE_DIGESTS_NAME`; None if the source is
-    silence, which has no content.
+    Attributes:
+        input_shape: the shape of one input in a batch: (C, H, W) of a picture, (T,) of a sound. A sound is stored in
+            its own length, and cropped or padded to T when it is read.
+        sample_rate: of sounds, in points a second; None for pictures.
+        counts_base, counts_overlay: the number of samples of each class, in label order; `counts_overlay` is empty if
+            the overlay is online.
+        mean, std: over all stored values: for each channel of pictures in [0, 1], or for waveforms in [-1, 1]. A `std`
+            is 0 if all values of a channel are equal.
+        source_digests_sha256: of the file `SOURCE_DIGESTS_NAME`; None if the source is silence, which has no content.
     """
 
     format_version: int
     num_samples: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
     medium: Medium
     input_shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=3)]
-    sample_rate: Annotated[PositiveInt, Field(le=_MAX_SAMPLE_RATE)] | None  # points a second; None for pictures
+    sample_rate: Annotated[PositiveInt, Field(le=_MAX_SAMPLE_RATE)] | None
     label_names: LabelNames
     counts_base: ClassCounts
     counts_overlay: ClassCounts
@@ -165,7 +169,7 @@ class Manifest(Schema):
 
     @property
     def sha256(self) -> str:
-        """Return the hash of the canonical JSON, which holds the hash of every shard, so it identifies the content."""
+        """Return the hash of the canonical JSON. It covers the hash of every shard, so it identifies the content."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -176,14 +180,14 @@ class Manifest(Schema):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Return the extensions of a sample's members, in the order in which they lie in the tar."""
+        """Return the extensions of a sample's members, in their order in the tar."""
         if self.medium == "sound":
             return ("json", "wav")
         return ("json", "mask.png", "png") if self.overlay is not None and not self.is_online else ("json", "png")
 
     @property
     def max_member_bytes(self) -> Mapping[str, int]:
-        """Return the largest size that a reader accepts for each of `members`, by extension."""
+        """Return the largest size in bytes that a reader accepts for each of `members`, by extension."""
         values = math.prod(self.input_shape)
         return {
             "json": _MAX_LABEL_BYTES,
@@ -211,14 +215,14 @@ def _wrong_inputs(manifest: Manifest) -> Iterator[str]:
     shape, num_channels = manifest.input_shape, 1
     if manifest.medium == "picture":
         if len(shape) != 3 or shape[0] not in (1, 3):
-            yield f"input_shape is {shape}, but that of pictures is (1, H, W) or (3, H, W)"
+            yield f"input_shape is {shape}, but pictures have (1, H, W) or (3, H, W)"
             return
         num_channels, height, width = shape
         num_bytes = sum(entry.num_bytes for entry in manifest.shards)
         if manifest.num_samples * height * (1 + width * num_channels) > _MAX_DEFLATE_RATIO * num_bytes:
             yield f"{manifest.num_samples} pictures of {shape} cannot be in {num_bytes} bytes"
     elif len(shape) != 1:
-        yield f"input_shape is {shape}, but that of sounds is (T,)"
+        yield f"input_shape is {shape}, but sounds have (T,)"
     if math.prod(shape) > MAX_VALUES:
         yield f"input_shape is {shape}, but an input may hold at most {MAX_VALUES} values"
     if (manifest.medium == "sound") != (manifest.sample_rate is not None):
@@ -227,7 +231,7 @@ def _wrong_inputs(manifest: Manifest) -> Iterator[str]:
         if len(values) != num_channels:
             yield f"{name} has {len(values)} numbers for {num_channels} channels"
         if manifest.medium == "picture" and not all(0 <= value <= 1 for value in values):
-            yield f"{name} is {values}, but that of pictures is in 0 to 1"
+            yield f"{name} is {values}, but for pictures it is from 0 to 1"
 
 
 def _wrong_labels(manifest: Manifest) -> Iterator[str]:
@@ -248,7 +252,7 @@ def _wrong_labels(manifest: Manifest) -> Iterator[str]:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read `directory/manifest.json`; raises `UserError` if it is missing, cannot be read or is not a manifest."""
+    """Read `directory/manifest.json`. Raises `UserError` if it is missing, cannot be read or is not a manifest."""
     path = directory / MANIFEST_NAME
     try:
         if not directory.is_dir():
@@ -271,14 +275,14 @@ def load_manifest(directory: Path) -> Manifest:
 def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
     """Return a manifest from its JSON.
 
-    Raises `UserError` that names `where` if it is not a manifest, is of another format, or contradicts itself.
+    Raises `UserError` that names `where` if it is not a manifest, has another format, or contradicts itself.
     """
     try:
-        value = pydantic_core.from_json(text)  # unlike json.loads it bounds how deep the text may nest
+        value = pydantic_core.from_json(text)  # unlike json.loads, it limits the depth
     except ValueError as error:
         raise UserError(f"{where} is not valid JSON ({error}); {_MEND}") from None
     if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{where} is not of format version {FORMAT_VERSION}; build the dataset again")
+        raise UserError(f"{where} does not have format version {FORMAT_VERSION}; build the dataset again")
     try:
         return Manifest.parse(value, where=where)
     except UserError as error:

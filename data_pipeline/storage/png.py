@@ -1,8 +1,8 @@
 """Encode and decode PNG files of many small pictures.
 
-PNG stores each row of a picture with one of five filters. Here every row has the filter "up", the difference to the
-row above. Files are about a tenth larger than with the best filters, but one addition a row decodes a whole batch. Any
-reader can open them. Pictures of other writers are decoded one by one by torchvision.
+PNG stores each row of a picture with one of five filters. `encode_png` always uses the filter "up", the difference to
+the row above. Files are about a tenth larger than with the best filters, but one addition for each row decodes a whole
+batch. Any program can open them. torchvision decodes pictures of other writers one by one.
 
 Guarantees: nothing is decompressed before the size in the header was compared with the expected size, and never more
 bytes than that size holds. A file may come from a stranger.
@@ -28,7 +28,7 @@ _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _UP: Final = 2  # the filter type of PNG
 _COLOUR_TYPES: Final = {1: 0, 3: 2}
 _MODES: Final = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
-_LEVEL: Final = 3  # photos of 32x32: as small as level 9 within 1 %
+_LEVEL: Final = 3  # pictures of 32x32 are at most 1 % larger than with level 9
 _SIZE: Final = struct.Struct(">8s4x4sII")  # the signature, the first chunk's name, width and height
 _END: Final = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
 
@@ -49,7 +49,7 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
 
 @cache
 def _head(num_channels: int, height: int, width: int) -> bytes:
-    """Return what comes before the image data: eight bits a channel, not interlaced."""
+    """Return the bytes before the image data of a PNG with eight bits a channel, not interlaced."""
     ihdr = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[num_channels], 0, 0, 0)
     return _SIGNATURE + _chunk(b"IHDR", ihdr)
 
@@ -59,7 +59,7 @@ def _chunk(name: bytes, content: bytes) -> bytes:
 
 
 def png_size(file: bytes | memoryview) -> tuple[int, int] | None:
-    """Return height and width of a PNG, (H, W), by its header alone; None if it is no PNG.
+    """Return height and width of a PNG, (H, W), from its header alone; None if it is not a PNG.
 
     Examples:
         >>> png_size(encode_png(np.zeros((2, 5), dtype=np.uint8)))
@@ -72,20 +72,21 @@ def png_size(file: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def wrong_size(file: bytes | memoryview, height: int, width: int) -> str | None:
-    """Return what is wrong with a file that should be a PNG of that size, by its header alone; None if nothing is.
+    """Return the reason why a file is not a PNG of that size, from its header alone; None if it is one.
 
     Call it before decoding a file: two megabytes may decompress to gigabytes.
     """
     size = png_size(file)
     if size is None:
-        return "it is no whole PNG: it does not begin as one"
+        return "it is not a whole PNG: its beginning is wrong"
     return None if size == (height, width) else f"it is {size[1]}x{size[0]} pixels, not {width}x{height}"
 
 
 def decode_pngs(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tuple[Tensor, dict[int, str]]:
-    """Decode pictures that should all be of `shape`, (C, H, W), from writable memory, which is not written to.
+    """Decode PNG files that should all have `shape`, (C, H, W).
 
-    Returns (B, C, H, W) uint8, and by row why a picture did not decode; such a picture is black.
+    Returns (B, C, H, W) uint8, and by row the reason why a picture did not decode; such a picture is black. The memory
+    of `files` must be writable for torch, but nothing is written to it.
     """
     num_channels, height, width = shape
     if files and _points_by_up(files[0], shape) is None:
@@ -104,9 +105,9 @@ def decode_pngs(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tup
 
 
 def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None:
-    """Return the filtered rows of a picture, each after its filter type; None unless `encode_png` could have made it.
+    """Return the filtered rows of a picture, each after its filter type; None if `encode_png` did not write it.
 
-    Damage is detected by the adler32 of the compressed data.
+    The adler32 of the compressed data shows damage.
     """
     head = _head(*shape)
     first = len(head) + 8  # after the length and name of the chunk that holds the image data
@@ -117,7 +118,7 @@ def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None
     num_bytes = height * row_size
     stream = zlib.decompressobj()
     try:
-        # One byte more than expected: without it the end of the stream, and its adler32, would not be read.
+        # Asks for one byte more, because otherwise the end of the stream with its adler32 is not read.
         points = stream.decompress(file[first : -4 - len(_END)], num_bytes + 1)
     except zlib.error:
         return None
@@ -128,7 +129,7 @@ def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None
 def _decode_one_by_one(
     files: Sequence[memoryview], rows: Iterable[int], pictures_BCHW: Tensor
 ) -> tuple[Tensor, dict[int, str]]:
-    """Decode the files of `rows` into `pictures_BCHW`, by torchvision. Return by row why one did not decode."""
+    """Decode the files of `rows` into `pictures_BCHW` with torchvision. Return by row why a file did not decode."""
     shape = pictures_BCHW.shape[1:]
     errors: dict[int, str] = {}
     for row in rows:
@@ -138,7 +139,7 @@ def _decode_one_by_one(
         try:
             picture = decode_png(torch.frombuffer(files[row], dtype=torch.uint8), _MODES[shape[0]])
         except (RuntimeError, ValueError) as error:
-            errors[row] = f"it is no whole PNG: {' '.join(str(error).split())}"
+            errors[row] = f"it is not a whole PNG: {' '.join(str(error).split())}"
             continue
         if picture.shape == shape and picture.dtype == torch.uint8:
             pictures_BCHW[row] = picture

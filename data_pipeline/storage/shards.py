@@ -1,15 +1,16 @@
 """Write shards, and find their members: plain WebDataset tars, each with an index for random access.
 
-Samples are written in the order of their `index` to `shard-00000.tar`, ... which any WebDataset reader opens. A sample
-has the members `KEY.json`, and `KEY.wav` or `KEY.png`, and `KEY.mask.png` if something is drawn on it. The file
-`shard-00000.index` beside a shard holds the offset and size of every member. It is a cache: it is rebuilt by one pass
-over the tar's headers if it is missing, or if its sha256 is not the one in the manifest.
+Samples are written in the order of their `index` to `shard-00000.tar`, ... which any WebDataset reader can open. A
+sample has the members `KEY.json` and `KEY.wav` or `KEY.png`, and also `KEY.mask.png` if an overlay is drawn on it. The
+file `shard-00000.index` beside a shard holds the offset and size of every member. The index is only a cache: if it is
+missing or does not have the sha256 in the manifest, one pass over the tar's headers rebuilds it.
 
-Guarantees: the same samples give the same bytes, whatever the clock, the user and the machine. No sample is returned as
-another: the manifest has the sha256 of each index, and `names_member` compares each offset with the tar's own header.
+Guarantees: the same samples give the same bytes on any machine, for any user, at any time. No sample is returned in
+place of another: the manifest has the sha256 of each index, and `is_member_at` compares each offset with the tar's own
+header.
 
-An index file is one array of little-endian int64: for each sample, in order, the offset and size of each member, in the
-order of `Manifest.members`. So its size follows from the manifest.
+An index file is one array of little-endian int64: for each sample in order, the offset and size of each member in the
+order of `Manifest.members`. Its size therefore follows from the manifest.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from data_pipeline.storage.png import encode_png
 
 logger = logging.getLogger(__name__)
 
-MISSING = -1  # the offset and size, in an index, of a member that is not in the tar
-_BLOCK = 512  # a tar's members start at multiples of this, each behind a header of the same size
-_FILE_TYPES: Final = (b"0", b"\0", b"7")  # of a header: a regular file
-_EMPTY_TYPES: Final = tuple(b"%d" % number for number in range(1, 7))  # links, devices and folders: no content
+MISSING = -1  # offset and size, in an index, of a member that is not in the tar
+_BLOCK = 512  # a tar's members start at multiples of this, each after a header of this size
+_FILE_TYPES: Final = (b"0", b"\0", b"7")  # in the header of a regular file
+_EMPTY_TYPES: Final = tuple(b"%d" % number for number in range(1, 7))  # links, devices and folders have no content
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample as it lies in a shard: the bytes of its members, by the extension after `KEY.`."""
+    """One sample as stored in a shard: the bytes of its members, by the extension after `KEY.`."""
 
     index: int
     members: Mapping[str, bytes]
@@ -58,7 +59,7 @@ class EncodedSample:
 def encode(sample: Sample, *, sample_rate: int | None = None) -> EncodedSample:
     """Return the stored form of one sample.
 
-    `sample_rate` is points a second, for a sound; a picture has none.
+    `sample_rate` is in points a second for a sound, None for a picture.
     """
     labels = {"index": sample.index, "label_base": sample.label_base, "label_overlay": sample.label_overlay}
     members = {"json": json.dumps(labels).encode()}
@@ -88,8 +89,8 @@ def write_shards(
 ) -> tuple[ShardEntry, ...]:
     """Write samples as `directory/shard-00000.tar`, ... with an index beside each. Return the manifest's entries.
 
-    Samples must come in the order of their index, from 0 without a gap (`ValueError` otherwise), because the index of a
-    sample is its number in the dataset. At most one sample is held in memory at a time.
+    Samples must come in the order of their index, from 0 without a gap, because the index of a sample is its number in
+    the dataset; raises `ValueError` if they do not. Holds at most one sample in memory.
     """
     if num_samples_per_shard < 1:
         raise ValueError(f"num_samples_per_shard must be at least 1, got {num_samples_per_shard}")
@@ -109,13 +110,13 @@ def write_shards(
 def write_shard(encoded: Iterable[EncodedSample], path: Path) -> ShardEntry:
     """Write one shard of at least one sample, and its index beside it. Return its entry in the manifest.
 
-    Samples must come in the order of their index without a gap, and all have the same members (`ValueError`
-    otherwise). At most one sample is held in memory at a time. The bytes are on disk when this returns.
+    Samples must come in the order of their index without a gap, and all must have the same members; raises `ValueError`
+    if not. Holds at most one sample in memory. The bytes are on disk when this returns.
     """
     rows: list[list[int]] = []
     with path.open("wb") as file:
-        # A fixed time, owner and mode, so that the same samples give the same bytes. A time in whole seconds also keeps
-        # every header to the one block that `_layout` counts.
+        # Fixed time, owner and mode: the same samples give the same bytes. A time in whole seconds also keeps a header
+        # to one block, as `_layout` assumes.
         with TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o444) as writer:
             for sample in _in_order(encoded):
                 sizes = [len(content) for _, content in sorted(sample.members.items())]
@@ -149,7 +150,7 @@ def _in_order(encoded: Iterable[EncodedSample]) -> Iterator[EncodedSample]:
             )
         yield sample
     if first is None:
-        raise ValueError("a shard holds at least one sample")
+        raise ValueError("a shard needs at least one sample")
 
 
 def _out_of_order(index: int, *, due: int) -> ValueError:
@@ -185,7 +186,7 @@ def index_num_bytes(entry: ShardEntry, members: Sequence[str]) -> int:
 
 
 def _save_index(path: Path, content: bytes) -> None:
-    """Write an index to a new file that is then renamed to `path`, so that nothing is written through a link."""
+    """Write an index to a new file and rename it to `path`, so that nothing is written through a link."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("xb") as file:
@@ -196,19 +197,19 @@ def _save_index(path: Path, content: bytes) -> None:
 
 
 def index_shard(path: Path, *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    """Find the members of the samples `due` in a shard, by one pass over the headers of the tar.
+    """Find the members of the samples with the indices `due` in a shard, in one pass over the headers of the tar.
 
-    Returns (len(due), 2 * len(members)) int64: offset and size of each member, `MISSING` if the file does not hold all
-    of it. Samples are found by their keys, so members may lie anywhere in the tar; other files in it are ignored. A
-    file that is cut short, damaged or no tar gives the members before the damage. Raises `OSError` if `path` is not a
-    regular file.
+    Returns (len(due), 2 * len(members)) int64: offset and size of each member, or `MISSING` if the file does not hold
+    the whole member. Finds samples by their keys, so members may lie anywhere in the tar; ignores other files in it.
+    From a file that is cut short, damaged or not a tar, returns the members before the damage. Raises `OSError` if
+    `path` is not a regular file.
     """
     with map_regular(path) as data:
         return index_members(read_headers(data)[0], members=members, due=due)
 
 
 def index_members(found: Iterable[TarMember], *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    """Return what `index_shard` returns, from the members of a tar in stored order."""
+    """Do `index_shard` on the members of a tar, in stored order."""
     rows = np.full((len(due), 2 * len(members)), MISSING, dtype=np.int64)
     columns = {extension: 2 * number for number, extension in enumerate(members)}
     for member in found:
@@ -232,16 +233,16 @@ class TarMember:
 
 
 def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
-    """Read the headers of a tar. Return its files in stored order, and the position after the last of them.
+    """Read the headers of a tar. Return its files in stored order, and the position after the last file.
 
-    Ends before the first block that is no header, or whose content is cut short. Names are read from the ustar header
-    alone, which holds up to 100 bytes; long names, links, folders and times in blocks of their own are ignored. About
-    ten times as fast as `tarfile`, and bounded in time and memory for any bytes.
+    Ends before the first block that is not a header, or whose content is cut short. Reads names of up to 100 bytes from
+    the ustar header; ignores links, folders, and blocks that hold long names or times. About ten times as fast as
+    `tarfile`, and bounded in time and memory for any bytes.
     """
     found: list[TarMember] = []
     position = 0
     while len(header := bytes(data[position : position + _BLOCK])) == _BLOCK and header[0]:
-        # The checksum is taken with spaces in its own field.
+        # The checksum counts its own field as spaces.
         right = sum(header) - sum(header[148:156]) + 8 * ord(" ")
         size, kind = _number(header[124:136]), header[156:157]
         if size is None or _number(header[148:156]) != right:
@@ -253,7 +254,7 @@ def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
             break
         if kind in _FILE_TYPES:
             name = header[:100].partition(b"\0")[0]
-            if header[345] and header[257:263] == b"ustar\0":  # continues names of more than 100 bytes
+            if header[345] and header[257:263] == b"ustar\0":  # the first part of a name above 100 bytes
                 name = header[345:500].partition(b"\0")[0] + b"/" + name
             found.append(TarMember(name.decode(errors="replace"), offset, size))
         position = offset + _padded(size)
@@ -261,32 +262,32 @@ def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
 
 
 def _number(field: bytes) -> int | None:
-    """Return the number in a field of a tar header: octal, or binary above 8 GiB. None if it is neither."""
+    """Return the number in a field of a tar header: octal, or binary above 8 GiB; None if it is neither."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b"\0 ")
     return int(digits, 8) if digits.isdigit() and not digits.strip(b"01234567") else None
 
 
-def names_member(data: memoryview, *, name: bytes, offset: int, size: int) -> bool:
+def is_member_at(data: memoryview, *, name: bytes, offset: int, size: int) -> bool:
     """Return whether the tar's own header says that a file `name` of `size` bytes begins at `offset`.
 
-    A reader checks an index so. It costs a microsecond, on a page that is about to be read.
+    Readers check an index with it. It takes a microsecond, on a page that is about to be read.
     """
     if not _BLOCK <= offset <= len(data):
         return False
     start = offset - _BLOCK
     if data[start : start + len(name) + 1] != name + b"\0":
         return False
-    is_padded = data[start + 124 : start + 135] == b"%011o" % size  # as almost all writers store a size
+    is_padded = data[start + 124 : start + 135] == b"%011o" % size  # almost all programs store a size like this
     return is_padded or _number(bytes(data[start + 124 : start + 136])) == size
 
 
 def load_index(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    """Return the index of one shard, as `index_shard` does: from its file, or rebuilt from the tar.
+    """Return the index of one shard in the form of `index_shard`: from its file, or rebuilt from the tar.
 
-    It is rebuilt if the file is missing or has another sha256 than in the manifest, or if the tar has another size. A
-    rebuilt index is saved for the next reader if its sha256 is right and the directory can be written to.
+    The index is rebuilt if its file is missing or does not have the sha256 in the manifest, or if the tar has another
+    size. A rebuilt index is saved for the next reader if its sha256 is right and the directory is writable.
     """
     num_bytes = shard.stat().st_size
     if num_bytes != entry.num_bytes:
@@ -311,7 +312,7 @@ def load_index(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: r
 
 
 def _saved_index(shard: Path, entry: ShardEntry, *, members: Sequence[str]) -> bytes | None:
-    """Return the content of an index file; None unless its sha256 is the one in the manifest."""
+    """Return the content of an index file; None if it does not have the sha256 in the manifest."""
     path, num_bytes = index_path(shard), index_num_bytes(entry, members)
     try:
         content = read_regular(path, max_bytes=num_bytes)
@@ -332,9 +333,9 @@ def _rebuilt(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: ran
 
 
 def _lies_within(rows: NDArray[np.int64], num_bytes: int) -> bool:
-    """Return whether all members of an index lie in a file of `num_bytes`, and are no larger together.
+    """Return whether all members of an index lie in a file of `num_bytes`, and are not larger together.
 
-    Avoids sums of two of its numbers in int64, which could overflow.
+    Does not add two of its int64 numbers, because the sum could overflow.
     """
     offsets, sizes = rows[:, ::2], rows[:, 1::2]
     if (offsets < 0).any() or (sizes < 0).any() or (sizes > num_bytes).any():

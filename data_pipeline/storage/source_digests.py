@@ -1,9 +1,9 @@
-"""Write and compare source digests: a short hash of the clean picture or sound that each sample was made from.
+"""Write and compare source digests: a short hash of the clean picture or sound from which each sample was made.
 
 A build writes them beside the shards. They show whether two datasets were made from the same pictures or sounds,
-whatever the names of the files and the overlays, without reading the samples.
+whatever the file names and overlays, and no sample has to be read.
 
-Shapes: N samples, R records of the source.
+Shapes: N samples, M samples of another dataset, R records of the source.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
 from data_pipeline.storage.files import read_regular
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, Manifest
 
-NUM_CONTENT_BYTES: Final = 32  # of `content_digest`
-_DTYPE: Final = np.dtype("<u8")  # of a short digest: the first 8 bytes of the long one
+NUM_CONTENT_BYTES: Final = 32  # of a `content_digest`
+_DTYPE: Final = np.dtype("<u8")  # of a short digest, the first 8 bytes of a `content_digest`
 _NUM_EXAMPLES: Final = 2
 
 
 def content_digest(content: NDArray[Any]) -> bytes:
-    """Return the sha256 of a decoded picture or sound: of its dtype, shape and values; 32 bytes."""
+    """Return the sha256 of the dtype, shape and values of a decoded picture or sound, 32 bytes."""
     kind = repr((content.dtype.str, content.shape)).encode()
     return hashlib.sha256(kind + content.tobytes()).digest()
 
@@ -36,7 +36,7 @@ def content_digest(content: NDArray[Any]) -> bytes:
 def write_source_digests(path: Path, content_digests: bytes, *, num_samples: int) -> str:
     """Write the short digests of `num_samples` samples; return the sha256 of the file.
 
-    `content_digests` holds the digests of the R records, end to end. Sample `i` shows record `i % R`.
+    `content_digests` holds the digests of R records, end to end. Sample `i` shows record `i % R` of them.
     """
     long_R = np.frombuffer(content_digests, dtype=np.uint8).reshape(-1, NUM_CONTENT_BYTES)
     short_R = np.ascontiguousarray(long_R[:, : _DTYPE.itemsize]).view(_DTYPE)[:, 0]
@@ -46,14 +46,14 @@ def write_source_digests(path: Path, content_digests: bytes, *, num_samples: int
 
 
 def num_digest_bytes(manifest: Manifest) -> int:
-    """Return the size of the file of short digests of a dataset."""
+    """Return the size in bytes of a dataset's file of short digests."""
     return manifest.num_samples * _DTYPE.itemsize
 
 
 def check_source_digests(path: Path, manifest: Manifest) -> NDArray[np.uint64]:
     """Read and check the short digests of a dataset, (N,).
 
-    Raises `UserError` if the file is missing, or is not the one that the manifest names.
+    Raises `UserError` if the file is missing, or is not the file that the manifest names.
     """
     try:
         data = read_regular(path, max_bytes=num_digest_bytes(manifest) + 1)
@@ -70,9 +70,9 @@ def check_source_digests(path: Path, manifest: Manifest) -> NDArray[np.uint64]:
 
 
 def read_source_digests(location: str | Path, manifest: Manifest, *, remote: RemoteConfig) -> NDArray[np.uint64] | None:
-    """Read the short digests of the dataset at `location`, (N,); None if its `manifest` names none.
+    """Read the short digests of the dataset at `location`, (N,); return None if it has none.
 
-    Raises `UserError` if the file cannot be fetched or is not the one that the manifest names.
+    Raises `UserError` if the file cannot be fetched, or is not the file that the manifest names.
     """
     if manifest.source_digests_sha256 is None:
         return None
@@ -85,9 +85,9 @@ def read_source_digests(location: str | Path, manifest: Manifest, *, remote: Rem
 
 @dataclass(frozen=True)
 class SharedSources:
-    """How many of `num_test` test samples were made from a source that the train set has too.
+    """The number of test samples, of `num_test`, that were made from a picture or sound of the train set.
 
-    `examples` are the keys of such a test sample and of a train sample with the same source, for up to two of them.
+    `examples` has up to two pairs of keys: a test sample, and a train sample that was made from the same picture.
     """
 
     num_test: int
@@ -96,12 +96,12 @@ class SharedSources:
 
     @property
     def share(self) -> float:
-        """Return the share of the test samples, from 0 to 1."""
+        """Return `num_shared` as a share of the test samples, from 0 to 1."""
         return self.num_shared / max(self.num_test, 1)
 
 
 def shared_sources(train_N: NDArray[np.uint64], test_M: NDArray[np.uint64]) -> SharedSources:
-    """Compare the digests of a train set with those of a test set."""
+    """Count the test samples whose digest is also in the train set."""
     shared = np.flatnonzero(np.isin(test_M, train_N))
     examples = tuple(
         (sample_key(index), sample_key(int(np.flatnonzero(train_N == test_M[index])[0])))

@@ -1,10 +1,14 @@
-"""Read the stored bytes of any samples of a dataset by index, from memory-mapped shards.
+"""Read the stored bytes of samples of a dataset by index, from memory-mapped shards.
 
-Guarantees: no sample is returned under the index of another, since the tar's own header of each member is compared with
-its key when the sample is first read. Nothing is read outside a file that is shorter than it should be, and no member
-is returned that is larger than the manifest allows. A sample that cannot be read does not stop the others.
+Guarantees:
 
-Shapes: B samples asked for.
+- No sample is returned under the index of another: when a sample is first read, its key is compared with the tar's own
+  headers.
+- Nothing is read beyond the end of a file, even if the file is too short.
+- No member is returned that is larger than the manifest allows.
+- A sample that cannot be read does not stop the others.
+
+Shapes: B samples to read.
 """
 
 from __future__ import annotations
@@ -27,24 +31,24 @@ from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest, load_manifest
-from data_pipeline.storage.shards import MISSING, EncodedSample, load_index, names_member
+from data_pipeline.storage.shards import MISSING, EncodedSample, is_member_at, load_index
 
 logger = logging.getLogger(__name__)
 
 _MEND = "copy it again or build the dataset again"
 _NUM_ATTEMPTS = 5
-_MIN_SHARE = 0.1  # of a local dataset; what is less is not worth the memory that its list of bad samples takes
+_MIN_SHARE = 0.1  # of a local dataset that must be whole: the list of its bad samples takes memory
 _REMOTE = RemoteConfig()
 
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """The stored bytes of some samples, in the order in which they were asked for.
+    """The stored bytes of some samples, in the order of the requested indices.
 
     Attributes:
-        files: by the extensions of `Manifest.members`, B views into the shards. A view is empty if its member is
-            missing or cannot be trusted.
-        unreadable: by row, why a sample cannot be read.
+        files: for each extension in `Manifest.members`, B views into the shards. A view is empty if its member is
+            missing or its index is wrong.
+        unreadable: by row, the reason why a sample cannot be read.
     """
 
     files: Mapping[str, Sequence[memoryview]]
@@ -52,7 +56,7 @@ class StoredSamples:
 
 
 class _Files(Protocol):
-    """The files of a dataset on this machine. `max_shards` of them may be there at a time (None: all)."""
+    """The files of a dataset on this machine. `max_shards` shards can be there at a time (None: all)."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -75,24 +79,24 @@ class _LocalFiles:
         return self.directory / name
 
     def prefetch(self, names: Iterable[str]) -> None:
-        pass  # they are here
+        pass  # nothing to fetch
 
 
 class SampleStore:
-    """The samples of a dataset by index. A shard is mapped into memory when it is first read.
+    """The samples of a dataset by index.
 
-    A mapping needs no open file and no seek, and all readers on the machine share its pages. A shard of a remote
-    dataset is fetched when it is first read.
+    A shard is mapped into memory when it is first read; a remote shard is fetched first. A mapping needs no open file
+    and no seek, and all readers on the machine share its pages.
 
     Attributes:
-        location: the local directory, or the remote location as it was given.
-        manifest: of the dataset.
+        location: the local directory, or the remote location as given.
+        manifest: the manifest of the dataset.
         overlay: the online overlay, on the CPU; None if the dataset has none.
-        known_bad: samples that are not whole in the local shards, found without reading them; () for a remote dataset.
+        known_bad: samples that are not whole in the local shards, found from the indexes alone; () if remote.
         shard_ends: (num_shards,) int64, the index after the last sample of each shard.
 
-    Raises `UserError` if the manifest, a shard or the overlay of a local dataset is missing, or if more than nine
-    tenths of its bytes or of its samples are.
+    Raises `UserError` if the manifest, a shard or the overlay of a local dataset is missing, or if fewer than a tenth
+    of its bytes or of its samples are there.
     """
 
     def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
@@ -112,13 +116,13 @@ class SampleStore:
         self._ends = list(accumulate(entry.num_samples for entry in self.manifest.shards))
         self.shard_ends: NDArray[np.int64] = np.array(self._ends, dtype=np.int64)
         num_samples = self._ends[-1] if self._ends else 0
-        # Offset and size of each member of each sample; zeros, which take no memory, until a shard is first touched.
+        # Offset and size of each member of each sample. Until a shard is indexed these are zeros, which take no memory.
         self._rows = np.zeros((num_samples, 2 * len(self._members)), dtype=np.int64)
         self._is_indexed = [False] * len(self._ends)
-        # Whether the tar's headers were found to say the same as `_rows`, by sample.
+        # Whether the tar's headers were compared with `_rows`, for each sample.
         self._is_checked: NDArray[np.bool_] = np.zeros(num_samples, dtype=np.bool_)
-        most = self.manifest.max_member_bytes
-        self._max_bytes = [(extension.encode(), most[extension]) for extension in self._members]
+        max_bytes = self.manifest.max_member_bytes
+        self._max_bytes = [(extension.encode(), max_bytes[extension]) for extension in self._members]
         self._mapped: dict[int, tuple[Path, memoryview]] = {}
         self.known_bad: tuple[BadSample, ...] = ()
         if isinstance(self._files, _LocalFiles):
@@ -132,20 +136,20 @@ class SampleStore:
 
     @property
     def max_shards(self) -> int | None:
-        """Return how many shards the cache can hold at a time; None if it can hold all."""
+        """Return the number of shards that the cache can hold at a time; None if it can hold all."""
         return self._files.max_shards
 
     def prefetch(self, shards: Iterable[int]) -> None:
-        """Fetch shards of a remote dataset in the background, in this order, instead of those asked for before."""
+        """Fetch shards of a remote dataset in the background, in this order, in place of those that still wait."""
         self._files.prefetch(self.manifest.shards[shard].name for shard in shards)
 
     def encoded(self, index: int) -> EncodedSample:
-        """Return the stored bytes of one sample. A member that its shard lacks is missing here too.
+        """Return the stored bytes of one sample. A member that the shard lacks is left out.
 
-        Raises `IndexError` below 0 and past the end, `UserError` if the shard's index points at something else.
+        Raises `IndexError` if there is no such sample, and `UserError` if the shard's index is wrong.
         """
         if not 0 <= index < len(self._rows):
-            raise IndexError(f"sample {index} is not one of {len(self._rows)}")
+            raise IndexError(f"there is no sample {index}; the dataset has {len(self._rows)}")
         data = self._map_shard(self._shard_of(index))
         if not self._is_checked[index] and (wrong := self._check(index, data)) is not None:
             raise UserError(f"{self.location}: sample {sample_key(index)} cannot be read ({wrong}); {_MEND}")
@@ -160,10 +164,12 @@ class SampleStore:
     def read(self, indices: NDArray[np.int64]) -> StoredSamples:
         """Return the stored bytes of the samples at `indices`, (B,) int64, in that order.
 
-        Raises `IndexError` below 0 and past the end, `UserError` if a shard cannot be fetched.
+        Raises `IndexError` if there is no such sample, and `UserError` if a shard cannot be fetched.
         """
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"samples {indices.min()} to {indices.max()} are not all among {len(self)}")
+            raise IndexError(
+                f"samples {indices.min()} to {indices.max()} do not all exist; the dataset has {len(self)}"
+            )
         shards = np.searchsorted(self.shard_ends, indices, side="right")
         data = {shard: self._map_shard(shard) for shard in np.unique(shards).tolist()}
         # A member that is missing becomes an empty view.
@@ -177,7 +183,7 @@ class SampleStore:
                 unreadable[row] = wrong
                 views[row] = [memoryview(b"")] * len(self._members)
         for row in np.flatnonzero((self._rows[indices, ::2] == MISSING).any(axis=1)).tolist():
-            unreadable[row] = self._what_is_missing(int(indices[row]))
+            unreadable[row] = self._missing_members(int(indices[row]))
         files = {name: [sample[number] for sample in views] for number, name in enumerate(self._members)}
         return StoredSamples(files, unreadable)
 
@@ -187,8 +193,8 @@ class SampleStore:
     def _shard_of(self, index: int) -> int:
         return bisect_right(self._ends, index)
 
-    def _what_is_missing(self, index: int) -> str:
-        """Return the reason why a sample is not whole in its shard; an empty text if it is."""
+    def _missing_members(self, index: int) -> str:
+        """Return a sentence about the members that a sample lacks in its shard; an empty text if it lacks none."""
         offsets = self._rows[index, ::2].tolist()
         missing = [
             f"{sample_key(index)}.{name}" for name, at in zip(self._members, offsets, strict=True) if at == MISSING
@@ -198,16 +204,16 @@ class SampleStore:
     def _check(self, index: int, data: memoryview) -> str | None:
         """Compare the index of a sample with the headers in its tar, `data`. Return the first difference, or None.
 
-        A sample without a difference is not checked again.
+        Marks a sample without a difference as checked.
         """
         key, row = b"%08d." % index, iter(self._rows[index].tolist())
-        for (extension, most), offset, size in zip(self._max_bytes, row, row, strict=True):
+        for (extension, max_bytes), offset, size in zip(self._max_bytes, row, row, strict=True):
             if offset == MISSING:
                 continue
-            if not names_member(data, name=key + extension, offset=offset, size=size):
-                return f"where its shard's index says that {(key + extension).decode()} lies, the tar says otherwise"
-            if size > most:
-                return f"{(key + extension).decode()} has {size} bytes, more than the {most} that it may have"
+            if not is_member_at(data, name=key + extension, offset=offset, size=size):
+                return f"its shard's index and the tar disagree about where {(key + extension).decode()} is"
+            if size > max_bytes:
+                return f"{(key + extension).decode()} has {size} bytes, but at most {max_bytes} are allowed"
         self._is_checked[index] = True
         return None
 
@@ -215,11 +221,11 @@ class SampleStore:
         """Load the index of all shards of a local dataset. Return the samples that are not whole in them."""
         for path in paths:
             if not path.is_file():
-                raise UserError(f"{path} is named in the manifest but missing or no regular file; {_MEND}")
+                raise UserError(f"{path} is in the manifest, but it is missing or not a regular file; {_MEND}")
         num_bytes, due = sum(path.stat().st_size for path in paths), sum(e.num_bytes for e in self.manifest.shards)
         if num_bytes < _MIN_SHARE * due:
             raise UserError(
-                f"{self.location} holds only {num_bytes} of the {due} bytes that its manifest names; {_MEND}"
+                f"{self.location} holds only {num_bytes} of the {due} bytes that its manifest lists; {_MEND}"
             )
         not_whole: list[NDArray[np.int64]] = []
         for shard, path in enumerate(paths):
@@ -228,10 +234,10 @@ class SampleStore:
         num_whole = len(self) - sum(map(len, not_whole))
         if num_whole < _MIN_SHARE * len(self):
             raise UserError(
-                f"{self.location} holds only {num_whole} of the {len(self)} samples that it should; {_MEND}"
+                f"{self.location} holds only {num_whole} of the {len(self)} samples that its manifest lists; {_MEND}"
             )
         indices = [index for found in not_whole for index in found.tolist()]
-        return tuple(self.bad_sample(index, self._what_is_missing(index)) for index in indices)
+        return tuple(self.bad_sample(index, self._missing_members(index)) for index in indices)
 
     def _load_rows(self, shard: int, path: Path) -> NDArray[np.int64]:
         entry = self.manifest.shards[shard]
@@ -246,7 +252,7 @@ class SampleStore:
         return rows
 
     def _map_shard(self, shard: int) -> memoryview:
-        """Return the bytes of one shard, which is fetched and indexed if it was not read before."""
+        """Return the bytes of one shard; fetch and index it if it was not read before."""
         if (mapped := self._mapped.get(shard)) is not None:
             return mapped[1]
         name = self.manifest.shards[shard].name
@@ -257,14 +263,14 @@ class SampleStore:
                 if not self._is_indexed[shard]:
                     self._load_rows(shard, path)
             except FileNotFoundError:
-                continue  # evicted by another process since the line before
+                continue  # another process has just evicted it
             self._mapped[shard] = (path, data)
-            self._let_go()
+            self._unmap_unused()
             return data
         raise UserError(f"{name} of {self.location} was removed {_NUM_ATTEMPTS} times before it could be read; {_MEND}")
 
-    def _let_go(self) -> None:
-        """Unmap shards that the cache has evicted, since their disk space is free only then, and the oldest above
+    def _unmap_unused(self) -> None:
+        """Unmap the shards that the cache has evicted, which frees their disk space, and the oldest above
         `max_shards`."""
         if isinstance(self._files, _LocalFiles):
             return
@@ -277,7 +283,7 @@ class SampleStore:
 
 
 def _map_file(path: Path) -> memoryview:
-    """Map a file, copy on write: writing to the memory does not change the file. No descriptor stays open."""
+    """Map a file copy-on-write, so that writing to the memory does not change the file. Leaves no descriptor open."""
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         return memoryview(bytearray())

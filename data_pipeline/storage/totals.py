@@ -1,4 +1,4 @@
-"""Add up what a manifest holds of all samples: the number of each class, mean and deviation of the values."""
+"""Add up the statistics in a manifest: the number of samples of each class, mean and deviation of the values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SOUND_SCALE = 1 << 20
 
 
 class Sums(Schema):
-    """Sums over samples: the number of each class, and in each channel the sum of the values and of their squares.
+    """Sums over samples: the number of samples of each class, and for each channel the sums of values and squares.
 
-    Values are whole numbers, in units of 1 / `scale`, so the order of adding changes nothing.
+    Values are whole numbers in units of 1 / `scale`, so the order of the sum does not matter.
     """
 
     counts_base: tuple[int, ...]
@@ -38,7 +38,7 @@ def _sum_of_squares(values_N: NDArray[np.int64]) -> int:
 
 
 class Totals:
-    """Adds up samples, exactly up to the division at the end.
+    """The running totals of samples. All sums are exact; only the division at the end rounds.
 
     Pictures and int16 sounds are whole numbers already. Points of float32 sounds are rounded to the nearest 2**-20,
     about a millionth of full scale.

@@ -80,9 +80,9 @@ def test_a_file_that_is_damaged_anywhere_never_gives_other_points(first: bool) -
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (b"", "no whole PNG"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(40), "no whole PNG"),
-        (encode_png(picture(8, 8, 3, 0))[:-40], "no whole PNG"),
+        (b"", "not a whole PNG"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "not a whole PNG"),
+        (encode_png(picture(8, 8, 3, 0))[:-40], "not a whole PNG"),
         (encode_png(picture(8, 7, 3, 0)), "it is 7x8 pixels, not 8x8"),
         (by_pillow(picture(9, 8, 3, 0)), "it is 8x9 pixels, not 8x8"),
         (by_pillow(picture(8, 8, 1, 0).astype(np.uint16)), "torch.uint"),

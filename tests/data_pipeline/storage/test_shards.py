@@ -22,8 +22,8 @@ from data_pipeline.storage.shards import (
     index_content,
     index_path,
     index_shard,
+    is_member_at,
     load_index,
-    names_member,
     read_headers,
     write_shard,
     write_shards,
@@ -341,11 +341,11 @@ def test_the_header_before_a_member_names_it(tmp_path: Path, tar_format: int) ->
     data = memoryview(path.read_bytes())
     for member in read_headers(data)[0]:
         name = member.name.encode()
-        assert names_member(data, name=name, offset=member.offset, size=member.size)
-        assert not names_member(data, name=name, offset=member.offset, size=member.size + 1)
-        assert not names_member(data, name=name[:-1], offset=member.offset, size=member.size)
+        assert is_member_at(data, name=name, offset=member.offset, size=member.size)
+        assert not is_member_at(data, name=name, offset=member.offset, size=member.size + 1)
+        assert not is_member_at(data, name=name[:-1], offset=member.offset, size=member.size)
         for offset in (0, 100, member.offset + 512, len(data), len(data) + 512):
-            assert not names_member(data, name=name, offset=offset, size=member.size)
+            assert not is_member_at(data, name=name, offset=offset, size=member.size)
 
 
 def test_the_index_of_a_shard_of_another_size_is_not_used_nor_kept(tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def blank(tensor: Tensor | None, place: int) -> bool:
 @pytest.mark.parametrize(
     ("member", "flip", "reason"),
     [
-        ("00000012.png", 60, r"no whole PNG"),
-        ("00000012.mask.png", 60, r"no whole PNG"),
+        ("00000012.png", 60, r"not a whole PNG"),
+        ("00000012.mask.png", 60, r"not a whole PNG"),
         ("00000012.json", 0, r"00000012\.json does not decode"),
         ("00000012.json", 10, r"00000012\.json says that it is sample|does not decode"),
     ],
@@ -219,7 +219,7 @@ def test_a_label_that_is_none_of_the_classes_is_told(tmp_path: Path, label: obje
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_dataset(tmp_path, [2, 2])
     (tmp_path / "shard-00001.tar").unlink()
-    with pytest.raises(UserError, match=r"shard-00001\.tar is named in the manifest but missing"):
+    with pytest.raises(UserError, match=r"shard-00001\.tar is in the manifest, but it is missing"):
         SampleStore(tmp_path)
 
 
@@ -278,9 +278,11 @@ def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
         name_index(tmp_path, wrong)
         store = SampleStore(tmp_path)
         assert len(decode(store, np.arange(3)).bad) == 3
-        with pytest.raises(UserError, match=r"sample 00000000 .* the tar says otherwise"):
+        with pytest.raises(UserError, match=r"sample 00000000 .* index and the tar disagree about where"):
             decode_sample(store, 0)
-        with pytest.raises(UserError, match=r"sample 00000000 cannot be read .* the tar says otherwise"):
+        with pytest.raises(
+            UserError, match=r"sample 00000000 cannot be read .* index and the tar disagree about where"
+        ):
             store.encoded(0)
 
 
@@ -316,11 +318,11 @@ def test_a_dataset_of_which_next_to_nothing_is_there_is_refused(tmp_path: Path) 
     num_bytes = path.stat().st_size
     path.chmod(0o644)
     os.truncate(path, 2_000)
-    with pytest.raises(UserError, match=rf"holds only 2000 of the {num_bytes} bytes that its manifest names"):
+    with pytest.raises(UserError, match=rf"holds only 2000 of the {num_bytes} bytes that its manifest lists"):
         SampleStore(tmp_path)
     os.truncate(path, num_bytes)  # a hole
     index_path(path).unlink()
-    with pytest.raises(UserError, match="holds only 0 of the 30 samples that it should"):
+    with pytest.raises(UserError, match="holds only 0 of the 30 samples that its manifest lists"):
         SampleStore(tmp_path)
 
 
@@ -332,13 +334,13 @@ def test_a_dataset_of_which_next_to_nothing_is_there_is_refused(tmp_path: Path) 
         ({"num_samples": 21}, "num_samples is 21, but its shards add up to 20"),
         ({"num_samples": 1.5}, "num_samples is 1.5; it must be a whole number"),
         ({"input_shape": [3, 0, 8]}, "input_shape[1] is 0; it must be above 0"),
-        ({"input_shape": [2, 8, 8]}, "input_shape is (2, 8, 8), but that of pictures is (1, H, W) or (3, H, W)"),
-        ({"input_shape": [8]}, "input_shape is (8,), but that of pictures is"),
+        ({"input_shape": [2, 8, 8]}, "input_shape is (2, 8, 8), but pictures have (1, H, W) or (3, H, W)"),
+        ({"input_shape": [8]}, "input_shape is (8,), but pictures have"),
         ({"input_shape": [3, 9_000, 9_000]}, "20 pictures of (3, 9000, 9000) cannot be in"),
-        ({"medium": "sound"}, "input_shape is (3, 8, 8), but that of sounds is (T,)"),
+        ({"medium": "sound"}, "input_shape is (3, 8, 8), but sounds have (T,)"),
         ({"sample_rate": 8_000}, "sample_rate is 8000 for a dataset of pictures"),
         ({"mean": [0.5]}, "mean has 1 numbers for 3 channels"),
-        ({"mean": [0.5, 0.5, 1e9]}, "mean is (0.5, 0.5, 1000000000.0), but that of pictures is in 0 to 1"),
+        ({"mean": [0.5, 0.5, 1e9]}, "mean is (0.5, 0.5, 1000000000.0), but for pictures it is from 0 to 1"),
         ({"std": [0.5, 0.5, -1]}, "std[2] is -1; it must be at least 0"),
         ({"std": [0.5, 0.5, float("inf")]}, "std[2] is inf; it must be a finite number"),
         ({"counts_base": [20]}, "counts_base has 1 numbers for 10 classes"),

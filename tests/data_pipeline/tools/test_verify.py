@@ -245,7 +245,7 @@ def test_an_index_that_the_manifest_names_is_compared_with_the_tar(copy: Path) -
     assert problems(copy) == [f"{SHARD}: its members do not lie where manifest.json says (index_sha256)"]
     bad = decode(SampleStore(copy), np.arange(30)).bad
     assert [sample.index for sample in bad.values()] == list(range(10, 20))
-    with pytest.raises(UserError, match=r"index says that 00000013\.png lies, the tar says otherwise"):
+    with pytest.raises(UserError, match=r"index and the tar disagree about where 00000013\.png is"):
         SampleStore(copy).encoded(13)
 
 
@@ -516,9 +516,9 @@ def test_a_picture_that_unpacks_to_more_than_is_due_is_not_unpacked(claimed: tup
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("00000012.json", b" " * 5_000 + b"{}", "00000012.json has 5002 bytes, more than the 256 that it may have"),
+        ("00000012.json", b" " * 5_000 + b"{}", "00000012.json has 5002 bytes, but at most 256 are allowed"),
         ("00000012.json", b"[" * 200, "00000012.json does not decode"),
-        ("00000012.png", bytes(1 << 21), "00000012.png has 2097152 bytes, more than the 1054720 that it may have"),
+        ("00000012.png", bytes(1 << 21), "00000012.png has 2097152 bytes, but at most 1054720 are allowed"),
     ],
 )
 def test_what_is_too_large_is_not_decoded(name: str, content: bytes, what: str, copy: Path) -> None:
