@@ -1,12 +1,11 @@
-"""Cache the files of remote datasets, which lie behind http(s) or behind a command that prints a file.
+"""Cache the files of remote datasets, which come from http(s) or from a command that prints a file.
 
-Given a location and a file name, it returns the path of a checked copy on this machine. So a remote shard is read
-like a local one.
+`RemoteShards.path` returns the path of a checked copy on this machine, so a remote shard is read like a local one.
 
-Guarantees: a reader never gets part of a file or a file that is not the one in the manifest, and never waits for ever.
+Guarantees: a reader never gets part of a file, nor a file that is not the one in the manifest, and never waits forever.
 
-Copies lie in `ROOT/dataset-HASH/`; HASH is of the content of the dataset, so the cache cannot serve stale files. All
-processes of a machine share it.
+Copies lie in `ROOT/dataset-HASH/`. HASH is computed from the content of the dataset, so the cache cannot serve stale
+files. All processes of a machine share the cache.
 """
 
 from __future__ import annotations
@@ -49,25 +48,25 @@ from data_pipeline.storage.shards import index_num_bytes, index_path
 logger = logging.getLogger(__name__)
 
 _SCHEMES: Final = ("http", "https", "pipe")
-_SPOOL_GIGABYTES: Final = 4.0  # without a cache_dir: /tmp is small, and in memory on some machines
+_SPOOL_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
 _SPOOL_LOCK_SECONDS: Final = 60.0
 _DISK_REFUSES: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOLCK)
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RemoteConfig(Schema):
-    """How the files of a remote dataset are fetched and kept. A local dataset ignores it.
+    """The settings for fetching and caching a remote dataset. A local dataset ignores them.
 
     Attributes:
-        cache_dir: where copies are kept for later runs. Without it they lie in the directory for temporary files, and
-            the last process that reads the dataset removes them when it ends.
+        cache_dir: the directory that keeps copies for later runs. Without it, copies lie in the directory for temporary
+            files, and the last process that reads the dataset removes them when it ends.
         cache_gigabytes: the largest size of the cache, in 10**9 bytes; the least recently used files are evicted. None
             means no limit with a `cache_dir`, and 4 without.
-        stall_seconds: an attempt that brings no byte for this time is given up.
-        file_seconds: the time for a file, all attempts together.
-        num_attempts: how often a file is tried, with pauses of 0.5, 1, 2, ... up to 8 seconds between.
-        read_back_from: the file that the location was read from; None if it was typed. `refuse_untyped_command` uses
-            it. It is no setting: `trainer.config.read_config` sets it, whatever the file says.
+        stall_seconds: an attempt that receives no byte for this time is given up.
+        file_seconds: the time for all attempts at one file together.
+        num_attempts: the number of attempts at a file, with pauses of 0.5, 1, 2, ... up to 8 seconds between them.
+        read_back_from: the file from which the location was read; None if the user typed it. Not a setting:
+            `trainer.config.read_config` sets it, whatever the file says, for `refuse_untyped_command`.
     """
 
     cache_dir: Line | None = None
@@ -89,7 +88,7 @@ def is_remote(location: str | Path) -> bool:
 
 
 def is_command(location: str) -> bool:
-    """Return whether reading from `location` runs a command of a shell.
+    """Return whether reading from `location` runs a shell command.
 
     Examples:
         >>> is_command("pipe:cat /archive/{name}"), is_command("https://host/cifar")
@@ -99,19 +98,19 @@ def is_command(location: str) -> bool:
 
 
 def refuse_untyped_command(location: str, config: RemoteConfig) -> None:
-    """Raise `UserError` if `location` is a command that was read from a file: a stranger may have written the file."""
+    """Raise `UserError` if `location` is a command from a file, because a stranger may have written the file."""
     if is_command(location) and config.read_back_from is not None:
         raise UserError(
             f"{config.read_back_from} names the location {location!r}, a command that this machine would run; pass "
-            "--allow-pipe if you trust whoever wrote that file"
+            "--allow-pipe if you trust the writer of that file"
         )
 
 
 def file_url(location: str, name: str) -> str:
     """Return the URL of one file of a dataset: the file name replaces `{name}` in `location`, or is appended.
 
-    Raises `UserError` if `location` is not remote, or if `name` is not a plain file name: it becomes part of a path and
-    of a shell command.
+    Raises `UserError` if `location` is not remote, or if `name` is not a plain file name, because it becomes part of a
+    path and of a shell command.
 
     Examples:
         >>> file_url("http://host/cifar/", "manifest.json")
@@ -135,7 +134,7 @@ def file_url(location: str, name: str) -> str:
 
 
 def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
-    """Fetch the manifest of a remote dataset; raise `UserError` if it cannot be fetched or is not valid."""
+    """Fetch the manifest of a remote dataset. Raises `UserError` if it cannot be fetched or is not valid."""
     expected = Expected(is_json=True, max_bytes=MAX_MANIFEST_BYTES)
     with fetched(location, MANIFEST_NAME, expected=expected, config=config, must_answer=True) as file:
         return parse_manifest(file.read(), where=file_url(location, MANIFEST_NAME))
@@ -145,10 +144,10 @@ def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
 def fetched(
     location: str, name: str, *, expected: Expected, config: RemoteConfig, must_answer: bool = False
 ) -> Iterator[BinaryIO]:
-    """Fetch one file of a remote dataset, without the cache, into a temporary file that is open while the block runs.
+    """Fetch one file of a remote dataset, without the cache, into a temporary file that is open inside the block.
 
-    Raises `UserError` if it cannot be fetched, or is not as `expected`; with `must_answer` at once if its host cannot
-    be found or reached.
+    Raises `UserError` if the file cannot be fetched or is not as `expected`. With `must_answer`, raises it at the first
+    attempt if the host cannot be found or reached.
     """
     with tempfile.TemporaryFile() as file:
         fetch(
@@ -168,16 +167,16 @@ def _limits(config: RemoteConfig, stop: threading.Event | None = None) -> Limits
 
 
 class RemoteShards:
-    """The files of one remote dataset as local paths; each is fetched when it is first used.
+    """The files of one remote dataset as local paths; each file is fetched when it is first used.
 
-    May be forked and pickled. All processes of a machine share the copies, and one of them fetches each file.
+    May be forked and pickled. All processes of a machine share the copies, and only one process fetches a file.
 
     Attributes:
-        location: as given.
-        manifest: fetched by the constructor.
+        location: the location as given.
+        manifest: the manifest, which the constructor fetches.
 
-    Raises `UserError` if the location is not valid, if it is a command that was read from a file, if its manifest
-    cannot be fetched, or if the disk has no room for the cache.
+    Raises `UserError` if the location is not valid, if it is a command from a file (see `refuse_untyped_command`), if
+    the manifest cannot be fetched, or if the disk has no room for the cache.
     """
 
     def __init__(self, location: str, *, config: RemoteConfig) -> None:
@@ -206,7 +205,7 @@ class RemoteShards:
 
     @cached_property
     def max_shards(self) -> int | None:
-        """Return how many shards the cache can hold at once, counting the largest ones; None if it can hold all."""
+        """Return the number of the largest shards that the cache can hold at once; None if it can hold all shards."""
         sizes = sorted(self._num_bytes(name) for name in self._shards)
         if self._limit is None or sum(sizes) <= self._limit:
             return None
@@ -216,17 +215,17 @@ class RemoteShards:
         return count
 
     def path(self, name: str, *, stop: threading.Event | None = None) -> Path:
-        """Return the local path of a shard, of the assets of an online overlay or of the source digests.
+        """Return the local path of a shard, of the file of an online overlay, or of the source digests.
 
-        Fetches the file if it is not cached; a shard comes with its index if the location has one. Another process may
-        evict the file: a mapped or open file stays readable, and a caller that finds the path gone calls this again.
+        Fetches the file if it is not cached, and with a shard its index if the location has one. Another process may
+        evict the file at any time. A mapped or open file stays readable; if the path is gone, call this again.
 
         Raises `UserError` if the file cannot be fetched in time, if the disk is full, or when `stop` is set.
         """
         expected = self._expected(name)
         path = self._directory / name
         while True:
-            if not _is_here(path, expected):
+            if not _is_cached(path, expected):
                 self._fetch(name, expected, limits=_limits(self._config, stop))
             now = time.time_ns()
             try:
@@ -238,10 +237,10 @@ class RemoteShards:
             return path
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Fetch these files in the background, in this order; files that still wait from an earlier call are dropped.
+        """Fetch these files in the background, in this order; drop the files of an earlier call that still wait.
 
-        Never raises: `path` meets the same problem and raises. Fetching evicts the least recently used files, so
-        `max_shards` should cover these files and those in use.
+        Never raises; a later `path` meets the same problem and raises. Fetching evicts the least recently used files,
+        so these files and the files in use should together be at most `max_shards`.
         """
         if self._prefetcher is None or self._prefetcher.process_id != os.getpid():  # a thread does not survive a fork
             self._prefetcher = _Prefetcher(self)
@@ -257,19 +256,19 @@ class RemoteShards:
         raise ValueError(f"the dataset at {self.location} has no file {name!r}")
 
     def _num_bytes(self, name: str) -> int:
-        """Return the size of a shard and its index."""
+        """Return the size of a shard with its index, in bytes."""
         entry = self._shards[name]
         return entry.num_bytes + index_num_bytes(entry, self.manifest.members)
 
     def _check_room(self) -> None:
-        """Raise `UserError` if the cache or its disk is too small; called before training starts."""
+        """Raise `UserError` if the cache or its disk is too small, before training starts."""
         if self.max_shards == 0:
             largest = max(self._num_bytes(name) for name in self._shards)
             raise UserError(
-                f"the largest shard of {self.location} takes {largest / 1e9:.3g} GB and the cache may hold "
-                f"{(self._limit or 0) / 1e9:.3g}; raise data.remote.cache_gigabytes"
+                f"the largest shard of {self.location} takes {largest / 1e9:.3g} GB, but the cache may hold only "
+                f"{(self._limit or 0) / 1e9:.3g} GB; raise data.remote.cache_gigabytes"
             )
-        with self._mending():
+        with self._disk_errors_as_user_errors():
             free = shutil.disk_usage(self._root).free
         files = _files(self._root)
         missing = sum(map(self._num_bytes, self._shards))
@@ -278,26 +277,26 @@ class RemoteShards:
             missing = min(missing, self._limit - sum(file.num_bytes for file in files))
         if missing > free:
             raise UserError(
-                f"{self._root} is to hold {missing / 1e9:.3g} GB more of {self.location} and its disk has "
+                f"the cache {self._root} needs {missing / 1e9:.3g} GB more for {self.location}, but its disk has "
                 f"{free / 1e9:.3g} GB free; free some, set data.remote.cache_dir to another disk or lower "
                 "data.remote.cache_gigabytes"
             )
 
     def _make_directories(self) -> None:
-        with self._mending():
+        with self._disk_errors_as_user_errors():
             if self._is_spool:
                 _hold_spool(self._root)
             self._directory.mkdir(parents=True, exist_ok=True)
 
     def _fetch(self, name: str, expected: Expected, *, limits: Limits) -> None:
-        """Fetch one file. If another process is fetching it, wait for that instead."""
+        """Fetch one file, or wait for the process that is fetching it."""
         self._make_directories()
         path = self._directory / name
         partial = path.with_name(f".{name}.partial")
-        with self._mending(), _locked(partial, deadline=limits.deadline) as file:
-            if _is_here(path, expected):
+        with self._disk_errors_as_user_errors(), _locked(partial, deadline=limits.deadline) as file:
+            if _is_cached(path, expected):
                 return
-            path.unlink(missing_ok=True)  # it has another size than when it was fetched
+            path.unlink(missing_ok=True)  # its size has changed since it was fetched
             start = time.monotonic()
             if self._limit is not None and name in self._shards:
                 self._make_room(file, num_bytes=self._num_bytes(name), limits=limits)
@@ -305,15 +304,14 @@ class RemoteShards:
             if (entry := self._shards.get(name)) is not None:
                 self._fetch_index(index_path(path), entry, limits=limits)
             if not self._is_spool:
-                os.fsync(
-                    file.fileno()
-                )  # a kept file must be whole after a power cut too: only its size is checked again
-            self._name(partial, path, limits=limits)
+                # A later run checks only the size, so the file must be whole even after a power cut.
+                os.fsync(file.fileno())
+            self._publish(partial, path, limits=limits)
             megabytes, seconds = os.fstat(file.fileno()).st_size / 1e6, time.monotonic() - start
             logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
     def _fetch_index(self, path: Path, entry: ShardEntry, *, limits: Limits) -> None:
-        """Fetch the index beside a shard. This may fail: the reader rebuilds it then."""
+        """Fetch the index beside a shard. If this fails, the reader rebuilds the index."""
         if not self._may_have_index:
             return
         partial = path.with_name(f".{path.name}.partial")
@@ -327,26 +325,26 @@ class RemoteShards:
                 self._may_have_index = False
                 logger.info("the shards of %s are indexed here: %s", self.location, error)
             else:
-                self._name(partial, path, limits=limits)
+                self._publish(partial, path, limits=limits)
 
-    def _name(self, partial: Path, path: Path, *, limits: Limits) -> None:
-        """Rename a whole file to `path`, but not while a process counts files: it could miss both names."""
-        with self._counting(limits) if self._limit is not None else nullcontext():
+    def _publish(self, partial: Path, path: Path, *, limits: Limits) -> None:
+        """Rename a whole file to `path`, but not while a process counts files: it could miss the file."""
+        with self._lock_for_counting(limits) if self._limit is not None else nullcontext():
             partial.replace(path)
 
-    def _counting(self, limits: Limits) -> AbstractContextManager[object]:
+    def _lock_for_counting(self, limits: Limits) -> AbstractContextManager[object]:
         return _locked(self._root / ".room.lock", deadline=limits.deadline)
 
     def _make_room(self, file: BinaryIO, *, num_bytes: int, limits: Limits) -> None:
         """Evict the least recently used files until `num_bytes` fit under the limit, and reserve them for `file`.
 
-        `file` gets that size at once, so that other processes count it. Files that are being fetched stay; if they
-        leave no room, this waits until they are whole and can be evicted.
+        Gives `file` that size at once, so that other processes count it. Files that are being fetched are not evicted;
+        if they leave no room, waits until they are whole.
         """
         assert self._limit is not None
         os.ftruncate(file.fileno(), 0)
         while True:
-            with self._counting(limits):
+            with self._lock_for_counting(limits):
                 groups: dict[Path, list[_File]] = {}
                 for kept in _files(self._root):
                     groups.setdefault(kept.group, []).append(kept)
@@ -359,12 +357,12 @@ class RemoteShards:
                     return
             if time.monotonic() >= limits.deadline or limits.stop.wait(0.05):
                 raise UserError(
-                    f"the cache {self._root} found no room for {num_bytes / 1e9:.3g} GB in the time that a file has, "
-                    "since other processes fetch into it; raise data.remote.cache_gigabytes"
+                    f"the cache {self._root} had no room for {num_bytes / 1e9:.3g} GB within data.remote.file_seconds, "
+                    "because other processes fetch into it; raise data.remote.cache_gigabytes"
                 )
 
     @contextmanager
-    def _mending(self) -> Iterator[None]:
+    def _disk_errors_as_user_errors(self) -> Iterator[None]:
         """Raise `UserError` for an error of the cache's disk that the user can mend."""
         try:
             yield
@@ -384,7 +382,7 @@ class RemoteShards:
 
 
 class _Prefetcher:
-    """A thread that fetches the files it was last given, and ends after the last one."""
+    """A thread that fetches the files of the last `replace`, and ends after the last file."""
 
     def __init__(self, shards: RemoteShards) -> None:
         self.process_id = os.getpid()
@@ -404,7 +402,7 @@ class _Prefetcher:
             thread = threading.Thread(target=self._run, args=(stop,), name="prefetch", daemon=True)
             if self._at_exit is not None:
                 self._at_exit.cancel()
-            # Unlike atexit, this runs in the workers of a DataLoader too. No command may outlive its reader.
+            # Unlike atexit, this also runs in the workers of a DataLoader. A command must end with its reader.
             self._at_exit = Finalize(self, _end, args=(stop, thread), exitpriority=10)
             thread.start()
 
@@ -418,7 +416,7 @@ class _Prefetcher:
             try:
                 self._shards.path(name, stop=stop)
             except (UserError, OSError) as error:
-                logger.info("not fetched ahead: %s", error)
+                logger.info("could not prefetch %s: %s", name, error)
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
@@ -429,7 +427,7 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the cache. A shard and its index are one group, and are evicted together."""
+    """A file of the cache. A shard and its index are one group, which is evicted together."""
 
     path: Path
     num_bytes: int
@@ -441,7 +439,7 @@ class _File:
 
 
 def _files(root: Path) -> list[_File]:
-    """Return the files of the cache. Other files in its directory are not counted, and never removed."""
+    """Return the files of the cache. Other files in its directory are not returned, so they are never removed."""
     found = []
     for directory in root.glob("dataset-*"):
         if re.fullmatch(r"dataset-[0-9a-f]{16}", directory.name) and directory.is_dir():
@@ -454,7 +452,7 @@ def _files(root: Path) -> list[_File]:
 
 
 def _evict(path: Path) -> bool:
-    """Remove a file of the cache, but no partial file that a process is writing. Return whether it is gone."""
+    """Remove a file of the cache, unless a process is writing it. Return whether it is gone."""
     if not path.name.startswith("."):
         path.unlink(missing_ok=True)
         return True
@@ -469,8 +467,8 @@ def _evict(path: Path) -> bool:
     return True
 
 
-def _is_here(path: Path, expected: Expected) -> bool:
-    """Return whether a file is cached. It got its name when it was whole; its size shows damage since then."""
+def _is_cached(path: Path, expected: Expected) -> bool:
+    """Return whether a file is cached. It was whole when it got its name; its size shows later damage."""
     try:
         return expected.num_bytes in (None, path.stat().st_size)
     except FileNotFoundError:
@@ -479,7 +477,7 @@ def _is_here(path: Path, expected: Expected) -> bool:
 
 @contextmanager
 def _locked(path: Path, *, deadline: float) -> Iterator[BinaryIO]:
-    """Open `path` under an exclusive lock, which ends with the process. Creates the file if it is missing.
+    """Open `path`, or create it, under an exclusive lock, which is free again when the process ends.
 
     Removes a partial file that the caller has not renamed. Raises `UserError` after `deadline`.
     """
@@ -489,7 +487,7 @@ def _locked(path: Path, *, deadline: float) -> Iterator[BinaryIO]:
     finally:
         if path.name.endswith(".partial") and _is_file(file, path):
             path.unlink()
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file too
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked since has the file open too
         file.close()
 
 
@@ -499,7 +497,7 @@ def _open_locked(path: Path, kind: int, *, deadline: float) -> BinaryIO:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
-            # The previous holder may have renamed or removed the file that was opened here.
+            # The last holder of the lock may have renamed or removed this file.
             if _is_file(file, path):
                 return file
         except BlockingIOError:
@@ -507,8 +505,8 @@ def _open_locked(path: Path, kind: int, *, deadline: float) -> BinaryIO:
         file.close()
         if time.monotonic() >= deadline:
             raise UserError(
-                f"another process held the lock of {path} until the time was up; see what it does, or "
-                "raise data.remote.file_seconds"
+                f"another process held the lock of {path} for too long; see what it does, or raise "
+                "data.remote.file_seconds"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
@@ -522,11 +520,11 @@ def _is_file(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-_held_spools: dict[Path, BinaryIO] = {}  # of this process and of processes that it forks
+_held_spools: dict[Path, BinaryIO] = {}  # in this process and in processes that it forks
 
 
 def _hold_spool(root: Path) -> None:
-    """Make the spool, the cache among the temporary files. The last process that uses it removes it at its end."""
+    """Make the spool, a cache among the temporary files. The last process that uses it removes it when it ends."""
     if root in _held_spools:
         return
     deadline = time.monotonic() + _SPOOL_LOCK_SECONDS
@@ -534,7 +532,7 @@ def _hold_spool(root: Path) -> None:
         root.mkdir(mode=0o700, exist_ok=True)
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             raise UserError(f"{root} belongs to another user; set data.remote.cache_dir")  # /tmp is open to all users
-        with suppress(FileNotFoundError):  # another process was just removing it
+        with suppress(FileNotFoundError):  # another process has just removed it
             file = _open_locked(root / ".in_use", fcntl.LOCK_SH, deadline=deadline)
             break
     _held_spools[root] = file

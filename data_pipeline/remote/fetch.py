@@ -1,10 +1,10 @@
 """Fetch one file from http(s), or from a command that prints it, into an open file.
 
-Guarantees: `fetch` returns within the limits of time, and the file is then whole. A server that drops the connection,
+Guarantees: `fetch` returns within its time limits, and the file is then whole. A server that drops the connection,
 stalls, trickles, truncates or corrupts an answer costs attempts, never a wrong byte.
 
-`requests` brings the bytes of http(s). It runs in a thread, because its timeouts hold for one read of a socket, and a
-server that trickles never meets them. A command runs in a shell, in a process group of its own.
+`requests` reads http(s) in a thread: its timeouts hold for one read of a socket, and a server that trickles never
+reaches them. A command runs in a shell, in a process group of its own.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 _BLOCK: Final = 1 << 20
 _MAX_BLOCKS: Final = 8  # that wait to be written
-_GRACE_SECONDS: Final = 2.0  # after a command or a thread should have ended by itself
-_POLL_SECONDS: Final = 0.2  # how soon a fetch sees that it is to stop
+_GRACE_SECONDS: Final = 2.0  # before a command or thread that should have ended is stopped
+_POLL_SECONDS: Final = 0.2  # the longest time until a fetch notices that it should stop
 _MAX_BYTES_UNKNOWN: Final = 1 << 30  # of a file of unknown size: an endless answer must not fill the disk
-_LASTING_STATUS: Final = frozenset(range(400, 500)) - {408, 425, 429}  # the server would say the same next time
-_LASTING_EXIT: Final = (126, 127)  # of a shell: the command cannot be run, is not installed
+_LASTING_STATUS: Final = frozenset(range(400, 500)) - {408, 425, 429}  # another attempt would get the same answer
+_LASTING_EXIT: Final = (126, 127)  # of a shell: the command cannot be run, or is not installed
 _NOT_A_URL: Final = (
     requests.exceptions.InvalidURL,
     requests.exceptions.InvalidSchema,
@@ -52,14 +52,14 @@ _NOT_A_URL: Final = (
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to try.
+    """The limits of a fetch.
 
     Attributes:
-        stall_seconds: an attempt that brings no byte for so long is given up.
+        stall_seconds: an attempt that receives no byte for this time is given up.
         num_attempts: the largest number of attempts.
-        deadline: when all attempts must be done, by `time.monotonic()`.
-        stop: ends the fetch when it is set, from another thread.
-        must_answer: a host that cannot be found or reached ends the fetch at its first attempt.
+        deadline: the end of all attempts, in the time of `time.monotonic()`.
+        stop: another thread can set it to end the fetch.
+        must_answer: whether the fetch ends at the first attempt if the host cannot be found or reached.
     """
 
     stall_seconds: float
@@ -75,9 +75,9 @@ class Expected:
 
     Attributes:
         num_bytes: its size; None if it is not known.
-        sha256: of its content; None if it is not known.
-        is_json: that it is JSON, for a file whose size and hash are not known.
-        max_bytes: a longer answer is broken off; ignored if `num_bytes` is known.
+        sha256: the sha256 of its content; None if it is not known.
+        is_json: whether it must be JSON, for a file with unknown size and hash.
+        max_bytes: a longer answer is refused; ignored if `num_bytes` is known.
     """
 
     num_bytes: int | None = None
@@ -87,11 +87,11 @@ class Expected:
 
 
 class _AttemptError(Exception):
-    """One attempt did not bring the file.
+    """An attempt did not deliver the file.
 
     Attributes:
-        is_final: another attempt would fail too.
-        is_unanswered: the host could not be found or reached.
+        is_final: whether another attempt would fail too.
+        is_unanswered: whether the host could not be found or reached.
     """
 
     def __init__(self, reason: str, *, is_final: bool = False, is_unanswered: bool = False) -> None:
@@ -101,24 +101,24 @@ class _AttemptError(Exception):
 
 
 class _Source(Protocol):
-    """Bytes of one attempt."""
+    """The bytes of one attempt."""
 
     def read(self, seconds: float) -> bytes | None:
-        """Return the next bytes, b"" at the end, None if none came within `seconds`."""
+        """Return the next bytes, b"" at the end, or None if none came within `seconds`."""
 
     def check_end(self, *, seconds: float) -> None:
-        """Raise `_AttemptError` unless the bytes have ended well. Wait at most `seconds`."""
+        """Raise `_AttemptError` if the source ended with an error. Waits at most `seconds`."""
 
     def stop(self) -> None:
-        """Free all resources; may be called at any time, and does not wait for long."""
+        """Free all resources. May be called at any time; returns soon."""
 
 
 def fetch(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> None:
-    """Fill `file` with what is at `url`; try again after a pause if an attempt fails.
+    """Fill `file` with the content at `url`; try again after a pause if an attempt fails.
 
     When this returns, size and hash are as `expected`. Raises `UserError` with the reason of the last attempt: at once
-    if another attempt would fail too (no such file, no such command), else by `limits`. Raises `OSError` if `file`
-    cannot be written.
+    if another attempt would fail too (no such file, no such command), else when `limits` are reached. Raises `OSError`
+    if `file` cannot be written.
     """
     start = time.monotonic()
     for attempt in range(1, limits.num_attempts + 1):
@@ -146,7 +146,7 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
         for block in _blocks(source, limits):
             num_bytes += len(block)
             if num_bytes > max_bytes:
-                raise _AttemptError(f"it is longer than the {max_bytes} bytes that it may have")
+                raise _AttemptError(f"it is longer than {max_bytes} bytes")
             digest.update(block)
             file.write(block)
         file.truncate()
@@ -161,18 +161,18 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
         raise _AttemptError(f"it ended after {num_bytes} of {expected.num_bytes} bytes")
     if expected.sha256 is not None:
         raise _AttemptError(
-            "what came is not the file that the manifest names (sha256), so one of the two was replaced"
+            "the answer is not the file that the manifest names (sha256), so one of the two was replaced"
         )
     if expected.is_json:
         file.seek(0)
         try:
-            pydantic_core.from_json(file.read())  # bounds how deep the text may nest
+            pydantic_core.from_json(file.read())  # limits the depth
         except ValueError:
-            raise _AttemptError(f"the {num_bytes} bytes that came are not whole JSON") from None
+            raise _AttemptError(f"the answer of {num_bytes} bytes is not whole JSON") from None
 
 
 def _open(url: str, limits: Limits) -> _Source:
-    """Open a URL, after the rewriting rules of WebDataset (GOPEN_REWRITE)."""
+    """Open a URL, rewritten by the rules of WebDataset in GOPEN_REWRITE."""
     rewritten: str = rewrite_url(url)
     scheme, _, rest = rewritten.partition(":")
     if scheme == "pipe":
@@ -189,13 +189,11 @@ def _blocks(source: _Source, limits: Limits) -> Iterator[bytes]:
     while True:
         now = time.monotonic()
         if limits.stop.is_set():
-            raise _AttemptError("it is no longer wanted", is_final=True)
+            raise _AttemptError("the fetch was stopped", is_final=True)
         if now >= limits.deadline:
-            raise _AttemptError(
-                f"only {num_bytes} bytes came in the time that a file has (file_seconds)", is_final=True
-            )
+            raise _AttemptError(f"only {num_bytes} bytes came in the time for a file (file_seconds)", is_final=True)
         if now >= last_byte + limits.stall_seconds:
-            raise _AttemptError(f"after {num_bytes} bytes nothing came for {limits.stall_seconds:g} s (stall_seconds)")
+            raise _AttemptError(f"after {num_bytes} bytes, none came for {limits.stall_seconds:g} s (stall_seconds)")
         block = source.read(min(last_byte + limits.stall_seconds - now, limits.deadline - now, _POLL_SECONDS))
         if block is None:
             continue
@@ -209,12 +207,12 @@ def _blocks(source: _Source, limits: Limits) -> Iterator[bytes]:
 class _Download:
     """The answer of a web server, read by a thread.
 
-    The bytes pass through a queue, not a pipe: a process that is forked meanwhile would keep a pipe open.
+    The bytes pass through a queue and not a pipe, because a process that is forked meanwhile would keep a pipe open.
     """
 
     def __init__(self, url: str, *, stall_seconds: float) -> None:
         self._url = url
-        # `_blocks` gives up first. This ends the thread after that.
+        # `_blocks` gives up before this timeout, which then ends the thread.
         self._socket_seconds = stall_seconds + _GRACE_SECONDS
         self._blocks: queue.Queue[bytes] = queue.Queue(_MAX_BLOCKS)
         self._is_stopped = threading.Event()
@@ -286,23 +284,23 @@ def _connection_problem(error: requests.exceptions.ConnectionError) -> str:
 
 
 class _Command:
-    """The output of a command of a shell."""
+    """The output of a shell command."""
 
     def __init__(self, command: str, *, seconds: float) -> None:
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (`stop` closes it)
-        # `timeout` makes a process group, so that a stalled pipeline is killed as a whole, and ends it if this process
-        # is killed.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (`stop` closes it)
+        # `timeout` makes a process group, so that a stalled pipeline can be killed as a whole. It also ends the group
+        # if this process is killed.
         limit = ["timeout", "--kill-after=1", f"{seconds:.0f}"] if shutil.which("timeout") else []
         self._process = subprocess.Popen(
             [*limit, "sh", "-c", command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr,
             bufsize=0,
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout
-        with suppress(AttributeError, OSError):  # Linux only, and a user has a share of such memory
+        with suppress(AttributeError, OSError):  # exists on Linux only, and each user has a limit
             fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, _BLOCK)
         self._poller = select.poll()
         self._poller.register(self._output, select.POLLIN)
@@ -317,19 +315,19 @@ class _Command:
             raise _AttemptError(f"the command did not end within {seconds:.0f} s of its last byte") from None
         if status == 0:
             return
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "no word of why")
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "without a message")
         raise _AttemptError(f"the command ended with exit status {status} ({said})", is_final=status in _LASTING_EXIT)
 
     def stop(self) -> None:
-        """Kill the command with all that it started."""
+        """Kill the command and all processes that it started."""
         process = self._process
         with suppress(ProcessLookupError):
             if os.getpgid(process.pid) == process.pid:
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         self._output.close()
-        self._complaints.close()
+        self._stderr.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(5.0)
