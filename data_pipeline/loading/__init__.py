@@ -3,13 +3,13 @@
 A sample passes these modules in this order:
 
     order        seed, step, rank           -> (B,) indices of samples
-    storage      `SampleStore.read`         -> `StoredSamples`: bytes in a memory-mapped shard, fetched if it is remote
-    decode       `decode`                   -> `DecodedSamples`: pictures or sounds, masks and labels; bad samples
-    collate      `BatchMaker.collate`       -> `Batch`: sounds cropped to one length, still clean
+    storage      `SampleStore.read`         -> `StoredSamples`: bytes in a memory-mapped shard; a remote one is fetched
+    decode       `decode`                   -> `DecodedSamples`: pictures or sounds, masks, labels, bad samples
+    collate      `BatchMaker.collate`       -> `Batch`: sounds have one length; no online overlay yet
     collate      `BatchMaker.apply_overlay` -> `Batch`: with the online overlay, on the training device
     placement    `place_data`               -> the whole dataset as one `DecodedSamples` in memory, if it fits
-    stream       `Stream`                   -> one finished `Batch` a step
+    stream       `Stream`                   -> one finished `Batch` for each step
 
-A dataset in memory skips storage and decode at each step: its rows are taken by index, then collated as above. Probes
+A dataset in memory is read and decoded once; each step then takes its rows by index and collates them as above. Probes
 (`trainer.probes.features`) call the same functions without an order.
 """

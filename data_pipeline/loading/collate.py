@@ -1,7 +1,7 @@
 """Make batches of decoded samples: crop sounds to one length, then apply the online overlay.
 
-Every crop and overlay is drawn from (seed, epoch, sample index, view), so a batch does not depend on where its samples
-were decoded or on how many workers decode them.
+Every crop and overlay is drawn from (seed, epoch, sample index, view). A batch therefore does not depend on where its
+samples were decoded, or on the number of workers.
 
 Shapes: B batch, T points of a sound, C channels, H height, W width.
 """
@@ -24,13 +24,13 @@ from data_pipeline.storage.manifest import Manifest
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes finished batches of decoded samples.
+    """The steps from decoded samples to a finished batch.
 
     Attributes:
-        manifest: of the dataset.
+        manifest: the manifest of the dataset.
         overlay: the online overlay, on the device where `apply_overlay` runs; None if there is none.
-        keys: returns the keys of all draws for (index_B, epoch, view).
-        per_view: the two views of a sample have a crop and an overlay each; else they share them.
+        keys: a function that returns the keys of all draws for (index_B, epoch, view).
+        per_view: whether each view of a sample has its own crop and overlay. If not, the two views share them.
     """
 
     manifest: Manifest
@@ -41,7 +41,7 @@ class BatchMaker:
     def collate(
         self, samples: DecodedSamples, *, step: int = 0, epoch: int = 0, bad: tuple[BadSample, ...] = ()
     ) -> Batch:
-        """Return clean inputs of one size, in the dtype in which they are stored, on the device of `samples`."""
+        """Return a batch without the online overlay: inputs of one size, in the stored dtype, on the same device."""
         inputs_a = inputs_b = samples.pictures_BCHW
         if inputs_a is None or inputs_b is None:
             inputs_a = inputs_b = self._crop(samples, epoch=epoch, view=0)
@@ -61,7 +61,7 @@ class BatchMaker:
         )
 
     def _crop(self, samples: DecodedSamples, *, epoch: int, view: int) -> Tensor:
-        """Return waveforms (B, T): the first T points of a test split, the first or last T of a train split."""
+        """Return waveforms (B, T): the first T points in a test split, the first or last T points in a train split."""
         assert samples.points_X is not None
         assert samples.start_B is not None
         assert samples.length_B is not None
@@ -73,7 +73,7 @@ class BatchMaker:
 
     @torch.no_grad()
     def apply_overlay(self, clean: Batch) -> Batch:
-        """Return the batch that training gets, from a clean one: sounds as float32, pictures with masks."""
+        """Return the finished batch of one from `collate`: with the online overlay, sounds as float32, and masks."""
         inputs_a, inputs_b = clean.inputs_a, clean.inputs_b
         is_sound = self.manifest.medium == "sound"
         if is_sound and inputs_a.dtype != torch.float32:

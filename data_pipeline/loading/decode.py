@@ -1,8 +1,8 @@
 """Decode stored samples: pictures or sounds, masks and labels, many at a time.
 
-A sample that cannot be decoded is listed in `DecodedSamples.bad` with the reason; the others are decoded all the same.
+If a sample cannot be decoded, it is listed in `DecodedSamples.bad` with the reason, and the others are decoded.
 
-Shapes: B samples, C channels, H height, W width, X points of all sounds laid end to end.
+Shapes: B samples, C channels, H height, W width, X points of all sounds end to end.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from data_pipeline.storage.store import SampleStore
 
 @dataclass(frozen=True)
 class DecodedSamples:
-    """Decoded samples in memory, some of a dataset or all of it.
+    """Decoded samples in memory: a part of a dataset, or all of it.
 
     Attributes:
         index_B: (B,) int64 dataset indices.
         label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` if there is none.
         pictures_BCHW: uint8; None for sounds.
-        masks_BHW: uint8; None for sounds, and if nothing is drawn into the shards.
-        points_X: int16 or float32, the sounds end to end, perhaps with others between them; None for pictures.
-        start_B, length_B: (B,) int64, where each sound lies in `points_X`; None for pictures.
+        masks_BHW: uint8; None for sounds, and if no overlay is drawn into the shards.
+        points_X: int16 or float32, the sounds end to end; None for pictures. May hold sounds of other samples too.
+        start_B, length_B: (B,) int64, the first point of each sound in `points_X` and its length; None for pictures.
         longest: an upper bound on the length of a sound, in points.
-        bad: by row, the samples that could not be read. Such a row is black, or one point of silence, without labels.
-        read_seconds: how long reading took, before decoding.
+        bad: by row, the samples that could not be read. Such a row is black or one point of silence, without labels.
+        read_seconds: the time to read the stored bytes, before decoding.
     """
 
     index_B: Tensor
@@ -60,7 +60,7 @@ class DecodedSamples:
         return self.index_B.numel()
 
     def take(self, row_B: Tensor) -> DecodedSamples:
-        """Return the rows `row_B`, (B,) int64 on the same device, in that order. None of them may be bad."""
+        """Return the rows `row_B`, (B,) int64 on the same device, in that order. The rows must not be bad."""
         taken = self._map(lambda name, tensor: tensor if name == "points_X" else tensor.index_select(0, row_B))
         return replace(taken, bad={})
 
@@ -91,14 +91,14 @@ class DecodedSamples:
 
 
 def sound_dtype(manifest: Manifest) -> torch.dtype:
-    """Return the type of the stored points: sounds are mixed in float32, and recorded in int16."""
+    """Return the dtype of the stored points: float32 for sounds with a baked overlay, else int16 as recorded."""
     return torch.float32 if manifest.overlay is not None and not manifest.is_online else torch.int16
 
 
 def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
     """Read and decode the samples at `indices`, (B,) int64, in that order.
 
-    Raises `IndexError` below 0 and past the end, `UserError` if a sound is of another type than its dataset.
+    Raises `IndexError` if there is no such sample, and `UserError` if a sound does not have the dtype of its dataset.
     """
     began = time.perf_counter()
     stored = store.read(indices)
@@ -143,13 +143,13 @@ def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
 def decode_sample(store: SampleStore, index: int) -> Sample:
     """Read and decode one sample; a negative index counts from the end.
 
-    Raises `UserError` if the sample cannot be read, `IndexError` past the end.
+    Raises `IndexError` if there is no such sample, and `UserError` if it cannot be read.
     """
     decoded = decode(store, np.array([range(len(store))[index]], dtype=np.int64))
     for bad in decoded.bad.values():
         raise UserError(
-            f"{store.location}: sample {bad.key} in {bad.shard} cannot be read ({bad.reason}); find all that is wrong "
-            "with `python -m data_pipeline verify`, then copy it again or build the dataset again"
+            f"{store.location}: sample {bad.key} in {bad.shard} cannot be read ({bad.reason}); find all problems with "
+            "`python -m data_pipeline verify`, then copy it again or build the dataset again"
         )
     content: NDArray[Any]
     if decoded.pictures_BCHW is None:
@@ -168,7 +168,7 @@ def decode_sample(store: SampleStore, index: int) -> Sample:
 def decode_ahead(
     store: SampleStore, chunks: Iterable[NDArray[np.int64]], *, num_threads: int
 ) -> Iterator[DecodedSamples]:
-    """Yield the samples of each chunk of indices, in order, while threads decode the next `num_threads` chunks."""
+    """Yield the decoded samples of each chunk, in order, while threads decode the next `num_threads` chunks."""
     with ThreadPoolExecutor(num_threads) as pool:
         waiting: deque[Future[DecodedSamples]] = deque()
         for chunk in chunks:
@@ -180,7 +180,7 @@ def decode_ahead(
 
 
 def label_ranges(manifest: Manifest) -> tuple[range, range]:
-    """Return the base labels and the overlay labels that a stored sample may have; `NO_LABEL` alone without classes."""
+    """Return the valid base labels and overlay labels of a stored sample; only `NO_LABEL` if there are no classes."""
     names = manifest.label_names
     num_base, num_overlay = len(names.base), 0 if manifest.is_online else len(names.overlay)
     nothing = range(NO_LABEL, NO_LABEL + 1)
@@ -190,7 +190,7 @@ def label_ranges(manifest: Manifest) -> tuple[range, range]:
 def decode_label(text: bytes, index: int, valid_base: range, valid_overlay: range) -> tuple[int, int]:
     """Return `label_base` and `label_overlay` from the JSON of sample `index`.
 
-    Raises `ValueError` that says what is wrong.
+    Raises `ValueError` with the reason if the JSON is not valid.
     """
     try:
         stored_index, label_base, label_overlay = _numbers(json.loads(text))
@@ -210,7 +210,7 @@ def decode_label(text: bytes, index: int, valid_base: range, valid_overlay: rang
 def _decode_labels(
     files: Sequence[memoryview], indices: NDArray[np.int64], valid_base: range, valid_overlay: range
 ) -> tuple[Tensor, dict[int, str]]:
-    """Return the labels in the samples' JSON, (B, 2) int64, and by row why a label cannot be read."""
+    """Return the labels in the samples' JSON, (B, 2) int64, and by row the reason why a label cannot be read."""
     try:  # all at once, which is five times as fast as one by one
         table = np.array([_numbers(stored) for stored in json.loads(b"[" + b",".join(files) + b"]")])
         if table.shape == (len(files), 3) and table.dtype == np.int64 and (table[:, 0] == indices).all():
@@ -218,7 +218,7 @@ def _decode_labels(
             if _all_within(base_B, valid_base) and _all_within(overlay_B, valid_overlay):
                 return torch.from_numpy(table[:, 1:].copy()), {}
     except (ValueError, KeyError, TypeError):
-        pass  # one of them is bad: found below
+        pass  # one of them is bad; the loop below finds it
     labels_B2 = torch.full((len(files), 2), NO_LABEL, dtype=torch.int64)
     errors: dict[int, str] = {}
     for row, (file, index) in enumerate(zip(files, indices.tolist(), strict=True)):
@@ -238,12 +238,12 @@ def _all_within(labels_B: NDArray[np.int64], valid: range) -> bool:
 
 
 def _decode_clips(files: Sequence[memoryview]) -> tuple[list[Tensor], dict[int, str]]:
-    """Decode WAV files, and return by row why one does not decode; it becomes one point of silence."""
+    """Decode WAV files, and return by row the reason why a file does not decode; it becomes one point of silence."""
     clips: list[Tensor | None] = []
     errors: dict[int, str] = {}
     for row, file in enumerate(files):
         try:
-            # Torch needs numbers at multiples of their own size, and a WAV's header may be of any length.
+            # torch needs numbers at multiples of their own size, and the header of a WAV may have any length.
             clips.append(torch.from_numpy(np.require(decode_wav(file), requirements="A")))
         except ValueError as error:
             clips.append(None)
@@ -253,16 +253,16 @@ def _decode_clips(files: Sequence[memoryview]) -> tuple[list[Tensor], dict[int, 
 
 
 def _with_clips(decoded: DecodedSamples, clips: Sequence[Tensor], manifest: Manifest) -> DecodedSamples:
-    """Return `decoded` with its sounds end to end; raise `UserError` if one is of another type than its dataset."""
+    """Return `decoded` with its sounds end to end. Raises `UserError` if a sound does not have the dataset's dtype."""
     dtype = sound_dtype(manifest)
     for row, clip in enumerate(clips):
         if clip.dtype != dtype and row not in decoded.bad:
             key = sample_key(int(decoded.index_B[row]))
-            raise UserError(f"sample {key} holds {clip.dtype} but should hold {dtype}; build the dataset again")
+            raise UserError(f"sample {key} holds {clip.dtype}, not {dtype}; build the dataset again")
     length_B = torch.tensor([len(clip) for clip in clips], dtype=torch.int64)
     return replace(
         decoded,
-        points_X=torch.cat([torch.empty(0, dtype=dtype), *clips]).to(dtype),  # a bad one may be of another type
+        points_X=torch.cat([torch.empty(0, dtype=dtype), *clips]).to(dtype),  # a bad sound may have another dtype
         start_B=length_B.cumsum(0) - length_B,
         length_B=length_B,
         longest=max(map(len, clips), default=0),

@@ -1,4 +1,4 @@
-"""Which samples a rank reads at each step, as a pure function of (seed, step).
+"""Compute which samples a rank reads at each step, as a pure function of (seed, step).
 
 The order of an epoch is one keyed permutation of all N samples, or of windows of shards for a dataset that is fetched
 while it is read. It is cut into N // G global batches of G samples; rank r of W takes the r-th part of each.
@@ -36,8 +36,8 @@ _CHUNK: Final = 64  # replacements that are looked up at once
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
     """Return the number of whole global batches in an epoch, at least one.
 
-    Each epoch drops the samples that are left over; they are others each time. Raises `UserError` if the dataset does
-    not fill one global batch.
+    Each epoch drops the samples that are left over, which differ from epoch to epoch. Raises `UserError` if the dataset
+    does not fill one global batch.
     """
     if not 1 <= global_batch_size <= num_samples:
         raise UserError(
@@ -48,7 +48,7 @@ def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
 
 
 def check_batch_size(num_samples: int, *, global_batch_size: int, world_size: int) -> None:
-    """Raise `UserError`, with batch sizes that would fit, unless all ranks get the same number of equal batches."""
+    """Raise `UserError`, with valid batch sizes, if the ranks cannot get equal parts of each global batch."""
     largest = num_samples // world_size * world_size
     if largest == 0:
         raise UserError(f"{num_samples} samples are too few for {world_size} ranks; build a larger dataset")
@@ -136,7 +136,7 @@ class ShardWindows:
         return self.samples(shuffled_X)
 
 
-@lru_cache(maxsize=2)  # the epoch being read and the one after it
+@lru_cache(maxsize=2)  # the present epoch and the next
 def _shuffled(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the order of version 1, (num_samples,) int64."""
     return generator(seed, "epoch order", epoch).permutation(num_samples).astype(np.int64, copy=False)
@@ -154,10 +154,10 @@ def _shuffled_by_windows(windows: ShardWindows) -> NDArray[np.int64]:
 def batch_indices(
     num_samples: int, *, seed: int, step: int, global_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> tuple[int, NDArray[np.int64]]:
-    """Return the epoch of a step, and the samples that a rank reads there: (global_batch_size / world_size,) indices.
+    """Return the epoch of a step and the indices of a rank's samples, (global_batch_size / world_size,) int64.
 
-    `step` counts from the start of training. The parts of all ranks, in the order of the ranks, are the global batch.
-    By default the whole global batch is returned.
+    `step` counts from the start of training. The parts of all ranks, in rank order, make up the global batch. By
+    default, returns the whole global batch.
     """
     order = BatchOrder(num_samples, seed, global_batch_size, rank=rank, world_size=world_size)
     epoch, indices, _ = order.at(step, bad={})
@@ -203,11 +203,11 @@ class BatchOrder:
     def at(self, step: int, *, bad: Mapping[int, BadSample]) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
         """Return the epoch of a step, (B,) int64 indices of good samples, and the bad samples that were replaced.
 
-        `bad` holds the bad samples by index. A bad sample is replaced by the first good one in the same row of the
-        global batches that follow in the epoch, then of those before. Rows differ within a global batch, so no sample
-        comes twice in it, and a rank needs nothing from other ranks.
+        `bad` holds the bad samples by index. A bad sample is replaced by the first good sample in the same row of the
+        other global batches of the epoch, the later batches before the earlier ones. So no sample comes twice in a
+        global batch, and a rank needs nothing from other ranks.
 
-        Raises `UserError` if every replacement is bad too.
+        Raises `UserError` if all possible replacements are bad too.
         """
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         order = self.of_epoch(epoch)

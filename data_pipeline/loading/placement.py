@@ -1,11 +1,11 @@
-"""Decide where the samples of a dataset lie, and read a dataset that fits into memory once.
+"""Decide whether to keep the samples of a dataset in memory, and read them into memory once.
 
 The whole dataset is then one `DecodedSamples`, on the training device or in host memory that the ranks of a node share
-(`data_pipeline.loading.shared_memory`). Batches have the same bits wherever the samples lie.
+(`data_pipeline.loading.shared_memory`). Batches have the same bits wherever the samples are.
 
-Guarantees: memory ends with the processes that hold it, and no rank waits for one that gave up.
+Guarantees: the memory is free again when the processes end, and no rank waits for a rank that gave up.
 
-Shapes: B batch, N all samples, C channels, H height, W width, X points of all sounds laid end to end.
+Shapes: B batch, N all samples, C channels, H height, W width, X points of all sounds end to end.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MAX_THREADS: Final = 16
 
 @dataclass(frozen=True)
 class DataPlacement:
-    """Where the samples of a dataset lie.
+    """The place of the samples of a dataset.
 
     Attributes:
         kind: `stream` decodes samples at each step; `host` and `device` hold all of them in memory.
-        reason: why, in words.
-        samples: the whole dataset, row i is sample i; None for `stream`.
+        reason: the reason for `kind`, in words.
+        samples: the whole dataset, where row i is sample i; None for `stream`.
     """
 
     kind: Literal["stream", "host", "device"]
@@ -57,7 +57,7 @@ def num_cores() -> int:
 
 
 def resident_bytes(manifest: Manifest) -> int:
-    """Return the size of a dataset in memory: exact for pictures, an upper bound for sounds."""
+    """Return the size of a dataset in memory, in bytes: exact for pictures, an upper bound for sounds."""
     return sum(layout.num_bytes for layout in _layouts(manifest).values())
 
 
@@ -70,10 +70,10 @@ def place_data(
     share: NodeShare | None,
     show_progress: bool,
 ) -> DataPlacement:
-    """Read a dataset into memory if that is wanted, or if `auto` finds that it fits.
+    """Read a dataset into memory if `wanted` says so, or if `wanted` is `auto` and the dataset fits.
 
     `auto` keeps at most `resident_gigabytes` (10^9 bytes), and never more than half of the free memory. With a `share`,
-    every rank of the run calls this with the same arguments.
+    every rank of the run must call this with the same arguments.
 
     Raises `UserError` if `host` or `device` is wanted and memory is too small, or if a shard cannot be fetched.
     """
@@ -85,8 +85,8 @@ def place_data(
         return DataPlacement("stream", f"{size} are more than the {resident_gigabytes:g} of data.resident_gigabytes")
     on_device = device.type != "cpu" if wanted == "auto" else wanted == "device"
     target = device if on_device else _CPU
-    # Up to the end of `_read_shared` nothing may depend on how much memory this machine has: all ranks of the run meet
-    # at its barriers.
+    # Until `_read_shared` has ended, nothing may depend on the memory of this machine: all ranks of the run must reach
+    # its barriers.
     shared = None if share is None else _read_shared(store, share, show_progress=show_progress)
     shortage = "" if isinstance(shared, DecodedSamples) and not on_device else _shortage(num_bytes, target)
     if isinstance(shared, str) and not on_device:
@@ -95,7 +95,7 @@ def place_data(
         if wanted == "auto":
             return DataPlacement("stream", f"{size}, and {shortage}")
         raise UserError(
-            f"{store.location} needs {size} but {shortage}; set data.placement to stream, or free some memory"
+            f"{store.location} needs {size}, but {shortage}; set data.placement to stream, or free some memory"
         )
     if isinstance(shared, DecodedSamples):
         samples, how = shared.to(target), ", read once for all ranks of the machine"
@@ -116,7 +116,7 @@ def read_whole(store: SampleStore, device: torch.device, *, show_progress: bool 
 
 
 def _layouts(manifest: Manifest) -> dict[str, TensorLayout]:
-    """Return the tensors of `DecodedSamples` that hold a whole dataset, without `index_B`."""
+    """Return the layouts of the tensors of `DecodedSamples` for a whole dataset, without `index_B`."""
     num_samples = manifest.num_samples
     numbers = ["label_base_B", "label_overlay_B"]
     layouts: dict[str, TensorLayout] = {}
@@ -135,7 +135,7 @@ def _layouts(manifest: Manifest) -> dict[str, TensorLayout]:
 def _fill(
     store: SampleStore, tensors: Mapping[str, Tensor], *, show_progress: bool
 ) -> tuple[dict[int, BadSample], int]:
-    """Decode all samples into `tensors`, in stored order. Return the bad ones by index, and the longest sound."""
+    """Decode all samples into `tensors`, in stored order. Return the bad samples by index, and the longest length."""
     bad: dict[int, BadSample] = {}
     longest = num_points = 0
     with Progress(f"read {store.location}", total=len(store), enabled=show_progress) as progress:
@@ -156,7 +156,7 @@ def _fill(
 
 
 def _chunks(store: SampleStore) -> Iterator[NDArray[np.int64]]:
-    """Yield all indices in stored order, shard by shard; meanwhile the next shard of a remote dataset is fetched."""
+    """Yield all indices in stored order, in chunks of one shard; start to fetch the next shard of a remote dataset."""
     num_shards = len(store.shard_ends)
     fits_one_more = store.max_shards is None or store.max_shards > 2
     for shard, (start, end) in enumerate(pairwise([0, *store.shard_ends.tolist()])):
@@ -183,9 +183,9 @@ def _whole(tensors: Mapping[str, Tensor], *, bad: Mapping[int, BadSample], longe
 
 
 def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -> DecodedSamples | str:
-    """Read the dataset into shared memory by the first rank of each node. Return the samples, or why that failed.
+    """Let the first rank of each node read the dataset into shared memory. Return the samples, or why that failed.
 
-    Every rank passes three barriers, whatever happens. Raises on all ranks if the first fails.
+    Every rank passes three barriers, whatever happens. If reading fails, raises on all ranks of the node.
     """
     manifest = store.manifest
     memory = SharedTensors(_layouts(manifest), num_samples=manifest.num_samples, token=share.token)
@@ -213,7 +213,7 @@ def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -
         return problem
     header = memory.read_header()
     if header is None:
-        return "the first rank of this machine found no room for it"
+        return "the first rank of this machine had no memory for it"
     if header.error:
         raise UserError(header.error)
     samples = {index: store.bad_sample(index, reason) for index, reason in header.bad.items()}
@@ -221,16 +221,16 @@ def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -
 
 
 def _shortage(num_bytes: int, device: torch.device) -> str:
-    """Return why a dataset of that size may not stay in the memory of a device; an empty text if it may."""
+    """Return why a dataset of that size does not fit into the memory of a device; an empty text if it fits."""
     if device.type == "cuda":
         free, where = torch.cuda.mem_get_info(device)[0], f"on {device}"
     else:
         free, where = free_host_bytes(), "in host memory"
-    return f"only {free / 1e9:.3g} GB are free {where}, of which it may take half" if 2 * num_bytes > free else ""
+    return f"only {free / 1e9:.3g} GB are free {where}, of which it may use half" if 2 * num_bytes > free else ""
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may still take, of the machine and of the job's cgroups (versions 1 and 2)."""
+    """Return the bytes that this process can still allocate, by the machine and by its cgroups (versions 1 and 2)."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     for line in (proc / "self/cgroup").read_text().splitlines():
@@ -249,7 +249,7 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float:
-    """Return the free bytes of a cgroup, cached files included; infinity if it sets no limit."""
+    """Return the free bytes of a cgroup, including cached files; infinity if it has no limit."""
     try:
         most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())

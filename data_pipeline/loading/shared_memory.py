@@ -1,8 +1,8 @@
-"""Tensors in memory that the ranks of a node share, for a dataset that is held in host memory.
+"""Share tensors between the ranks of a node, for a dataset in host memory.
 
-The first rank of a node makes a file in `SHARED`, and all ranks map it. It is unlinked before a sample is written.
+The first rank of a node makes a file in `SHARED`, and all ranks map it. It is unlinked before samples are written.
 
-Guarantees: the memory ends with the processes that hold it, however they end.
+Guarantees: the memory is free again when the processes end, however they end.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 
 from data_pipeline.core.schema import Schema
 
-SHARED: Final = Path("/dev/shm")  # memory that looks like files, of one machine or container
+SHARED: Final = Path("/dev/shm")  # files in memory, of one machine or container
 
 _ALIGNMENT: Final = 64  # bytes; tensors begin at multiples of it
-_MAX_REASON_BYTES: Final = 200  # of the reason why a sample is bad, in the header
+_MAX_REASON_BYTES: Final = 200  # in the header, of the reason why a sample is bad
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """How the ranks that see the same `SHARED` hold one copy of a dataset together.
+    """The part of a rank in a copy of a dataset that the ranks with the same `SHARED` hold together.
 
     Attributes:
         local_rank: the number of this rank among them, from 0; number 0 reads for all.
-        barrier: returns once every rank of the run has called it; all ranks make the same number of calls.
-        token: a file name for this run and dataset, the same on all of them.
+        barrier: a function that returns when every rank of the run has called it; all ranks call it equally often.
+        token: a file name for this run and dataset, equal on all these ranks.
     """
 
     local_rank: int
@@ -42,7 +42,7 @@ class NodeShare:
 
 
 def shared_memory_identity() -> str:
-    """Return a text that two processes have in common only if they see the same `SHARED`."""
+    """Return a text that is equal in two processes only if they see the same `SHARED`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {SHARED.stat().st_dev}"
@@ -63,7 +63,7 @@ class TensorLayout:
 
 
 class SharedHeader(Schema):
-    """The result of the first rank's reading: an error, or the bad samples (by index) and the longest sound."""
+    """The result of the first rank: an error, or the bad samples (reasons by index) and the longest length."""
 
     error: str = ""
     bad: dict[int, str] = Field(default_factory=dict)
@@ -73,12 +73,16 @@ class SharedHeader(Schema):
 class SharedTensors:
     """Tensors in one file of `SHARED`, followed by a `SharedHeader`.
 
-    The first rank calls `create`; then all ranks call `open`; then the first rank calls `reserve`, fills `tensors` and
-    calls `write_header`; then all ranks call `close` and `read_header`. Barriers separate these.
+    The calls, with a barrier between the lines:
+
+    1. The first rank: `create`.
+    2. All ranks: `open`.
+    3. The first rank: `reserve`, fill `tensors`, `write_header`.
+    4. All ranks: `close`, `read_header`.
 
     Attributes:
-        tensors: by name; they exist after `open`.
-        num_bytes: what they take.
+        tensors: the tensors by name; exists after `open`.
+        num_bytes: the size of the tensors.
     """
 
     def __init__(self, layouts: Mapping[str, TensorLayout], *, num_samples: int, token: str) -> None:
@@ -88,12 +92,12 @@ class SharedTensors:
         for name, layout in layouts.items():
             self._offsets[name] = (layout, self.num_bytes)
             self.num_bytes += -(-layout.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        # Room for a header in which every sample is bad: pages that are not written to take no memory.
+        # Room for a header in which every sample is bad; a page takes no memory until it is written.
         self._size = self.num_bytes + 4 * _MAX_REASON_BYTES * (num_samples + 1)
         self._file = -1
 
     def create(self) -> str:
-        """Make the file, which takes no memory yet. Return why that failed, or an empty text."""
+        """Make the file, which takes no memory yet. Return why this failed, or an empty text."""
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._file, self._size)
@@ -102,7 +106,7 @@ class SharedTensors:
         return ""
 
     def open(self) -> str:
-        """Map the file. Return why that failed, or an empty text."""
+        """Map the file. Return why this failed, or an empty text."""
         if not self._path.exists():
             return f"the first rank of this machine did not make {self._path}"
         self._mapped = torch.from_file(str(self._path), shared=True, size=self._size, dtype=torch.uint8)
@@ -113,9 +117,9 @@ class SharedTensors:
         return ""
 
     def reserve(self) -> str:
-        """Remove the file from its directory, and take memory for the tensors. Return why that failed, or "".
+        """Unlink the file and allocate memory for the tensors. Return why this failed, or an empty text.
 
-        Without it, a write to a page for which there is no memory would kill the process with SIGBUS.
+        Without this, a write to a page would kill the process with SIGBUS if there is no memory for the page.
         """
         self._path.unlink()
         try:
@@ -135,18 +139,18 @@ class SharedTensors:
         os.pwrite(self._file, len(text).to_bytes(8, "little") + text, self.num_bytes)
 
     def read_header(self) -> SharedHeader | None:
-        """Return the header; None if the first rank wrote none."""
+        """Return the header; None if the first rank did not write one."""
         data = self._mapped.numpy().data[self.num_bytes :]
         length = int.from_bytes(data[:8], "little")
         return SharedHeader.model_validate_json(bytes(data[8 : 8 + length])) if length else None
 
     def close(self) -> None:
-        """Close the file; the mapping stays as long as its tensors."""
+        """Close the file; the tensors keep the mapping."""
         if self._file >= 0:
             os.close(self._file)
 
 
 def _ascii(reason: str) -> str:
-    """Return a short text in characters that JSON writes in at most two bytes, so that the header's size is bounded."""
+    """Shorten a text and keep only characters that take at most two bytes in JSON, to bound the size of the header."""
     text = "".join(character if character.isprintable() and character.isascii() else "?" for character in reason)
     return text[:_MAX_REASON_BYTES]

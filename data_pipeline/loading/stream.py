@@ -1,10 +1,10 @@
-"""Stream finished batches to a rank, one `Batch` a step.
+"""Stream finished batches to a rank, one `Batch` for each step.
 
-Worker processes decode whole batches in turn, or all samples stay in memory. Shards are never dealt out to readers, and
-the state of a stream is the step alone.
+Worker processes decode whole batches in turn, or all samples stay in memory. Every reader can read every shard, and the
+state of a stream is only the step.
 
-Guarantees: a batch does not depend on the number of ranks, workers or shards, or on where the samples lie. A resumed
-run reads nothing that it skips.
+Guarantees: a batch does not depend on the number of ranks, workers or shards, or on the place of the samples. A resumed
+run does not read the steps that it skips.
 
 Shapes: B batch.
 """
@@ -46,20 +46,19 @@ _READ_ALL_THREADS: Final = 4
 
 
 class ReadConfig(Schema):
-    """How a rank reads its samples. Only `shuffle_shards` and `order_version` change what is in a batch: the order.
+    """The settings for reading samples. `shuffle_shards` and `order_version` change the order; the rest, no batch.
 
     Attributes:
-        num_workers: processes of each rank that decode ahead while it streams; 0 decodes in the training process.
-        placement: `stream` decodes samples as they are needed. `device` and `host` read all of them once, into the
-            memory of the training device, or into host memory that the ranks of a node share. `auto` does so if they
-            fit.
+        num_workers: processes of each rank that decode the next batches; 0 decodes in the training process.
+        placement: `stream` decodes samples as they are needed. `device` reads all samples once into the memory of the
+            training device, and `host` into host memory that the ranks of a node share. `auto` does so if they fit.
         resident_gigabytes: the largest decoded dataset, in 10^9 bytes, that `auto` keeps in memory.
         shuffle_shards: None shuffles all samples of the dataset. A number shuffles the shards, and then the samples
-            within windows of that many shards, so that a cache that holds two windows is enough for a remote dataset.
-        order_version: which shuffle is used. 2 computes the order as it is needed, for any number of samples. 1 keeps
-            an array of all samples; a run that began with it goes on with it.
-        max_bad_share: the share of all samples, 0 to 1, that may be unreadable before training ends with an error.
-        remote: how a dataset that is not on a local disk is fetched.
+            within windows of that many shards. A remote dataset then needs a cache of only two windows.
+        order_version: the shuffle. 2 computes the order as it is needed, for any number of samples. 1 keeps an array
+            of all samples; a run that began with it goes on with it.
+        max_bad_share: the largest share of unreadable samples, 0 to 1. Above it, training ends with an error.
+        remote: the settings for a remote dataset.
     """
 
     num_workers: NumWorkers = 2
@@ -74,7 +73,7 @@ class ReadConfig(Schema):
 def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: float, where: str | Path) -> None:
     """Raise `UserError`, with the first bad samples, if more than `max_share` (0 to 1) of all samples are `bad`.
 
-    `where` is the dataset, as the user named it. A sample that is listed twice counts once.
+    `where` is the dataset as the user named it. A sample that is listed twice counts once.
     """
     by_index = {sample.index: sample for sample in bad}
     if len(by_index) <= max_share * num_samples:
@@ -89,18 +88,18 @@ def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: 
 
 
 def _fits_cache(store: SampleStore, *, shuffle_shards: int | None) -> bool:
-    """Return whether the cache of a remote dataset is large enough for the order of reading."""
+    """Return whether the cache of a remote dataset is large enough for its reading order."""
     return store.max_shards is None or _num_shards_needed(store, shuffle_shards) <= store.max_shards
 
 
 def _num_shards_needed(store: SampleStore, shuffle_shards: int | None) -> int:
-    """Return how many shards are read at once: all, or two windows, of which one is read and one is fetched."""
+    """Return the number of shards that must be cached at once: all, or the window being read and the next one."""
     num_shards = len(store.manifest.shards)
     return num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
 
 
 def _check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
-    """Raise `UserError`, with settings that would fit, if the cache is too small for the order of reading."""
+    """Raise `UserError`, with settings that would fit, if the cache is too small for the reading order."""
     if store.max_shards is None or _fits_cache(store, shuffle_shards=shuffle_shards):
         return
     num_shards, needed = len(store.manifest.shards), _num_shards_needed(store, shuffle_shards)
@@ -108,13 +107,13 @@ def _check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
     gigabytes = math.ceil(1.05 * sum(largest) / 1e7) / 100  # with the indexes of the shards
     smaller = f"set data.shuffle_shards to {store.max_shards // 2}, or " if store.max_shards > 1 else "set "
     raise UserError(
-        f"{store.location}: shuffled as it is, {needed} of its {num_shards} shards are needed at once, but the cache "
-        f"holds {store.max_shards}; {smaller}data.remote.cache_gigabytes to {gigabytes:g}"
+        f"{store.location}: its shuffling needs {needed} of its {num_shards} shards at once, but the cache holds "
+        f"{store.max_shards}; {smaller}data.remote.cache_gigabytes to {gigabytes:g}"
     )
 
 
 class _ShardPrefetcher:
-    """Fetches shards of a remote dataset in the background: those of the window being read, and of the next one."""
+    """A prefetcher of a remote dataset's shards, for the window being read and the next one."""
 
     def __init__(self, store: SampleStore, order: BatchOrder) -> None:
         self._store, self._order = store, order
@@ -126,7 +125,7 @@ class _ShardPrefetcher:
         return ShardWindows(ends, self._order.shuffle_shards or len(ends), seed=self._order.seed, epoch=epoch)
 
     def before(self, step: int) -> None:
-        """Ask for shards if a window begins at `step`. Called before each step."""
+        """Request shards if a window begins at `step`. Call this before each step."""
         order = self._order
         epoch, step_in_epoch = divmod(step, order.num_steps_per_epoch)
         if epoch != self._epoch:
@@ -139,7 +138,7 @@ class _ShardPrefetcher:
         now = self._windows.window(window)
         is_last = window + 1 == len(self._windows)
         following = self._windows_after.window(0) if is_last else self._windows.window(window + 1)
-        # All processes need the same shards. Each starts with others, so that they are fetched in parallel.
+        # All processes need the same shards. Each starts at another shard, so that they fetch in parallel.
         worker = torch.utils.data.get_worker_info()
         num_workers, worker_id = (1, 0) if worker is None else (worker.num_workers, worker.id)
         shift = (order.rank * num_workers + worker_id) * len(now) // (order.world_size * num_workers)
@@ -151,7 +150,7 @@ class _StreamedBatches(Dataset[Batch | UserError]):
 
     def __init__(self, store: SampleStore, order: BatchOrder, maker: BatchMaker) -> None:
         self._store, self._order, self._maker = store, order, maker
-        # Grows in each process as it meets bad samples. No batch depends on what was met before.
+        # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
         self._bad = {sample.index: sample for sample in store.known_bad}
         self._prefetcher = _ShardPrefetcher(store, order) if is_remote(store.location) else None
 
@@ -171,28 +170,28 @@ class _StreamedBatches(Dataset[Batch | UserError]):
                     )
                 self._bad |= {sample.index: sample for sample in samples.bad.values()}
         except UserError as error:
-            # Returned, not raised: a DataLoader turns a worker's exception into a page of traceback.
+            # Returned and not raised, because a DataLoader turns a worker's exception into a page of traceback.
             return error
 
 
 def _ignore_sigterm(worker_id: int) -> None:
-    """Ignore SIGTERM in a worker: a job's warning signal is for the training process, with which the worker ends."""
+    """Ignore SIGTERM in a worker. The signal warns the training process, and the worker ends with that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Stream:
     """The batches of one rank for the steps `start_step` to `end_step - 1`; to resume at step k, start at step k.
 
-    Each rank gets global_batch_size / world_size samples a step, on `device`. With `overlay_draw="per_view"` the two
-    views of a sample have a crop and an online overlay each, else they share them. With a `share` the ranks of a node
-    hold resident data together; all ranks must then make their streams at the same time. Iterating twice gives the same
-    batches twice. The caller's random state is not touched.
+    Each rank gets global_batch_size / world_size samples a step, on `device`. With `overlay_draw="per_view"`, each view
+    of a sample has its own crop and online overlay; otherwise the two views share them. With a `share`, the ranks of a
+    node hold a dataset in memory together, and all ranks must make their streams at the same time. Iterating twice
+    gives the same batches twice. The caller's random state does not change.
 
-    `dataset` is where a dataset lies, or a store that is open already; the store's own `remote` settings then count.
+    `dataset` is a location, or an open store, whose own `remote` settings then apply.
 
     Attributes:
-        placement: where the samples are: `stream`, `host` or `device`.
-        placement_reason: why, in words.
+        placement: the place of the samples: `stream`, `host` or `device`.
+        placement_reason: the reason for `placement`, in words.
         known_bad: the unreadable samples that were found before the first step.
 
     Raises `UserError` before the first step if the dataset is incomplete, if too many samples are bad, if the batch
@@ -217,7 +216,7 @@ class Stream:
     ) -> None:
         assert 0 <= rank < world_size
         assert 0 <= start_step <= end_step
-        self._store = store = _opened(dataset, read.remote)
+        self._store = store = _open_store(dataset, read.remote)
         self._read, self._device = read, device
         check_batch_size(len(store), global_batch_size=global_batch_size, world_size=world_size)
         self._check_bad(store.known_bad)
@@ -244,9 +243,9 @@ class Stream:
         )
         self._steps = range(start_step, end_step)
         is_short = len(self) < self.num_steps_per_epoch
-        # If the cache is too small to stream, a run that began with the data in memory must also end so.
+        # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
         if is_short and read.placement == "auto" and _fits_cache(store, shuffle_shards=read.shuffle_shards):
-            placed = DataPlacement("stream", "less than an epoch is to be read")
+            placed = DataPlacement("stream", "less than an epoch is left to read")
         else:
             placed = place_data(
                 store,
@@ -290,13 +289,13 @@ class Stream:
 
     @property
     def num_dropped_per_epoch(self) -> int:
-        """Return how many samples no rank sees in an epoch, since they fill no global batch; others in each epoch."""
+        """Return the number of samples that an epoch leaves out, because they do not fill a global batch."""
         return len(self._store) % self._order.global_batch_size
 
     def shards_of(self, step: int) -> list[str]:
-        """Return the files that hold this rank's samples of a step, in stored order; none if the data are in memory.
+        """Return the shards of this rank's samples at a step, in stored order; none if the data are in memory.
 
-        Replacements for bad samples are left out.
+        Does not count the replacements of bad samples.
         """
         if self._resident is not None:
             return []
@@ -308,7 +307,7 @@ class Stream:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        for clean in self._streamed() if self._resident is None else self._looked_up(self._resident):
+        for clean in self._streamed() if self._resident is None else self._from_memory(self._resident):
             began = time.perf_counter()
             clean = clean.to(self._device)
             moved = time.perf_counter()
@@ -316,8 +315,8 @@ class Stream:
             made = {"transfer": moved - began, "overlay": time.perf_counter() - moved}
             yield replace(batch, seconds={**batch.seconds, **made})
 
-    def _looked_up(self, samples: DecodedSamples) -> Iterator[Batch]:
-        """Yield clean batches of data in memory."""
+    def _from_memory(self, samples: DecodedSamples) -> Iterator[Batch]:
+        """Yield batches of data in memory, without the online overlay."""
         is_cuda, is_there = self._device.type == "cuda", samples.index_B.device.type == self._device.type
         for step in self._steps:
             began = time.perf_counter()
@@ -330,7 +329,7 @@ class Stream:
             yield clean if is_there or not is_cuda else clean.pin_memory()
 
     def _streamed(self) -> Iterator[Batch]:
-        """Yield clean batches that are decoded as they are needed."""
+        """Yield batches that are decoded as they are needed, without the online overlay."""
         loader: DataLoader[Batch | UserError] = DataLoader(
             _StreamedBatches(self._store, self._order, self._maker),
             batch_size=None,  # the dataset makes whole batches, and its keys are steps
@@ -346,8 +345,8 @@ class Stream:
                     raise item
                 yield item
         except (ConnectionError, EOFError, FileNotFoundError) as error:
-            # A worker was killed while it handed over a batch. The DataLoader learns of it from SIGCHLD, and raises in
-            # its handler. The signal comes a moment after the broken socket, and must not strike during clean-up.
+            # A worker was killed while it handed over a batch. The DataLoader's handler of SIGCHLD raises too, a moment
+            # later. Wait for it, because it must not interrupt the clean-up.
             time.sleep(1)
             raise RuntimeError(
                 "a DataLoader worker exited while it handed over a batch; was it killed for lack of memory?"
@@ -365,12 +364,12 @@ def read_all(
 ) -> Iterator[Batch]:
     """Yield every good sample once, in stored order, on `device`; for evaluation. Some batches may be smaller.
 
-    An online overlay is drawn with `evaluation_keys`, so it is the same in every run. Another `draw` gives another
-    overlay, and None gives clean samples. Samples that cannot be read are left out and logged.
+    An online overlay is drawn with `evaluation_keys`, so it is the same in every run. Each `draw` gives another
+    overlay, and None gives clean samples. Leaves out and logs the samples that cannot be read.
 
     Raises `UserError` if the dataset is incomplete, or if more than `max_bad_share` of its samples cannot be read.
     """
-    store = _opened(dataset, remote)
+    store = _open_store(dataset, remote)
     maker = BatchMaker(
         store.manifest,
         None if store.overlay is None or draw is None else store.overlay.to(device),
@@ -392,5 +391,5 @@ def read_all(
             yield maker.apply_overlay(maker.collate(good, step=step, bad=found).to(device))
 
 
-def _opened(dataset: str | Path | SampleStore, remote: RemoteConfig) -> SampleStore:
+def _open_store(dataset: str | Path | SampleStore, remote: RemoteConfig) -> SampleStore:
     return dataset if isinstance(dataset, SampleStore) else SampleStore(dataset, remote=remote)

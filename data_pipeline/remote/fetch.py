@@ -191,7 +191,7 @@ def _blocks(source: _Source, limits: Limits) -> Iterator[bytes]:
         if limits.stop.is_set():
             raise _AttemptError("the fetch was stopped", is_final=True)
         if now >= limits.deadline:
-            raise _AttemptError(f"only {num_bytes} bytes came in the time for a file (file_seconds)", is_final=True)
+            raise _AttemptError(f"only {num_bytes} bytes came in the time for one file (file_seconds)", is_final=True)
         if now >= last_byte + limits.stall_seconds:
             raise _AttemptError(f"after {num_bytes} bytes, none came for {limits.stall_seconds:g} s (stall_seconds)")
         block = source.read(min(last_byte + limits.stall_seconds - now, limits.deadline - now, _POLL_SECONDS))

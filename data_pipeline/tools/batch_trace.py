@@ -15,7 +15,7 @@ from data_pipeline.storage.store import SampleStore
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print one line a batch; steps are numbered from the start of training, as in metrics and checkpoints."""
+    """Print one line for each batch. Steps count from the start of training, as in metrics and checkpoints."""
     try:
         for line in trace(
             args.location,
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
         ):
             print(line)
         sys.stdout.flush()
-    except BrokenPipeError:  # `trace ... | head` has ended; the buffered lines have no reader
+    except BrokenPipeError:  # the reader has ended, as in `trace ... | head`
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -47,7 +47,7 @@ def trace(
 ) -> Iterator[str]:
     """Yield lines `step<TAB>rank<TAB>key key ...` of one epoch from `from_step` on, by step and then by rank.
 
-    Raises `UserError` as `Stream` does, and if a number is out of range.
+    Raises `UserError` like `Stream`, and if a number is out of range.
     """
     for option, value, least in (
         ("--ranks", num_ranks, 1),

@@ -1,8 +1,8 @@
-"""Measure the samples a second of a dataset: `python -m data_pipeline bench DIR`.
+"""Measure how many samples a second can be read from a dataset: `python -m data_pipeline bench DIR`.
 
-Each row does more than the one above: the stored bytes of shuffled samples; the same, decoded; batches out of the
-stream, with the overlay where it is drawn online, by 0, 1, 2, ... workers; and batches of resident data. The last rows
-measure the overlay and the spectrogram of a batch alone.
+The rows of the table measure, for shuffled samples: reading the stored bytes; reading and decoding; streaming batches,
+with the online overlay if there is one, with 0, 1, 2, ... workers; and batches of data in memory. The last rows measure
+the overlay and the spectrogram of a batch alone.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
 
-WARM_UP_SECONDS = 0.3  # not counted: files are mapped, kernels chosen
+WARM_UP_SECONDS = 0.3  # not counted: files are mapped and kernels are chosen
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `counts` starts an endless reader that yields the number of samples of each delivery."""
+    """One line of the table; `counts` starts an endless reader that yields the number of samples after each step."""
 
     what: str
     num_workers: int | None
@@ -64,7 +64,7 @@ def rows(location: str, *, batch_size: int, max_workers: int, device: torch.devi
 
 
 def encoded_counts(store: SampleStore) -> Iterator[int]:
-    """Read samples as stored bytes in shuffled order, epoch after epoch."""
+    """Read the stored bytes of samples in shuffled order, epoch after epoch."""
     epoch = 0
     while True:
         order = epoch_order(len(store), seed=0, epoch=epoch)
@@ -89,7 +89,7 @@ def decoded_counts(store: SampleStore, *, batch_size: int) -> Iterator[int]:
 def stream_counts(
     dataset: str | SampleStore, *, read: ReadConfig, global_batch_size: int, device: torch.device
 ) -> Iterator[int]:
-    """Read finished batches from an endless stream; batches that workers prepare while they start are not counted."""
+    """Read finished batches from an endless stream; do not count the batches that workers prepare while they start."""
     stream = Stream(
         dataset,
         read=read,
@@ -134,14 +134,14 @@ def _wait(device: torch.device) -> None:
 
 
 def rate(counts: Iterator[int], *, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return samples a second by a clock, over `seconds` and at least one delivery, after a short warm-up."""
+    """Return the samples a second over `seconds`, and over at least one count, after a short warm-up."""
     begin = start = clock()
     num_samples = 0
     for count in counts:
         assert count > 0
         now = clock()
         if now < begin + WARM_UP_SECONDS or not start > begin:
-            start = now  # the first delivery is always of the warm-up: it holds the opening
+            start = now  # the first count always belongs to the warm-up, because it includes the opening
             continue
         num_samples += count
         if now >= start + seconds:
@@ -161,7 +161,7 @@ def worker_counts(largest: int) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a table of rates. The first pass over a dataset may be bound by the disk: run it twice."""
+    """Print a table of rates. The disk may limit the first pass over a dataset, so run it twice."""
     if args.batch_size < 1 or args.max_workers < 0 or args.seconds <= 0:
         raise UserError("--batch-size and --seconds must be above 0 and --max-workers at least 0")
     device = named_device(args.device)

@@ -1,8 +1,8 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with both labels below.
 
-A picture is enlarged, and the mask of the object on it is outlined. A sound is drawn as the log-mel spectrogram that
-the encoder gets: time to the right, frequency upwards, its quietest cell dark and its loudest bright. An online overlay
-is drawn with the first draw of an evaluation.
+A picture is enlarged, and the object on it is outlined by its mask. A sound is drawn as the log-mel spectrogram that
+the encoder gets: time to the right, frequency upwards, the quietest cell dark and the loudest bright. An online overlay
+has the first draw of an evaluation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 
 NUM_COLUMNS: Final = 10
-_CELL = 128  # a picture's side is enlarged to about this, in pixels
+_CELL = 128  # pixels of the longer side of an enlarged picture, at most
 _MARGIN, _LINE, _FONT_SIZE = 8, 15, 13
 _PAPER, _INK, _OUTLINE = (255, 255, 255), (40, 40, 40), (255, 0, 200)
 
@@ -35,7 +35,7 @@ Caption = tuple[str, tuple[int, int, int]]  # a line of text and its colour
 
 
 def draw_grid(location: str, *, num_samples: int) -> Image.Image:
-    """Draw the first `num_samples` samples in rows of ten. A build orders samples so that these show all classes."""
+    """Draw the first `num_samples` samples in rows of ten; the order of a build puts samples of all classes first."""
     store = SampleStore(location)
     manifest = store.manifest
     batch = next(read_all(store, batch_size=min(num_samples, manifest.num_samples)))
@@ -65,7 +65,7 @@ def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.uint8]:
 def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
     """Colour spectrograms (B, M bands, T frames) as pictures (B, M, T, 3).
 
-    Low bands are at the bottom. The loudest cell of each is brightest, and silence is dark.
+    Low bands are at the bottom. The loudest cell of each spectrogram is brightest, and the quietest is dark.
     """
     values_BMT = log_mel_BMT.flip(1)
     lowest_B11 = values_BMT.amin(dim=(1, 2), keepdim=True)
@@ -76,7 +76,7 @@ def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
 
 
 def captions_of(batch: Batch, manifest: Manifest) -> list[list[Caption]]:
-    """Return the class names of every sample, base before overlay; one line for each label that the dataset has."""
+    """Return the class names of every sample, base before overlay, one line for each label of the dataset."""
     names = manifest.label_names
     spaces = ((names.base, batch.label_base_B, _INK), (names.overlay, batch.label_overlay_B, _OUTLINE))
     lines = [
@@ -90,7 +90,7 @@ def captions_of(batch: Batch, manifest: Manifest) -> list[list[Caption]]:
 def draw_cell(
     picture_HWC: NDArray[np.uint8], mask_HW: NDArray[np.uint8] | None, captions: Sequence[Caption]
 ) -> Image.Image:
-    """Draw one sample, enlarged by a whole factor, its captions below it, and a margin to the right and below."""
+    """Draw one sample enlarged by a whole factor, with captions below, and a margin to the right and below."""
     height, width, _ = picture_HWC.shape
     zoom = max(1, _CELL // max(height, width))
     size = (zoom * width + _MARGIN, zoom * height + _LINE * len(captions) + 4 + _MARGIN)

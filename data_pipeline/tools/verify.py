@@ -1,8 +1,11 @@
 """Read every byte of a dataset, local or remote, and report every problem by shard and key.
 
-The dataset may come from a stranger. Invariants: only regular files are read; a shard is mapped and never read whole;
-no member is decoded that is larger than the manifest allows; and no more than one shard of a remote dataset is on this
-machine at a time.
+The dataset may come from a stranger. Invariants:
+
+- Only regular files are read.
+- A shard is mapped into memory, and never read as a whole.
+- No member is decoded that is larger than the manifest allows.
+- At most one shard of a remote dataset is on this machine at a time.
 """
 
 from __future__ import annotations
@@ -55,17 +58,17 @@ from data_pipeline.storage.totals import Totals
 
 logger = logging.getLogger(__name__)
 
-_NUM_ZEROS_AT_END = 2 * tarfile.BLOCKSIZE  # bytes, with which every whole tar ends
+_NUM_ZEROS_AT_END = 2 * tarfile.BLOCKSIZE  # zero bytes at the end of every whole tar
 _MASK_LEVELS = torch.tensor([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=torch.uint8)
-_LOUDEST = 1 << 20  # times full scale, of a sound: `Totals` counts in whole numbers of 64 bits
+_LOUDEST = 1 << 20  # times full scale; `Totals` adds up points as whole numbers of 64 bits
 _REMOTE = RemoteConfig()
-_SLACK = 1 << 20  # bytes by which an index may be too long and is still fetched, to be called wrong
+_SLACK = 1 << 20  # bytes by which an index may be too long and is still fetched, so that its hash can be compared
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class DatasetProblem:
-    """One problem of a dataset: its file, and the key of the sample if it is of one sample."""
+    """One problem of a dataset: the file, the key of the sample if it concerns one sample, and a description."""
 
     file: str
     key: str | None
@@ -76,12 +79,12 @@ class DatasetProblem:
 
 
 class Verification:
-    """Checks a dataset, in a local directory or at a remote location.
+    """A check of a dataset, in a local directory or at a remote location.
 
     Attributes:
-        location: as given.
-        manifest: of the dataset.
-        num_problems, num_sound, num_bytes: so far: problems, intact samples, and bytes of the shards.
+        location: the location as given.
+        manifest: the manifest of the dataset.
+        num_problems, num_sound, num_bytes: the number of problems, intact samples, and bytes of shards so far.
 
     The constructor raises `UserError` if `location` holds no dataset.
     """
@@ -98,10 +101,13 @@ class Verification:
     def problems(self) -> Iterator[DatasetProblem]:
         """Yield every problem, in the order of the shards. If there is none, each byte is as it was built.
 
-        Checks the size and sha256 of each shard; that its tar is whole and holds the expected samples, in order, each
-        in one piece; and that its index is right. Checks that pictures or sounds, masks and labels decode and fit the
-        manifest, and that counts, mean and std are those of the samples. Checks the source digests and the online
-        overlay.
+        Checks:
+
+        - Each shard has the size and sha256 in the manifest, and its index is right.
+        - Each tar is whole and holds the expected samples in order, each with its members side by side.
+        - Pictures or sounds, masks and labels decode and fit the manifest.
+        - Counts, mean and std in the manifest agree with the samples.
+        - The source digests and the online overlay are right.
         """
         self.num_problems = self.num_sound = self.num_bytes = 0
         for problem in self._problems():
@@ -124,18 +130,18 @@ class Verification:
                 progress.advance(entry.num_samples)
         for path in sorted(self._directory.glob("*.tar")) if self._directory is not None else ():
             if path.name not in {entry.name for entry in manifest.shards}:
-                yield DatasetProblem(path.name, None, f"is not named in {MANIFEST_NAME}")
+                yield DatasetProblem(path.name, None, f"is not listed in {MANIFEST_NAME}")
         if manifest.is_online and (wrong := self._overlay_problem()) is not None:
             yield DatasetProblem(OVERLAY_NAME, None, wrong)
         if manifest.source_digests_sha256 is not None and (wrong := self._digests_problem()) is not None:
             yield DatasetProblem(SOURCE_DIGESTS_NAME, None, wrong)
         for field in ("counts_base", "counts_overlay", "mean", "std") if is_sound else ():
             if (said := getattr(manifest, field)) != (found := getattr(totals, field)):
-                yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but that of the samples is {found}")
+                yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but the samples give {found}")
 
     @property
     def summary(self) -> str:
-        """Return one line on what was read: samples, shards, bytes, sizes and classes."""
+        """Return one line about the result: samples, shards, bytes, sizes and classes."""
         manifest = self.manifest
         found = f"has {self.num_problems} problem{'s' * (self.num_problems > 1)}" if self.num_problems else "is sound"
         samples = f"{manifest.num_samples} samples"
@@ -156,9 +162,9 @@ class Verification:
 
     @contextmanager
     def _file(self, name: str, expected: Expected) -> Iterator[Path]:
-        """A file of the dataset on this machine, only while the block runs if it was fetched.
+        """Give the path of a file of the dataset on this machine; a fetched file exists only inside the block.
 
-        Raises `UserError` if it cannot be fetched, or what came is not as `expected`.
+        Raises `UserError` if the file cannot be fetched or is not as `expected`.
         """
         if self._directory is not None:
             yield self._directory / name
@@ -219,7 +225,7 @@ class Verification:
         for member in found:
             key, _, extension = member.name.partition(".")
             if key != last_key and key in samples:
-                yield key, f"its members do not lie side by side: {member.name} comes after those of {last_key}"
+                yield key, f"its members are not side by side: {member.name} comes after members of {last_key}"
             if extension in samples.setdefault(key, {}):
                 yield key, f"{member.name} is there twice"
             samples[key][extension] = member
@@ -233,7 +239,7 @@ class Verification:
             yield None, "its samples are not in the order of their keys"
         for key, fields in samples.items():
             if not (key.isascii() and key.isdigit()):
-                continue  # told above: it does not belong there
+                continue  # already reported as not belonging here
             try:
                 sample = _decode(key, _contents(data, key, fields, self.manifest), self.manifest)
             except ValueError as error:
@@ -243,10 +249,10 @@ class Verification:
                 self.num_sound += key in keys
         index = index_content(index_members(found, members=self.manifest.members, due=due))
         if sha256 == entry.sha256 and hashlib.sha256(index).hexdigest() != entry.index_sha256:
-            yield None, f"its members do not lie where {MANIFEST_NAME} says (index_sha256)"
+            yield None, f"the offsets of its members do not match {MANIFEST_NAME} (index_sha256)"
 
     def _index(self, entry: ShardEntry) -> bytes | None:
-        """Return the index beside a shard; None if there is none, since readers then rebuild it."""
+        """Return the index beside a shard; None if there is none, which is no problem because readers rebuild it."""
         name, num_bytes = index_path(Path(entry.name)).name, index_num_bytes(entry, self.manifest.members)
         try:
             with self._file(name, Expected(max_bytes=num_bytes + _SLACK)) as path:
@@ -261,12 +267,12 @@ class Verification:
 
 
 def find_problems(location: str | Path) -> Iterator[DatasetProblem]:
-    """Find every problem of a dataset, as `Verification.problems` does."""
+    """Yield every problem of a dataset, as `Verification.problems` does."""
     return Verification(location).problems()
 
 
 def _ends_in_zeros(data: memoryview, end: int) -> bool:
-    """Return whether a tar has its end marker after the last member; one that is cut short or overwritten has not."""
+    """Return whether a tar has its end marker after the last member, so that it is not cut short or overwritten."""
     starts = range(end, len(data), _BLOCK)
     return len(data) - end >= _NUM_ZEROS_AT_END and not any(any(data[start : start + _BLOCK]) for start in starts)
 
@@ -276,13 +282,13 @@ def _contents(data: memoryview, key: str, fields: Mapping[str, TarMember], manif
     for extension in sorted(fields.keys() ^ set(manifest.members)):
         raise ValueError(f"{key}.{extension} is {'not known' if extension in fields else 'missing'}")
     for extension, member in fields.items():
-        if member.size > (most := manifest.max_member_bytes[extension]):
-            raise ValueError(f"{member.name} has {member.size} bytes, more than the {most} that it may have")
+        if member.size > (max_bytes := manifest.max_member_bytes[extension]):
+            raise ValueError(f"{member.name} has {member.size} bytes, but at most {max_bytes} are allowed")
     return {extension: bytes(data[member.offset : member.offset + member.size]) for extension, member in fields.items()}
 
 
 def _decode(key: str, fields: dict[str, bytes], manifest: Manifest) -> Sample:
-    """Decode a sample; raise `ValueError` with the reason if it does not decode or does not fit the manifest."""
+    """Decode a sample. Raises `ValueError` with the reason if it does not decode or does not fit the manifest."""
     label_base, label_overlay = decode_label(fields["json"], int(key), *label_ranges(manifest))
     content: NDArray[Any]
     mask = None

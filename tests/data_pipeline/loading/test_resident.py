@@ -148,7 +148,7 @@ def test_auto_reads_nothing_ahead_for_less_than_an_epoch(datasets: dict[str, Pat
     few = stream(datasets["online"], start_step=6)
     assert few.num_steps_per_epoch == 3
     assert few.placement == "stream"
-    assert few.placement_reason == "less than an epoch is to be read"
+    assert few.placement_reason == "less than an epoch is left to read"
 
 
 def test_memory_that_is_not_free_is_not_taken(datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_memory_that_is_not_free_is_not_taken(datasets: dict[str, Path], monkeyp
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 2 * num_bytes - 1)
     batches = stream(datasets["baked"])
     assert batches.placement == "stream"
-    assert "GB are free in host memory, of which it may take half" in batches.placement_reason
+    assert "GB are free in host memory, of which it may use half" in batches.placement_reason
     with pytest.raises(UserError, match=r"GB are free in host memory.*; set data.placement to stream, or free some"):
         stream(datasets["baked"], placement="host")
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 2 * num_bytes)

@@ -462,7 +462,7 @@ def test_where_nothing_can_stand_in_one_sentence_says_so(tmp_path: Path, num_wor
     with time_limit(30), pytest.raises(UserError) as caught:
         list(stream(tmp_path, end_step=2, num_workers=num_workers, global_batch_size=16))
     message = str(caught.value)
-    assert message.startswith("sample 00000015 cannot be read, nor can any of the 1 that could stand in for it")
+    assert message.startswith("sample 00000015 cannot be read, nor can any of the 1 samples that could replace it")
     assert "\n" not in message
 
 
@@ -593,7 +593,7 @@ def test_shards_are_fetched_ahead_window_by_window(tmp_path: Path, monkeypatch: 
 def test_a_cache_that_is_too_small_for_the_order_is_refused(tmp_path: Path) -> None:
     _, location, config = remote_dataset(tmp_path, num_cached=4)
     message = (
-        r"shuffled as it is, {} of its 10 shards are needed at once, but the cache holds 4; "
+        r"its shuffling needs {} of its 10 shards at once, but the cache holds 4; "
         r"set data.shuffle_shards to 2, or data.remote.cache_gigabytes to 0\.\d+"
     )
     with pytest.raises(UserError, match=message.format(10)):
@@ -611,7 +611,7 @@ def test_a_run_that_was_begun_in_memory_can_be_resumed_in_its_last_epoch(tmp_pat
     assert (begun.placement, resumed.placement) == ("host", "host")
     assert keys(resumed) == keys(begun)[19:]
     by_windows = stream(location, end_step=1, remote=config, placement="auto", shuffle_shards=2)
-    assert by_windows.placement_reason == "less than an epoch is to be read"
+    assert by_windows.placement_reason == "less than an epoch is left to read"
 
 
 # All of it

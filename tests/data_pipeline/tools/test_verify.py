@@ -142,15 +142,15 @@ def test_a_sound_dataset_has_no_problems(sound: Path, copy: Path) -> None:
         (
             lambda members: [*members[:4], members[6], members[5], members[4], *members[7:]],
             [
-                "00000011: its members do not lie side by side: 00000011.png comes after those of 00000012",
-                "00000012: its members do not lie side by side: 00000012.mask.png comes after those of 00000011",
+                "00000011: its members are not side by side: 00000011.png comes after members of 00000012",
+                "00000012: its members are not side by side: 00000012.mask.png comes after members of 00000011",
             ],
         ),
         (lambda members: [*members, members[-1]], ["00000019: 00000019.png is there twice"]),
         (
             lambda members: [*members, *members[:3]],
             [
-                "00000010: its members do not lie side by side: 00000010.json comes after those of 00000019",
+                "00000010: its members are not side by side: 00000010.json comes after members of 00000019",
                 *(f"00000010: 00000010.{member} is there twice" for member in ("json", "mask.png", "png")),
             ],
         ),
@@ -217,7 +217,7 @@ def test_missing_and_surplus_files_are_named(copy: Path) -> None:
     (copy / SHARD).unlink()
     assert problems(copy) == [
         f"{SHARD}: cannot be read (No such file or directory)",
-        "shard-00003.tar: is not named in manifest.json",
+        "shard-00003.tar: is not listed in manifest.json",
     ]
 
 
@@ -242,7 +242,7 @@ def test_an_index_that_the_manifest_names_is_compared_with_the_tar(copy: Path) -
     named = {"index_sha256": hashlib.sha256(content).hexdigest()}
     entries = [entry.model_copy(update=named) if entry.name == SHARD else entry for entry in manifest.shards]
     write_manifest(copy, manifest.model_copy(update={"shards": tuple(entries)}))
-    assert problems(copy) == [f"{SHARD}: its members do not lie where manifest.json says (index_sha256)"]
+    assert problems(copy) == [f"{SHARD}: the offsets of its members do not match manifest.json (index_sha256)"]
     bad = decode(SampleStore(copy), np.arange(30)).bad
     assert [sample.index for sample in bad.values()] == list(range(10, 20))
     with pytest.raises(UserError, match=r"index and the tar disagree about where 00000013\.png is"):
@@ -254,11 +254,11 @@ def test_an_index_that_the_manifest_names_is_compared_with_the_tar(copy: Path) -
     [
         (
             {"counts_base": (4, 2, *(3,) * 8)},
-            "counts_base is (4, 2, 3, 3, 3, 3, 3, 3, 3, 3), but that of the samples is",
+            "counts_base is (4, 2, 3, 3, 3, 3, 3, 3, 3, 3), but the samples give",
         ),
-        ({"counts_overlay": (0, 0, 30)}, "counts_overlay is (0, 0, 30), but that of the samples is"),
-        ({"mean": (0.5, 0.5, 0.5)}, "mean is (0.5, 0.5, 0.5), but that of the samples is"),
-        ({"std": (0.5, 0.5, 0.5)}, "std is (0.5, 0.5, 0.5), but that of the samples is"),
+        ({"counts_overlay": (0, 0, 30)}, "counts_overlay is (0, 0, 30), but the samples give"),
+        ({"mean": (0.5, 0.5, 0.5)}, "mean is (0.5, 0.5, 0.5), but the samples give"),
+        ({"std": (0.5, 0.5, 0.5)}, "std is (0.5, 0.5, 0.5), but the samples give"),
     ],
 )
 def test_a_manifest_that_does_not_fit_the_samples_is_found(
