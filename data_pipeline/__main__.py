@@ -52,7 +52,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         type=int,
         default=1,
-        help="Store each record R times, each with an overlay of its own.",
+        help="Store each record R times, each time with another overlay.",
     )
     add("--image-size", metavar="N", type=int, help="Crop the pictures of a folder to squares and resize them to NxN.")
     add(

@@ -114,7 +114,7 @@ def test_a_number_that_cannot_work_is_refused(override: str, said: str) -> None:
 )
 def test_a_run_has_a_name_that_can_be_a_directory_of_runs(name: str) -> None:
     config = resolve_recipe("debug:image").model_dump(mode="json")
-    with pytest.raises(UserError, match=r"^x: name: .* is no name; use up to 100 of the letters") as raised:
+    with pytest.raises(UserError, match=r"^x: name: .* is not a valid name; use up to 100 of the letters") as raised:
         RunConfig.parse(config | {"name": name}, where="x")
     assert str(raised.value).isprintable()
 
