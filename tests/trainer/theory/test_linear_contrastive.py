@@ -345,7 +345,7 @@ def test_the_error_is_the_angle(tmp_path: Path) -> None:
 
 def test_an_error_that_is_not_the_angle_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Counted at angles 2 degrees larger than told."""
-    module = "trainer.theory.linear_contrastive.command.downstream_error"
+    module = "trainer.theory.linear_contrastive.model.downstream_error"
     monkeypatch.setattr(module, lambda angles, **given: downstream_error([angle + 2 for angle in angles], **given))
     claims = run(tmp_path, "studies=[error]", "num_seeds=8", "error.num_samples_a_seed=50000")
     assert claims["error is the angle"].verdict == "does not hold"

@@ -9,16 +9,17 @@ OUT/ settings.json  parts/HASH/NAME.safetensors  NAME.png ...  result.json
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import safetensors
 import torch
@@ -27,6 +28,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from data_pipeline.core import counter_rng
+from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema, Seed, difference
@@ -37,6 +39,7 @@ from trainer.theory.framework.claim import ClaimResult
 PACKAGES = ("torch", "numpy", "scipy")
 RESULT, SETTINGS = "result.json", "settings.json"
 
+TwoOrMore = Annotated[int, Field(ge=2, le=10**9)]
 Tensors = Mapping[str, Tensor]
 Part = Callable[[torch.device], Tensors]
 
@@ -45,7 +48,7 @@ class TheorySettings(Schema):
     """Settings of every experiment: the `num_seeds` seeds `seed`, `seed` + 1, ...."""
 
     seed: Seed = 0
-    num_seeds: int = Field(default=10, ge=2, le=10**9)
+    num_seeds: TwoOrMore = 10
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -98,10 +101,31 @@ class TheoryResult(Schema):
     git_commit: str | None
 
 
-def seed_blocks(name: str, seeds: Sequence[int], size: int) -> dict[str, Sequence[int]]:
-    """Return the seeds `size` at a time, by the name of the part that computes them."""
+def draw_keys(
+    seeds: Sequence[int] | Tensor, device: torch.device | None = None, *, step: int = 0, view: int = 0
+) -> DrawKeys:
+    """Return the keys of the draws of every seed at a step; a seed takes the place of a sample's index."""
+    return DrawKeys(seed=0, epoch=step, index_B=torch.as_tensor(seeds, device=device), view=view)
+
+
+def seed_parts(
+    name: str, seeds: Sequence[int], size: int, part: Callable[[Sequence[int], torch.device], Tensors]
+) -> dict[str, Part]:
+    """Return parts of `size` seeds each. The first dimension of every tensor of `part` is the seed."""
     blocks = [seeds[first : first + size] for first in range(0, len(seeds), size)]
-    return {f"{name}_seeds_{block[0]}_to_{block[-1]}": block for block in blocks}
+    return {f"{name}_seeds_{block[0]}_to_{block[-1]}": partial(part, block) for block in blocks}
+
+
+def join_seeds(name: str, found: Mapping[str, Tensors]) -> dict[str, Tensor]:
+    """Return the tensors of all parts that `seed_parts` made for `name`, with all seeds in the first dimension."""
+    blocks = [tensors for part, tensors in found.items() if part.startswith(f"{name}_seeds_")]
+    return {label: torch.cat([block[label] for block in blocks]) for label in blocks[0]}
+
+
+def require_finite(values: Tensor, setting: str, learning_rate: float) -> None:
+    """Raise `UserError` if a training has diverged; `setting` is the name of its learning rate."""
+    if not bool(values.isfinite().all()):
+        raise UserError(f"the training diverged at {setting} {learning_rate:g}; set a lower one")
 
 
 def default_out(name: str, settings: TheorySettings, defaults: TheorySettings) -> Path:
@@ -114,15 +138,9 @@ def settings_sha256(settings: TheorySettings) -> str:
 
 
 def code_sha256(experiment: Experiment[S]) -> str:
-    """Return the hash of the code that a part depends on.
-
-    That is the module in which the experiment's parts are written, the modules of `trainer.theory` that it imports
-    from, and the random numbers.
-    """
-    module, theory = sys.modules[experiment.parts.__module__], __name__.rpartition(".framework.")[0]
-    taken = {getattr(value, "__module__", None) for value in vars(module).values()}
-    names = {module.__name__, *(name for name in taken if isinstance(name, str) and name.startswith(f"{theory}."))}
-    files = [Path(file) for name in sorted({*names, counter_rng.__name__}) if (file := sys.modules[name].__file__)]
+    """Return the hash of the code that a part depends on: the experiment's package, the framework and the draws."""
+    folders = (Path(inspect.getfile(experiment.parts)).parent, Path(__file__).parent)
+    files = [*(file for folder in folders for file in sorted(folder.glob("*.py"))), Path(counter_rng.__file__)]
     return hashlib.sha256(b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
 
 

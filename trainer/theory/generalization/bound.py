@@ -25,8 +25,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
+from data_pipeline.core.counter_rng import normal, uniform
 from data_pipeline.core.schema import Factor, PositiveFactor, Schema
+from trainer.theory.framework.experiment import TwoOrMore, draw_keys
+from trainer.theory.generalization.divergence import greatest_off_diagonal
 
 _NUISANCE, _RADIUS = range(2)  # purposes of `counter_rng`
 
@@ -43,8 +45,8 @@ class BoundSettings(Schema):
     farther apart than epsilon.
     """
 
-    num_classes: int = Field(default=4, ge=2, le=10**9)
-    samples_a_class: int = Field(default=400, ge=2, le=10**9)
+    num_classes: TwoOrMore = 4
+    samples_a_class: TwoOrMore = 400
     half_width: PositiveFactor = 1
     outlier_angle: float = Field(default=2.5, gt=math.pi / 2, lt=3 * math.pi / 2)
     outlier_shares: tuple[Share, ...] = Field(default=(0, 0.02, 0.05, 0.1), min_length=1)
@@ -53,8 +55,8 @@ class BoundSettings(Schema):
         default=(0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 8, 12, 20, 40, 80, 160), min_length=1
     )
     radius_log_sd: Factor = 0.5
-    num_deltas: int = Field(default=33, ge=2, le=10**9)
-    num_epsilons: int = Field(default=25, ge=2, le=10**9)
+    num_deltas: TwoOrMore = 33
+    num_epsilons: TwoOrMore = 25
     largest_unaligned_share: PositiveFactor = Field(default=0.1, lt=1)
 
     @model_validator(mode="after")
@@ -106,7 +108,7 @@ class Cells:
 
 def draw_samples(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Samples:
     """Draw samples, with the same t and b for every share of outliers."""
-    keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=0)
+    keys = draw_keys(seeds, device)
     K, N, Q = settings.num_classes, settings.samples_a_class, len(settings.outlier_shares)
     t = settings.half_width * (2 * uniform(keys, K * N, purpose=_NUISANCE).double() - 1)
     b = (settings.radius_log_sd * normal(keys, K * N, purpose=_RADIUS).double()).exp()
@@ -160,8 +162,7 @@ def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> 
     product_SQGKK = product_SQGKK + across_SQGK[..., None] * across_SQGK[..., None, :]
     square_SQGK = product_SQGKK.diagonal(dim1=-2, dim2=-1)
     shrinkage_SQG = 1 - square_SQGK.amin(-1)
-    own_KK = torch.eye(K, dtype=torch.bool, device=device)
-    closest_SQG = product_SQGKK.masked_fill(own_KK, -torch.inf).amax((-2, -1))
+    closest_SQG = greatest_off_diagonal(product_SQGKK)
 
     # The nearest centre has the greatest f.mu_l - |mu_l|^2 / 2.
     score_SQGKNK = phi_SQGKN.cos()[..., None] * (along_SQGK[..., None, :] * corner_KK)[..., None, :]

@@ -17,27 +17,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Count, LearningRate, PositiveFactor
 from trainer.theory.framework.claim import mean_entries, t_bounds
-from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, TheorySettings, seed_blocks
+from trainer.theory.framework.experiment import (
+    Experiment,
+    Outcome,
+    Part,
+    Tensors,
+    TheorySettings,
+    join_seeds,
+    require_finite,
+    seed_parts,
+)
 from trainer.theory.framework.figures import COLORS, Curve, Map, Panel, draw
+from trainer.theory.generalization import claims, divergence
 from trainer.theory.generalization.bound import BoundSettings, measure_cells
-from trainer.theory.generalization.claims import (
-    judge_bound,
-    judge_classifiers,
-    judge_collapse,
-    judge_identities,
-    judge_theorems,
-)
-from trainer.theory.generalization.divergence import (
-    classify,
-    closest_centres,
-    population_of,
-    theorem_3_bound,
-    theorem_3_sharpened,
-    theorem_4_bounds,
-)
 from trainer.theory.generalization.encoders import (
     MEASURED,
     TEST,
@@ -76,15 +70,11 @@ def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:
     if "identities" in settings.studies:
         named["identities"] = lambda device: measure_identities(settings.identities, seeds=seeds, device=device)
     if "encoders" in settings.studies:
-        for name, block in _seed_blocks(settings).items():
-            named[name] = partial(_train_and_measure, settings, block)
+        train_and_measure = partial(_train_and_measure, settings)
+        named |= seed_parts("encoders", seeds, settings.encoders.seeds_per_part, train_and_measure)
     if "bound" in settings.studies:
         named["bound"] = partial(_cells, settings)
     return named
-
-
-def _seed_blocks(settings: GeneralizationSettings) -> Mapping[str, Sequence[int]]:
-    return seed_blocks("encoders", settings.seeds, settings.encoders.seeds_per_part)
 
 
 def _cells(settings: GeneralizationSettings, device: torch.device) -> Tensors:
@@ -103,9 +93,9 @@ def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], d
         return z_SOPD.reshape(-1, *x_SKNAI.shape[1:4], encoders.embedding_dim)
 
     z_MKNAD, test_MKNAD = embedded(MEASURED), embedded(TEST)
-    population = population_of(z_MKNAD)
-    correlation = theorem_4_bounds(population)
-    errors = classify(
+    population = divergence.population_of(z_MKNAD)
+    correlation = divergence.theorem_4_bounds(population)
+    errors = divergence.classify(
         z_MKNAD.flatten(2, 3),
         test_MKNAD.flatten(2, 3),
         num_steps=settings.classifier_steps,
@@ -113,11 +103,11 @@ def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], d
     )
     by_encoder = {
         "rank": population.rank_M,
-        "closest": closest_centres(population.centre_MKD),
+        "closest": divergence.closest_centres(population.centre_MKD),
         "alignment": population.alignment_MK.mean(1),
         "mean_norm": population.centre_MKD.mean(1).norm(dim=-1),
-        "theorem_3": theorem_3_bound(population),
-        "theorem_3_sharpened": theorem_3_sharpened(population),
+        "theorem_3": divergence.theorem_3_bound(population),
+        "theorem_3_sharpened": divergence.theorem_3_sharpened(population),
         "theorem_4": correlation.printed_M,
         "theorem_4_sharpened": correlation.sharpened_M,
         "nearest_centre_error": errors.nearest_centre_M,
@@ -153,37 +143,33 @@ def way_gone(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
 
 
 def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> Outcome:
-    claims, figures, tables = [], {}, dict[str, Any]()
+    results, figures, tables = [], {}, dict[str, Any]()
     if "identities" in settings.studies:
-        claims += judge_identities(found["identities"], tolerance=settings.identities.relative_tolerance)
+        results += claims.judge_identities(found["identities"], tolerance=settings.identities.relative_tolerance)
     if "encoders" in settings.studies:
         objectives = settings.encoders.objectives
         names = [objective.name for objective in objectives]
-        blocks = [found[name] for name in _seed_blocks(settings)]
-        measured = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
-        if not bool(measured["loss"].isfinite().all()):
-            raise UserError(
-                f"the training diverged at encoders.learning_rate {settings.encoders.learning_rate:g}; set a lower one"
-            )
+        measured = join_seeds("encoders", found)
+        require_finite(measured["loss"], "encoders.learning_rate", settings.encoders.learning_rate)
         measured["trained"] = way_gone(settings, measured["loss"])[..., -1]
         linear = [objective.loss == "linear" for objective in objectives]
         hot = [one.loss == "info_nce" and one.temperature > settings.hot_above for one in objectives]
-        claims += judge_collapse(names, linear, hot, measured, trained=settings.trained_share)
+        results += claims.judge_collapse(names, linear, hot, measured, trained=settings.trained_share)
         at_1 = [at for at, one in enumerate(objectives) if one.loss == "info_nce" and one.temperature == 1]
         barlow = [at for at, one in enumerate(objectives) if one.loss == "barlow_twins"]
-        claims += judge_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=settings.trained_share)
-        claims += judge_classifiers(names, measured)
+        results += claims.judge_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=settings.trained_share)
+        results += claims.judge_classifiers(names, measured)
         tables["encoders"] = _encoder_table(names, measured)
-        figures["generalization_encoders"] = draw(
-            _encoder_panels(settings, names, measured), num_columns=2, panel_size=(4.6, 3.2)
-        )
+        panels = _encoder_panels(settings, names, measured)
+        figures["generalization_encoders"] = draw(panels, num_columns=2, panel_size=(4.6, 3.2))
     if "bound" in settings.studies:
-        bound = settings.bound
-        cells = found["bound"]
-        claims += judge_bound(cells, num_classes=bound.num_classes, strengths=bound.strengths, gains=bound.gains)
+        bound, cells = settings.bound, found["bound"]
+        results += claims.judge_bound(
+            cells, num_classes=bound.num_classes, strengths=bound.strengths, gains=bound.gains
+        )
         tables["bound"] = _bound_table(bound, cells)
         figures["generalization_bound"] = draw(_bound_panels(bound, cells), num_columns=2, panel_size=(4.6, 3.2))
-    return Outcome(claims, figures, tables)
+    return Outcome(results, figures, tables)
 
 
 def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -318,8 +304,4 @@ def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
     ]
 
 
-EXPERIMENT = Experiment(
-    defaults=GeneralizationSettings(),
-    parts=parts,
-    conclude=conclude,
-)
+EXPERIMENT = Experiment(defaults=GeneralizationSettings(), parts=parts, conclude=conclude)

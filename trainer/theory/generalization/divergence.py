@@ -79,9 +79,13 @@ def _divergence(z_KNAD: Tensor) -> Tensor:
 
 def closest_centres(centre_MKD: Tensor) -> Tensor:
     """Return the greatest mu_k.mu_l of two different classes, (M,)."""
-    product_MKK = centre_MKD @ centre_MKD.mT
-    own_KK = torch.eye(product_MKK.shape[-1], dtype=torch.bool, device=product_MKK.device)
-    return product_MKK.masked_fill(own_KK, -torch.inf).amax((-2, -1))
+    return greatest_off_diagonal(centre_MKD @ centre_MKD.mT)
+
+
+def greatest_off_diagonal(values_KK: Tensor) -> Tensor:
+    """Return the greatest of the (..., K, K) values of two different classes, (...)."""
+    own_KK = torch.eye(values_KK.shape[-1], dtype=torch.bool, device=values_KK.device)
+    return values_KK.masked_fill(own_KK, -torch.inf).amax((-2, -1))
 
 
 def theorem_3_bound(population: Population) -> Tensor:
@@ -123,8 +127,7 @@ def theorem_3_sharpened(population: Population) -> Tensor:
         possible_MKK = least_divergence(middle_MKK) <= population.info_nce_divergence_M[:, None, None]
         low_MKK = torch.where(possible_MKK, middle_MKK, low_MKK)
         high_MKK = torch.where(possible_MKK, high_MKK, middle_MKK)
-    own_KK = torch.eye(K, dtype=torch.bool, device=high_MKK.device)
-    return high_MKK.masked_fill(own_KK, -torch.inf).amax((1, 2))
+    return greatest_off_diagonal(high_MKK)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from data_pipeline.core.counter_rng import DrawKeys, integers, normal
+from data_pipeline.core.counter_rng import integers, normal
 from data_pipeline.core.schema import Count, LearningRate, PositiveFactor, Schema
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
+from trainer.theory.framework.experiment import TwoOrMore, draw_keys
 
 # Purposes of `counter_rng`.
 _CENTRE, _WEIGHT, _CLASS, _SAMPLE, _VIEW = range(5)
@@ -70,16 +71,16 @@ class EncoderSettings(Schema):
     num_classes: int = Field(default=10, ge=3, le=10**9)
     input_dim: Count = 20
     hidden_dim: Count = 64
-    embedding_dim: int = Field(default=16, ge=2, le=10**9)
+    embedding_dim: TwoOrMore = 16
     centre_sd: PositiveFactor = 1
     sample_sd: PositiveFactor = 0.2
     view_sd: PositiveFactor = 0.5
-    num_steps: int = Field(default=1000, ge=2, le=10**9)
-    batch_size: int = Field(default=96, ge=2, le=10**9)
+    num_steps: TwoOrMore = 1000
+    batch_size: TwoOrMore = 96
     learning_rate: LearningRate = 1e-2
     log_every: Count = 25
-    samples_a_class: int = Field(default=10, ge=2, le=10**9)
-    views_a_sample: int = Field(default=4, ge=2, le=10**9)
+    samples_a_class: TwoOrMore = 10
+    views_a_sample: TwoOrMore = 4
     seeds_per_part: Count = 5
 
 
@@ -111,14 +112,14 @@ class TrainedEncoders:
 
 def class_centres(settings: EncoderSettings, seeds_S: Tensor) -> Tensor:
     """Draw the centres c_k, (S, K, I), normal with `centre_sd`."""
-    keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=0)
+    keys = draw_keys(seeds_S)
     drawn = normal(keys, settings.num_classes * settings.input_dim, purpose=_CENTRE)
     return settings.centre_sd * drawn.view(-1, settings.num_classes, settings.input_dim)
 
 
 def new_encoders(settings: EncoderSettings, seeds_S: Tensor) -> Encoders:
     """Draw the same weights for every objective of a seed: normal, variance 2 / inputs, then 1 / inputs; zero bias."""
-    keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=0)
+    keys = draw_keys(seeds_S)
     num, inputs = len(settings.objectives), settings.input_dim
     H, D = settings.hidden_dim, settings.embedding_dim
     drawn = normal(keys, inputs * H + H * D, purpose=_WEIGHT)
@@ -137,7 +138,7 @@ def new_encoders(settings: EncoderSettings, seeds_S: Tensor) -> Encoders:
 
 def draw_batch(settings: EncoderSettings, centre_SKI: Tensor, seeds_S: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
     """Draw both views of the step's samples, (S, B, I) each."""
-    keys = DrawKeys(seed=0, epoch=step, index_B=seeds_S, view=_TRAINING)
+    keys = draw_keys(seeds_S, step=step, view=_TRAINING)
     B, inputs = settings.batch_size, settings.input_dim
     label_SB = integers(keys, B, settings.num_classes, purpose=_CLASS)
     sample_SBI = centre_SKI.gather(1, label_SB[..., None].expand(-1, -1, inputs))
@@ -150,7 +151,7 @@ def draw_population(settings: EncoderSettings, seeds_S: Tensor, *, which: int) -
     """Draw views of N new samples of every class, (S, K, N, A, I); `which` is `MEASURED` or `TEST`."""
     K, N, A = settings.num_classes, settings.samples_a_class, settings.views_a_sample
     inputs = settings.input_dim
-    keys = DrawKeys(seed=0, epoch=0, index_B=seeds_S, view=which)
+    keys = draw_keys(seeds_S, view=which)
     sample = normal(keys, K * N * inputs, purpose=_SAMPLE).view(-1, K, N, 1, inputs)
     view = normal(keys, K * N * A * inputs, purpose=_VIEW).view(-1, K, N, A, inputs)
     centre = class_centres(settings, seeds_S)[:, :, None, None]

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
+from data_pipeline.core.counter_rng import normal, uniform
 from data_pipeline.core.schema import PositiveFactor, Schema
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.info_nce import alignment, divergence, info_nce_loss
 from trainer.objectives.linear_loss import linear_loss
 from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.split_loss import split_loss
+from trainer.theory.framework.experiment import TwoOrMore, draw_keys
 from trainer.theory.generalization.encoders import stacked_nt_xent, stacked_split
 
 _EMBEDDING, _PROBABILITY = range(2)  # purposes of `counter_rng`
@@ -28,9 +28,9 @@ _EMBEDDING, _PROBABILITY = range(2)  # purposes of `counter_rng`
 class IdentitySettings(Schema):
     """Sizes of the embeddings. The second view is the first plus normal noise of `view_sd`."""
 
-    batch_size: int = Field(default=64, ge=2, le=10**9)
-    dim: int = Field(default=16, ge=2, le=10**9)
-    num_classes: int = Field(default=10, ge=2, le=10**9)
+    batch_size: TwoOrMore = 64
+    dim: TwoOrMore = 16
+    num_classes: TwoOrMore = 10
     view_sd: PositiveFactor = 0.5
     relative_tolerance: PositiveFactor = 1e-12
 
@@ -101,7 +101,7 @@ ON_PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def measure_identities(settings: IdentitySettings, *, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return the relative error of each identity, and the ratio of the lemma's sides, (S,) each."""
-    keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=0)
+    keys = draw_keys(seeds, device)
     B, D, K = settings.batch_size, settings.dim, settings.num_classes
     drawn = normal(keys, 2 * B * D + K * D, purpose=_EMBEDDING).double()
     first_SBD, noise_SBD = drawn[:, : 2 * B * D].view(-1, 2, B, D).unbind(1)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.core.errors import UserError
 from trainer.theory.framework.claim import (
     Intervals,
     Measurement,
@@ -27,13 +26,8 @@ from trainer.theory.framework.claim import (
     simultaneous,
     worst,
 )
-from trainer.theory.framework.experiment import Tensors
-from trainer.theory.linear_contrastive.settings import (
-    GRID_AXES,
-    ErrorSettings,
-    TheoremSettings,
-    TrainingSettings,
-)
+from trainer.theory.framework.experiment import Tensors, require_finite
+from trainer.theory.linear_contrastive.settings import GRID_AXES, ErrorSettings, TheoremSettings, TrainingSettings
 
 CLAIMS = read_claims(__file__)
 
@@ -105,8 +99,8 @@ def measure_training(training: TrainingSettings, found: Mapping[str, Tensors]) -
     """Return the measurements of the claims on trainings. Raises `UserError` if one of them diverged."""
     by_weak, by_beta, start = found["weak_correlation"], found["noise"], training.noise_from_step
     num = len(training.weak_correlations)
-    if not all(bool(history.isfinite().all()) for histories in (by_weak, by_beta) for history in histories.values()):
-        raise UserError(f"the training diverged at training.learning_rate {training.learning_rate:g}; set a lower one")
+    for history in (*by_weak.values(), *by_beta.values()):
+        require_finite(history, "training.learning_rate", training.learning_rate)
     judged_P = torch.tensor(training.weak_correlations) < training.dominant_correlation
     places = [f"{value:g}" for value in training.weak_correlations if value < training.dominant_correlation]
 

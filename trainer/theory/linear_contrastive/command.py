@@ -15,24 +15,12 @@ import torch
 from trainer.theory.framework.claim import Measurements, exactly, judge_rows, mean_entries
 from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors
 from trainer.theory.framework.figures import draw
-from trainer.theory.linear_contrastive.claims import (
-    CLAIMS,
-    measure_error,
-    measure_grid,
-    measure_point,
-    measure_training,
-)
-from trainer.theory.linear_contrastive.figures import error_panel, sweep_panels, theorem_panels, training_panels
-from trainer.theory.linear_contrastive.model import (
-    FeatureStates,
-    GridMoments,
-    downstream_error,
-    gradient_error,
-    speed_grid,
-    train_arms,
-)
+from trainer.theory.linear_contrastive import claims, figures, model
+from trainer.theory.linear_contrastive.model import FeatureStates, GridMoments
 from trainer.theory.linear_contrastive.settings import (
     STUDIES,
+    ErrorSettings,
+    GradientSettings,
     LinearContrastiveSettings,
     Study,
     TheoremSettings,
@@ -42,24 +30,27 @@ from trainer.theory.linear_contrastive.settings import (
 
 def parts(settings: LinearContrastiveSettings) -> Mapping[str, Part]:
     """Return the parts of the chosen studies."""
-    seeds, check, error = settings.seeds, settings.gradient, settings.error
-    sizes = {"num_pairs": check.num_pairs, "num_features": check.num_features, "dim": check.dim}
+    seeds = settings.seeds
     by_study: dict[Study, Mapping[str, Part]] = {
-        "gradient": {"gradient": lambda device: {"error_S": gradient_error(seeds=seeds, device=device, **sizes)}},
+        "gradient": {"gradient": partial(_gradient, settings.gradient, seeds)},
         "theorem": {
             "theorem_point": partial(_theorem_point, settings.theorem, seeds),
             "theorem_grid": partial(_theorem_grid, settings.theorem, seeds),
         },
         "training": _training_parts(settings.training, seeds),
-        "error": {
-            "downstream_error": lambda device: {
-                "error_SP": downstream_error(
-                    error.angles_degrees, seeds=seeds, num_samples=error.num_samples_a_seed, device=device
-                )
-            }
-        },
+        "error": {"downstream_error": partial(_downstream_error, settings.error, seeds)},
     }
     return {name: part for study in STUDIES if study in settings.studies for name, part in by_study[study].items()}
+
+
+def _gradient(check: GradientSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    sizes = {"num_pairs": check.num_pairs, "num_features": check.num_features, "dim": check.dim}
+    return {"error_S": model.gradient_error(seeds=seeds, device=device, **sizes)}
+
+
+def _downstream_error(error: ErrorSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    angles, num = error.angles_degrees, error.num_samples_a_seed
+    return {"error_SP": model.downstream_error(angles, seeds=seeds, num_samples=num, device=device)}
 
 
 def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping[str, Part]:
@@ -106,7 +97,7 @@ def _train(training: TrainingSettings, seeds: Sequence[int], arms: Sequence[Nois
     for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
         alpha_K[0] = arm.weak_correlation
         beta_K[1 : 1 + arm.num_noised] = arm.beta
-    return dict(vars(train_arms(training, alpha_AK, beta_AK, seeds=seeds, device=device)))
+    return dict(vars(model.train_arms(training, alpha_AK, beta_AK, seeds=seeds, device=device)))
 
 
 def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
@@ -143,7 +134,7 @@ def _grid_of_a_seed(
     reference_Q = torch.arange(len(other)) // num_correlations * num_correlations + num_correlations - 1
     one = FeatureStates.product([theorem.rest_angle_degrees], [theorem.rest_norm], [theorem.rest_correlation])
     rest = FeatureStates(*(part.repeat(theorem.num_rest) for part in vars(one).values()))
-    return speed_grid(
+    return model.speed_grid(
         weak,
         other,
         rest,
@@ -158,29 +149,30 @@ def _grid_of_a_seed(
 def conclude(settings: LinearContrastiveSettings, found: Mapping[str, Tensors]) -> Outcome:
     theorem, training, error = settings.theorem, settings.training, settings.error
     measured: Measurements = {}
-    figures: dict[str, bytes] = {}
+    pictures: dict[str, bytes] = {}
     tables: dict[str, Any] = {}
     if "gradient" in settings.studies:
         error_S = found["gradient"]["error_S"]
         measured = {"gradient": exactly(error_S.max().item(), kind=f"largest of {len(error_S)} seeds")}
     if "theorem" in settings.studies:
         num_batches = theorem.num_batches_a_seed * settings.num_seeds
-        at_point, tables["theorem_point"] = measure_point(theorem, found["theorem_point"])
-        over_grid, tables["theorem_grid"] = measure_grid(theorem, found["theorem_grid"], num=num_batches)
+        at_point, tables["theorem_point"] = claims.measure_point(theorem, found["theorem_point"])
+        over_grid, tables["theorem_grid"] = claims.measure_grid(theorem, found["theorem_grid"], num=num_batches)
         measured = {**measured, **at_point, "theorem over the grid": over_grid}
-        panels = theorem_panels(theorem, found)
-        figures["linear_contrastive_theorem"] = draw(panels, num_columns=2, panel_size=(4.6, 3.2))
+        panels = figures.theorem_panels(theorem, found)
+        pictures["linear_contrastive_theorem"] = draw(panels, num_columns=2, panel_size=(4.6, 3.2))
     if "training" in settings.studies:
-        measured = {**measured, **measure_training(training, found)}
-        figures["linear_contrastive_training"] = draw(training_panels(training, found))
-        figures["linear_contrastive_sweeps"] = draw(sweep_panels(training, found))
+        measured = {**measured, **claims.measure_training(training, found)}
+        pictures["linear_contrastive_training"] = draw(figures.training_panels(training, found))
+        pictures["linear_contrastive_sweeps"] = draw(figures.sweep_panels(training, found))
         tables["training"] = _training_tables(training, found)
     if "error" in settings.studies:
         error_SP = found["downstream_error"]["error_SP"]
-        measured = {**measured, "error is the angle": measure_error(error, error_SP)}
-        figures["linear_contrastive_error"] = draw([error_panel(error, error_SP)], num_columns=1, panel_size=(4.6, 3.2))
-    claims = judge_rows(
-        CLAIMS,
+        measured = {**measured, "error is the angle": claims.measure_error(error, error_SP)}
+        panel = figures.error_panel(error, error_SP)
+        pictures["linear_contrastive_error"] = draw([panel], num_columns=1, panel_size=(4.6, 3.2))
+    results = judge_rows(
+        claims.CLAIMS,
         measured,
         gradient_tolerance=settings.gradient.relative_tolerance,
         error_tolerance=error.tolerance,
@@ -189,7 +181,7 @@ def conclude(settings: LinearContrastiveSettings, found: Mapping[str, Tensors]) 
         p_drop_at_least=training.p_drop_at_least,
         num_dominant=training.num_dominant,
     )
-    return Outcome(claims, figures, tables)
+    return Outcome(results, pictures, tables)
 
 
 def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -> dict[str, Any]:
@@ -234,8 +226,4 @@ def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -
     }
 
 
-EXPERIMENT = Experiment(
-    defaults=LinearContrastiveSettings(),
-    parts=parts,
-    conclude=conclude,
-)
+EXPERIMENT = Experiment(defaults=LinearContrastiveSettings(), parts=parts, conclude=conclude)

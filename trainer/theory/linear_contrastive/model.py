@@ -23,6 +23,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, normal
 from data_pipeline.core.errors import UserError
+from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.linear_contrastive.settings import TrainingSettings
 
 # Purposes of `counter_rng`: of the training (4), the grid's pairs, the test samples and the gradient check.
@@ -76,7 +77,7 @@ def gradient_error(
 ) -> Tensor:
     """Return the largest |closed form - autograd| over the largest entry of autograd's gradient, (S,) float64."""
     shape = (num_pairs, num_features, dim)
-    keys = DrawKeys(seed=0, epoch=0, index_B=_index(seeds, device), view=0)
+    keys = draw_keys(seeds, device)
     draws = normal(keys, 2 * math.prod(shape) + num_features * dim, purpose=_CHECK).double()
     size = math.prod(shape)
     x, independent, theta = draws[:, :size], draws[:, size : 2 * size], draws[:, 2 * size :]
@@ -97,7 +98,7 @@ def downstream_error(
     Only the plane of the two directions matters, whatever the dimension of x.
     """
     angle_P = torch.tensor(angle_degrees_P, dtype=torch.float64, device=device).deg2rad()
-    keys = DrawKeys(seed=0, epoch=0, index_B=_index(seeds, device), view=0)
+    keys = draw_keys(seeds, device)
     x_SN2 = normal(keys, 2 * num_samples, purpose=_TEST).double().view(len(seeds), num_samples, 2)
     theta_P2 = torch.stack([angle_P.cos(), angle_P.sin()], dim=1)
     errors = [((x_SN2 @ theta_2 > 0) != (x_SN2[..., 0] > 0)).double().mean(1) for theta_2 in theta_P2]
@@ -319,11 +320,9 @@ def _train_together(
     num_arms, num_features = alpha_AK.shape
     alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (alpha_AK, beta_AK))
     independent_KMA, noise_KMA = (1 - alpha_KMA**2).sqrt() - 1, (1 - beta_KMA**2).sqrt()
-    seed_S = _index(seeds, device)
 
     def draws(step: int, purpose: int, num_rows: int) -> Tensor:
-        keys = DrawKeys(seed=0, epoch=step, index_B=seed_S, view=0)
-        flat = normal(keys, num_features * num_rows * dim, purpose=purpose)
+        flat = normal(draw_keys(seeds, device, step=step), num_features * num_rows * dim, purpose=purpose)
         return flat.reshape(len(seeds), num_features, num_rows, dim)
 
     initial_SKD = draws(0, _INITIAL, 1)[:, :, 0] * (training.initial_scale / math.sqrt(dim))
@@ -367,7 +366,3 @@ def _angles(theta_SKDA: Tensor) -> Tensor:
     """Return the acute angles to mu in degrees, (A, S, K)."""
     across_SKA = theta_SKDA[:, :, 1:].norm(dim=2)
     return torch.atan2(across_SKA, theta_SKDA[:, :, 0].abs()).rad2deg().permute(2, 0, 1)
-
-
-def _index(seeds: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(tuple(seeds), dtype=torch.int64, device=device)

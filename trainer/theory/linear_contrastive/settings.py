@@ -8,13 +8,20 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from data_pipeline.core.schema import Count, CountOrZero, Factor, LearningRate, PositiveFactor, Schema
-from trainer.theory.framework.experiment import Tensors, TheorySettings
+from data_pipeline.core.schema import (
+    Count,
+    CountOrZero,
+    Factor,
+    LearningRate,
+    PositiveFactor,
+    Schema,
+    Share,
+    ShareBelowOne,
+)
+from trainer.theory.framework.experiment import Tensors, TheorySettings, TwoOrMore
 
 Angle = Annotated[float, Field(ge=0, le=90)]
 Norm = Annotated[float, Field(gt=0, le=4)]
-Correlation = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 Study = Literal["gradient", "theorem", "training", "error"]
 STUDIES: tuple[Study, ...] = ("gradient", "theorem", "training", "error")
@@ -36,24 +43,24 @@ class TheoremSettings(Schema):
     other feature's correlations.
     """
 
-    num_pairs: int = Field(default=32, ge=2, le=10**9)
-    num_batches_a_seed: int = Field(default=200, ge=2, le=10**9)
+    num_pairs: TwoOrMore = 32
+    num_batches_a_seed: TwoOrMore = 200
     point_weak_angle_degrees: Angle = 60
     point_weak_norm: Norm = 0.4
-    point_weak_correlation: Correlation = 0.5
+    point_weak_correlation: ShareBelowOne = 0.5
     point_other_angle_degrees: Angle = 15
     point_other_norm: Norm = 0.6
-    point_other_correlations: tuple[Correlation, ...] = Field(default=(0, 0.2, 0.4, 0.6, 0.8, 0.95), min_length=2)
+    point_other_correlations: tuple[ShareBelowOne, ...] = Field(default=(0, 0.2, 0.4, 0.6, 0.8, 0.95), min_length=2)
     weak_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70, 85), min_length=1)
     weak_norms: tuple[Norm, ...] = Field(default=(0.2, 0.5, 1), min_length=1)
-    weak_correlations: tuple[Correlation, ...] = Field(default=(0.2, 0.5, 0.8), min_length=1)
+    weak_correlations: tuple[ShareBelowOne, ...] = Field(default=(0.2, 0.5, 0.8), min_length=1)
     other_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70), min_length=1)
     other_norms: tuple[Norm, ...] = Field(default=(0.3, 0.6, 1.2), min_length=1)
-    other_correlations: tuple[Correlation, ...] = Field(default=(0, 0.3, 0.6, 0.9), min_length=2)
+    other_correlations: tuple[ShareBelowOne, ...] = Field(default=(0, 0.3, 0.6, 0.9), min_length=2)
     num_rest: CountOrZero = 1
     rest_angle_degrees: Angle = 45
     rest_norm: Norm = 0.6
-    rest_correlation: Correlation = 0.7
+    rest_correlation: ShareBelowOne = 0.7
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -88,8 +95,8 @@ class TrainingSettings(Schema):
     `initial_scale` is the root mean square norm of theta_k at the start; its entries are N(0, initial_scale^2 / dim).
     """
 
-    num_pairs: int = Field(default=256, ge=2, le=10**9)
-    dim: int = Field(default=10, ge=2, le=10**9)
+    num_pairs: TwoOrMore = 256
+    dim: TwoOrMore = 10
     learning_rate: LearningRate = 0.5
     initial_scale: PositiveFactor = 0.3
     num_steps: Count = 150
@@ -152,9 +159,9 @@ class ErrorSettings(Schema):
 class GradientSettings(Schema):
     """Check of the closed-form gradient against autograd, in float64."""
 
-    num_pairs: int = Field(default=16, ge=2, le=10**9)
+    num_pairs: TwoOrMore = 16
     num_features: Count = 5
-    dim: int = Field(default=10, ge=2, le=10**9)
+    dim: TwoOrMore = 10
     relative_tolerance: PositiveFactor = 1e-12
 
 
@@ -162,7 +169,7 @@ class LinearContrastiveSettings(TheorySettings):
     """Settings of the experiment; `studies` are the sections to compute and judge."""
 
     kind: Literal["linear_contrastive"] = "linear_contrastive"
-    num_seeds: int = Field(default=16, ge=2, le=10**9)
+    num_seeds: TwoOrMore = 16
     studies: tuple[Study, ...] = Field(default=STUDIES, min_length=1)
     gradient: GradientSettings = GradientSettings()
     theorem: TheoremSettings = TheoremSettings()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, seed_blocks
+from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, join_seeds, seed_parts
 from trainer.theory.framework.figures import Curve, Map, Panel, draw, mean_curve
 from trainer.theory.sparse_coding.claims import Arms, arm_claims, gap_claim, growth_claims
 from trainer.theory.sparse_coding.model import train
@@ -41,32 +41,27 @@ def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
     if settings.study == "arms":
         named |= {name: partial(measure_growth, settings, masked=masked) for masked, name in _GROWTH.items()}
     for number, problem in enumerate(problems(settings)):
-        for name, seeds in _seed_blocks(number, settings).items():
-            named[name] = partial(_trained, problem, settings, seeds)
+        train_and_measure = partial(_trained, problem, settings)
+        named |= seed_parts(f"problem_{number}", settings.seeds, settings.seeds_per_part, train_and_measure)
     return named
 
 
 def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    """Return the metrics of trained arms, (seeds, noise levels, ...)."""
     with torch.no_grad():
-        return measure(train(problem, settings, seeds=seeds, device=device), problem, settings, seeds=seeds)
-
-
-def _seed_blocks(number: int, settings: SparseCodingSettings) -> Mapping[str, Sequence[int]]:
-    return seed_blocks(f"problem_{number}", settings.seeds, settings.seeds_per_part)
+        trained = train(problem, settings, seeds=seeds, device=device)
+        metrics = measure(trained, problem, settings, seeds=seeds)
+    return {name: lanes.unflatten(0, (-1, len(seeds))).transpose(0, 1) for name, lanes in metrics.items()}
 
 
 def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[Arms]:
     """Return the grid of the study: every problem at every noise level."""
     grid = []
     for number, problem in enumerate(problems(settings)):
-        levels = len(problem.noise_variances)
-        blocks = [found[name] for name in _seed_blocks(number, settings)]
-        joined = {
-            name: torch.cat([block[name].view(levels, -1, *block[name].shape[1:]) for block in blocks], dim=1)
-            for name in blocks[0]
-        }
+        joined = join_seeds(f"problem_{number}", found)
         for level, variance in enumerate(problem.noise_variances):
-            grid.append(Arms(problem, variance, {name: values[level] for name, values in joined.items()}))
+            metrics = {name: values[:, level].contiguous() for name, values in joined.items()}
+            grid.append(Arms(problem, variance, metrics))
     return grid
 
 
@@ -201,8 +196,4 @@ def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[
     return {f"sparse_{settings.study}": draw(panels)}
 
 
-EXPERIMENT = Experiment(
-    defaults=SparseCodingSettings(),
-    parts=parts,
-    conclude=conclude,
-)
+EXPERIMENT = Experiment(defaults=SparseCodingSettings(), parts=parts, conclude=conclude)

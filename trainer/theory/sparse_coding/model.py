@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
+from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.sparse_coding.settings import Arm, Problem, SparseCodingSettings
 from trainer.views.random_mask import coins
 
@@ -233,7 +234,7 @@ def atom_cosines(learners: Learners, atoms_SDP: Tensor) -> Tensor:
 def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int], device: torch.device) -> Trained:
     """Train every arm for every noise level and seed on common draws: `noise_variances` x `seeds` lanes."""
     levels = len(problem.noise_variances)
-    keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(seeds, device=device), view=TRAINING)
+    keys = draw_keys(seeds, device, view=TRAINING)
     D, P, M = problem.num_features, problem.num_pixels, problem.num_neurons
     atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms).float().repeat(levels, 1, 1)
     weights_SMP = normal(keys, M * P, purpose=_WEIGHTS).view(-1, M, P).repeat(levels, 1, 1)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from data_pipeline.core.counter_rng import DrawKeys, normal
+from data_pipeline.core.counter_rng import normal
+from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.sparse_coding.model import (
     GROWTH,
     PROBES,
@@ -48,7 +49,7 @@ def measure(
     features, inputs, codes = [], [], []
     sums: dict[str, Tensor] = {}
     for chunk, first in enumerate(range(0, num_items, _CHUNK)):
-        keys = DrawKeys(seed=0, epoch=chunk, index_B=torch.tensor(seeds, device=atoms_SDP.device), view=PROBES)
+        keys = draw_keys(seeds, atoms_SDP.device, step=chunk, view=PROBES)
         num = min(_CHUNK, num_items - first)
         z_STD, noise_STP = draw_parts(keys, num, problem=problem)
         codes.append(z_STD)
@@ -151,7 +152,7 @@ def measure_growth(settings: SparseCodingSettings, device: torch.device, *, mask
     share = settings.mask_share if masked else 0.0
     found: dict[str, list[Tensor]] = {"along": [], "across": [], "along_sampled": [], "across_sampled": []}
     for seed in settings.seeds:
-        keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor([seed], device=device), view=GROWTH)
+        keys = draw_keys([seed], device, view=GROWTH)
         atoms_1DP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms)
         z_1TD = draw_codes(keys, settings.num_growth_samples, num_features=D, probability=probability)
         noise_1TP = draw_noise(keys, settings.num_growth_samples, num_pixels=P)
