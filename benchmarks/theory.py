@@ -25,54 +25,47 @@ from benchmarks.record import Line, Measured
 from data_pipeline.core.errors import run_command
 from trainer.memory import keep_freed_memory
 from trainer.theory.linear_contrastive.model import (
-    FeatureStates,
     angular_speed_at_a_point,
     angular_speeds,
     contrastive_loss,
     draw_pairs,
+    feature_states,
     views_of,
 )
 
 NUM_PAIRS, STRIDE = 32, 20
 CPU = torch.device("cpu")
-REST = FeatureStates.product([45], [0.6], [0.7])
+REST = feature_states([45], [0.6], [0.7])
 
 
-def states(num_points: int) -> tuple[FeatureStates, FeatureStates]:
+def states(num_points: int) -> tuple[Tensor, Tensor]:
     """Return angles of the feature and correlations of the other, sqrt(`num_points`) of each."""
     num = math.ceil(math.sqrt(num_points))
-    weak = FeatureStates.product(torch.linspace(5, 85, num).tolist(), [0.4], [0.5])
-    return weak, FeatureStates.product([15], [0.6], torch.linspace(0, 0.95, num).tolist())
+    weak = feature_states(torch.linspace(5, 85, num).tolist(), [0.4], [0.5])
+    return weak, feature_states([15], [0.6], torch.linspace(0, 0.95, num).tolist())
 
 
-def as_one(weak: FeatureStates, other: FeatureStates, pairs: Tensor) -> int:
+def as_one(weak: Tensor, other: Tensor, pairs: Tensor) -> int:
     for first in range(0, len(pairs), 2):
         angular_speeds(weak, other, REST, pairs[first : first + 2])
     return len(weak) * len(other)
 
 
 def as_a_loop(
-    point: Callable[[FeatureStates, FeatureStates, Tensor], object],
-    weak: FeatureStates,
-    other: FeatureStates,
+    point: Callable[[Tensor, Tensor], object],
+    weak: Tensor,
+    other: Tensor,
     pairs: Tensor,
 ) -> int:
     numbers = range(0, len(weak) * len(other), STRIDE)
     for number in numbers:
         p, q = divmod(number, len(other))
-        point(weak[p : p + 1], other[q : q + 1], pairs)
+        point(torch.cat([weak[p : p + 1], other[q : q + 1], REST]), pairs)
     return len(numbers)
 
 
-def by_closed_form(weak: FeatureStates, other: FeatureStates, pairs: Tensor) -> object:
-    return angular_speed_at_a_point(weak, other, REST, pairs)
-
-
-def by_autograd(weak: FeatureStates, other: FeatureStates, pairs: Tensor) -> object:
-    features = (weak, other, REST)
-    angle_K, norm_K, alpha_K = (
-        torch.cat([getattr(one, name) for one in features]) for name in ("angle_P", "norm_P", "alpha_P")
-    )
+def by_autograd(states_K3: Tensor, pairs: Tensor) -> object:
+    angle_K, norm_K, alpha_K = states_K3.T
     rows = pairs.transpose(1, 2)
     x, v = rows, views_of(rows, rows.flip(-1), alpha_K)
     theta_K2 = norm_K[:, None] * torch.stack([angle_K.cos(), angle_K.sin()], dim=1)
@@ -108,7 +101,7 @@ def main() -> None:
         pairs = draw_pairs(0, 0, num_batches, num_pairs=NUM_PAIRS, num_features=2 + len(REST), device=CPU)
         computed: dict[str, Callable[[], int]] = {
             "ours": partial(as_one, weak, other, pairs),
-            "a loop over points, closed form": partial(as_a_loop, by_closed_form, weak, other, pairs),
+            "a loop over points, closed form": partial(as_a_loop, angular_speed_at_a_point, weak, other, pairs),
             "a loop over points, autograd": partial(as_a_loop, by_autograd, weak, other, pairs),
         }
         for compute in computed.values():

@@ -16,13 +16,12 @@ from trainer.theory.framework.experiment import TheoryResult, run_experiment
 from trainer.theory.linear_contrastive import model as linear_model
 from trainer.theory.linear_contrastive.command import EXPERIMENT
 from trainer.theory.linear_contrastive.model import (
-    FeatureStates,
-    History,
     angular_speed_at_a_point,
     angular_speeds,
     contrastive_loss,
     downstream_error,
     draw_pairs,
+    feature_states,
     gradient_error,
     loss_gradient,
     speed_grid,
@@ -32,8 +31,8 @@ from trainer.theory.linear_contrastive.model import (
 from trainer.theory.linear_contrastive.settings import TrainingSettings, Variation
 
 CPU = torch.device("cpu")
-ONE_FEATURE_MORE = FeatureStates.product([45], [0.6], [0.7])
-NONE_BESIDE = FeatureStates.product([], [], [])
+ONE_FEATURE_MORE = feature_states([45], [0.6], [0.7])
+NONE_BESIDE = feature_states([], [], [])
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -81,24 +80,23 @@ def test_a_wrong_closed_form_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.slow
 def test_the_grid_is_a_loop_over_its_points() -> None:
-    weak = FeatureStates.product([5, 60, 85], [0.3, 2.0], [0.2, 0.9])
-    other = FeatureStates.product([0, 40, 90], [0.5, 3.0], [0.0, 0.8])
+    weak = feature_states([5, 60, 85], [0.3, 2.0], [0.2, 0.9])
+    other = feature_states([0, 40, 90], [0.5, 3.0], [0.0, 0.8])
     pairs = draw_pairs(3, 0, 5, num_pairs=12, num_features=3, device=CPU)
-    grid = angular_speeds(weak, other, ONE_FEATURE_MORE, pairs)
+    speed_RPQ, p_positive_RPQ = angular_speeds(weak, other, ONE_FEATURE_MORE, pairs)
     for p in range(0, len(weak), 3):
         for q in range(len(other)):
-            speed_R, p_positive_R = angular_speed_at_a_point(weak[p : p + 1], other[q : q + 1], ONE_FEATURE_MORE, pairs)
-            assert torch.allclose(grid.speed_RPQ[:, p, q], speed_R, rtol=1e-10, atol=1e-12)
-            assert torch.allclose(grid.p_positive_RPQ[:, p, q], p_positive_R, rtol=1e-10)
+            point_K3 = torch.cat([weak[p : p + 1], other[q : q + 1], ONE_FEATURE_MORE])
+            speed_R, p_positive_R = angular_speed_at_a_point(point_K3, pairs)
+            assert torch.allclose(speed_RPQ[:, p, q], speed_R, rtol=1e-10, atol=1e-12)
+            assert torch.allclose(p_positive_RPQ[:, p, q], p_positive_R, rtol=1e-10)
 
 
 def test_the_speed_is_that_of_plain_gradients_in_any_dimension() -> None:
     """-<dL/dtheta, u> / |theta| by autograd, of whole rows of 6 numbers, averaged over 4,000 batches."""
     num, num_pairs, dim = 4_000, 8, 6
-    states = FeatureStates.product([60], [0.8], [0.5]), FeatureStates.product([15], [1.2], [0.9])
-    angle_K, norm_K, alpha_K = (
-        torch.cat([getattr(state, name) for state in states]) for name in ("angle_P", "norm_P", "alpha_P")
-    )
+    states = feature_states([60], [0.8], [0.5]), feature_states([15], [1.2], [0.9])
+    angle_K, norm_K, alpha_K = torch.cat(states).T
     theta_KD = torch.zeros(2, dim, dtype=torch.float64)
     theta_KD[:, 0], theta_KD[:, 3] = norm_K * angle_K.cos(), norm_K * angle_K.sin()
     towards_D = torch.zeros(dim, dtype=torch.float64)
@@ -109,7 +107,7 @@ def test_the_speed_is_that_of_plain_gradients_in_any_dimension() -> None:
     (gradient_RKD,) = torch.autograd.grad(contrastive_loss(theta_RKD, x, v).sum(), theta_RKD)
     plain_R = -(gradient_RKD[:, 0] @ towards_D) / norm_K[0]
     pairs = draw_pairs(0, 0, num, num_pairs=num_pairs, num_features=2, device=CPU)
-    ours_R = angular_speeds(*states, NONE_BESIDE, pairs).speed_RPQ[:, 0, 0]
+    ours_R = angular_speeds(*states, NONE_BESIDE, pairs)[0][:, 0, 0]
     standard_error = math.hypot(plain_R.std() / math.sqrt(num), ours_R.std() / math.sqrt(num))
     assert abs(plain_R.mean() - ours_R.mean()) < 4 * standard_error
     assert standard_error < 0.05 * ours_R.mean().abs()
@@ -118,9 +116,9 @@ def test_the_speed_is_that_of_plain_gradients_in_any_dimension() -> None:
 
 def test_the_speed_is_the_angle_lost_in_a_small_step() -> None:
     angle, norm, step = math.radians(40), 0.7, 1e-6
-    weak, other = FeatureStates.product([40], [norm], [0.6]), FeatureStates.product([20], [1.0], [0.8])
+    weak, other = feature_states([40], [norm], [0.6]), feature_states([20], [1.0], [0.8])
     pairs = draw_pairs(0, 0, 1, num_pairs=16, num_features=2, device=CPU)
-    speed = angular_speeds(weak, other, NONE_BESIDE, pairs).speed_RPQ.item()
+    speed = angular_speeds(weak, other, NONE_BESIDE, pairs)[0].item()
     # The step of theta has a part along it, of which only the second order turns it.
     across = norm * speed * step
     after = angle - math.atan2(across, norm)
@@ -128,7 +126,7 @@ def test_the_speed_is_the_angle_lost_in_a_small_step() -> None:
 
 
 def test_a_grid_does_not_depend_on_how_its_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    weak, other = FeatureStates.product([30, 60], [0.5], [0.5]), FeatureStates.product([10], [1.0], [0.1, 0.9])
+    weak, other = feature_states([30, 60], [0.5], [0.5]), feature_states([10], [1.0], [0.1, 0.9])
 
     def grid() -> Tensor:
         found = speed_grid(
@@ -141,7 +139,7 @@ def test_a_grid_does_not_depend_on_how_its_batches_are_cut(monkeypatch: pytest.M
             num_pairs=6,
             device=CPU,
         )
-        return torch.stack([found.speed_PQ, found.p_positive_PQ, found.gain_PQ])
+        return torch.stack([found["speed_PQ"], found["p_positive_PQ"], found["gain_PQ"]])
 
     whole = grid()
     monkeypatch.setitem(linear_model.CHUNK_NUMBERS, "cpu", 1)
@@ -149,14 +147,14 @@ def test_a_grid_does_not_depend_on_how_its_batches_are_cut(monkeypatch: pytest.M
 
 
 def test_norms_beyond_float64_are_refused() -> None:
-    weak, other = FeatureStates.product([10], [60], [0.5]), FeatureStates.product([10], [60], [0.5])
+    weak, other = feature_states([10], [60], [0.5]), feature_states([10], [60], [0.5])
     with pytest.raises(UserError, match="norms of the grid are too large"):
         angular_speeds(weak, other, NONE_BESIDE, draw_pairs(0, 0, 3, num_pairs=16, num_features=2, device=CPU))
 
 
 def test_an_unlearned_feature_gives_no_gain_and_a_learned_one_does() -> None:
-    weak = FeatureStates.product([60], [0.4], [0.5])
-    other = FeatureStates.product([90, 15], [1.2], [0.0, 0.9])
+    weak = feature_states([60], [0.4], [0.5])
+    other = feature_states([90, 15], [1.2], [0.0, 0.9])
     found = speed_grid(
         weak,
         other,
@@ -167,7 +165,7 @@ def test_an_unlearned_feature_gives_no_gain_and_a_learned_one_does() -> None:
         num_pairs=32,
         device=CPU,
     )
-    unlearned, _, learned, _ = found.gain_PQ[0].tolist()
+    unlearned, _, learned, _ = found["gain_PQ"][0].tolist()
     assert abs(unlearned) < 1e-15
     assert learned > 0.01
 
@@ -214,10 +212,10 @@ def test_one_bad_point_of_a_grid_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Planted: at one of three norms the speed rises with the other feature's correlation."""
     right = linear_model.angular_speeds
 
-    def wrong(weak: FeatureStates, other: FeatureStates, rest: FeatureStates, pairs: Tensor) -> linear_model.Speeds:
-        found = right(weak, other, rest, pairs)
-        planted_Q = torch.where(other.norm_P == 1.0, 0.1 * other.alpha_P, 0.0)
-        return linear_model.Speeds(found.speed_RPQ + planted_Q, found.p_positive_RPQ)
+    def wrong(weak: Tensor, other: Tensor, rest: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        speed_RPQ, p_positive_RPQ = right(weak, other, rest, pairs)
+        planted_Q = torch.where(other[:, 1] == 1.0, 0.1 * other[:, 2], 0.0)
+        return speed_RPQ + planted_Q, p_positive_RPQ
 
     monkeypatch.setattr(linear_model, "angular_speeds", wrong)
     result = run(tmp_path, *THEOREM, *SMALL_GRID, "theorem.other_norms=[0.8, 1.0, 1.2]")["theorem over the grid"]
@@ -225,7 +223,7 @@ def test_one_bad_point_of_a_grid_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "other norms 1," in result.measured
 
 
-def train(alpha_AK: Tensor, beta_AK: Tensor, **changed: int) -> History:
+def train(alpha_AK: Tensor, beta_AK: Tensor, **changed: int) -> dict[str, Tensor]:
     sizes = {"dim": 4, "num_pairs": 12, "num_steps": 5, "noise_from_step": 3} | changed
     training = TrainingSettings().model_copy(update={"learning_rate": 0.5, "initial_scale": 0.5, **sizes})
     return train_arms(training, alpha_AK, beta_AK, seeds=[0, 5], device=CPU)
@@ -252,11 +250,11 @@ def test_training_is_gradient_descent_on_whole_views() -> None:
                     v = beta * v + (1 - beta**2).sqrt() * w
                 angle = torch.acos(theta[:, 0].abs() / theta.norm(dim=1)).rad2deg()
                 place = (arm, seed_place, step)
-                assert history.weak_AST[place].item() == pytest.approx(angle[0].item(), abs=1e-3)
-                assert history.second_AST[place].item() == pytest.approx(angle[1].item(), abs=1e-3)
-                assert history.dominant_AST[place].item() == pytest.approx(angle[1:].mean().item(), abs=1e-3)
+                assert history["weak_AST"][place].item() == pytest.approx(angle[0].item(), abs=1e-3)
+                assert history["second_AST"][place].item() == pytest.approx(angle[1].item(), abs=1e-3)
+                assert history["dominant_AST"][place].item() == pytest.approx(angle[1:].mean().item(), abs=1e-3)
                 loss = contrastive_loss(theta, x, v)
-                assert history.loss_AST[place].item() == pytest.approx(loss.item(), abs=1e-4)
+                assert history["loss_AST"][place].item() == pytest.approx(loss.item(), abs=1e-4)
                 (gradient,) = torch.autograd.grad(loss, theta)
                 theta = (theta - 0.5 * gradient).detach().requires_grad_()
 
@@ -265,24 +263,24 @@ def test_noise_of_beta_one_is_no_noise_to_the_bit() -> None:
     alpha_AK = torch.tensor([[0.3, 0.9, 0.9]] * 2)
     ones = torch.ones(2, 3)
     with_noise_step, without = train(alpha_AK, ones, noise_from_step=2), train(alpha_AK, ones, noise_from_step=5)
-    assert torch.equal(with_noise_step.weak_AST, without.weak_AST)
-    assert torch.equal(with_noise_step.p_positive_AST, without.p_positive_AST)
+    assert torch.equal(with_noise_step["weak_AST"], without["weak_AST"])
+    assert torch.equal(with_noise_step["p_positive_AST"], without["p_positive_AST"])
 
 
 def test_arms_are_the_same_until_the_noise_starts() -> None:
     alpha_AK = torch.tensor([[0.3, 0.9, 0.9]] * 2)
     beta_AK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.5, 0.5]])
     history = train(alpha_AK, beta_AK)
-    assert torch.equal(history.weak_AST[0, :, :4], history.weak_AST[1, :, :4])
-    assert not torch.equal(history.p_positive_AST[0, :, 3], history.p_positive_AST[1, :, 3])
+    assert torch.equal(history["weak_AST"][0, :, :4], history["weak_AST"][1, :, :4])
+    assert not torch.equal(history["p_positive_AST"][0, :, 3], history["p_positive_AST"][1, :, 3])
 
 
 def test_total_noise_leaves_nothing_to_learn_from() -> None:
     """With beta 0 the views say nothing of any feature, so no angle falls further in expectation."""
     alpha_AK, beta_AK = torch.full((1, 2), 0.9), torch.zeros(1, 2)
     history = train(alpha_AK, beta_AK, num_pairs=64, num_steps=40, noise_from_step=10)
-    assert history.dominant_AST[0, :, 10].max() < 25
-    assert history.dominant_AST[0, :, -1].mean() > history.dominant_AST[0, :, 10].mean()
+    assert history["dominant_AST"][0, :, 10].max() < 25
+    assert history["dominant_AST"][0, :, -1].mean() > history["dominant_AST"][0, :, 10].mean()
 
 
 TRAINING = [

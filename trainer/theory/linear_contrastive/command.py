@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.theory.framework.claim import Measurements, exactly, judge_rows, mean_entries
 from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors
 from trainer.theory.framework.figures import draw
 from trainer.theory.linear_contrastive import claims, figures, model
-from trainer.theory.linear_contrastive.model import FeatureStates, GridMoments
+from trainer.theory.linear_contrastive.model import feature_states
 from trainer.theory.linear_contrastive.settings import (
     STUDIES,
     ErrorSettings,
@@ -97,48 +98,47 @@ def _train(training: TrainingSettings, seeds: Sequence[int], arms: Sequence[Nois
     for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
         alpha_K[0] = arm.weak_correlation
         beta_K[1 : 1 + arm.num_noised] = arm.beta
-    return dict(vars(model.train_arms(training, alpha_AK, beta_AK, seeds=seeds, device=device)))
+    return model.train_arms(training, alpha_AK, beta_AK, seeds=seeds, device=device)
 
 
 def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
     """Return means of each seed, (S, 2, C): with the other feature as set, and not learned at all (90 degrees)."""
-    weak = FeatureStates.product(
+    correlations = theorem.point_other_correlations
+    weak_P3 = feature_states(
         [theorem.point_weak_angle_degrees], [theorem.point_weak_norm], [theorem.point_weak_correlation]
     )
-    correlations = theorem.point_other_correlations
-    other = FeatureStates.product([theorem.point_other_angle_degrees, 90], [theorem.point_other_norm], correlations)
-    speed, p_positive = [], []
-    for seed in seeds:
-        found = _grid_of_a_seed(theorem, weak, other, len(correlations), seed, device)
-        speed.append(found.speed_PQ.view(2, -1))
-        p_positive.append(found.p_positive_PQ.view(2, -1))
-    return {"speed_S2C": torch.stack(speed), "p_positive_S2C": torch.stack(p_positive)}
+    other_Q3 = feature_states([theorem.point_other_angle_degrees, 90], [theorem.point_other_norm], correlations)
+    grids = [_grid_of_a_seed(theorem, weak_P3, other_Q3, len(correlations), seed, device) for seed in seeds]
+    return {
+        f"{name}_S2C": torch.stack([grid[f"{name}_PQ"].view(2, -1) for grid in grids])
+        for name in ("speed", "p_positive")
+    }
 
 
 def _theorem_grid(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
     """Return means over all batches of all seeds, (P, Q)."""
-    weak = FeatureStates.product(theorem.weak_angles_degrees, theorem.weak_norms, theorem.weak_correlations)
-    other = FeatureStates.product(theorem.other_angles_degrees, theorem.other_norms, theorem.other_correlations)
-    found = [_grid_of_a_seed(theorem, weak, other, len(theorem.other_correlations), seed, device) for seed in seeds]
-    return {name: torch.stack([vars(one)[name] for one in found]).mean(0) for name in vars(found[0])}
+    correlations = theorem.other_correlations
+    weak_P3 = feature_states(theorem.weak_angles_degrees, theorem.weak_norms, theorem.weak_correlations)
+    other_Q3 = feature_states(theorem.other_angles_degrees, theorem.other_norms, correlations)
+    grids = [_grid_of_a_seed(theorem, weak_P3, other_Q3, len(correlations), seed, device) for seed in seeds]
+    return {name: torch.stack([grid[name] for grid in grids]).mean(0) for name in grids[0]}
 
 
 def _grid_of_a_seed(
     theorem: TheoremSettings,
-    weak: FeatureStates,
-    other: FeatureStates,
+    weak_P3: Tensor,
+    other_Q3: Tensor,
     num_correlations: int,
     seed: int,
     device: torch.device,
-) -> GridMoments:
-    reference_Q = torch.arange(len(other)) // num_correlations * num_correlations + num_correlations - 1
-    one = FeatureStates.product([theorem.rest_angle_degrees], [theorem.rest_norm], [theorem.rest_correlation])
-    rest = FeatureStates(*(part.repeat(theorem.num_rest) for part in vars(one).values()))
+) -> dict[str, Tensor]:
+    """Return `speed_grid`, with gains relative to the last of the other feature's correlations."""
+    rest_13 = feature_states([theorem.rest_angle_degrees], [theorem.rest_norm], [theorem.rest_correlation])
     return model.speed_grid(
-        weak,
-        other,
-        rest,
-        reference_Q=reference_Q,
+        weak_P3,
+        other_Q3,
+        rest_13.repeat(theorem.num_rest, 1),
+        reference_Q=torch.arange(len(other_Q3)) // num_correlations * num_correlations + num_correlations - 1,
         seed=seed,
         num_batches=theorem.num_batches_a_seed,
         num_pairs=theorem.num_pairs,

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -105,29 +103,15 @@ def downstream_error(
     return torch.stack(errors, dim=1)
 
 
-@dataclass(frozen=True)
-class FeatureStates:
-    """States of a feature: angle of theta to mu in radians, norm of theta, correlation; (P,) float64 each."""
+def feature_states(angles_degrees: Sequence[float], norms: Sequence[float], correlations: Sequence[float]) -> Tensor:
+    """Return every combination of a feature's angle to mu, norm of theta and correlation; (P, 3) float64.
 
-    angle_P: Tensor
-    norm_P: Tensor
-    alpha_P: Tensor
-
-    @classmethod
-    def product(cls, angles_degrees: Sequence[float], norms: Sequence[float], correlations: Sequence[float]) -> Self:
-        """Return every combination, the last varying fastest: view results as (angles, norms, correlations)."""
-        axes = [torch.tensor(values, dtype=torch.float64) for values in (angles_degrees, norms, correlations)]
-        angle, norm, alpha = (grid.flatten() for grid in torch.meshgrid(*axes, indexing="ij"))
-        return cls(angle.deg2rad(), norm, alpha)
-
-    def __len__(self) -> int:
-        return len(self.angle_P)
-
-    def __getitem__(self, chosen: slice) -> FeatureStates:
-        return FeatureStates(self.angle_P[chosen], self.norm_P[chosen], self.alpha_P[chosen])
-
-    def to(self, device: torch.device) -> FeatureStates:
-        return FeatureStates(self.angle_P.to(device), self.norm_P.to(device), self.alpha_P.to(device))
+    Column 0 has the angles in radians. The last list varies fastest: view results as (angles, norms, correlations).
+    """
+    axes = [torch.tensor(values, dtype=torch.float64) for values in (angles_degrees, norms, correlations)]
+    states_P3 = torch.cartesian_prod(*axes)
+    states_P3[:, 0].deg2rad_()
+    return states_P3
 
 
 def draw_pairs(seed: int, first: int, num: int, *, num_pairs: int, num_features: int, device: torch.device) -> Tensor:
@@ -137,39 +121,31 @@ def draw_pairs(seed: int, first: int, num: int, *, num_pairs: int, num_features:
     return normal(keys, num_features * num_pairs * 2, purpose=_PAIR).double().view(num, num_features, num_pairs, 2)
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """Speeds and mean p_ii of every pair of states in every batch: see `angular_speeds`."""
-
-    speed_RPQ: Tensor
-    p_positive_RPQ: Tensor
-
-
-def angular_speeds(weak: FeatureStates, other: FeatureStates, rest: FeatureStates, g_RKM2: Tensor) -> Speeds:
-    """Return how fast gradient descent turns a feature towards its mu, and the mean p_ii.
+def angular_speeds(weak_P3: Tensor, other_Q3: Tensor, rest_K3: Tensor, g_RKM2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how fast gradient descent turns a feature towards its mu, and the mean p_ii; (R, P, Q) each.
 
     The speed, in radians for each unit of learning rate, is -<dL/dtheta_k, u_k> / |theta_k|. Here u_k is the unit
     vector orthogonal to theta_k on the side of mu_k: a small step of size eta reduces the angle by eta times the speed.
 
-    Computes each state P of the feature (`weak`) with each state Q of one other feature (`other`) at once, with all of
-    `rest` beside them. As exp(z_ij) is a product of one factor for each feature, the softmax sums of all P x Q states
-    are a product of two matrices.
+    Computes each state P of the feature (`weak_P3`) with each state Q of one other feature at once, with all of
+    `rest_K3` beside them. As exp(z_ij) is a product of one factor for each feature, the softmax sums of all P x Q
+    states are a product of two matrices.
 
     The component of a row along theta decides z. The rest of the row enters the speed linearly, so it is replaced by
     its mean given that component: the same expectation with less noise. See `_in_plane`.
 
     Args:
-        g_RKM2: from `draw_pairs`; its features are the weak one, the other one, then `rest`.
+        weak_P3, other_Q3, rest_K3: from `feature_states`.
+        g_RKM2: from `draw_pairs`; its features are the weak one, the other one, then the rest.
 
     Raises:
         UserError: if the norms are so large that float64 loses a softmax sum.
     """
-    device = g_RKM2.device
-    weak, other, rest = weak.to(device), other.to(device), rest.to(device)
-    z_RMPM, across_RMPM = _weak_terms(weak, g_RKM2[:, 0])
-    if len(rest):
-        z_RMPM += _rest_logits(rest, g_RKM2[:, 2:])[:, :, None, :]
-    along_x_RQM, along_v_RQM, _, _ = _in_plane(other, g_RKM2[:, 1])
+    weak_P3, other_Q3, rest_K3 = (states.to(g_RKM2.device) for states in (weak_P3, other_Q3, rest_K3))
+    z_RMPM, across_RMPM = _weak_terms(weak_P3, g_RKM2[:, 0])
+    if len(rest_K3):
+        z_RMPM += _rest_logits(rest_K3, g_RKM2[:, 2:])[:, :, None, :]
+    along_x_RQM, along_v_RQM, _, _ = _in_plane(other_Q3, g_RKM2[:, 1])
     e_RMPM = _stable_exp(z_RMPM)
     e_RMQM = _stable_exp(along_x_RQM.mT[..., None] * along_v_RQM[:, None])
     sum_RMPQ = e_RMPM @ e_RMQM.mT
@@ -177,18 +153,16 @@ def angular_speeds(weak: FeatureStates, other: FeatureStates, rest: FeatureState
         raise UserError("the norms of the grid are too large: float64 loses a softmax sum; use norms of 4 or less")
     own_across_RP = _own(across_RMPM).mean(1)
     expected_RPQ = (across_RMPM.mul_(e_RMPM) @ e_RMQM.mT).div_(sum_RMPQ).mean(1)
-    speed_RPQ = (own_across_RP[..., None] - expected_RPQ) / weak.norm_P[:, None]
+    speed_RPQ = (own_across_RP[..., None] - expected_RPQ) / weak_P3[:, 1:2]
     positive_RMPQ = _own(e_RMPM)[..., :, None] * _own(e_RMQM)[..., None, :]
-    return Speeds(speed_RPQ, positive_RMPQ.div_(sum_RMPQ).mean(1))
+    return speed_RPQ, positive_RMPQ.div_(sum_RMPQ).mean(1)
 
 
-def angular_speed_at_a_point(
-    weak: FeatureStates, other: FeatureStates, rest: FeatureStates, g_RKM2: Tensor
-) -> tuple[Tensor, Tensor]:
+def angular_speed_at_a_point(states_K3: Tensor, g_RKM2: Tensor) -> tuple[Tensor, Tensor]:
     """Return speed and mean p_ii, (R,) each, for one state of each feature, from `loss_gradient`, to check the grid."""
-    states = [weak[:1], other[:1], *(rest[k : k + 1] for k in range(len(rest)))]
-    rows = [[each[:, 0] for each in _in_plane(one.to(g_RKM2.device), g_RKM2[:, k])] for k, one in enumerate(states)]
-    norm_K = torch.cat([one.norm_P for one in states]).to(g_RKM2.device)
+    states_K3 = states_K3.to(g_RKM2.device)
+    rows = [[each[:, 0] for each in _in_plane(state[None], g_RKM2[:, k])] for k, state in enumerate(states_K3)]
+    norm_K = states_K3[:, 1]
     theta_K2 = torch.stack([norm_K, torch.zeros_like(norm_K)], dim=1)  # coordinates: along theta, and along u
     along_x, along_v, across_x, across_v = (torch.stack(each, dim=2) for each in zip(*rows, strict=True))
     x_RMK2 = torch.stack([along_x / norm_K, across_x], dim=-1)
@@ -198,7 +172,7 @@ def angular_speed_at_a_point(
     return -gradient_RK2[:, 0, 1] / norm_K[0], z_RMM.softmax(-1).diagonal(dim1=1, dim2=2).mean(1)
 
 
-def _in_plane(states: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _in_plane(states_P3: Tensor, g_RM2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return <theta, x>, <theta, v>, and the means of <u, x> and <u, v> given these two; (R, P, M) each.
 
     u is the unit vector orthogonal to theta, on the side of mu. With angle a and length n the first two are n N(0, 1)
@@ -206,27 +180,28 @@ def _in_plane(states: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor, Ten
     <theta, v>. For <u, v> the roles of x and v are exchanged.
     """
     x, independent = g_RM2[:, None, :, 0], g_RM2[:, None, :, 1]
-    cos, sin = states.angle_P.cos(), states.angle_P.sin()
-    r = (states.alpha_P * cos**2)[:, None]
-    covariance = (states.alpha_P * cos * sin)[:, None]
+    angle_P, norm_P, alpha_P = states_P3.T.contiguous()
+    cos, sin = angle_P.cos(), angle_P.sin()
+    r = (alpha_P * cos**2)[:, None]
+    covariance = (alpha_P * cos * sin)[:, None]
     unshared = (1 - r**2).sqrt()
     v = r * x + unshared * independent
-    norm = states.norm_P[:, None]
+    norm = norm_P[:, None]
     across_x = covariance * independent / unshared
     return norm * x, norm * v, across_x, covariance * x - r * across_x
 
 
-def _weak_terms(weak: FeatureStates, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
+def _weak_terms(weak_P3: Tensor, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
     """Return the feature's part of z_ij and its derivative along u, (R, M, P, M) each, by (i, state, j)."""
-    along_x_RPM, along_v_RPM, across_x_RPM, across_v_RPM = _in_plane(weak, g_RM2)
+    along_x_RPM, along_v_RPM, across_x_RPM, across_v_RPM = _in_plane(weak_P3, g_RM2)
     along_x, across_x = along_x_RPM.mT[..., None], across_x_RPM.mT[..., None]
     along_v, across_v = along_v_RPM[:, None], across_v_RPM[:, None]
     return along_x * along_v, torch.addcmul(across_x * along_v, along_x, across_v)
 
 
-def _rest_logits(rest: FeatureStates, g_RKM2: Tensor) -> Tensor:
+def _rest_logits(rest_K3: Tensor, g_RKM2: Tensor) -> Tensor:
     """Return the sum over the rest of the features, each in its one state, (R, M, M)."""
-    single = [_in_plane(rest[k : k + 1], g_RKM2[:, k])[:2] for k in range(len(rest))]
+    single = [_in_plane(state[None], g_RKM2[:, k])[:2] for k, state in enumerate(rest_K3)]
     return torch.stack([along_x.mT * along_v for along_x, along_v in single]).sum(0)
 
 
@@ -240,82 +215,63 @@ def _own(by_pair_RMPM: Tensor) -> Tensor:
     return by_pair_RMPM.diagonal(dim1=1, dim2=3).mT
 
 
-@dataclass(frozen=True)
-class GridMoments:
-    """Means over the batches of a seed, (P, Q) each; `gain` is relative to the state with the reference correlation."""
-
-    speed_PQ: Tensor
-    p_positive_PQ: Tensor
-    gain_PQ: Tensor
-    gain_square_PQ: Tensor
-
-
 def speed_grid(
-    weak: FeatureStates,
-    other: FeatureStates,
-    rest: FeatureStates,
+    weak_P3: Tensor,
+    other_Q3: Tensor,
+    rest_K3: Tensor,
     *,
     reference_Q: Tensor,
     seed: int,
     num_batches: int,
     num_pairs: int,
     device: torch.device,
-) -> GridMoments:
+) -> dict[str, Tensor]:
     """Average `angular_speeds` over `num_batches` batches of one seed, the same batches for every state.
 
     `reference_Q` holds, for each state of the other feature, the number of the state that its gain is relative to.
+    Returns means over the batches, (P, Q) each: "speed_PQ", "p_positive_PQ", "gain_PQ" and "gain_square_PQ".
     """
     reference_Q = reference_Q.to(device)
-    total: list[Tensor] = []
-    num_features = 2 + len(rest)
-    numbers = num_pairs * (num_pairs * (len(weak) + len(other)) + len(weak) * len(other))
+    total: dict[str, Tensor] = {}
+    num_features, P, Q = 2 + len(rest_K3), len(weak_P3), len(other_Q3)
+    numbers = num_pairs * (num_pairs * (P + Q) + P * Q)
     at_once = max(1, CHUNK_NUMBERS[device.type] // numbers)
     for first in range(0, num_batches, at_once):
         num = min(at_once, num_batches - first)
         g_RKM2 = draw_pairs(seed, first, num, num_pairs=num_pairs, num_features=num_features, device=device)
-        found = angular_speeds(weak, other, rest, g_RKM2)
-        gain_RPQ = found.speed_RPQ - found.speed_RPQ[:, :, reference_Q]
-        sums = [part.sum(0) for part in (found.speed_RPQ, found.p_positive_RPQ, gain_RPQ, gain_RPQ**2)]
-        total = [one + other_one for one, other_one in zip(total, sums, strict=True)] if total else sums
-    return GridMoments(*(one / num_batches for one in total))
-
-
-@dataclass(frozen=True)
-class History:
-    """A training, float32 on its device: angles in degrees before each step and after the last, (A, S, T + 1).
-
-    `weak` is feature 0, `second` feature 1, `dominant` the mean over all features but 0. `p_positive_AST` is the mean
-    p_ii and `loss_AST` the loss of each step's batch.
-    """
-
-    weak_AST: Tensor
-    second_AST: Tensor
-    dominant_AST: Tensor
-    p_positive_AST: Tensor
-    loss_AST: Tensor
+        speed_RPQ, p_positive_RPQ = angular_speeds(weak_P3, other_Q3, rest_K3, g_RKM2)
+        gain_RPQ = speed_RPQ - speed_RPQ[:, :, reference_Q]
+        parts = {"speed_PQ": speed_RPQ, "p_positive_PQ": p_positive_RPQ, "gain_PQ": gain_RPQ}
+        for name, part_RPQ in (parts | {"gain_square_PQ": gain_RPQ**2}).items():
+            total[name] = total.get(name, 0) + part_RPQ.sum(0)
+    return {name: total_PQ / num_batches for name, total_PQ in total.items()}
 
 
 def train_arms(
     training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, *, seeds: Sequence[int], device: torch.device
-) -> History:
+) -> dict[str, Tensor]:
     """Train arms by gradient descent from the same start on the same new batches; many seeds at once, float32.
 
     `alpha_AK` is the correlation of each feature's view with its input. `beta_AK` is the share of the view that the
     noise leaves; 1: no noise. Before `noise_from_step` views have the correlations alpha. From that step on, feature k
     of a view is beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 no bit
     changes.
+
+    Returns angles in degrees before each step and after the last, (A, S, T + 1): "weak_AST" of feature 0, "second_AST"
+    of feature 1, and "dominant_AST", the mean over all features but 0. "p_positive_AST" is the mean p_ii and "loss_AST"
+    the loss of each step's batch.
     """
     num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(alpha_AK) * training.num_pairs**2))
     histories = [
         _train_together(training, alpha_AK, beta_AK, seeds=seeds[first : first + num_at_once], device=device)
         for first in range(0, len(seeds), num_at_once)
     ]
-    return History(*(torch.cat(parts, dim=1) for parts in zip(*(vars(one).values() for one in histories), strict=True)))
+    return {name: torch.cat([history[name] for history in histories], dim=1) for name in histories[0]}
 
 
 def _train_together(
     training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, *, seeds: Sequence[int], device: torch.device
-) -> History:
+) -> dict[str, Tensor]:
     dim, num_pairs = training.dim, training.num_pairs
     num_arms, num_features = alpha_AK.shape
     alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (alpha_AK, beta_AK))
@@ -353,13 +309,13 @@ def _train_together(
         positives.append(own_ASM.exp().mean(-1))
         losses.append(-own_ASM.mean(-1))
     angle_ASKT = torch.stack(angles, dim=-1)
-    return History(
-        weak_AST=angle_ASKT[:, :, 0],
-        second_AST=angle_ASKT[:, :, 1],
-        dominant_AST=angle_ASKT[:, :, 1:].mean(2),
-        p_positive_AST=torch.stack(positives, dim=-1),
-        loss_AST=torch.stack(losses, dim=-1),
-    )
+    return {
+        "weak_AST": angle_ASKT[:, :, 0],
+        "second_AST": angle_ASKT[:, :, 1],
+        "dominant_AST": angle_ASKT[:, :, 1:].mean(2),
+        "p_positive_AST": torch.stack(positives, dim=-1),
+        "loss_AST": torch.stack(losses, dim=-1),
+    }
 
 
 def _angles(theta_SKDA: Tensor) -> Tensor:
