@@ -265,7 +265,7 @@ def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
 def test_seeds_trained_together_are_those_trained_alone() -> None:
     together, alone = train_small(SMALL), train_small(SMALL, seeds=(1,))
     torch.testing.assert_close(arm_weights(together)[1:2], arm_weights(alone), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(together.loss_SAL[1:2], alone.loss_SAL, rtol=1e-5, atol=0)
+    torch.testing.assert_close(together.logs["loss_log"][1:2], alone.logs["loss_log"], rtol=1e-5, atol=0)
     assert torch.equal(torch.cat([g.start_SA for g in together.groups], 1)[1:2],
                        torch.cat([g.start_SA for g in alone.groups], 1))  # fmt: skip
 

@@ -88,8 +88,7 @@ def test_metrics_of_planted_neurons() -> None:
     groups = [new_learners(arms, atoms_SDP) for arms in (problem.arms[:2], problem.arms[2:])]
     for group in groups:
         group.bias_SAM = torch.full_like(group.bias_SAM, 0.1)
-    log = torch.ones(len(atoms_SDP), 4, 4)
-    found = measure(Trained(atoms_SDP, groups, log, log, log, log), problem, settings, seeds=settings.seeds)
+    found = measure(Trained(atoms_SDP, groups, {}), problem, settings, seeds=settings.seeds)
     assert (found["coverage"] == 4).all()
     assert found["atoms_per_neuron"].sub(1).abs().max() < 1e-5
     assert (found["active_on_noise"] == 0).all()

@@ -78,34 +78,6 @@ class Samples:
     b_SQKN: Tensor
 
 
-@dataclass(frozen=True)
-class Cells:
-    """The true error and the terms of the bound in every cell (S, Q, G, T).
-
-    Attributes:
-        error: error of the nearest-centre classifier, with centres over all views.
-        bound: the least (1 - sigma) + R_epsilon over the (delta, epsilon) that meet the theorem's condition; 1 if none
-            does.
-        met: whether some (delta, epsilon) meets the condition.
-        unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon), without the condition.
-        slack: the greatest right side less left side of the condition over (delta, epsilon); positive if it is met.
-        rho: the rho of that greatest slack.
-        centre_shrinkage: Delta = 1 - min_k |mu_k|^2.
-        closest: the greatest mu_k.mu_l.
-        sigma_at_0: share of the largest subset in which every two samples have a view in common.
-    """
-
-    error: Tensor
-    bound: Tensor
-    met: Tensor
-    unconditional: Tensor
-    slack: Tensor
-    rho: Tensor
-    centre_shrinkage: Tensor
-    closest: Tensor
-    sigma_at_0: Tensor
-
-
 def draw_samples(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Samples:
     """Draw samples, with the same t and b for every share of outliers."""
     keys = draw_keys(seeds, device)
@@ -140,14 +112,26 @@ def centre_condition(rho: Tensor, *, centre_shrinkage: Tensor) -> Tensor:
     return 1 - rho - (2 * rho).sqrt() - centre_shrinkage / 2
 
 
-def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Cells:
-    """Measure every cell of the grid, one strength at a time."""
+def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Return the true error and the terms of the bound in every cell (S, Q, G, T).
+
+    error: error of the nearest-centre classifier, with centres over all views.
+    bound: the least (1 - sigma) + R_epsilon over the (delta, epsilon) that meet the theorem's condition; 1 if none
+        does.
+    met: whether some (delta, epsilon) meets the condition.
+    unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon), without the condition.
+    slack: the greatest right side less left side of the condition over (delta, epsilon); positive if it is met.
+    rho: the rho of that greatest slack.
+    centre_shrinkage: Delta = 1 - min_k |mu_k|^2.
+    closest: the greatest mu_k.mu_l.
+    sigma_at_0: share of the largest subset in which every two samples have a view in common.
+    """
     samples = draw_samples(settings, seeds=seeds, device=device)
     by_strength = [_at_strength(settings, samples, strength) for strength in settings.strengths]
-    return Cells(*(torch.stack(values, dim=-1) for values in zip(*by_strength, strict=True)))
+    return {name: torch.stack([cells[name] for cells in by_strength], dim=-1) for name in by_strength[0]}
 
 
-def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> tuple[Tensor, ...]:
+def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> dict[str, Tensor]:
     device, K = samples.u_QN.device, settings.num_classes
     gain_G = torch.tensor(settings.gains, dtype=torch.float64, device=device)
     gain_G11 = gain_G[:, None, None]
@@ -193,14 +177,14 @@ def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> 
     slack = (allowed - closest_SQG[..., None, None]).flatten(-2)
     claimed = (1 - sigma_SQGWE + unaligned_SQGE[..., None, :]).flatten(-2)
     best_slack_SQG, best = slack.max(-1)
-    return (
-        error_SQG,
-        torch.where(slack > 0, claimed, torch.ones_like(claimed)).amin(-1),
-        best_slack_SQG > 0,
-        claimed.amin(-1),
-        best_slack_SQG,
-        rho.flatten(-2).gather(-1, best[..., None])[..., 0],
-        shrinkage_SQG,
-        closest_SQG,
-        sigma_SQW[:, :, None, 0].expand_as(error_SQG),
-    )
+    return {
+        "error": error_SQG,
+        "bound": torch.where(slack > 0, claimed, torch.ones_like(claimed)).amin(-1),
+        "met": best_slack_SQG > 0,
+        "unconditional": claimed.amin(-1),
+        "slack": best_slack_SQG,
+        "rho": rho.flatten(-2).gather(-1, best[..., None])[..., 0],
+        "centre_shrinkage": shrinkage_SQG,
+        "closest": closest_SQG,
+        "sigma_at_0": sigma_SQW[:, :, None, 0].expand_as(error_SQG),
+    }

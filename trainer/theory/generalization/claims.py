@@ -124,7 +124,7 @@ def judge_classifiers(names: Sequence[str], found: Mapping[str, Tensor]) -> list
 def judge_bound(
     found: Mapping[str, Tensor], *, num_classes: int, strengths: Sequence[float], gains: Sequence[float]
 ) -> list[ClaimResult]:
-    """Judge the error bound; `found` has the cells (S, Q, G, T) of `trainer.theory.generalization.bound.Cells`."""
+    """Judge the error bound; `found` has the cells (S, Q, G, T) of `measure_cells`."""
     error, bound, met = found["error"], found["bound"], found["met"]
     excess = (error - bound)[met]
     order_T = torch.tensor(strengths).argsort()

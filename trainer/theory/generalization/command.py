@@ -73,34 +73,24 @@ def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:
         train_and_measure = partial(_train_and_measure, settings)
         named |= seed_parts("encoders", seeds, settings.encoders.seeds_per_part, train_and_measure)
     if "bound" in settings.studies:
-        named["bound"] = partial(_cells, settings)
+        named["bound"] = lambda device: measure_cells(settings.bound, seeds=seeds, device=device)
     return named
-
-
-def _cells(settings: GeneralizationSettings, device: torch.device) -> Tensors:
-    return dict(vars(measure_cells(settings.bound, seeds=settings.seeds, device=device)))
 
 
 def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
     """Train the encoders and return their measures, (S, O, ...)."""
-    encoders = settings.encoders
-    trained = train(encoders, seeds=seeds, device=device)
+    config = settings.encoders
+    encoders, loss_SOL = train(config, seeds=seeds, device=device)
     seeds_S = torch.tensor(seeds, device=device)
 
     def embedded(which: int) -> Tensor:
-        x_SKNAI = draw_population(encoders, seeds_S, which=which)
-        z_SOPD = trained.encoders.embed(x_SKNAI.flatten(1, 3))
-        return z_SOPD.reshape(-1, *x_SKNAI.shape[1:4], encoders.embedding_dim)
+        x_SKNAI = draw_population(config, seeds_S, which=which)
+        z_SOPD = encoders.embed(x_SKNAI.flatten(1, 3))
+        return z_SOPD.reshape(-1, *x_SKNAI.shape[1:4], config.embedding_dim)
 
     z_MKNAD, test_MKNAD = embedded(MEASURED), embedded(TEST)
     population = divergence.population_of(z_MKNAD)
-    correlation = divergence.theorem_4_bounds(population)
-    errors = divergence.classify(
-        z_MKNAD.flatten(2, 3),
-        test_MKNAD.flatten(2, 3),
-        num_steps=settings.classifier_steps,
-        learning_rate=settings.classifier_learning_rate,
-    )
+    theorem_4_M, theorem_4_sharpened_M = divergence.theorem_4_bounds(population)
     by_encoder = {
         "rank": population.rank_M,
         "closest": divergence.closest_centres(population.centre_MKD),
@@ -108,14 +98,17 @@ def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], d
         "mean_norm": population.centre_MKD.mean(1).norm(dim=-1),
         "theorem_3": divergence.theorem_3_bound(population),
         "theorem_3_sharpened": divergence.theorem_3_sharpened(population),
-        "theorem_4": correlation.printed_M,
-        "theorem_4_sharpened": correlation.sharpened_M,
-        "nearest_centre_error": errors.nearest_centre_M,
-        "linear_error": errors.linear_M,
-        "disagreements": errors.disagreements_M.double(),
+        "theorem_4": theorem_4_M,
+        "theorem_4_sharpened": theorem_4_sharpened_M,
     }
-    shape = (len(seeds), len(encoders.objectives))
-    return {name: values_M.view(shape) for name, values_M in by_encoder.items()} | {"loss": trained.loss_SOL}
+    by_encoder |= divergence.classify(
+        z_MKNAD.flatten(2, 3),
+        test_MKNAD.flatten(2, 3),
+        num_steps=settings.classifier_steps,
+        learning_rate=settings.classifier_learning_rate,
+    )
+    shape = (len(seeds), len(config.objectives))
+    return {name: values_M.view(shape) for name, values_M in by_encoder.items()} | {"loss": loss_SOL}
 
 
 def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:

@@ -130,18 +130,11 @@ def theorem_3_sharpened(population: Population) -> Tensor:
     return greatest_off_diagonal(high_MKK)
 
 
-@dataclass(frozen=True)
-class CorrelationBounds:
-    """Bounds for embeddings of length sqrt(D), divided by D so that the trivial bound is 1; (M,) each."""
+def theorem_4_bounds(population: Population) -> tuple[Tensor, Tensor]:
+    """Return sqrt(2 (L2 + tau - (D - K) / 2)) / p and sqrt(((sqrt(L2) + sqrt(tau))^2 - (D - K)) / 2) / p, (M,) each.
 
-    printed_M: Tensor
-    sharpened_M: Tensor
-
-
-def theorem_4_bounds(population: Population) -> CorrelationBounds:
-    """Return sqrt(2 (L2 + tau - (D - K) / 2)) / p and sqrt(((sqrt(L2) + sqrt(tau))^2 - (D - K)) / 2) / p.
-
-    Here L2 = |C - I|^2.
+    Here L2 = |C - I|^2. The first is the printed bound, the second the sharpened one. They are for embeddings of length
+    sqrt(D), divided by D so that the trivial bound is 1.
     """
     K, D = population.centre_MKD.shape[1:]
     p = 1 / K
@@ -152,23 +145,17 @@ def theorem_4_bounds(population: Population) -> CorrelationBounds:
     tau_M = (correlation_MDD - moment_MDD).square().sum((-2, -1))
     printed_M = (2 * (loss_M + tau_M - (D - K) / 2)).clamp(min=0).sqrt() / p
     sharpened_M = (((loss_M.sqrt() + tau_M.sqrt()).square() - (D - K)) / 2).clamp(min=0).sqrt() / p
-    return CorrelationBounds(printed_M / D, sharpened_M / D)
+    return printed_M / D, sharpened_M / D
 
 
-@dataclass(frozen=True)
-class Classified:
-    """Test errors, and the number of test embeddings on which nearest centre and its linear form differ; (M,) each."""
-
-    nearest_centre_M: Tensor
-    linear_M: Tensor
-    disagreements_M: Tensor
-
-
-def classify(train_MKPD: Tensor, test_MKPD: Tensor, *, num_steps: int, learning_rate: float) -> Classified:
+def classify(train_MKPD: Tensor, test_MKPD: Tensor, *, num_steps: int, learning_rate: float) -> dict[str, Tensor]:
     """Compare nearest centre with the linear classifier of least cross-entropy, from P training embeddings of a class.
 
     The linear classifier starts from the nearest-centre classifier, argmax_k mu_k.f - |mu_k|^2 / 2. Adam trains it on
     all embeddings at once.
+
+    Returns the test errors "nearest_centre_error" and "linear_error", and "disagreements", the number of test
+    embeddings on which nearest centre and its linear form differ; (M,) each.
     """
     train_MKPD, test_MKPD = train_MKPD.double(), test_MKPD.double()
     M, K, P, _ = train_MKPD.shape
@@ -187,8 +174,8 @@ def classify(train_MKPD: Tensor, test_MKPD: Tensor, *, num_steps: int, learning_
         (F.cross_entropy(scores, targets) * M).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     trained_MKP = (test_MND @ weight_MDK + bias_M1K).detach().argmax(-1).view(M, K, -1)
-    return Classified(
-        nearest_centre_M=(by_distance_MKP != label_KP).double().mean((1, 2)),
-        linear_M=(trained_MKP != label_KP).double().mean((1, 2)),
-        disagreements_M=(by_distance_MKP != by_score_MKP).sum((1, 2)),
-    )
+    return {
+        "nearest_centre_error": (by_distance_MKP != label_KP).double().mean((1, 2)),
+        "linear_error": (trained_MKP != label_KP).double().mean((1, 2)),
+        "disagreements": (by_distance_MKP != by_score_MKP).sum((1, 2)).double(),
+    }

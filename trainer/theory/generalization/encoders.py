@@ -102,14 +102,6 @@ class Encoders:
         return F.normalize(hidden_SOBH @ self.second_SOHD + self.second_bias_SOD[:, :, None], dim=-1)
 
 
-@dataclass(frozen=True)
-class TrainedEncoders:
-    """Encoders after the last step; the loss of the first step, then the mean of each `log_every` steps, (S, O, L)."""
-
-    encoders: Encoders
-    loss_SOL: Tensor
-
-
 def class_centres(settings: EncoderSettings, seeds_S: Tensor) -> Tensor:
     """Draw the centres c_k, (S, K, I), normal with `centre_sd`."""
     keys = draw_keys(seeds_S)
@@ -194,8 +186,12 @@ def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
     return mapped
 
 
-def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.device) -> TrainedEncoders:
-    """Train every objective of every seed at once; the encoders of a seed do not depend on the other seeds."""
+def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.device) -> tuple[Encoders, Tensor]:
+    """Train every objective of every seed at once; the encoders of a seed do not depend on the other seeds.
+
+    Returns the encoders after the last step, and the losses (S, O, L): of the first step, then the mean of each
+    `log_every` steps.
+    """
     seeds_S = torch.tensor(seeds, device=device)
     centre_SKI, encoders = class_centres(settings, seeds_S), new_encoders(settings, seeds_S)
     losses = [stacked_loss(objective) for objective in settings.objectives]
@@ -219,5 +215,4 @@ def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.devi
         if (step + 1) % settings.log_every == 0:
             logged.append(running_SO / settings.log_every)
             running_SO = torch.zeros_like(running_SO)
-    trained = Encoders(*(tensor.detach() for tensor in encoders.tensors()))
-    return TrainedEncoders(trained, torch.stack(logged, dim=-1))
+    return Encoders(*(tensor.detach() for tensor in encoders.tensors())), torch.stack(logged, dim=-1)

@@ -207,14 +207,15 @@ def raise_bias(
 
 @dataclass
 class Trained:
-    """Trained lanes. `groups` are masked and unmasked arms. Logs are (S, A, L), in the order of `problem.arms`."""
+    """Trained lanes. `groups` are masked and unmasked arms.
+
+    `logs` are loss_log and, after each logged step, the means of `measure_atoms`: share_log, cosine_log and bias_log.
+    They are (S, A, L), in the order of `problem.arms`. The loss is the mean since the last logged step.
+    """
 
     atoms_SDP: Tensor
     groups: list[Learners]
-    loss_SAL: Tensor
-    share_SAL: Tensor
-    cosine_SAL: Tensor
-    bias_SAL: Tensor
+    logs: dict[str, Tensor]
 
 
 def measure_atoms(learners: Learners, atoms_SDP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,5 +268,6 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
                 [losses / problem.log_every, *(torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))]
             )
             losses = torch.zeros_like(losses)
-    loss_SAL, share_SAL, cosine_SAL, bias_SAL = (torch.stack(column, dim=-1) for column in zip(*logs, strict=True))
-    return Trained(atoms_SDP, groups, loss_SAL, share_SAL, cosine_SAL, bias_SAL)
+    names = ("loss_log", "share_log", "cosine_log", "bias_log")
+    columns = (torch.stack(column, dim=-1) for column in zip(*logs, strict=True))
+    return Trained(atoms_SDP, groups, dict(zip(names, columns, strict=True)))

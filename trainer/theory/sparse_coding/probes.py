@@ -84,7 +84,7 @@ def measure(
     found = {name: total_SA / num_items for name, total_SA in sums.items()}
     found["signal_cosine"] = sums["signal_cosine"] / seen_SA
     share_SAM = cosine_SAMD.square().sum(-1)
-    return found | {
+    found |= {
         "coverage": (cosine_SAMD.amax(2) > _COVERED).sum(-1).float(),
         "atoms_per_neuron": (share_SAM.square() / cosine_SAMD.pow(4).sum(-1)).mean(-1),
         "r2_labels": r2_SAC,
@@ -93,11 +93,8 @@ def measure(
         "raw_accuracy_labels": raw_accuracy_SAC,
         "atom_cosine": cosine_SAMD,
         "bias_start": torch.cat([group.start_SA for group in trained.groups], dim=1),
-        "loss_log": trained.loss_SAL,
-        "share_log": trained.share_SAL,
-        "cosine_log": trained.cosine_SAL,
-        "bias_log": trained.bias_SAL,
     }
+    return found | trained.logs
 
 
 def _features(trained: Trained, x_STP: Tensor) -> Tensor:
