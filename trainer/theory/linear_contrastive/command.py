@@ -54,16 +54,6 @@ def _downstream_error(error: ErrorSettings, seeds: Sequence[int], device: torch.
     return {"error_SP": model.downstream_error(angles, seeds=seeds, num_samples=num, device=device)}
 
 
-def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping[str, Part]:
-    trained: dict[str, Part] = {
-        "weak_correlation": partial(_train, training, seeds, _weak_correlation_arms(training)),
-        "noise": partial(_train, training, seeds, _noise_arms(training)),
-    }
-    changed = {f"vary_{one.name}": training.varied(one) for one in training.variations}
-    fewer = {f"dominant_{num}": training.model_copy(update={"num_dominant": num}) for num in training.fewer_dominant}
-    return trained | {name: partial(_train, one, seeds, _two_arms(one)) for name, one in (fewer | changed).items()}
-
-
 @dataclass(frozen=True)
 class NoiseArm:
     """One training: correlation of the weak feature, beta of the noise (1: none), number of features with noise."""
@@ -73,22 +63,18 @@ class NoiseArm:
     num_noised: int
 
 
-def _weak_correlation_arms(training: TrainingSettings) -> list[NoiseArm]:
-    """Return an arm for each correlation of the weak feature, first without noise, then with it."""
-    betas = (1.0, training.noise_beta)
-    return [NoiseArm(value, beta, training.num_dominant) for beta in betas for value in training.weak_correlations]
-
-
-def _noise_arms(training: TrainingSettings) -> list[NoiseArm]:
-    """Return an arm for each of `betas`, then for each of `fewer_noised`."""
-    counts = [(beta, training.num_dominant) for beta in training.betas]
-    counts += [(training.noise_beta, num) for num in training.fewer_noised]
-    return [NoiseArm(training.weak_correlation, beta, num) for beta, num in counts]
-
-
-def _two_arms(training: TrainingSettings) -> list[NoiseArm]:
-    """Return an arm without noise and one with it."""
-    return [NoiseArm(training.weak_correlation, beta, training.num_dominant) for beta in (1.0, training.noise_beta)]
+def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping[str, Part]:
+    """Return the trainings of the claims and of each sweep, without noise and with it."""
+    weak, beta, num = training.weak_correlation, training.noise_beta, training.num_dominant
+    by_weak = [NoiseArm(value, each, num) for each in (1.0, beta) for value in training.weak_correlations]
+    by_noise = [NoiseArm(weak, each, num) for each in training.betas]
+    by_noise += [NoiseArm(weak, beta, count) for count in training.fewer_noised]
+    changed = {f"dominant_{num}": training.model_copy(update={"num_dominant": num}) for num in training.fewer_dominant}
+    changed |= {f"vary_{one.name}": training.varied(one) for one in training.variations}
+    trained = {"weak_correlation": (training, by_weak), "noise": (training, by_noise)}
+    for name, other in changed.items():
+        trained[name] = (other, [NoiseArm(weak, each, other.num_dominant) for each in (1.0, beta)])
+    return {name: partial(_train, one, seeds, arms) for name, (one, arms) in trained.items()}
 
 
 def _train(training: TrainingSettings, seeds: Sequence[int], arms: Sequence[NoiseArm], device: torch.device) -> Tensors:
