@@ -1,7 +1,7 @@
-"""The theory as experiments: what the papers prove or claim about small models, measured and judged.
+"""Experiments on the theory of three papers: each claim about a small model is measured and judged.
 
-In: a name and settings. Out: OUT/result.json with a verdict for each claim, and figures.
+In: the name of an experiment and its settings. Out: OUT/result.json with a verdict for each claim, and figures.
 
-Invariants: every verdict follows from an interval. Every random draw depends on the settings alone. Every part of a
-result was computed with the same settings and the same code.
+Invariants: every verdict follows from an interval. Every random draw depends on the settings alone. All parts of a
+result come from the same settings and the same code.
 """

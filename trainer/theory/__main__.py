@@ -14,7 +14,7 @@ from data_pipeline.core.overrides import SET_HELP
 if TYPE_CHECKING:
     from trainer.theory.framework.experiment import Experiment
 
-# Each is the package of that name in trainer/theory.
+# A name is also the package in trainer/theory.
 EXPERIMENTS: Mapping[str, str] = {
     "generalization": "Huang et al. 2023: identities, collapse, divergence and the error bound of alignment.",
     "linear_contrastive": "Tamkin et al. 2022: feature suppression in a linear model (Theorem 4.1, Lemma E.1).",
@@ -23,7 +23,7 @@ EXPERIMENTS: Mapping[str, str] = {
 
 
 def load_experiment(name: str) -> Experiment[Any]:
-    """Import the experiment of that name. Raises `UserError` with the nearest name if there is none."""
+    """Import the experiment called `name`. Raises `UserError` with the nearest name if there is none."""
     if name not in EXPERIMENTS:
         raise UserError(f'there is no experiment "{name}"{nearest(name, EXPERIMENTS)}')
     experiment: Experiment[Any] = importlib.import_module(f"trainer.theory.{name}.command").EXPERIMENT
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("name", metavar="NAME", help="The experiment to run, one of the list below.")
+    add("name", metavar="NAME", help="The experiment to run: one of the list below.")
     add("--set", action="append", default=[], metavar="A.B=C", help=SET_HELP)
     add("--out", type=Path, metavar="DIR", help="The directory to write (default: runs/theory/NAME).")
     add("--device", metavar="D", help="The device: cpu or cuda (default: cuda if there is a GPU).")

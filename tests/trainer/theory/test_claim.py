@@ -12,13 +12,13 @@ from trainer.theory.framework.claim import (
     Interval,
     claim_table,
     decide,
-    exactly,
+    exact_interval,
     judge,
     moment_bounds,
     simultaneous,
     t_bounds,
     t_interval,
-    worst,
+    worst_place,
 )
 
 CLAIM = Claim(name="a name", statement="Something is positive.", source="Somebody 1999, Theorem 1")
@@ -96,16 +96,16 @@ def test_simultaneous_intervals_share_out_what_may_be_missed() -> None:
 
 def test_the_worst_point_decides_as_all_of_them_would() -> None:
     low_P, high_P = torch.tensor([0.1, -0.5, 0.3]), torch.tensor([0.2, 0.4, 0.5])
-    assert worst(low_P, high_P, at_least=0) == 1
-    assert worst(low_P, high_P, at_most=0.45) == 2
+    assert worst_place(low_P, high_P, at_least=0) == 1
+    assert worst_place(low_P, high_P, at_most=0.45) == 2
     surely_below = torch.tensor([-9.0, -0.2, 0.1]), torch.tensor([9.0, -0.1, 0.2])
-    assert worst(*surely_below, at_least=0) == 1, "a point that refutes outweighs one that is merely uncertain"
+    assert worst_place(*surely_below, at_least=0) == 1, "a point that refutes outweighs one that is merely uncertain"
 
 
 def test_the_table_tells_verdict_source_and_numbers() -> None:
     results = [
         judge(CLAIM, t_interval([1.0, 1.1, 0.9]), measured="metres gained", at_least=0),
-        judge(CLAIM, exactly(0.5, kind="largest of 3"), measured="metres off", at_most=0.1),
+        judge(CLAIM, exact_interval(0.5, kind="largest of 3"), measured="metres off", at_most=0.1),
         judge(CLAIM, Interval(value=3, low=0, high=4, kind="a guess"), measured="metres", at_least=-1, at_most=1),
     ]
     table = claim_table(results)

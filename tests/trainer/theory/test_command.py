@@ -14,7 +14,7 @@ import torch
 
 from data_pipeline.core.errors import UserError
 from trainer.theory import __main__ as command
-from trainer.theory.framework.claim import Claim, exactly, judge
+from trainer.theory.framework.claim import Claim, exact_interval, judge
 from trainer.theory.framework.experiment import (
     Experiment,
     Outcome,
@@ -65,7 +65,7 @@ def square_parts(settings: SquaresSettings) -> Mapping[str, Part]:
 def sum_up(settings: SquaresSettings, found: Mapping[str, Tensors]) -> Outcome:
     total = sum(tensors["square"].item() for tensors in found.values())
     claim = Claim(name="sum", statement="The sum is at most 5.", source="arithmetic")
-    result = judge(claim, exactly(total, kind="exact"), measured="sum", at_most=5)
+    result = judge(claim, exact_interval(total, kind="exact"), measured="sum", at_most=5)
     return Outcome([result], {"picture": b"not really a picture"}, {"total": total})
 
 

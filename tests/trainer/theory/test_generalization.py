@@ -36,7 +36,13 @@ from trainer.theory.generalization.claims import (
     judge_identities,
     judge_theorems,
 )
-from trainer.theory.generalization.command import EXPERIMENT, GeneralizationSettings, loss_floor, parts, way_gone
+from trainer.theory.generalization.command import (
+    EXPERIMENT,
+    GeneralizationSettings,
+    loss_floor,
+    parts,
+    training_progress,
+)
 from trainer.theory.generalization.divergence import (
     Population,
     classify,
@@ -311,7 +317,7 @@ def test_two_steps_decide_nothing_on_training() -> None:
 def test_share_of_the_training() -> None:
     """Barlow Twins, whose floor is 0, from 4 to 1: three quarters."""
     settings = GeneralizationSettings(encoders=EncoderSettings(objectives=(ObjectiveSettings(loss="barlow_twins"),)))
-    assert way_gone(settings, torch.tensor([[[4.0, 3.0, 1.0]]])).tolist() == [[[0, 0.25, 0.75]]]
+    assert training_progress(settings, torch.tensor([[[4.0, 3.0, 1.0]]])).tolist() == [[[0, 0.25, 0.75]]]
 
 
 def test_verdicts_of_planted_theorems() -> None:

@@ -1,1 +1,1 @@
-"""Run an experiment, judge its claims, draw its figures."""
+"""The parts that all experiments share: running and saving, claims and verdicts, figures."""

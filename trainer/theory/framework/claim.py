@@ -1,9 +1,9 @@
-"""Claims and their verdicts: a sentence from a paper, an interval that was measured, and what the sentence predicts.
+"""Claims and their verdicts: the sentence of a paper, its prediction, and the interval that was measured.
 
-An experiment has a table of claims (claims.yaml, `ClaimRow`) and measures some of them (`Measurement`); `judge_rows`
+An experiment has a table of claims (claims.yaml, `ClaimRow`) and measures some of them (`Measurement`). `judge_rows`
 joins the two.
 
-Shapes: S seeds, P places (points of a grid, losses, settings) at which the same claim is made.
+Shapes: S seeds, P places. A place is a point of a grid, a loss or a setting; one claim can be made at several places.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Interval(Schema):
 
 
 class Claim(Schema):
-    """A claim in one sentence and its source, e.g. "Tamkin et al. 2022, Theorem 4.1".
+    """A claim in one sentence, and its source, such as "Tamkin et al. 2022, Theorem 4.1".
 
-    `name` is unique within an experiment, and pages refer to it.
+    `name` is unique within an experiment. The docs refer to it.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Claim(Schema):
 class ClaimResult(Schema):
     """A claim, its measurement and the verdict on its prediction; made by `judge`.
 
-    `measured` says what the interval is of, with its unit and the setting. The claim predicts a value of at least
-    `at_least` and at most `at_most`; None: no such bound.
+    `measured` names the measured quantity, with its unit and the setting. The claim predicts a value of at least
+    `at_least` and at most `at_most`. None means that there is no such bound.
     """
 
     claim: Claim
@@ -69,14 +69,13 @@ class ClaimResult(Schema):
 
 
 class ClaimRow(Schema):
-    """One row of a table of claims: the claim, and what it predicts of the value that is measured for it.
+    """One row of a table of claims: the claim, the quantity to measure, and the prediction for it.
 
-    Names in braces in `name`, `statement` and `measured` stand for words that come with the measurement: see
-    `judge_rows`.
+    `name`, `statement` and `measured` may hold names in braces. `judge_rows` replaces them by words of the measurement.
 
-    `measured` says what the value is, with its unit and the setting. The value is predicted to be at least `at_least`
-    and at most `at_most`, one of which is given. A text names a word that holds the bound, such as a tolerance of the
-    settings.
+    `measured` names the quantity, with its unit and the setting. The claim predicts that it is at least `at_least` and
+    at most `at_most`; at least one of the two is given. A bound is a number, or the name of the word that holds the
+    number, such as a tolerance of the settings.
     """
 
     name: str
@@ -88,14 +87,14 @@ class ClaimRow(Schema):
 
 
 def read_claims(module: str) -> tuple[ClaimRow, ...]:
-    """Read claims.yaml in the folder of the file `module`, in which rows are keyed by name."""
+    """Read claims.yaml, a mapping from names to rows, from the folder of the Python file `module`."""
     table = parse_yaml(Path(module).with_name("claims.yaml").read_text())
     return tuple(ClaimRow.parse({"name": name, **row}, where=f"claim {name}") for name, row in table.items())
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals at P places that all hold together; a claim is judged at the place that speaks most against it."""
+    """Intervals at P places, which hold together. A claim is judged at the place that speaks most against it."""
 
     mean_P: Tensor
     low_P: Tensor
@@ -109,9 +108,9 @@ class Measurement:
     """The measurement for one claim.
 
     Attributes:
-        found: one value a seed, (S,), an interval, or intervals at several places.
-        words: for the braces of the row.
-        undecided: why nothing can be concluded, added to the description; "" if the interval decides.
+        found: one value for each seed, (S,); or an interval; or intervals at several places.
+        words: replacements for the names in braces of the row.
+        undecided: the reason why nothing can be concluded, which is added to the description. "" if there is none.
     """
 
     found: Tensor | Interval | Intervals
@@ -120,13 +119,14 @@ class Measurement:
 
 
 Measurements: TypeAlias = Mapping[str, Measurement | Tensor | Interval | Intervals]
-"""Measurements by the name of the claim."""
+"""The measurement of each claim, by the name of the claim."""
 
 
 def judge_rows(rows: Sequence[ClaimRow], measurements: Measurements, **words: object) -> list[ClaimResult]:
     """Judge the rows that have a measurement, in the order of the table.
 
-    `words` fill the braces of all rows. `place` and `num_places` are words of `Intervals`.
+    `words` are replacements for the names in braces of all rows. Intervals at several places add the words `place`, the
+    place that decides, and `num_places`.
     """
     return [
         _judge_row(row, measured if isinstance(measured, Measurement) else Measurement(measured), words)
@@ -140,7 +140,7 @@ def _judge_row(row: ClaimRow, measurement: Measurement, shared: Mapping[str, obj
     at_least, at_most = (_bound(bound, words) for bound in (row.at_least, row.at_most))
     found = measurement.found
     if isinstance(found, Intervals):
-        at = worst(found.low_P, found.high_P, at_least=at_least, at_most=at_most)
+        at = worst_place(found.low_P, found.high_P, at_least=at_least, at_most=at_most)
         words |= {"place": found.places[at], "num_places": len(found.places)}
         mean, low, high = (part[at].item() for part in (found.mean_P, found.low_P, found.high_P))
         found = Interval(value=mean, low=low, high=high, kind=found.kind)
@@ -166,9 +166,9 @@ def judge(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> ClaimResult:
-    """Judge a claim: it holds if the whole interval agrees with it, and does not if the whole interval disagrees.
+    """Judge a claim: it holds if the whole interval agrees with it, and does not hold if the whole interval disagrees.
 
-    In between it is not decidable from the measurement. Raises `ValueError` if no bound is given.
+    Otherwise the measurement cannot decide. Raises `ValueError` if no bound is given.
     """
     verdict = decide(interval.low, interval.high, at_least=at_least, at_most=at_most)
     return ClaimResult(
@@ -177,7 +177,9 @@ def judge(
 
 
 def decide(low: float, high: float, *, at_least: float | None = None, at_most: float | None = None) -> Verdict:
-    """Return the verdict on "at least `at_least` and at most `at_most`" for a value between `low` and `high`.
+    """Return the verdict on the prediction "from `at_least` to `at_most`" for a value between `low` and `high`.
+
+    Raises `ValueError` if no bound is given, or `at_least` is above `at_most`.
 
     Examples:
         >>> decide(0.1, 0.2, at_least=0.0)
@@ -201,7 +203,7 @@ def decide(low: float, high: float, *, at_least: float | None = None, at_most: f
 
 
 def t_interval(values_S: Tensor | Sequence[float], *, confidence: float = 0.95, of: str = "seeds") -> Interval:
-    """Return mean and Student's t-interval of independent values, one for each seed.
+    """Return the mean and Student's t-interval of independent values, one for each seed.
 
     Raises `ValueError` for fewer than two values.
     """
@@ -211,9 +213,9 @@ def t_interval(values_S: Tensor | Sequence[float], *, confidence: float = 0.95, 
 
 
 def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, low and high bound over the first dimension of (S, ...) values; each of shape (...).
+    """Return the mean and the low and high bound over the first dimension of (S, ...) values; (...) each.
 
-    Raises `ValueError` for fewer than two values, because one has no spread.
+    Raises `ValueError` for fewer than two values, because a single value has no spread.
     """
     num = len(values_S)
     if num < 2:
@@ -225,7 +227,9 @@ def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Ten
 
 
 def at_places(values_SP: Tensor, places: Sequence[str], *, of: str) -> Intervals:
-    """Return 95 % t-intervals over the seeds for each place, which hold for all places together.
+    """Return 95 % t-intervals over the seeds at each place, which hold for all places together.
+
+    `of` is the plural of what a place is, such as "losses".
 
     Raises `ValueError` for fewer than two seeds.
     """
@@ -236,7 +240,7 @@ def at_places(values_SP: Tensor, places: Sequence[str], *, of: str) -> Intervals
 
 
 def mean_entries(name: str, values_S: Tensor) -> dict[str, Any]:
-    """Return two entries of a table: the mean over seeds, and the bounds of its 95 % t-interval."""
+    """Return two entries of a table: the mean over seeds, and the bounds of its 95 % t-interval, a list of two."""
     mean, low, high = t_bounds(values_S)
     return {name: mean.item(), f"{name}_95": [low.item(), high.item()]}
 
@@ -244,9 +248,9 @@ def mean_entries(name: str, values_S: Tensor) -> dict[str, Any]:
 def moment_bounds(
     mean_P: Tensor, mean_square_P: Tensor, *, num: int, confidence: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Return low and high bound of means over many (`num`) independent values, from their first two moments.
+    """Return the low and high bound of means over many (`num`) independent values, from their first two moments.
 
-    The bounds are those of a normal distribution. For bounds that hold at P points together pass
+    Assumes a normal distribution of the mean. For bounds that hold at P places together, pass
     `simultaneous(confidence, P)`.
     """
     variance_P = (mean_square_P - mean_P**2).clamp(min=0) / (num - 1)
@@ -255,14 +259,15 @@ def moment_bounds(
 
 
 def simultaneous(confidence: float, num: int) -> float:
-    """Return the confidence that each of `num` intervals needs for all to hold with `confidence` (Bonferroni)."""
+    """Return the confidence that each of `num` intervals needs, so that all hold with `confidence` (Bonferroni)."""
     return 1 - (1 - confidence) / num
 
 
-def worst(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_most: float | None = None) -> int:
-    """Return the point whose interval speaks most against the bounds, so that its verdict is the verdict on all points.
+def worst_place(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_most: float | None = None) -> int:
+    """Return the number of the place whose interval speaks most against the bounds.
 
-    That is a point at which the claim does not hold, if there is one; else one at which it is not decidable.
+    Its verdict is the verdict on all places. It is a place at which the claim does not hold, if there is one. Otherwise
+    it is a place at which the claim is not decidable, if there is one.
     """
     least = -math.inf if at_least is None else at_least
     most = math.inf if at_most is None else at_most
@@ -271,13 +276,13 @@ def worst(low_P: Tensor, high_P: Tensor, *, at_least: float | None = None, at_mo
     return int((surely_P if bool((surely_P > 0).any()) else perhaps_P).argmax())
 
 
-def exactly(value: float, *, kind: str) -> Interval:
-    """Return the interval of a computed value, without uncertainty, such as the largest of all deviations."""
+def exact_interval(value: float, *, kind: str) -> Interval:
+    """Return the interval of a value without uncertainty, such as the largest of all deviations."""
     return Interval(value=value, low=value, high=value, kind=kind)
 
 
 def claim_table(results: Sequence[ClaimResult], *, width: int = 110) -> str:
-    """Return the verdict, sentence and measurement of each claim as text for the terminal."""
+    """Return a text for the terminal: the verdict, sentence and measurement of each claim."""
     lines = []
     for result in results:
         lines.append(f"{result.verdict.upper():<20}{result.claim.name} ({result.claim.source})")
@@ -292,7 +297,7 @@ def claim_table(results: Sequence[ClaimResult], *, width: int = 110) -> str:
 
 
 def prediction(result: ClaimResult) -> str:
-    """Return what the claim predicts of the measured value, in words."""
+    """Return the prediction in words, such as "at least 0"."""
     low, high = result.at_least, result.at_most
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"

@@ -1,7 +1,7 @@
-"""Experiments: settings, parts that are computed one after the other, and claims judged from all of them.
+"""Run an experiment: compute its parts one after the other, save each of them, and judge the claims from all parts.
 
-Every finished part is saved at once, so a killed run continues with the next part. A part is saved under a hash of the
-settings and of the experiment's code, so a part of other settings or other code is never reused.
+A killed run continues with the first part that is missing. A part is saved under a hash of the settings and of the
+code, so a part of other settings or other code is never reused.
 
 OUT/ settings.json  parts/HASH/NAME.safetensors  NAME.png ...  result.json
 """
@@ -45,7 +45,7 @@ Part = Callable[[torch.device], Tensors]
 
 
 class TheorySettings(Schema):
-    """Settings of every experiment: the `num_seeds` seeds `seed`, `seed` + 1, ...."""
+    """Settings of every experiment. It runs `num_seeds` seeds: `seed`, `seed` + 1, and so on."""
 
     seed: Seed = 0
     num_seeds: TwoOrMore = 10
@@ -57,7 +57,7 @@ class TheorySettings(Schema):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The conclusions of an experiment: claims, figures (PNG by file name without .png), tables of numbers."""
+    """The conclusions of an experiment: judged claims, figures (the PNG by its name) and tables of numbers."""
 
     claims: Sequence[ClaimResult]
     figures: Mapping[str, bytes]
@@ -72,10 +72,10 @@ class Experiment(Generic[S]):
     """One experiment.
 
     Attributes:
-        defaults: settings with which it takes under two minutes on two cores.
-        parts: returns the computations for some settings, by name (a file name). Each takes a device, returns tensors,
-            and depends on the settings alone. A killed run loses one part, so a part takes seconds, not hours.
-        conclude: returns the outcome from the settings and the tensors of all parts (on the CPU); quick.
+        defaults: the default settings. They take under two minutes on two cores.
+        parts: returns the parts for some settings, by name. A part is a function from a device to tensors, and depends
+            on the settings alone. Its name is also a file name. A killed run loses one part, so a part takes seconds.
+        conclude: returns the outcome from the settings and the tensors of all parts, which are on the CPU. It is quick.
     """
 
     defaults: S
@@ -84,7 +84,10 @@ class Experiment(Generic[S]):
 
 
 class TheoryResult(Schema):
-    """OUT/result.json. `seconds` is the time of each part, including parts of an earlier run that was killed."""
+    """The file OUT/result.json.
+
+    `seconds` is the time of each part. It includes the parts of an earlier run that was killed.
+    """
 
     experiment: str
     settings: dict[str, Any]
@@ -104,32 +107,32 @@ class TheoryResult(Schema):
 def draw_keys(
     seeds: Sequence[int] | Tensor, device: torch.device | None = None, *, step: int = 0, view: int = 0
 ) -> DrawKeys:
-    """Return the keys of the draws of every seed at a step; a seed takes the place of a sample's index."""
+    """Return the keys of the draws of all seeds at a step. A seed takes the place of the index of a sample."""
     return DrawKeys(seed=0, epoch=step, index_B=torch.as_tensor(seeds, device=device), view=view)
 
 
 def seed_parts(
     name: str, seeds: Sequence[int], size: int, part: Callable[[Sequence[int], torch.device], Tensors]
 ) -> dict[str, Part]:
-    """Return parts of `size` seeds each. The first dimension of every tensor of `part` is the seed."""
+    """Return parts that compute `size` seeds each. The first dimension of all tensors of `part` is the seed."""
     blocks = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     return {f"{name}_seeds_{block[0]}_to_{block[-1]}": partial(part, block) for block in blocks}
 
 
 def join_seeds(name: str, found: Mapping[str, Tensors]) -> dict[str, Tensor]:
-    """Return the tensors of all parts that `seed_parts` made for `name`, with all seeds in the first dimension."""
+    """Join the parts that `seed_parts` made for `name`: return their tensors with all seeds in the first dimension."""
     blocks = [tensors for part, tensors in found.items() if part.startswith(f"{name}_seeds_")]
     return {label: torch.cat([block[label] for block in blocks]) for label in blocks[0]}
 
 
 def require_finite(values: Tensor, setting: str, learning_rate: float) -> None:
-    """Raise `UserError` if a training has diverged; `setting` is the name of its learning rate."""
+    """Raise `UserError` if a value of a training is inf or nan. `setting` is the name of its learning rate."""
     if not bool(values.isfinite().all()):
         raise UserError(f"the training diverged at {setting} {learning_rate:g}; set a lower one")
 
 
 def default_out(name: str, settings: TheorySettings, defaults: TheorySettings) -> Path:
-    """Return runs/theory/NAME for the default settings, and a directory beside it for any others."""
+    """Return runs/theory/NAME for the default settings, and runs/theory/NAME-HASH for all others."""
     return Path("runs/theory") / (name if settings == defaults else f"{name}-{settings_sha256(settings)[:8]}")
 
 
@@ -147,16 +150,16 @@ def code_sha256(experiment: Experiment[S]) -> str:
 def run_experiment(
     name: str, experiment: Experiment[S], settings: S, *, out: Path, device: torch.device, show_progress: bool = True
 ) -> TheoryResult:
-    """Compute the parts that `out` does not hold yet, judge the claims, and write figures and result.json.
+    """Compute the parts that `out` lacks, judge the claims, and write figures and result.json.
 
-    Raises `UserError` if `out` holds the result of other settings, or something else.
+    Raises `UserError` if `out` holds the result of other settings, or files of something else.
     """
-    _claim_directory(name, settings, out)
+    _write_or_check_settings(name, settings, out)
     origin = f"{settings_sha256(settings)} {code_sha256(experiment)}"
     saved = out / "parts" / hashlib.sha256(origin.encode()).hexdigest()[:16]
     parts = experiment.parts(settings)
     found: dict[str, Tensors] = {}
-    told: dict[str, dict[str, str]] = {}
+    facts_of: dict[str, dict[str, str]] = {}
     missing = {key: part for key, part in parts.items() if not (saved / f"{key}.safetensors").is_file()}
     with Progress(name, total=len(parts), start=len(parts) - len(missing), enabled=show_progress) as progress:
         for key, part in missing.items():
@@ -169,7 +172,7 @@ def run_experiment(
         path = saved / f"{key}.safetensors"
         found[key] = load(path.read_bytes())
         with safetensors.safe_open(path, framework="pt") as file:
-            told[key] = file.metadata()
+            facts_of[key] = file.metadata()
     outcome = experiment.conclude(settings, found)
     for figure, png in outcome.figures.items():
         write_atomically(out / f"{figure}.png", png)
@@ -181,19 +184,19 @@ def run_experiment(
         tables=dict(outcome.tables),
         figures=tuple(f"{figure}.png" for figure in outcome.figures),
         seeds=settings.seeds,
-        seconds={key: float(facts["seconds"]) for key, facts in told.items()},
-        devices=tuple(sorted({facts["device"] for facts in told.values()})),
+        seconds={key: float(facts["seconds"]) for key, facts in facts_of.items()},
+        devices=tuple(sorted({facts["device"] for facts in facts_of.values()})),
         torch_threads=torch.get_num_threads(),
         versions={"python": platform.python_version(), **{package: metadata.version(package) for package in PACKAGES}},
         command=command_line(),
         git_commit=this_code().git_commit,
     )
-    write_json(out / RESULT, result.model_dump(mode="json"))  # last: it is there only if all of it is
+    write_json(out / RESULT, result.model_dump(mode="json"))  # last: if it exists, the figures do too
     return result
 
 
-def _claim_directory(name: str, settings: TheorySettings, out: Path) -> None:
-    """Write experiment and settings into `out`. Raises `UserError` if it holds others."""
+def _write_or_check_settings(name: str, settings: TheorySettings, out: Path) -> None:
+    """Write the name and the settings into `out`. Raises `UserError` if it holds others."""
     wanted = {"experiment": name, "settings": settings.model_dump(mode="json")}
     path = out / SETTINGS
     if out.exists() and not out.is_dir():

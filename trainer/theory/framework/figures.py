@@ -1,4 +1,4 @@
-"""Figures of the experiments as PNG: panels of curves with bands, and maps of a quantity over a grid."""
+"""Draw the figures of the experiments as PNG: panels of curves with bands, and maps of a quantity over a grid."""
 
 from __future__ import annotations
 
@@ -16,13 +16,21 @@ from torch import Tensor
 from trainer.theory.framework.claim import t_bounds
 
 Values = Sequence[float] | Tensor
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # safe for colour-blind eyes
+COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+)  # distinct for colour-blind readers
 _INK, DPI = "#333333", 110
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line or, with `style=""`, markers. The band from `low` to `high` is shaded. `color` is a place in `COLORS`."""
+    """A line, or markers alone if `style` is "". The band from `low` to `high` is shaded. `color` indexes `COLORS`."""
 
     x: Values
     y: Values
@@ -37,14 +45,14 @@ class Curve:
 def mean_curve(
     x: Values, values_SX: Tensor, label: str = "", color: int = 0, *, style: str = "-", marker: str = ""
 ) -> Curve:
-    """Return the mean over seeds as a curve, with the bounds of its 95 % t-intervals as a band."""
+    """Return the mean over seeds as a curve, with its 95 % t-intervals as a band."""
     mean_X, low_X, high_X = t_bounds(values_SX)
     return Curve(x, mean_X, label, color, style, marker, low_X, high_X)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one pair of axes. `vertical` marks values of x, such as the step at which the noise starts."""
+    """Curves in one pair of axes. `vertical` lists values of x to mark, such as the step at which the noise starts."""
 
     title: str
     x_label: str
@@ -58,7 +66,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Map:
-    """A quantity over a grid, (Y, X) values, with colours centred on 0 or from the least to the greatest value."""
+    """A quantity over a grid, as (Y, X) values. Colours are centred on 0, or span the values."""
 
     title: str
     x_label: str
@@ -70,7 +78,7 @@ class Map:
 
 
 def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tuple[float, float] = (3.7, 2.9)) -> bytes:
-    """Draw the panels row by row into one PNG; `panel_size` is in inches of `DPI` pixels."""
+    """Return one PNG of the panels, row by row. `panel_size` is the width and height in inches of `DPI` pixels."""
     num_rows = -(-len(panels) // num_columns)
     figure = Figure(figsize=(panel_size[0] * num_columns, panel_size[1] * num_rows), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False)
@@ -84,7 +92,7 @@ def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tup
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     small = io.BytesIO()
-    with Image.open(file) as image:  # a palette is a third of the bytes
+    with Image.open(file) as image:  # a palette needs a third of the bytes
         image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
     return small.getvalue()
 
@@ -103,7 +111,7 @@ def _draw_curves(axis: Any, panel: Panel) -> None:
     if panel.log_x:
         axis.set_xscale("log")
         values = sorted({float(x) for curve in panel.curves for x in _array(curve.x)})
-        if len(values) <= 8:  # a sweep: label its values
+        if len(values) <= 8:  # label each value of a short sweep
             axis.set_xticks(values, [f"{value:g}" for value in values])
             axis.set_xticks([], minor=True)
     if panel.log_y:

@@ -17,7 +17,7 @@ from trainer.theory.framework.claim import (
     Measurement,
     Measurements,
     at_places,
-    exactly,
+    exact_interval,
     judge_rows,
     read_claims,
 )
@@ -36,7 +36,7 @@ RANK_LIMIT, ROUNDING = 4.0, 1e-9  # as in claims.yaml
 def judge_identities(found: Mapping[str, Tensor], *, tolerance: float) -> list[ClaimResult]:
     """Judge what `measure_identities` returns."""
     measured = {
-        name: exactly(found[key].max().item(), kind=f"largest of {len(found[key])} seeds")
+        name: exact_interval(found[key].max().item(), kind=f"largest of {len(found[key])} seeds")
         for key, name in IDENTITIES.items()
     }
     measured["alignment from the cross-correlation loss"] = _greatest(found["alignment_lemma"], "seeds")
@@ -113,7 +113,7 @@ def judge_theorems(
 def judge_classifiers(names: Sequence[str], found: Mapping[str, Tensor]) -> list[ClaimResult]:
     """Judge the errors of the classifiers; `found` has (S, O) of each quantity of `classify`."""
     gain_SO = found["nearest_centre_error"] - found["linear_error"]
-    differing = exactly(found["disagreements"].max().item(), kind=f"most of {gain_SO.numel()} encoders")
+    differing = exact_interval(found["disagreements"].max().item(), kind=f"most of {gain_SO.numel()} encoders")
     measured: Measurements = {
         "nearest centre is linear": differing,
         "a linear classifier does as well": at_places(gain_SO, names, of="losses"),
@@ -153,7 +153,7 @@ def judge_bound(
 
 
 def _greatest(values: Tensor, of: str) -> Interval:
-    return exactly(values.max().item(), kind=f"greatest of {values.numel()} {of}")
+    return exact_interval(values.max().item(), kind=f"greatest of {values.numel()} {of}")
 
 
 def _any(values: Tensor, low: float, high: float, kind: str = "any value: has not trained") -> Interval:

@@ -128,7 +128,7 @@ def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:
     return 0.0
 
 
-def way_gone(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
+def training_progress(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
     """Return the share of the way from the first logged loss to its floor at every logged loss, (S, O, L)."""
     encoders = settings.encoders
     floor_O1 = torch.tensor([[loss_floor(one, encoders.batch_size)] for one in encoders.objectives])
@@ -144,7 +144,7 @@ def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> 
         names = [objective.name for objective in objectives]
         measured = join_seeds("encoders", found)
         require_finite(measured["loss"], "encoders.learning_rate", settings.encoders.learning_rate)
-        measured["trained"] = way_gone(settings, measured["loss"])[..., -1]
+        measured["trained"] = training_progress(settings, measured["loss"])[..., -1]
         linear = [objective.loss == "linear" for objective in objectives]
         hot = [one.loss == "info_nce" and one.temperature > settings.hot_above for one in objectives]
         results += claims.judge_collapse(names, linear, hot, measured, trained=settings.trained_share)
@@ -210,7 +210,7 @@ def _encoder_panels(
     settings: GeneralizationSettings, names: Sequence[str], measured: Mapping[str, Tensor]
 ) -> list[Panel]:
     """Return panels of the way to the floor against steps, and of rank, closest centres with bounds, and errors."""
-    gone_SOL = way_gone(settings, measured["loss"])
+    gone_SOL = training_progress(settings, measured["loss"])
     steps = [max(1, settings.encoders.log_every * at) for at in range(gone_SOL.shape[-1])]
     training = [
         Curve(steps, gone_SOL[:, at].mean(0), f"{at + 1} {name}", at, "-" if at < len(COLORS) else "--")

@@ -1,1 +1,1 @@
-"""Linear encoders that are trained on pictures with two features, in closed form and by gradient descent."""
+"""Tamkin et al. 2022: feature suppression in a linear contrastive model, in closed form and by gradient descent."""

@@ -1,7 +1,7 @@
-"""Measurements for the claims in claims.yaml, about the linear model of Tamkin et al. 2022.
+"""Measure the claims in claims.yaml, on the linear model of Tamkin et al. 2022.
 
 Shapes: S seeds, A arms, T steps, P and Q states of two features, G points of their grid, C correlations of the other
-feature.
+feature. With seeds, P is angles or correlations of the weak feature.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trainer.theory.framework.claim import (
     Measurements,
     at_places,
     decide,
-    exactly,
+    exact_interval,
     mean_entries,
     moment_bounds,
     read_claims,
     simultaneous,
-    worst,
+    worst_place,
 )
 from trainer.theory.framework.experiment import Tensors, require_finite
 from trainer.theory.linear_contrastive.settings import GRID_AXES, ErrorSettings, TheoremSettings, TrainingSettings
@@ -33,13 +33,13 @@ CLAIMS = read_claims(__file__)
 
 
 def measure_error(error: ErrorSettings, error_SP: Tensor) -> Intervals:
-    """Return the deviation of the test error from angle / pi at every angle."""
+    """Return the test error less angle / pi, at every angle."""
     expected_P = torch.tensor(error.angles_degrees, dtype=torch.float64) / 180
     return at_places(error_SP - expected_P, [f"{angle:g}" for angle in error.angles_degrees], of="angles")
 
 
 def measure_point(theorem: TheoremSettings, found: Tensors) -> tuple[Measurements, list[dict[str, float]]]:
-    """Return the measurements of the claims at one point, and a table of its correlations."""
+    """Return the measurements at one point, and a table with a row for each correlation of the other feature."""
     speed_S2C, p_positive_S2C = found["speed_S2C"], found["p_positive_S2C"]
     correlations = theorem.point_other_correlations
     lowered = {"lowered": f"correlation {correlations[-1]:g} lowered to {correlations[0]:g}"}
@@ -49,7 +49,7 @@ def measure_point(theorem: TheoremSettings, found: Tensors) -> tuple[Measurement
     measured: Measurements = {
         "theorem at a point": Measurement(gain_SC[:, 0], lowered),
         "theorem, step by step": at_places(gain_SC[:, :-1] - gain_SC[:, 1:], steps, of="steps"),
-        "nothing from an unlearned feature": exactly(
+        "nothing from an unlearned feature": exact_interval(
             unlearned, kind=f"largest of {len(gain_SC)} seeds and {len(correlations)} correlations"
         ),
         "the task gets harder": Measurement(p_positive_S2C[:, 0, -1] - p_positive_S2C[:, 0, 0], lowered),
@@ -67,8 +67,9 @@ def measure_point(theorem: TheoremSettings, found: Tensors) -> tuple[Measurement
 
 
 def measure_grid(theorem: TheoremSettings, found: Tensors, *, num: int) -> tuple[Intervals, dict[str, Any]]:
-    """Return the gain of every weak state with every other one, at each correlation but the reference, and a table.
+    """Return the gains in speed at all points of the grid, and a table about them.
 
+    A point is a state of the feature and a state of the other feature, except those with the reference correlation.
     `num` is the number of batches.
     """
     shape = theorem.grid_shape
@@ -91,12 +92,12 @@ def measure_grid(theorem: TheoremSettings, found: Tensors, *, num: int) -> tuple
         "points_by_verdict": {one: verdicts.count(one) for one in ("holds", "not decidable here", "does not hold")},
         "batches": num,
         "gain_percent_least_median_greatest": torch.quantile(mean_G, torch.tensor([0, 0.5, 1]).double()).tolist(),
-        "worst_point": points[worst(low_G, high_G, at_least=0)],
+        "worst_point": points[worst_place(low_G, high_G, at_least=0)],
     }
 
 
 def measure_training(training: TrainingSettings, found: Mapping[str, Tensors]) -> Measurements:
-    """Return the measurements of the claims on trainings. Raises `UserError` if one of them diverged."""
+    """Return the measurements of the trainings. Raises `UserError` if one of them diverged."""
     by_weak, by_beta, start = found["weak_correlation"], found["noise"], training.noise_from_step
     num = len(training.weak_correlations)
     for history in (*by_weak.values(), *by_beta.values()):

@@ -1,4 +1,4 @@
-"""The experiment on feature suppression in the linear model of Tamkin et al. 2022: its parts and its conclusions.
+"""Run the experiment on feature suppression in the linear model of Tamkin et al. 2022: parts and conclusions.
 
 Shapes: S seeds, A arms, K features, T steps, P and Q states of two features, C correlations of the other feature.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.theory.framework.claim import Measurements, exactly, judge_rows, mean_entries
+from trainer.theory.framework.claim import Measurements, exact_interval, judge_rows, mean_entries
 from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors
 from trainer.theory.framework.figures import draw
 from trainer.theory.linear_contrastive import claims, figures, model
@@ -56,7 +56,7 @@ def _downstream_error(error: ErrorSettings, seeds: Sequence[int], device: torch.
 
 @dataclass(frozen=True)
 class NoiseArm:
-    """One training: correlation of the weak feature, beta of the noise (1: none), number of features with noise."""
+    """One training: correlation of the weak feature, beta of the noise (1 is no noise), number of noised features."""
 
     weak_correlation: float
     beta: float
@@ -64,7 +64,7 @@ class NoiseArm:
 
 
 def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping[str, Part]:
-    """Return the trainings of the claims and of each sweep, without noise and with it."""
+    """Return the parts of the trainings, for the claims and for each sweep. A part trains its arms side by side."""
     weak, beta, num = training.weak_correlation, training.noise_beta, training.num_dominant
     by_weak = [NoiseArm(value, each, num) for each in (1.0, beta) for value in training.weak_correlations]
     by_noise = [NoiseArm(weak, each, num) for each in training.betas]
@@ -78,7 +78,7 @@ def _training_parts(training: TrainingSettings, seeds: Sequence[int]) -> Mapping
 
 
 def _train(training: TrainingSettings, seeds: Sequence[int], arms: Sequence[NoiseArm], device: torch.device) -> Tensors:
-    """Train the arms side by side."""
+    """Return what `train_arms` returns for these arms."""
     alpha_AK = torch.full((len(arms), 1 + training.num_dominant), training.dominant_correlation, dtype=torch.float64)
     beta_AK = torch.ones_like(alpha_AK)
     for alpha_K, beta_K, arm in zip(alpha_AK, beta_AK, arms, strict=True):
@@ -88,7 +88,10 @@ def _train(training: TrainingSettings, seeds: Sequence[int], arms: Sequence[Nois
 
 
 def _theorem_point(theorem: TheoremSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
-    """Return means of each seed, (S, 2, C): with the other feature as set, and not learned at all (90 degrees)."""
+    """Return means for each seed, (S, 2, C): first with the other feature as set, then with it at 90 degrees.
+
+    At 90 degrees the other feature is not learned at all.
+    """
     correlations = theorem.point_other_correlations
     weak_P3 = feature_states(
         [theorem.point_weak_angle_degrees], [theorem.point_weak_norm], [theorem.point_weak_correlation]
@@ -118,7 +121,7 @@ def _grid_of_a_seed(
     seed: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return `speed_grid`, with gains relative to the last of the other feature's correlations."""
+    """Return `speed_grid`, with gains relative to the last correlation of the other feature."""
     rest_13 = feature_states([theorem.rest_angle_degrees], [theorem.rest_norm], [theorem.rest_correlation])
     return model.speed_grid(
         weak_P3,
@@ -139,7 +142,7 @@ def conclude(settings: LinearContrastiveSettings, found: Mapping[str, Tensors]) 
     tables: dict[str, Any] = {}
     if "gradient" in settings.studies:
         error_S = found["gradient"]["error_S"]
-        measured = {"gradient": exactly(error_S.max().item(), kind=f"largest of {len(error_S)} seeds")}
+        measured = {"gradient": exact_interval(error_S.max().item(), kind=f"largest of {len(error_S)} seeds")}
     if "theorem" in settings.studies:
         num_batches = theorem.num_batches_a_seed * settings.num_seeds
         at_point, tables["theorem_point"] = claims.measure_point(theorem, found["theorem_point"])
@@ -171,7 +174,7 @@ def conclude(settings: LinearContrastiveSettings, found: Mapping[str, Tensors]) 
 
 
 def _training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -> dict[str, Any]:
-    """Return means over seeds after the last step with bounds of 95 % t-intervals; angles in degrees."""
+    """Return tables of the trainings after the last step: means over seeds and 95 % t-intervals, angles in degrees."""
     num, start = len(training.weak_correlations), training.noise_from_step
 
     def arm(history: Tensors, place: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Panels of the linear model: gains of Theorem 4.1, trainings over their steps and against their settings, errors.
+"""Make the panels of the linear model: gains of Theorem 4.1, trainings by step and by setting, and errors.
 
 Shapes: S seeds, A arms, T steps, P and Q states of two features, C correlations of the other feature.
 """
@@ -17,7 +17,11 @@ from trainer.theory.linear_contrastive.settings import ErrorSettings, TheoremSet
 
 
 def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> list[Panel | Map]:
-    """Return the gain from lowering the correlation to its least, over two settings at a time, others mid-way."""
+    """Return the gain at the point, and maps of the gain over two settings of the grid each.
+
+    The other feature's correlation is lowered from its greatest value: to its least, in the maps of angles and norms.
+    The settings that a map does not show have their middle value.
+    """
     speed = found["theorem_grid"]["speed_PQ"].view(theorem.grid_shape)
     gain = 100 * (speed[..., 0] / speed[..., -1] - 1)
     middle = [size // 2 for size in gain.shape]
@@ -65,7 +69,10 @@ def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> li
 
 
 def training_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[Panel]:
-    """Return a row for the weakest feature and one for `weak_correlation`: weak, a dominant one, mean p_ii."""
+    """Return two rows of panels: for the first of `weak_correlations`, and for `weak_correlation`.
+
+    The panels of a row are the weak feature, a dominant feature, and the mean p_ii.
+    """
     num, panels = len(training.weak_correlations), []
     kinds = [("angle (degrees)", "weak_AST"), ("angle (degrees)", "second_AST"), ("mean p_ii", "p_positive_AST")]
     by_weak, base = found["weak_correlation"], training.two_of(found["noise"])
@@ -87,7 +94,7 @@ def training_panels(training: TrainingSettings, found: Mapping[str, Tensors]) ->
 
 
 def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[Panel]:
-    """Return the angles after the last step against correlation, number of features and noise."""
+    """Return panels of the angle after the last step against the correlation, the number of features and the noise."""
     num, by_weak, by_beta = len(training.weak_correlations), found["weak_correlation"], found["noise"]
     base, betas = training.two_of(by_beta), training.betas
     counts = sorted({training.num_dominant, *training.fewer_dominant})
@@ -132,7 +139,7 @@ def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> li
 
 
 def error_panel(error: ErrorSettings, error_SP: Tensor) -> Panel:
-    """Return the counted errors beside the line of Lemma E.1."""
+    """Return the counted errors and the line of Lemma E.1 in one panel."""
     measured = mean_curve(error.angles_degrees, error_SP, "counted", 1, style="", marker="o")
     line = Curve((0, 90), (0, 0.5), "angle / pi")
     return Panel("Test error of a feature against its angle", "angle (degrees)", "test error", [line, measured])

@@ -1,11 +1,12 @@
-"""The linear model of feature suppression (Tamkin et al. 2022, section 4): its pairs, its loss, gradient and training.
+"""The linear model of feature suppression (Tamkin et al. 2022, section 4): its pairs, loss, gradient and training.
 
-An input has K features, rows x_k ~ N(0, I) of D numbers. A view of it has rows v_k ~ N(0, I) that are independent of
-x_k except in one direction mu_k, where <v_k, mu_k> = alpha_k <x_k, mu_k> + sqrt(1 - alpha_k^2) xi. The model has one
-vector theta_k for each feature: f(x)_k = <theta_k, x_k>. It minimises the mean over a batch of M pairs of -log p_ii,
-where p_ij is the softmax over j of <f(x_i), f(v_j)>.
+An input has K features, rows x_k ~ N(0, I) of D numbers. A view of it has rows v_k ~ N(0, I). They are independent of
+x_k except in one direction mu_k: <v_k, mu_k> = alpha_k <x_k, mu_k> + sqrt(1 - alpha_k^2) xi. The model has one vector
+theta_k for each feature: f(x)_k = <theta_k, x_k>. It minimises the mean of -log p_ii over a batch of M pairs. Here p_ij
+is the softmax over j of <f(x_i), f(v_j)>.
 
-The rows are independent and N(0, I) is invariant under rotations, so mu_k is the first coordinate throughout.
+The rows are independent and N(0, I) is invariant under rotations, so the code takes the first coordinate for every
+mu_k.
 
 Shapes: S seeds, A arms (settings trained side by side), K features, M pairs, D dimensions, T steps, R batches,
 P and Q states of two features, ... any leading dimensions.
@@ -24,22 +25,23 @@ from data_pipeline.core.errors import UserError
 from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.linear_contrastive.settings import TrainingSettings
 
-# Purposes of `counter_rng`: of the training (4), the grid's pairs, the test samples and the gradient check.
+# Purposes of `counter_rng`: four of the training, then the pairs of the grid, test samples, gradient check.
 _INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST, _CHECK = range(7)
 
-# Numbers in the largest intermediate array of the grid and of the training: they fit a CPU's caches and fill a GPU.
+# Numbers in the largest intermediate array of the grid and of the training: few enough for the caches of a CPU, enough
+# to use a whole GPU.
 CHUNK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
 TRAINING_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 29}
 
 
 def views_of(x_KD: Tensor, independent_KD: Tensor, alpha_K: Tensor) -> Tensor:
-    """Return views (..., K, D) of inputs, from independent rows and the correlations of the features."""
+    """Return views (..., K, D) of inputs. They are made of independent rows and the correlations of the features."""
     along_K = alpha_K * x_KD[..., 0] + (1 - alpha_K**2).sqrt() * independent_KD[..., 0]
     return torch.cat([along_K[..., None], independent_KD[..., 1:]], dim=-1)
 
 
 def contrastive_loss(theta_KD: Tensor, x_MKD: Tensor, v_MKD: Tensor) -> Tensor:
-    """Return the mean over the batch of -log p_ii, (...); differentiable."""
+    """Return the mean of -log p_ii over the batch, (...). It is differentiable."""
     z_MM = _project(theta_KD, x_MKD) @ _project(theta_KD, v_MKD).mT
     return -z_MM.log_softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
@@ -60,7 +62,7 @@ def _project(theta_KD: Tensor, x_MKD: Tensor) -> Tensor:
 
 
 def _pull(z_MM: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (p_ij - [i = j]) / M, in the memory of `z_MM`, and log p_ii."""
+    """Return (p_ij - [i = j]) / M, which overwrites `z_MM`, and log p_ii."""
     greatest_M1 = z_MM.amax(-1, keepdim=True)
     own_M = z_MM.diagonal(dim1=-2, dim2=-1) - greatest_M1[..., 0]
     pull_MM = z_MM.sub_(greatest_M1).exp_()
@@ -73,7 +75,7 @@ def _pull(z_MM: Tensor) -> tuple[Tensor, Tensor]:
 def gradient_error(
     *, seeds: Sequence[int], num_pairs: int, num_features: int, dim: int, device: torch.device
 ) -> Tensor:
-    """Return the largest |closed form - autograd| over the largest entry of autograd's gradient, (S,) float64."""
+    """Return the largest |closed form - autograd| over the largest entry of autograd's gradient; (S,) float64."""
     shape = (num_pairs, num_features, dim)
     keys = draw_keys(seeds, device)
     draws = normal(keys, 2 * math.prod(shape) + num_features * dim, purpose=_CHECK).double()
@@ -91,9 +93,9 @@ def gradient_error(
 def downstream_error(
     angle_degrees_P: Sequence[float], *, seeds: Sequence[int], num_samples: int, device: torch.device
 ) -> Tensor:
-    """Return the share of samples x ~ N(0, I) with sign <theta, x> != sign <mu, x>, (S, P), theta at each angle to mu.
+    """Return the share of samples x ~ N(0, I) with sign <theta, x> != sign <mu, x>, (S, P), for P angles of theta.
 
-    Only the plane of the two directions matters, whatever the dimension of x.
+    Draws x in the plane of theta and mu. The dimension of x does not matter.
     """
     angle_P = torch.tensor(angle_degrees_P, dtype=torch.float64, device=device).deg2rad()
     keys = draw_keys(seeds, device)
@@ -115,7 +117,7 @@ def feature_states(angles_degrees: Sequence[float], norms: Sequence[float], corr
 
 
 def draw_pairs(seed: int, first: int, num: int, *, num_pairs: int, num_features: int, device: torch.device) -> Tensor:
-    """Draw (R, K, M, 2) float64 N(0, 1) for `num` batches from `first` on, the input of `angular_speeds`."""
+    """Draw standard normal numbers (R, K, M, 2) float64 for `num` batches from `first` on, for `angular_speeds`."""
     index_R = torch.arange(first, first + num, device=device)
     keys = DrawKeys(seed=seed, epoch=0, index_B=index_R, view=0)
     return normal(keys, num_features * num_pairs * 2, purpose=_PAIR).double().view(num, num_features, num_pairs, 2)
@@ -127,16 +129,16 @@ def angular_speeds(weak_P3: Tensor, other_Q3: Tensor, rest_K3: Tensor, g_RKM2: T
     The speed, in radians for each unit of learning rate, is -<dL/dtheta_k, u_k> / |theta_k|. Here u_k is the unit
     vector orthogonal to theta_k on the side of mu_k: a small step of size eta reduces the angle by eta times the speed.
 
-    Computes each state P of the feature (`weak_P3`) with each state Q of one other feature at once, with all of
-    `rest_K3` beside them. As exp(z_ij) is a product of one factor for each feature, the softmax sums of all P x Q
-    states are a product of two matrices.
+    Combines each state P of the feature with each state Q of one other feature. The features of `rest_K3` have one
+    state each. exp(z_ij) is a product of one factor for each feature, so the softmax sums of all P x Q states are one
+    product of two matrices.
 
-    The component of a row along theta decides z. The rest of the row enters the speed linearly, so it is replaced by
-    its mean given that component: the same expectation with less noise. See `_in_plane`.
+    Only the component of a row along theta decides z. The rest of the row enters the speed linearly, so its mean given
+    that component takes its place: the expectation stays the same, with less noise. See `_in_plane`.
 
     Args:
         weak_P3, other_Q3, rest_K3: from `feature_states`.
-        g_RKM2: from `draw_pairs`; its features are the weak one, the other one, then the rest.
+        g_RKM2: from `draw_pairs`. Its features are the weak one, the other one, then the rest.
 
     Raises:
         UserError: if the norms are so large that float64 loses a softmax sum.
@@ -159,7 +161,10 @@ def angular_speeds(weak_P3: Tensor, other_Q3: Tensor, rest_K3: Tensor, g_RKM2: T
 
 
 def angular_speed_at_a_point(states_K3: Tensor, g_RKM2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return speed and mean p_ii, (R,) each, for one state of each feature, from `loss_gradient`, to check the grid."""
+    """Return speed and mean p_ii, (R,) each, for one state of each feature, from `loss_gradient`.
+
+    Tests and the benchmark compare `angular_speeds` with it.
+    """
     states_K3 = states_K3.to(g_RKM2.device)
     rows = [[each[:, 0] for each in _in_plane(state[None], g_RKM2[:, k])] for k, state in enumerate(states_K3)]
     norm_K = states_K3[:, 1]
@@ -175,7 +180,7 @@ def angular_speed_at_a_point(states_K3: Tensor, g_RKM2: Tensor) -> tuple[Tensor,
 def _in_plane(states_P3: Tensor, g_RM2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return <theta, x>, <theta, v>, and the means of <u, x> and <u, v> given these two; (R, P, M) each.
 
-    u is the unit vector orthogonal to theta, on the side of mu. With angle a and length n the first two are n N(0, 1)
+    u is the unit vector orthogonal to theta, on the side of mu. For angle a and norm n, the first two are n N(0, 1),
     with correlation r = alpha cos^2 a. <u, x> is independent of <theta, x> and has covariance n alpha cos a sin a with
     <theta, v>. For <u, v> the roles of x and v are exchanged.
     """
@@ -192,7 +197,7 @@ def _in_plane(states_P3: Tensor, g_RM2: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _weak_terms(weak_P3: Tensor, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the feature's part of z_ij and its derivative along u, (R, M, P, M) each, by (i, state, j)."""
+    """Return the feature's part of z_ij and its derivative along u, (R, M, P, M) each: i, state, j."""
     along_x_RPM, along_v_RPM, across_x_RPM, across_v_RPM = _in_plane(weak_P3, g_RM2)
     along_x, across_x = along_x_RPM.mT[..., None], across_x_RPM.mT[..., None]
     along_v, across_v = along_v_RPM[:, None], across_v_RPM[:, None]
@@ -200,18 +205,18 @@ def _weak_terms(weak_P3: Tensor, g_RM2: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rest_logits(rest_K3: Tensor, g_RKM2: Tensor) -> Tensor:
-    """Return the sum over the rest of the features, each in its one state, (R, M, M)."""
+    """Return the part of z_ij of all features in `rest_K3`, (R, M, M)."""
     single = [_in_plane(state[None], g_RKM2[:, k])[:2] for k, state in enumerate(rest_K3)]
     return torch.stack([along_x.mT * along_v for along_x, along_v in single]).sum(0)
 
 
 def _stable_exp(z: Tensor) -> Tensor:
-    """Return exp(z - greatest of its row), in the memory of `z`."""
+    """Return exp(z - greatest of its row), which overwrites `z`."""
     return z.sub_(z.amax(-1, keepdim=True)).exp_()
 
 
 def _own(by_pair_RMPM: Tensor) -> Tensor:
-    """Return the entries of i = j, (R, M, P)."""
+    """Return the entries with i = j, (R, M, P)."""
     return by_pair_RMPM.diagonal(dim1=1, dim2=3).mT
 
 
@@ -226,9 +231,10 @@ def speed_grid(
     num_pairs: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Average `angular_speeds` over `num_batches` batches of one seed, the same batches for every state.
+    """Average `angular_speeds` over `num_batches` batches of one seed. All states see the same batches.
 
-    `reference_Q` holds, for each state of the other feature, the number of the state that its gain is relative to.
+    A gain is the speed less the speed at a reference state. `reference_Q` is the number of that state, for each state
+    of the other feature.
     Returns means over the batches, (P, Q) each: "speed_PQ", "p_positive_PQ", "gain_PQ" and "gain_square_PQ".
     """
     reference_Q = reference_Q.to(device)
@@ -250,12 +256,12 @@ def speed_grid(
 def train_arms(
     training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, *, seeds: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Train arms by gradient descent from the same start on the same new batches; many seeds at once, float32.
+    """Train arms by gradient descent in float32. All arms of a seed have the same first weights and the same batches.
 
     `alpha_AK` is the correlation of each feature's view with its input. `beta_AK` is the share of the view that the
-    noise leaves; 1: no noise. Before `noise_from_step` views have the correlations alpha. From that step on, feature k
-    of a view is beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. With beta 1 no bit
-    changes.
+    noise leaves; 1 is no noise. Before `noise_from_step` views have the correlations alpha. From that step on, feature
+    k of a view is beta_k v_k + sqrt(1 - beta_k^2) N(0, I), so its correlation is alpha_k beta_k. A beta of 1 changes no
+    bit.
 
     Returns angles in degrees before each step and after the last, (A, S, T + 1): "weak_AST" of feature 0, "second_AST"
     of feature 1, and "dominant_AST", the mean over all features but 0. "p_positive_AST" is the mean p_ii and "loss_AST"
@@ -287,7 +293,7 @@ def _train_together(
     for step in range(training.num_steps):
         noisy = step >= training.noise_from_step
         x_SKMD, n_SKMD = draws(step, _INPUT, num_pairs), draws(step, _VIEW, num_pairs)
-        # A view is n except in its first coordinate, and <theta, v> is linear in it: arms need no views of their own.
+        # All arms share n: a view is n except in its first coordinate, and <theta, v> is linear in that coordinate.
         first_SKMA = alpha_KMA * x_SKMD[..., :1] + independent_KMA * n_SKMD[..., :1]
         fx_SKMA = x_SKMD @ theta_SKDA
         fv_SKMA = n_SKMD @ theta_SKDA + theta_SKDA[:, :, :1] * first_SKMA

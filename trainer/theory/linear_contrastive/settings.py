@@ -1,4 +1,4 @@
-"""Settings of the linear model's experiment: one class for each study."""
+"""Settings of the experiment on the linear model: one class for each study."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ GRID_AXES = (
 
 
 class TheoremSettings(Schema):
-    """Theorem 4.1: the speed of one feature (`weak`) against the correlation of another, with more beside them.
+    """Settings for Theorem 4.1: the speed of a feature (`weak`) against the correlation of another feature (`other`).
 
-    The first part is one point, the second a grid of all combinations. The gain is relative to the greatest of the
-    other feature's correlations.
+    `num_rest` more features stay the same. The settings `point_...` are one point. The plural ones, such as
+    `weak_norms`, are a grid of all combinations. The gain is relative to the greatest correlation of the other feature.
     """
 
     num_pairs: TwoOrMore = 32
@@ -76,7 +76,7 @@ class TheoremSettings(Schema):
 
 
 class Variation(Schema):
-    """A change of one setting of the training."""
+    """One setting of the training, and another value for it."""
 
     setting: Literal["dim", "num_pairs", "learning_rate", "initial_scale", "dominant_correlation", "noise_from_step"]
     value: Factor
@@ -87,12 +87,13 @@ class Variation(Schema):
 
 
 class TrainingSettings(Schema):
-    """Appendix D: one weak and many dominant features; from `noise_from_step` on with noise on the dominant ones.
+    """Settings for appendix D: one weak and many dominant features, with noise on the dominant ones from a step on.
 
-    The sweeps over `other_betas`, `fewer_noised`, `fewer_dominant` and `variations` have the weak feature at
-    `weak_correlation`. Values of `weak_correlations` that are not below `dominant_correlation` are shown, not judged.
+    `noise_from_step` is that step. In the sweeps over `other_betas`, `fewer_noised`, `fewer_dominant` and `variations`
+    the weak feature has `weak_correlation`. The claims use only the `weak_correlations` below `dominant_correlation`;
+    figures and tables show all of them.
 
-    `initial_scale` is the root mean square norm of theta_k at the start; its entries are N(0, initial_scale^2 / dim).
+    `initial_scale` is the root mean square norm of theta_k at the start. Its entries are N(0, initial_scale^2 / dim).
     """
 
     num_pairs: TwoOrMore = 256
@@ -135,21 +136,22 @@ class TrainingSettings(Schema):
 
     @property
     def betas(self) -> list[float]:
-        """Return all betas, ascending; the last is 1, no noise."""
+        """Return all betas in ascending order. The last is 1, which is no noise."""
         return sorted({*self.other_betas, self.noise_beta, 1.0})
 
     def two_of(self, by_beta: Tensors) -> dict[str, Tensor]:
-        """Return, of arms in the order of `betas`, the one without noise and the one of `noise_beta`."""
+        """Return two of the arms, which are in the order of `betas`: first without noise, then with `noise_beta`."""
         chosen = torch.tensor([self.betas.index(1), self.betas.index(self.noise_beta)])
         return {name: history[chosen] for name, history in by_beta.items()}
 
     def varied(self, variation: Variation) -> TrainingSettings:
+        """Return these settings with one changed. Raises `ValueError` if the value is not allowed."""
         value = self.model_dump() | {"variations": (), variation.setting: variation.value}
         return TrainingSettings.model_validate(value)
 
 
 class ErrorSettings(Schema):
-    """Lemma E.1, checked by counting test samples on the wrong side."""
+    """Settings for Lemma E.1, which is checked by counting the test samples on the wrong side."""
 
     angles_degrees: tuple[Angle, ...] = Field(default=(0, 5, 15, 30, 45, 60, 75, 85, 90), min_length=1)
     num_samples_a_seed: Count = 200_000
@@ -157,7 +159,7 @@ class ErrorSettings(Schema):
 
 
 class GradientSettings(Schema):
-    """Check of the closed-form gradient against autograd, in float64."""
+    """Settings for the check of the closed-form gradient against autograd, in float64."""
 
     num_pairs: TwoOrMore = 16
     num_features: Count = 5
@@ -166,7 +168,7 @@ class GradientSettings(Schema):
 
 
 class LinearContrastiveSettings(TheorySettings):
-    """Settings of the experiment; `studies` are the sections to compute and judge."""
+    """Settings of the experiment. `studies` names the sections to compute and judge."""
 
     kind: Literal["linear_contrastive"] = "linear_contrastive"
     num_seeds: TwoOrMore = 16
