@@ -13,7 +13,7 @@ from torch import Tensor
 from data_pipeline.core.counter_rng import DrawKeys
 from trainer.theory.framework.experiment import run_experiment
 from trainer.theory.sparse_coding import command as sparse_coding
-from trainer.theory.sparse_coding.claims import Arms, arm_claims, gap_claim, steps_to_reach
+from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, steps_to_reach
 from trainer.theory.sparse_coding.command import EXPERIMENT, gather, parts
 from trainer.theory.sparse_coding.model import TRAINING, Trained, draw_atoms, new_learners
 from trainer.theory.sparse_coding.probes import measure, probe_curves
@@ -100,7 +100,7 @@ def test_metrics_of_planted_neurons() -> None:
 
 def planted_arms(
     *, losses: Mapping[str, list[float]], r2: Mapping[str, float], settings: SparseCodingSettings = TINY
-) -> Arms:
+) -> ArmMetrics:
     """Three seeds whose metrics are planted: `losses` at four logged steps and the last R^2, by arm."""
     problem = problems(settings)[0]
     spread_S = torch.tensor([-0.001, 0.0, 0.001])
@@ -117,7 +117,7 @@ def planted_arms(
         "accuracy_labels": r2_SAC,
         "raw_r2_labels": torch.zeros(3, 1, 2),
     }
-    return Arms(problem, 0.1, metrics)
+    return ArmMetrics(problem, 0.1, metrics)
 
 
 LOW, HIGH = [2.0, 0.6, 0.5, 0.5], [3.4, 3.1, 3.0, 3.0]  # of 3.5 at the start
@@ -125,7 +125,7 @@ GOOD = {"mask, growing bias": 0.9, "mask, no bias": 0.2, "no mask, growing bias"
 SETTLED = {"mask, growing bias": HIGH, "mask, no bias": HIGH, "no mask, growing bias": LOW, "no mask, no bias": LOW}
 
 
-def verdicts(arms: Arms) -> dict[str, str]:
+def verdicts(arms: ArmMetrics) -> dict[str, str]:
     return {result.claim.name: result.verdict for result in arm_claims(arms, TINY)}
 
 
@@ -176,7 +176,7 @@ def test_ratios_of_a_problem() -> None:
     assert arms.linear_ceiling == pytest.approx(0.75)
     assert arms.noise_over_signal == pytest.approx(32 * 0.1 / (4 * 0.3))
     assert arms.bias_over_noise == pytest.approx(arms.problem.bias_cap / 0.1**0.5)
-    assert Arms(arms.problem, 0.0, arms.metrics).bias_over_noise == float("inf")
+    assert ArmMetrics(arms.problem, 0.0, arms.metrics).bias_over_noise == float("inf")
 
 
 @pytest.mark.slow

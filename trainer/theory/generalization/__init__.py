@@ -1,1 +1,1 @@
-"""Huang et al. 2023: alignment, divergence and concentration bound the error of a nearest-centre classifier."""
+"""Huang et al. 2023: bound the error of a nearest-centre classifier by alignment, divergence and concentration."""

@@ -1,15 +1,16 @@
-"""The error bound of Huang et al. 2023 (Theorem 1) in a model in which each of its terms is known exactly.
+"""Compute the error bound of Huang et al. 2023 (Theorem 1) in a model in which each of its terms is known exactly.
 
 A sample of class k has two nuisances: t, which augmentation changes, and u, which it does not. The input is
-(2 c_k, t, u), where the c_k are corners of a regular simplex. Its views have all t' within `strength` b of t, each
-sample with its own b. The encoder keeps the class except for an angle, phi = gain t + u, towards a direction v that all
-classes share: f = cos(phi) c_k + sin(phi) v. So r = 1, and f is L-Lipschitz with L = sqrt(1 + gain^2). Ordinary samples
-have u = 0. Outliers, a share of each class, have u = `outlier_angle`, beyond a right angle: they are on the wrong side.
+(2 c_k, t, u), and the c_k are corners of a regular simplex. The views of a sample have all t' at a distance of at most
+`strength` b from t. Each sample has its own b. The encoder keeps the class except for an angle, phi = gain t + u,
+towards a direction v that all classes share: f = cos(phi) c_k + sin(phi) v. So r = 1, and f is L-Lipschitz with
+L = sqrt(1 + gain^2). Ordinary samples have u = 0. A share of each class are outliers with u = `outlier_angle`. This is
+beyond a right angle, so they are on the wrong side.
 
-Two augmented samples of a class are max(0, |t1 - t2| - radii) apart (d_A), and outliers are too far from the others. So
-"at most delta apart" means that the intervals of radius strength b + delta / 2 overlap. Intervals that overlap pairwise
-have a point in common. So the largest delta-close subset is the greatest number of intervals over one point, and sigma
-is exact. Means over views are integrals of sines, and the spread of a sample's views is a chord.
+Two augmented samples of a class have the distance d_A = max(0, |t1 - t2| - radii). Outliers are too far from others.
+So a distance of at most delta means that the intervals of radius strength b + delta / 2 overlap. Intervals that overlap
+pairwise have a point in common. So the largest delta-close subset is the greatest number of intervals over one point,
+and sigma is exact. Means over views are integrals of sines, and the spread of a sample's views is a chord.
 
 Shapes: S seeds, Q shares of outliers, G gains, T strengths, K classes, N samples of a class, W deltas, E epsilons.
 """
@@ -38,11 +39,11 @@ Share = Annotated[float, Field(ge=0, lt=0.5)]
 class BoundSettings(Schema):
     """Settings of the model and the grid.
 
-    Ordinary t are uniform in [-`half_width`, `half_width`]; b is log-normal with median 1.
+    t is uniform in [-`half_width`, `half_width`]. b is log-normal with median 1 and `radius_log_sd`.
 
-    The bound is claimed for all pairs of `num_deltas` values of delta, from 0 to the width, and `num_epsilons` values
-    of epsilon. These are the largest that leave a share of up to `largest_unaligned_share` of the samples with views
-    farther apart than epsilon.
+    The bound is computed for all pairs of `num_deltas` values of delta, from 0 to the width of t, and `num_epsilons`
+    values of epsilon. R_epsilon, the share of samples with views farther apart than epsilon, goes from 0 to
+    `largest_unaligned_share`.
     """
 
     num_classes: TwoOrMore = 4
@@ -71,7 +72,7 @@ class BoundSettings(Schema):
 
 @dataclass(frozen=True)
 class Samples:
-    """t and b of each sample, (S, Q, K, N) float64, and u = phi - gain t, (Q, N), which is 0 except for outliers."""
+    """The t and b of each sample, (S, Q, K, N) float64, and u, (Q, N), which is 0 except for outliers."""
 
     t_SQKN: Tensor
     u_QN: Tensor
@@ -79,7 +80,7 @@ class Samples:
 
 
 def draw_samples(settings: BoundSettings, *, seeds: Sequence[int], device: torch.device) -> Samples:
-    """Draw samples, with the same t and b for every share of outliers."""
+    """Draw samples. All shares of outliers have the same t and b."""
     keys = draw_keys(seeds, device)
     K, N, Q = settings.num_classes, settings.samples_a_class, len(settings.outlier_shares)
     t = settings.half_width * (2 * uniform(keys, K * N, purpose=_NUISANCE).double() - 1)
@@ -95,14 +96,17 @@ def largest_overlap(position_XN: Tensor, radius_XN: Tensor) -> Tensor:
     low_XN, high_XN = ((position_XN + sign * radius_XN).contiguous() for sign in (-1, 1))
     begun_XN = torch.searchsorted(low_XN.sort(-1).values, low_XN, right=True)
     ended_XN = torch.searchsorted(high_XN.sort(-1).values, low_XN)
-    return (begun_XN - ended_XN).amax(-1)  # the greatest number occurs at the beginning of an interval
+    return (begun_XN - ended_XN).amax(-1)  # some interval begins at a point with the greatest number
 
 
 def concentration(samples: Samples, *, strength: float, deltas: Tensor, outlier_distance: float) -> Tensor:
-    """Return sigma of every delta, (S, Q, W): the least over classes of the share of the largest delta-close subset."""
+    """Return sigma for every delta, (S, Q, W).
+
+    It is the share of the largest delta-close subset of a class, for the class in which this share is least.
+    """
     N = samples.t_SQKN.shape[-1]
     far_QKN = (10 * outlier_distance + 10 * strength * samples.b_SQKN.amax()) * (samples.u_QN[:, None] > 0)
-    position_SQKN = samples.t_SQKN + far_QKN  # outliers are moved so far that they overlap no other
+    position_SQKN = samples.t_SQKN + far_QKN  # moves outliers so far that they overlap no other sample
     counts = [largest_overlap(position_SQKN, strength * samples.b_SQKN + delta / 2) for delta in deltas]
     return torch.stack(counts, dim=-1).amin(2).double() / N
 
@@ -116,12 +120,13 @@ def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torc
     """Return the true error and the terms of the bound in every cell (S, Q, G, T).
 
     error: error of the nearest-centre classifier, with centres over all views.
-    bound: the least (1 - sigma) + R_epsilon over the (delta, epsilon) that meet the theorem's condition; 1 if none
-        does.
+    bound: the least (1 - sigma) + R_epsilon over all (delta, epsilon) that meet the condition of the theorem; 1 if
+        none does.
     met: whether some (delta, epsilon) meets the condition.
-    unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon), without the condition.
-    slack: the greatest right side less left side of the condition over (delta, epsilon); positive if it is met.
-    rho: the rho of that greatest slack.
+    unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon).
+    slack: the greatest difference of the right and the left side of the condition, over all (delta, epsilon). It is
+        positive if the condition is met.
+    rho: the rho of that difference.
     centre_shrinkage: Delta = 1 - min_k |mu_k|^2.
     closest: the greatest mu_k.mu_l.
     sigma_at_0: share of the largest subset in which every two samples have a view in common.
@@ -136,9 +141,11 @@ def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> 
     gain_G = torch.tensor(settings.gains, dtype=torch.float64, device=device)
     gain_G11 = gain_G[:, None, None]
     phi_SQGKN = gain_G11 * samples.t_SQKN[:, :, None] + samples.u_QN[:, None, None]
-    reach_SQGKN = gain_G11 * strength * samples.b_SQKN[:, :, None]  # by which a view's phi differs at most
+    reach_SQGKN = (
+        gain_G11 * strength * samples.b_SQKN[:, :, None]
+    )  # greatest difference of a view's phi from the sample's
 
-    # The mean over views of cos(phi') is cos(phi) sin(reach) / reach, and that of sin(phi') likewise.
+    # The mean of cos(phi') over the views is cos(phi) sin(reach) / reach. The mean of sin(phi') has the same factor.
     shrunk_SQGKN = torch.sinc(reach_SQGKN / math.pi)
     along_SQGK, across_SQGK = ((wave * shrunk_SQGKN).mean(-1) for wave in (phi_SQGKN.cos(), phi_SQGKN.sin()))
     corner_KK = torch.full((K, K), -1 / (K - 1), dtype=torch.float64, device=device).fill_diagonal_(1)
@@ -157,12 +164,14 @@ def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> 
 
     delta_W = torch.linspace(0, 2 * settings.half_width, settings.num_deltas, dtype=torch.float64, device=device)
     sigma_SQW = concentration(samples, strength=strength, deltas=delta_W, outlier_distance=settings.outlier_angle)
-    spread_SQGM = 2 * (reach_SQGKN.flatten(-2).clamp(max=math.pi / 2)).sin()  # of a sample's views: a chord
+    spread_SQGM = (
+        2 * (reach_SQGKN.flatten(-2).clamp(max=math.pi / 2)).sin()
+    )  # a chord: how far apart views of a sample are
     total = spread_SQGM.shape[-1]
     most = int(settings.largest_unaligned_share * total)
     place_E = torch.linspace(0, most, settings.num_epsilons, device=device).round().long()
     epsilon_SQGE = spread_SQGM.sort(-1, descending=True).values[..., place_E]
-    # Of equal spreads none is above itself.
+    # R_epsilon counts spreads above epsilon. A spread that equals epsilon is not above it.
     unaligned_SQGE = (spread_SQGM[..., None, :] > epsilon_SQGE[..., None]).double().mean(-1)
 
     lipschitz_G = (1 + gain_G**2).sqrt()

@@ -1,4 +1,4 @@
-"""Measurements and verdicts for the claims in claims.yaml, by Huang et al. 2023.
+"""Measure and judge the claims in claims.yaml, of Huang et al. 2023.
 
 Shapes: S seeds, O objectives, Q shares of outliers, G gains, T strengths.
 """
@@ -34,7 +34,7 @@ RANK_LIMIT, ROUNDING = 4.0, 1e-9  # as in claims.yaml
 
 
 def judge_identities(found: Mapping[str, Tensor], *, tolerance: float) -> list[ClaimResult]:
-    """Judge what `measure_identities` returns."""
+    """Judge the errors that `measure_identities` returns."""
     measured = {
         name: exact_interval(found[key].max().item(), kind=f"largest of {len(found[key])} seeds")
         for key, name in IDENTITIES.items()
@@ -46,10 +46,10 @@ def judge_identities(found: Mapping[str, Tensor], *, tolerance: float) -> list[C
 def judge_collapse(
     names: Sequence[str], linear: Sequence[bool], hot: Sequence[bool], found: Mapping[str, Tensor], *, trained: float
 ) -> list[ClaimResult]:
-    """Judge rank and closest centres of each group of objectives, at its worst one.
+    """Judge the rank and the closest centres of each group of objectives, at the worst objective of the group.
 
-    `found` has (S, O) "rank", "closest" and "trained", the share of the way from the first loss to its lower bound.
-    If an objective has gone less than the share `trained` of it with some seed, its group is not decidable.
+    `found` has "rank", "closest" and "trained", (S, O) each; see `training_progress` for the last. A group is not
+    decidable if the progress of one of its objectives is below `trained` with some seed.
     """
     other = [not one and not two for one, two in zip(linear, hot, strict=True)]
     measured: dict[str, Measurement | Intervals] = {}
@@ -80,10 +80,10 @@ def judge_collapse(
 def judge_theorems(
     found: Mapping[str, Tensor], *, info_nce_at_1: Sequence[int], barlow: Sequence[int], trained: float
 ) -> list[ClaimResult]:
-    """Judge the bounds of theorems 3 and 4, which are claimed of any encoder.
+    """Judge the bounds of Theorems 3 and 4, which are claimed for any encoder.
 
-    `found` has (S, O) "closest", the bounds, and "trained" as for `judge_collapse`. Whether a sharpened bound says
-    something is judged for its loss alone, and only if that has trained.
+    `found` has "closest", "trained" and the bounds, (S, O) each. The claim that a sharpened bound is below the trivial
+    one is judged for its own loss, and only if that loss has trained.
     """
     everyone = range(found["closest"].shape[1])
     chosen = {
@@ -111,7 +111,7 @@ def judge_theorems(
 
 
 def judge_classifiers(names: Sequence[str], found: Mapping[str, Tensor]) -> list[ClaimResult]:
-    """Judge the errors of the classifiers; `found` has (S, O) of each quantity of `classify`."""
+    """Judge the errors of the classifiers. `found` has the quantities of `classify`, (S, O) each."""
     gain_SO = found["nearest_centre_error"] - found["linear_error"]
     differing = exact_interval(found["disagreements"].max().item(), kind=f"most of {gain_SO.numel()} encoders")
     measured: Measurements = {
@@ -124,7 +124,7 @@ def judge_classifiers(names: Sequence[str], found: Mapping[str, Tensor]) -> list
 def judge_bound(
     found: Mapping[str, Tensor], *, num_classes: int, strengths: Sequence[float], gains: Sequence[float]
 ) -> list[ClaimResult]:
-    """Judge the error bound; `found` has the cells (S, Q, G, T) of `measure_cells`."""
+    """Judge the error bound. `found` has the quantities of `measure_cells`, (S, Q, G, T) each."""
     error, bound, met = found["error"], found["bound"], found["met"]
     excess = (error - bound)[met]
     order_T = torch.tensor(strengths).argsort()
@@ -157,5 +157,5 @@ def _greatest(values: Tensor, of: str) -> Interval:
 
 
 def _any(values: Tensor, low: float, high: float, kind: str = "any value: has not trained") -> Interval:
-    """Return an interval that decides nothing, about the mean of what was measured."""
+    """Return an interval that decides nothing, with the mean of the values."""
     return Interval(value=values.mean().item(), low=low, high=high, kind=kind)

@@ -1,7 +1,8 @@
-"""The experiment on generalisation of contrastive learning (Huang et al. 2023): alignment, divergence, concentration.
+"""Run the experiment on generalisation of contrastive learning (Huang et al. 2023).
 
-It has three studies: the identities behind the paper's proofs; small encoders trained by every loss, with the measured
-divergence of class centres and its bounds; and the error bound in a model in which all of its terms are known.
+It has three studies. "identities" checks the identities in the paper's proofs. "encoders" trains small encoders by
+every loss, and measures the divergence of class centres and its bounds. "bound" computes the error bound in a model in
+which all terms are known.
 
 Shapes: S seeds, O objectives, M = S O encoders, Q shares of outliers, G gains, T strengths.
 """
@@ -47,10 +48,10 @@ STUDIES: tuple[Study, ...] = ("identities", "encoders", "bound")
 
 
 class GeneralizationSettings(TheorySettings):
-    """Settings of the experiment; `studies` are the sections to compute and judge.
+    """Settings of the experiment. `studies` names the sections to compute and judge.
 
-    InfoNCE with a temperature above `hot_above` is judged by itself, because it approaches the linear loss. A loss
-    counts as trained after `trained_share` of the way from its first value to a lower bound for any encoder.
+    InfoNCE with a temperature above `hot_above` has its own claims, because it approaches the linear loss. A loss has
+    trained if its `training_progress` is `trained_share` or more.
     """
 
     kind: Literal["generalization"] = "generalization"
@@ -65,7 +66,7 @@ class GeneralizationSettings(TheorySettings):
 
 
 def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:
-    """Return the parts: the identities, the encoders of a few seeds at a time, and the cells of the bound."""
+    """Return the parts: the identities, the encoders, a few seeds at a time, and the cells of the bound."""
     seeds, named = settings.seeds, dict[str, Part]()
     if "identities" in settings.studies:
         named["identities"] = lambda device: measure_identities(settings.identities, seeds=seeds, device=device)
@@ -112,10 +113,10 @@ def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], d
 
 
 def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:
-    """Return a lower bound of the loss for any encoder: positives coincide, and negatives have the least mean.
+    """Return a lower bound of the loss, for any encoder: positives coincide, and negatives have the least mean product.
 
-    The mean product of two different ones of B unit vectors is at least -1 / (B - 1), because the square of their sum
-    is not negative. Log sum exp is convex.
+    The mean product of two different vectors among B unit vectors is at least -1 / (B - 1), because the square of their
+    sum is not negative. The log of a sum of exponentials is convex.
     """
     B, t = batch_size, objective.temperature
     least = -1 / (B - 1)
@@ -123,13 +124,13 @@ def loss_floor(objective: ObjectiveSettings, batch_size: int) -> float:
         return -1 + objective.divergence_weight * least
     if objective.loss == "split":
         return objective.divergence_weight * (math.log(B - 1) + least / t)
-    if objective.loss == "info_nce":  # an anchor's 2 B - 2 negatives sum to -2 at least where positives coincide
+    if objective.loss == "info_nce":  # if positives coincide, an anchor's 2 B - 2 products sum to at least -2
         return math.log(1 + (2 * B - 2) * math.exp((least - 1) / t))
     return 0.0
 
 
 def training_progress(settings: GeneralizationSettings, loss_SOL: Tensor) -> Tensor:
-    """Return the share of the way from the first logged loss to its floor at every logged loss, (S, O, L)."""
+    """Return the share of the way from the first loss to its `loss_floor`, at every logged loss, (S, O, L)."""
     encoders = settings.encoders
     floor_O1 = torch.tensor([[loss_floor(one, encoders.batch_size)] for one in encoders.objectives])
     return (loss_SOL[..., :1] - loss_SOL) / (loss_SOL[..., :1] - floor_O1)
@@ -166,7 +167,7 @@ def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> 
 
 
 def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Return the means over seeds of each loss, with bounds of 95 % t-intervals."""
+    """Return a row for each loss: means over seeds, and 95 % t-intervals."""
     quantities = [name for name in measured if name not in ("loss", "disagreements")]
     rows = []
     for at, name in enumerate(names):
@@ -179,7 +180,7 @@ def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list
 
 
 def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
-    """Return counts over all cells of all seeds, and a row for every share of outliers, gain and strength."""
+    """Return counts over all cells of all seeds, and a row for each share of outliers, gain and strength."""
     met, value, error = cells["met"], cells["bound"], cells["error"]
     columns = {
         "met_share": met.double(),
@@ -209,7 +210,7 @@ def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
 def _encoder_panels(
     settings: GeneralizationSettings, names: Sequence[str], measured: Mapping[str, Tensor]
 ) -> list[Panel]:
-    """Return panels of the way to the floor against steps, and of rank, closest centres with bounds, and errors."""
+    """Return four panels: training progress against steps, rank, closest centres with their bounds, and errors."""
     gone_SOL = training_progress(settings, measured["loss"])
     steps = [max(1, settings.encoders.log_every * at) for at in range(gone_SOL.shape[-1])]
     training = [
@@ -238,7 +239,7 @@ def _encoder_panels(
 
 
 def _dots(values_SO: Tensor, label: str, color: int, *, shift: float = 0) -> list[Curve]:
-    """Return a dot for every objective, at 1, 2, ... + `shift`, with a bar between the bounds of its mean."""
+    """Return a dot for every objective, at its number + `shift`, with a bar for the t-interval of its mean."""
     mean_O, low_O, high_O = t_bounds(values_SO)
     places = [at + 1 + shift for at in range(len(mean_O))]
     bounds = zip(places, low_O.tolist(), high_O.tolist(), strict=True)
@@ -247,7 +248,7 @@ def _dots(values_SO: Tensor, label: str, color: int, *, shift: float = 0) -> lis
 
 
 def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
-    """Return error and bound against strength for a small and the greatest gain, and maps of the met condition."""
+    """Return error and bound against strength, for a small and for the greatest gain, and maps of the condition."""
     q, small = len(bound.outlier_shares) // 2, min(1, len(bound.gains) - 1)
     shares, strengths, gains = bound.outlier_shares, bound.strengths, bound.gains
     shown = [t for t, strength in enumerate(strengths) if strength > 0]

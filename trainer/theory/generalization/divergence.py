@@ -1,12 +1,13 @@
-"""The divergence of class centres, and its bounds by Theorems 3 and 4 of Huang et al. 2023.
+"""Measure the divergence of class centres, and its bounds by Theorems 3 and 4 of Huang et al. 2023.
 
 The population is finite: K classes of N samples of A views each, all equally probable. Its expectations are sums, so
 inequalities on them have no sampling error. f1 and f2 are embeddings of two views of a sample, drawn with replacement.
 f- is the embedding of a view of an independent sample. mu_k is the mean embedding of class k, and p = 1 / K its
 probability.
 
-The paper's theorems have a term tau of (sigma, delta), whose formula is in an appendix. Here tau is computed from the
-population itself, as the same steps of the proofs need it. So each bound is a theorem without an open constant:
+The theorems have a term tau(sigma, delta). Its formula is in an appendix, not in the paper's text. Here tau is the
+value that the steps of the proofs need, computed from the population. So each bound is a theorem without an open
+constant:
 
 - Theorem 3: log(e^x + e^y) is convex, so the mean of log(e^f1.f2 + e^f1.f-) over class k and class l is at least
   log(e^a_k + e^mu_k.mu_l). Here a_k is the mean of f1.f2 over class k, and a is the least a_k (at least 1 - epsilon if
@@ -14,8 +15,8 @@ population itself, as the same steps of the proofs need it. So each bound is a t
 - Theorem 4: with C the mean of f1 f2^T and tau = |C - sum_k p mu_k mu_k^T|^2, |sum_k p mu_k mu_k^T - I|^2 is at most
   2 |C - I|^2 + 2 tau, and equals sum_kl (p mu_k.mu_l - [k = l])^2 + D - K.
 
-The sharpened bounds use the same inequalities and keep what the printed form drops: in Theorem 3 the other pairs of
-classes, in Theorem 4 that |x + y| <= |x| + |y| and that the pair occurs twice.
+The sharpened bounds use the same inequalities, and keep the terms that the printed form drops. In Theorem 3 these are
+the other pairs of classes. In Theorem 4 the sharpened bound uses |x + y| <= |x| + |y|, and that the pair occurs twice.
 
 Shapes: M encoders, K classes, N samples of a class, A views of a sample, D dimensions, P = K N A embeddings.
 """
@@ -40,8 +41,8 @@ class Population:
     Attributes:
         centre_MKD: mu_k.
         alignment_MK: mean of f1.f2 over class k.
-        info_nce_divergence_M: the mean of log(e^f1.f2 + e^f1.f-), L2 of Theorem 3.
-        correlation_MDD: the mean of f1 f2^T.
+        info_nce_divergence_M: mean of log(e^f1.f2 + e^f1.f-), which is L2 of Theorem 3.
+        correlation_MDD: mean of f1 f2^T.
         rank_M: exp(entropy of the eigenvalues of the covariance of all embeddings, scaled to a sum of 1).
     """
 
@@ -53,7 +54,7 @@ class Population:
 
 
 def population_of(z_MKNAD: Tensor) -> Population:
-    """Return the expectations of unit embeddings that the bounds need."""
+    """Return the expectations that the bounds need, from unit embeddings."""
     z_MKNAD = z_MKNAD.double()
     mean_MKND = z_MKNAD.mean(3)
     z_MPD, rows_MND = z_MKNAD.flatten(1, 3), mean_MKND.flatten(1, 2)
@@ -69,7 +70,7 @@ def population_of(z_MKNAD: Tensor) -> Population:
 
 
 def _divergence(z_KNAD: Tensor) -> Tensor:
-    """Return the mean of log(e^f1.f2 + e^f1.f-) over all of P f1, A f2 and P f-."""
+    """Return the mean of log(e^f1.f2 + e^f1.f-) over all P embeddings f1, their A views f2, and all P embeddings f-."""
     z_PD = z_KNAD.flatten(0, 2)
     own_PA = (z_KNAD @ z_KNAD.mT).flatten(0, 2)
     others_PP = z_PD @ z_PD.T
@@ -78,18 +79,18 @@ def _divergence(z_KNAD: Tensor) -> Tensor:
 
 
 def closest_centres(centre_MKD: Tensor) -> Tensor:
-    """Return the greatest mu_k.mu_l of two different classes, (M,)."""
+    """Return the greatest mu_k.mu_l of any two different classes, (M,)."""
     return greatest_off_diagonal(centre_MKD @ centre_MKD.mT)
 
 
 def greatest_off_diagonal(values_KK: Tensor) -> Tensor:
-    """Return the greatest of the (..., K, K) values of two different classes, (...)."""
+    """Return the greatest value off the diagonal of (..., K, K) values, (...)."""
     own_KK = torch.eye(values_KK.shape[-1], dtype=torch.bool, device=values_KK.device)
     return values_KK.masked_fill(own_KK, -torch.inf).amax((-2, -1))
 
 
 def theorem_3_bound(population: Population) -> Tensor:
-    """Return log(exp((L2 + tau) / p^2) - exp(a)), (M,), an upper bound on mu_k.mu_l; the trivial bound is 1."""
+    """Return log(exp((L2 + tau) / p^2) - exp(a)), (M,), which bounds mu_k.mu_l from above; the trivial bound is 1."""
     p = 1 / population.centre_MKD.shape[1]
     a_M = population.alignment_MK.amin(1)
     tau_M = -torch.logaddexp(a_M, torch.full_like(a_M, -1.0)).clamp(max=0)
@@ -98,11 +99,11 @@ def theorem_3_bound(population: Population) -> Tensor:
 
 
 def theorem_3_sharpened(population: Population) -> Tensor:
-    """Return the greatest t = mu_k.mu_l, at most 1, with which all pairs of classes together can have this L2; (M,).
+    """Return the greatest t = mu_k.mu_l, at most 1, for which the divergence of all pairs of classes can be L2; (M,).
 
-    Pairs of a class with itself have |mu_k|^2, and the pair in question has t, twice. The rest, of weight w, have at
-    least the value at their mean alignment and mean product. The mean product follows from |sum_k p mu_k|^2, the mean
-    over all pairs.
+    A class with itself has the product |mu_k|^2. The pair k, l has t, and occurs twice. The other pairs together have
+    at least the divergence at their mean alignment and mean product. Their mean product follows from |sum_k p mu_k|^2,
+    which is the mean product of all pairs.
     """
     centre_MKD, a_MK = population.centre_MKD, population.alignment_MK
     K = centre_MKD.shape[1]
@@ -119,7 +120,7 @@ def theorem_3_sharpened(population: Population) -> Tensor:
         of_pair_MKK = 2 * p**2 * torch.logaddexp(a_of_pair_MKK, t_MKK)
         return own_M11 + of_pair_MKK + weight * torch.logaddexp(a_of_rest_MKK, rest_MKK)
 
-    # From where this convex function is least: there the derivative by t, of both terms, is 0.
+    # Bisect above the minimum of this convex function, at which its derivative by t is 0.
     low_MKK = (weight * (a_of_pair_MKK - a_of_rest_MKK) + remaining_M11) / (1 - p)
     high_MKK = torch.ones_like(low_MKK)
     for _ in range(_BISECTIONS):
@@ -149,10 +150,10 @@ def theorem_4_bounds(population: Population) -> tuple[Tensor, Tensor]:
 
 
 def classify(train_MKPD: Tensor, test_MKPD: Tensor, *, num_steps: int, learning_rate: float) -> dict[str, Tensor]:
-    """Compare nearest centre with the linear classifier of least cross-entropy, from P training embeddings of a class.
+    """Compare the nearest-centre classifier with a trained linear one, from P training embeddings of each class.
 
-    The linear classifier starts from the nearest-centre classifier, argmax_k mu_k.f - |mu_k|^2 / 2. Adam trains it on
-    all embeddings at once.
+    The linear classifier starts as the nearest-centre classifier, argmax_k mu_k.f - |mu_k|^2 / 2. Adam reduces its
+    cross-entropy on all embeddings at once.
 
     Returns the test errors "nearest_centre_error" and "linear_error", and "disagreements", the number of test
     embeddings on which nearest centre and its linear form differ; (M,) each.

@@ -1,4 +1,4 @@
-"""Small encoders of Gaussian classes, trained in lockstep for all losses and seeds.
+"""Train small encoders on Gaussian classes, in lockstep for all losses and seeds.
 
 A sample of class k is c_k + `sample_sd` z, and a view of it is the sample + `view_sd` z', with normal z and z'. The
 encoder is a multi-layer perceptron with outputs normalised to unit length. Every loss starts from the same weights and
@@ -29,14 +29,14 @@ from trainer.theory.framework.experiment import TwoOrMore, draw_keys
 
 # Purposes of `counter_rng`.
 _CENTRE, _WEIGHT, _CLASS, _SAMPLE, _VIEW = range(5)
-# The population of a key: training, measures or test.
+# Numbers of views that separate the samples of training, of the measures and of the test.
 _TRAINING, MEASURED, TEST = range(3)
 
 PairLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class ObjectiveSettings(Schema):
-    """One loss. "info_nce" and "split" have a temperature, "split" and "linear" a divergence weight."""
+    """Settings of one loss. "info_nce" and "split" use the temperature, "split" and "linear" the divergence weight."""
 
     loss: Literal["info_nce", "linear", "barlow_twins", "split"]
     temperature: PositiveFactor = 1
@@ -53,7 +53,7 @@ class ObjectiveSettings(Schema):
 
 
 class EncoderSettings(Schema):
-    """The classes, the encoder, its training by Adam with a cosine schedule, and the samples of the measures."""
+    """Settings of the classes, the encoder, its training by Adam with a cosine schedule, and the measured samples."""
 
     objectives: tuple[ObjectiveSettings, ...] = Field(
         default=(
@@ -86,7 +86,7 @@ class EncoderSettings(Schema):
 
 @dataclass
 class Encoders:
-    """(S, O) perceptrons with one hidden layer; all tensors float32, weights as (inputs, outputs)."""
+    """Perceptrons (S, O) with one hidden layer. All tensors are float32, and weights are (inputs, outputs)."""
 
     first_SOIH: Tensor
     first_bias_SOH: Tensor
@@ -97,20 +97,23 @@ class Encoders:
         return [self.first_SOIH, self.first_bias_SOH, self.second_SOHD, self.second_bias_SOD]
 
     def embed(self, x_SBI: Tensor) -> Tensor:
-        """Return unit vectors (S, O, B, D): each objective's embeddings of the same inputs of a seed."""
+        """Return embeddings of unit length, (S, O, B, D). All objectives of a seed embed the same inputs."""
         hidden_SOBH = torch.relu(x_SBI[:, None] @ self.first_SOIH + self.first_bias_SOH[:, :, None])
         return F.normalize(hidden_SOBH @ self.second_SOHD + self.second_bias_SOD[:, :, None], dim=-1)
 
 
 def class_centres(settings: EncoderSettings, seeds_S: Tensor) -> Tensor:
-    """Draw the centres c_k, (S, K, I), normal with `centre_sd`."""
+    """Draw the centres c_k, (S, K, I), which are normal with deviation `centre_sd`."""
     keys = draw_keys(seeds_S)
     drawn = normal(keys, settings.num_classes * settings.input_dim, purpose=_CENTRE)
     return settings.centre_sd * drawn.view(-1, settings.num_classes, settings.input_dim)
 
 
 def new_encoders(settings: EncoderSettings, seeds_S: Tensor) -> Encoders:
-    """Draw the same weights for every objective of a seed: normal, variance 2 / inputs, then 1 / inputs; zero bias."""
+    """Draw normal weights, the same for every objective of a seed, and set the biases to 0.
+
+    The variance is 2 / inputs in the first layer and 1 / inputs in the second.
+    """
     keys = draw_keys(seeds_S)
     num, inputs = len(settings.objectives), settings.input_dim
     H, D = settings.hidden_dim, settings.embedding_dim
@@ -153,7 +156,7 @@ def draw_population(settings: EncoderSettings, seeds_S: Tensor, *, which: int) -
 def stacked_nt_xent(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float) -> Tensor:
     """Return the loss of `trainer.objectives.nt_xent` for each of M encoders, (M,), from unit embeddings.
 
-    That function has an autograd function of its own to save memory, which cannot be mapped over encoders.
+    `torch.func.vmap` cannot map that function, which saves memory by an autograd function of its own.
     """
     u_MPD = torch.cat([z_a_MBD, z_b_MBD], dim=1)
     num = z_a_MBD.shape[1]
@@ -166,7 +169,7 @@ def stacked_nt_xent(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float) -> 
 def stacked_split(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float, divergence_weight: float) -> Tensor:
     """Return the loss of `trainer.objectives.split_loss` for each of M encoders, (M,), from unit embeddings.
 
-    That function masks in place, which `torch.func.vmap` runs for one encoder after the other.
+    That function masks in place, so `torch.func.vmap` would run one encoder after the other.
     """
     own_BB = torch.eye(z_a_MBD.shape[1], dtype=torch.bool, device=z_a_MBD.device)
     sums_MB = (z_a_MBD @ z_b_MBD.mT / temperature).masked_fill(own_BB, -torch.inf).logsumexp(-1)
@@ -175,7 +178,7 @@ def stacked_split(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float, diver
 
 
 def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
-    """Return a function from unit embeddings (M, B, D) of both views to the loss of each of M encoders, (M,)."""
+    """Return a function from the unit embeddings (M, B, D) of both views to the losses of M encoders, (M,)."""
     temperature, weight = objective.temperature, objective.divergence_weight
     if objective.loss == "info_nce":
         return partial(stacked_nt_xent, temperature=temperature)
@@ -187,7 +190,7 @@ def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
 
 
 def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.device) -> tuple[Encoders, Tensor]:
-    """Train every objective of every seed at once; the encoders of a seed do not depend on the other seeds.
+    """Train every objective of every seed at once. The encoders of a seed do not depend on the other seeds.
 
     Returns the encoders after the last step, and the losses (S, O, L): of the first step, then the mean of each
     `log_every` steps.

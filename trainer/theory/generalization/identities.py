@@ -1,6 +1,6 @@
-"""Identities of Huang et al. 2023, checked in float64 on the losses of `trainer.objectives` themselves.
+"""Check the identities of Huang et al. 2023 in float64, on the losses of `trainer.objectives`.
 
-Each is a function of the embeddings of two views (B, D) that returns its error relative to its size.
+Most checks take the embeddings of two views (B, D) and return the error of the identity relative to its size.
 
 Shapes: S seeds, B pairs, D dimensions, K classes.
 """
@@ -26,7 +26,7 @@ _EMBEDDING, _PROBABILITY = range(2)  # purposes of `counter_rng`
 
 
 class IdentitySettings(Schema):
-    """Sizes of the embeddings. The second view is the first plus normal noise of `view_sd`."""
+    """Settings of the checks. The embeddings of the second view are those of the first plus noise of `view_sd`."""
 
     batch_size: TwoOrMore = 64
     dim: TwoOrMore = 16
@@ -44,7 +44,7 @@ def info_nce_split(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 def correlation_split(z_a_BD: Tensor, z_b_BD: Tensor, *, weight: float = 5e-3) -> Tensor:
     """Check that the cross-correlation loss is (1 - lambda) L1 + lambda |C - I|^2, with C from `torch.corrcoef`."""
     num, dim = z_a_BD.shape
-    # Standardised by unbiased deviations, summed with divisor B.
+    # The loss standardises by unbiased deviations, and divides its sums by B.
     correlation_DD = torch.corrcoef(torch.cat([z_a_BD, z_b_BD], 1).T)[:dim, dim:] * (num - 1) / num
     first = (1 - correlation_DD.diagonal()).square().sum()
     distance = (correlation_DD - torch.eye(dim, dtype=z_a_BD.dtype, device=z_a_BD.device)).square().sum()
@@ -53,14 +53,14 @@ def correlation_split(z_a_BD: Tensor, z_b_BD: Tensor, *, weight: float = 5e-3) -
 
 
 def alignment_lemma(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Return E |f1 - f2|^2 over 2 sqrt(D L1) of standardised embeddings (unbiased): the lemma says at most 1."""
+    """Return E |f1 - f2|^2 / (2 sqrt(D L1)) for standardised embeddings. The lemma says that it is at most 1."""
     a_BD, b_BD = ((z_BD - z_BD.mean(0)) / z_BD.std(0) for z_BD in (z_a_BD, z_b_BD))
     first = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=0)
     return (a_BD - b_BD).square().sum(1).mean() / (2 * (z_a_BD.shape[1] * first).sqrt())
 
 
 def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Check that the second term of the linear loss is |E f|^2 if the mean includes a view's pair with itself."""
+    """Check that the second term of the linear loss is |E f|^2, if its mean includes each view's pair with itself."""
     u_BD = torch.nn.functional.normalize(torch.cat([z_a_BD, z_b_BD]), dim=1)
     at_1, at_2 = (linear_loss(u_BD, u_BD, divergence_weight=weight) for weight in (1, 2))
     others, num = at_2 - at_1, len(u_BD)
@@ -69,7 +69,7 @@ def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 
 
 def stacked_losses(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Check that the losses for training in lockstep equal those of `trainer.objectives`."""
+    """Check that the losses for training in lockstep equal the losses of `trainer.objectives`."""
     u_BD, v_BD = (torch.nn.functional.normalize(z_BD, dim=1) for z_BD in (z_a_BD, z_b_BD))
     nt_xent = stacked_nt_xent(u_BD[None], v_BD[None], temperature=0.5)[0]
     split = stacked_split(u_BD[None], v_BD[None], temperature=0.2, divergence_weight=0.4)[0]
@@ -100,7 +100,7 @@ ON_PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def measure_identities(settings: IdentitySettings, *, seeds: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return the relative error of each identity, and the ratio of the lemma's sides, (S,) each."""
+    """Return the relative error of each identity, and the left side of the lemma over its right side; (S,) each."""
     keys = draw_keys(seeds, device)
     B, D, K = settings.batch_size, settings.dim, settings.num_classes
     drawn = normal(keys, 2 * B * D + K * D, purpose=_EMBEDDING).double()

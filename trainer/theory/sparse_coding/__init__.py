@@ -1,1 +1,1 @@
-"""Wen and Li 2021: one-layer contrastive learning on sparsely coded data, with random masks."""
+"""Wen and Li 2021: contrastive learning of one layer on sparsely coded data, with and without random masks."""

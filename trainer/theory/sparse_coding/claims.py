@@ -1,4 +1,4 @@
-"""Measurements and verdicts for the claims in claims.yaml, by Wen and Li (2021) on sparse coding.
+"""Measure and judge the claims in claims.yaml, of Wen and Li (2021) on sparse coding.
 
 Legend: S seeds, A arms, L logged steps.
 """
@@ -24,32 +24,38 @@ from trainer.theory.sparse_coding.settings import (
 )
 
 CLAIMS = read_claims(__file__)
-_REACHED = 0.9  # of its way from the start to its highest value
+_REACHED = 0.9  # share of the rise of a curve, from its first value to its highest
 
 
 @dataclass(frozen=True)
-class Arms:
-    """All seeds of one problem at one noise level; metrics are (S, A, ...) and final unless their name ends in _log."""
+class ArmMetrics:
+    """The metrics of all arms of one problem at one noise level, (S, A, ...).
+
+    A metric whose name ends in `_log` has a value for each logged step. The others are of the trained arms.
+    """
 
     problem: Problem
     noise_variance: float
     metrics: Mapping[str, Tensor]
 
     def of(self, arm: Arm, name: str) -> Tensor:
-        """Return a metric of one arm, (S, ...): "r2" and "accuracy" with the most labels, "loss" as last logged."""
+        """Return a metric of one arm, (S, ...).
+
+        "r2" and "accuracy" are the values with the most labels, and "loss" is the last logged loss.
+        """
         values = self.metrics[{"r2": "r2_labels", "accuracy": "accuracy_labels", "loss": "loss_log"}.get(name, name)]
         values = values[:, self.problem.arms.index(arm)]
         return values[..., -1] if name in {"r2", "accuracy", "loss"} else values
 
     @property
     def linear_ceiling(self) -> float:
-        """Return R^2 of the best linear function of x: E[z^2] / (E[z^2] + sigma^2)."""
+        """Return the R^2 of the best linear function of x: E[z^2] / (E[z^2] + sigma^2)."""
         probability = self.problem.feature_probability
         return probability / (probability + self.noise_variance)
 
     @property
     def bias_over_noise(self) -> float:
-        """Return kappa / sigma: the largest bias over the standard deviation of a unit neuron's response to noise."""
+        """Return kappa / sigma: the largest bias over the standard deviation of <w, noise>, for |w| = 1."""
         return self.problem.bias_cap / math.sqrt(self.noise_variance) if self.noise_variance else math.inf
 
     @property
@@ -59,7 +65,7 @@ class Arms:
         return problem.num_pixels * self.noise_variance / (problem.num_features * problem.feature_probability)
 
     def untrained(self, arms: Sequence[Arm], settings: SparseCodingSettings) -> str:
-        """Return in words which arms have a seed that has not trained or still trains; "" if none has."""
+        """Return a text that names the arms of which a seed has not trained or still trains; "" if there are none."""
         start, told = self.problem.first_loss, []
         for arm in arms:
             loss_SL = self.of(arm, "loss_log")
@@ -74,7 +80,7 @@ class Arms:
 
 
 def growth_claims(growth: Mapping[bool, Tensors]) -> list[ClaimResult]:
-    """Judge what `measure_growth` returns with the mask (True) and without."""
+    """Judge the growth that `measure_growth` returns, with the mask (True) and without it (False)."""
     measured = {}
     for masked, direction, name in (
         (True, "along", "growth with mask"),
@@ -89,14 +95,17 @@ def growth_claims(growth: Mapping[bool, Tensors]) -> list[ClaimResult]:
 
 
 def steps_to_reach(log_SL: Tensor, *, every: int, share: float = _REACHED) -> Tensor:
-    """Return the first logged step at which a curve has gone `share` of the way from its first value to its highest."""
+    """Return the first logged step at which each curve has made the share `share` of its rise, (S,).
+
+    The rise is from the first value of a curve to its highest.
+    """
     first_S1, highest_S1 = log_SL[:, :1], log_SL.amax(1, keepdim=True)
     reached_SL = log_SL >= first_S1 + share * (highest_S1 - first_S1)
     return (reached_SL.int().argmax(1) + 1) * every
 
 
-def arm_claims(arms: Arms, settings: SparseCodingSettings) -> list[ClaimResult]:
-    """Judge what the arms of one problem have learned. A claim on an arm that has not trained is not decided."""
+def arm_claims(arms: ArmMetrics, settings: SparseCodingSettings) -> list[ClaimResult]:
+    """Judge the claims on the arms of one problem. A claim on an arm that has not trained is not decided."""
     of, problem, D = arms.of, arms.problem, arms.problem.num_features
     few = next((place for place, count in enumerate(settings.label_counts) if count >= 8 * D), -1)
     cosine_steps_S, share_steps_S = (
@@ -137,8 +146,8 @@ def arm_claims(arms: Arms, settings: SparseCodingSettings) -> list[ClaimResult]:
     )
 
 
-def gap_claim(arms: Arms, settings: SparseCodingSettings) -> ClaimResult:
-    """Judge whether features are better with the mask, in one problem at one noise level."""
+def gap_claim(arms: ArmMetrics, settings: SparseCodingSettings) -> ClaimResult:
+    """Judge the claim that features are better with the mask, for one problem at one noise level."""
     problem = arms.problem
     gap_S = arms.of(MASK_BIAS, "r2") - arms.of(NONE_BIAS, "r2")
     (result,) = judge_rows(
@@ -153,8 +162,11 @@ def gap_claim(arms: Arms, settings: SparseCodingSettings) -> ClaimResult:
 
 
 def _unless_untrained(
-    values_S: Tensor, arms: Arms, needed: Sequence[Arm], settings: SparseCodingSettings
+    values_S: Tensor, arms: ArmMetrics, needed: Sequence[Arm], settings: SparseCodingSettings
 ) -> Measurement:
-    """Return a measurement that decides nothing if a needed arm has not trained: it looks as if it could not learn."""
+    """Return a measurement that decides nothing if a needed arm has not trained.
+
+    The features of such an arm look as if it could not learn.
+    """
     told = arms.untrained(needed, settings)
     return Measurement(values_S, undecided=f"; {told}" if told else "")

@@ -1,9 +1,9 @@
-"""The experiment on contrastive learning of sparse coding data, with and without a random mask (Wen and Li 2021).
+"""Run the experiment on contrastive learning of sparse coding data, with and without a random mask (Wen and Li 2021).
 
-Without a mask the two views are equal and share their noise, which tells one example from another. The loss becomes
-small and the features are bad. Two disjoint halves of an example share no noise. So with a mask the loss stays high and
-neurons find the atoms, one or a few each after their bias has grown. The features of an arm that has not trained look
-bad too. So the loss stands beside every metric, and a claim on such an arm is not decided.
+Without a mask the two views are equal. They share their noise, which tells one example from another, so the loss
+becomes small and the features are bad. Two disjoint halves of an example share no noise. So with a mask the loss stays
+high, and the neurons find the atoms: one or a few each, after their bias has grown. The features of an arm that has not
+trained are bad too. So tables give the loss with every metric, and a claim on such an arm is not decided.
 
 Legend: S seeds, A arms, X places on a horizontal axis, M neurons, D features.
 """
@@ -18,7 +18,7 @@ import torch
 
 from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, join_seeds, seed_parts
 from trainer.theory.framework.figures import Curve, Map, Panel, draw, mean_curve
-from trainer.theory.sparse_coding.claims import Arms, arm_claims, gap_claim, growth_claims
+from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, growth_claims
 from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
 from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, Arm, Problem, SparseCodingSettings, problems
@@ -36,7 +36,7 @@ _PROBLEM = (
 
 
 def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
-    """Return the parts: the growth matrices, and the training of each problem for a few seeds at a time."""
+    """Return the parts: the growth matrices, and the training of each problem, a few seeds at a time."""
     named: dict[str, Part] = {}
     if settings.study == "arms":
         named |= {name: partial(measure_growth, settings, masked=masked) for masked, name in _GROWTH.items()}
@@ -54,14 +54,14 @@ def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[i
     return {name: lanes.unflatten(0, (-1, len(seeds))).transpose(0, 1) for name, lanes in metrics.items()}
 
 
-def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[Arms]:
+def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[ArmMetrics]:
     """Return the grid of the study: every problem at every noise level."""
     grid = []
     for number, problem in enumerate(problems(settings)):
         joined = join_seeds(f"problem_{number}", found)
         for level, variance in enumerate(problem.noise_variances):
             metrics = {name: values[:, level].contiguous() for name, values in joined.items()}
-            grid.append(Arms(problem, variance, metrics))
+            grid.append(ArmMetrics(problem, variance, metrics))
     return grid
 
 
@@ -78,8 +78,8 @@ def conclude(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> Ou
     return Outcome(claims, _arm_figures(grid[0], settings), tables)
 
 
-def _table(arms: Arms, settings: SparseCodingSettings) -> dict[str, Any]:
-    """Return one problem at one noise level: its ratios, and each arm's means and standard deviations over seeds."""
+def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
+    """Return the ratios of one problem at one noise level, and mean and standard deviation of each arm's metrics."""
     single = ("noise_cosine", "signal_cosine", "active", "active_on_noise", "coverage", "atoms_per_neuron", "r2",
               "accuracy", "loss")  # fmt: skip
     rows: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def _table(arms: Arms, settings: SparseCodingSettings) -> dict[str, Any]:
     }
 
 
-def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]:
+def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, bytes]:
     problem, counts = arms.problem, settings.label_counts
     steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
     start = arms.of(MASK_BIAS, "bias_start").double().mean().item()
@@ -148,8 +148,8 @@ def _arm_figures(arms: Arms, settings: SparseCodingSettings) -> dict[str, bytes]
     }
 
 
-def _atom_map(arms: Arms, arm: Arm) -> Map:
-    """Return a map of |cosine| of the first seed's neurons to the atoms, neurons in the order of their closest atom."""
+def _atom_map(arms: ArmMetrics, arm: Arm) -> Map:
+    """Return a map of the |cosine| of neurons to atoms, for the first seed. The neurons are ordered by closest atom."""
     cosine_MD = arms.of(arm, "atom_cosine")[0]
     order_M = (cosine_MD.argmax(1) - 0.5 * cosine_MD.amax(1)).argsort()
     M, D = cosine_MD.shape
@@ -157,8 +157,8 @@ def _atom_map(arms: Arms, arm: Arm) -> Map:
     return Map(title, "neuron, by its closest atom", "atom", range(M), range(D), cosine_MD[order_M].mT, centred=False)
 
 
-def _neurons_by_cosine(arms: Arms) -> Panel:
-    """Return each arm's neurons, from the one closest to an atom to the one farthest from all."""
+def _neurons_by_cosine(arms: ArmMetrics) -> Panel:
+    """Return the largest cosine to an atom of all neurons of each arm, in descending order."""
     M = arms.problem.num_neurons
     curves = [
         mean_curve(
@@ -169,13 +169,13 @@ def _neurons_by_cosine(arms: Arms) -> Panel:
     return Panel("Largest cosine to an atom, all neurons", "neuron, by its largest cosine", "largest cosine", curves)
 
 
-def _grid_figures(grid: Sequence[Arms], settings: SparseCodingSettings) -> dict[str, bytes]:
+def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, bytes]:
     label, x = {
         "noise": ("largest bias over noise, κ / σ", [arms.bias_over_noise for arms in grid]),
         "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.noise_over_signal for arms in grid]),
         "features": ("features, D", [float(arms.problem.num_features) for arms in grid]),
     }[settings.study]
-    x = [float(f"{value:.3g}") for value in x]  # they become the ticks
+    x = [float(f"{value:.3g}") for value in x]  # rounded, because they are the labels of the axis
     panels = []
     for name, title, y_label in (
         ("r2", "Regression of <w*, z>", "R²"),

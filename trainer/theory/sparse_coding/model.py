@@ -3,14 +3,14 @@
 Data: x = M z + xi in R^P. The D columns of M, the *atoms*, are orthonormal and spread over all coordinates. z is
 sparse, with entries -1, 0, 1. xi ~ N(0, sigma^2 I) is dense, and by far the larger part of x.
 
-The learner is one layer of soft thresholds f(x)_m = sign(u_m) max(|u_m| - b_m, 0) with u_m = <w_m, x>. It is trained to
-tell the second view of an example from other examples by <f(first view), stop_gradient(f(other))>, unnormalised.
+The learner is one layer of soft thresholds f(x)_m = sign(u_m) max(|u_m| - b_m, 0) with u_m = <w_m, x>. It learns to
+tell the second view of an example from other examples by the unnormalised <f(first view), stop_gradient(f(other))>.
 
-Every arm sees the same draws, which depend on (seed, step) alone. Arms, seeds and noise levels train in lockstep, as
-one batched computation.
+All arms see the same draws, which depend on (seed, step) alone. The arms, seeds and noise levels train in lockstep, as
+one batched computation. A lane is one noise level of one seed; the lanes of a level are next to each other.
 
-Legend: S lanes (a noise level of a seed; level by level), A arms, B positives, N negatives, M neurons, D features,
-P pixels (coordinates of x), Q = A M, L logged steps.
+Legend: S lanes, A arms, B positives, N negatives, M neurons, D features, P pixels (coordinates of x), Q = A M,
+L logged steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.sparse_coding.settings import Arm, Problem, SparseCodingSettings
 from trainer.views.random_mask import coins
 
-# Purposes of `counter_rng` (0 is the mask's), and views that separate training, probes and growth.
+# Purposes of `counter_rng` (the mask has 0), and numbers of views that separate training, probes and growth.
 _NOISE, _CODE, _WEIGHTS, _ATOMS, _MASKED = range(1, 6)
 TRAINING, PROBES, GROWTH = range(3)
 
@@ -37,7 +37,7 @@ _LEAST_EXPONENT = -60.0
 
 
 def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int, kind: Literal["random", "even"]) -> Tensor:
-    """Draw atoms (S, D, P) float64: orthonormal rows, which are the columns of the paper's M."""
+    """Draw atoms (S, D, P) float64. Their rows are orthonormal: they are the columns of M in the paper."""
     D, P = num_features, num_pixels
     if kind == "random":
         q_SPD, _ = torch.linalg.qr(normal(keys, P * D, purpose=_ATOMS).double().view(-1, P, D))
@@ -50,7 +50,7 @@ def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int, kind: Lite
 
 
 def draw_codes(keys: DrawKeys, num: int, *, num_features: int, probability: float) -> Tensor:
-    """Draw codes z, (S, num, D) float32: -1 and 1 with half the probability each, else 0."""
+    """Draw codes z, (S, num, D) float32: -1 and 1 with probability `probability` / 2 each, else 0."""
     u_SND = uniform(keys, num * num_features, purpose=_CODE).view(-1, num, num_features)
     return (u_SND < probability / 2).float() - (u_SND >= 1 - probability / 2).float()
 
@@ -61,7 +61,7 @@ def draw_noise(keys: DrawKeys, num: int, *, num_pixels: int) -> Tensor:
 
 
 def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Draw codes (S, num, D) and noise (S, num, P) of examples; the noise levels of a seed share its draws."""
+    """Draw codes (S, num, D) and noise (S, num, P) of examples. The noise levels of a seed share its draws."""
     D, P, levels = problem.num_features, problem.num_pixels, len(problem.noise_variances)
     z_SND = draw_codes(keys, num, num_features=D, probability=problem.feature_probability)
     noise_SNP = draw_noise(keys, num, num_pixels=P)
@@ -72,7 +72,7 @@ def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, T
 
 
 def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return views 2 D x and 2 (I - D) x with a fair random mask D; a share of 1 - `mask_share` has x twice."""
+    """Return views 2 D x and 2 (I - D) x with a fair random mask D; a share 1 - `mask_share` of rows has x twice."""
     _, B, P = x_SBP.shape
     keep_SBP = coins(keys, B * P).view(-1, B, P)
     first_SBP = keep_SBP.to(x_SBP.dtype).mul_(2).mul_(x_SBP)
@@ -85,8 +85,8 @@ def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> t
 def growth_matrix(atoms_DP: Tensor, *, probability: float, noise_variance: float, mask_share: float = 1.0) -> Tensor:
     """Return a linear neuron's growth matrix, E[first view second view^T] = Sigma - mask_share diag(Sigma); (P, P).
 
-    Sigma = E[x x^T] = E[z^2] M M^T + sigma^2 I. Two disjoint halves have no coordinate in common. That removes the
-    noise, and keeps the part of an atom that is not on the diagonal.
+    Sigma = E[x x^T] = E[z^2] M M^T + sigma^2 I. Two disjoint halves have no coordinate in common, so the diagonal is
+    lost. All noise is on the diagonal, but most of an atom is not.
     """
     eye_PP = torch.eye(atoms_DP.shape[-1], dtype=atoms_DP.dtype, device=atoms_DP.device)
     sigma_PP = probability * atoms_DP.mT @ atoms_DP + noise_variance * eye_PP
@@ -94,7 +94,7 @@ def growth_matrix(atoms_DP: Tensor, *, probability: float, noise_variance: float
 
 
 def growth_rates(growth_PP: Tensor, atoms_DP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean growth along the atoms, and over all directions orthogonal to them."""
+    """Return the mean growth along the atoms, and over all directions orthogonal to them; (...) each."""
     D, P = atoms_DP.shape[-2:]
     along = torch.einsum("...dp,...pq,...dq->...", atoms_DP, growth_PP, atoms_DP)
     return along / D, (growth_PP.diagonal(dim1=-2, dim2=-1).sum(-1) - along) / (P - D)
@@ -111,15 +111,15 @@ def contrast(
     """Return the loss (...) and descent coefficients (..., B, M).
 
     The arguments are <w, x> of both views (..., B, M) and of negatives (..., N, M). The loss is the mean over positives
-    of -t log[e^(s+ / t) / (e^(s+ / t) + sum_n e^(s_n / t))], s = <f(first), f(.)>, without a gradient through f(.). Its
-    gradient on w_m is - sum_b coefficient_bm first_b; the temperature t enters it through the softmax only. The bias
-    (..., 1, M) gets no gradient.
+    of -t log[e^(s+ / t) / (e^(s+ / t) + sum_n e^(s_n / t))]. Here s = <f(first), f(.)>, and f(.) gets no gradient. The
+    gradient of the loss on w_m is - sum_b coefficient_bm first_b. The temperature t changes it through the softmax
+    only. The bias (..., 1, M) gets no gradient.
     """
     first, second, negative = (soft_threshold(u, bias) for u in (u_first, u_second, u_negative))
     s_positive = (first * second).sum(-1, keepdim=True) / temperature
     s_negative = first @ negative.mT / temperature
     highest = torch.maximum(s_negative.amax(-1, keepdim=True), s_positive)
-    e_positive, e_negative = (  # smaller exponents have no effect, and give denormal numbers, which are slow on a CPU
+    e_positive, e_negative = (  # smaller exponents have no effect, but denormal numbers are slow on a CPU
         (s - highest).clamp_(min=_LEAST_EXPONENT).exp_() for s in (s_positive, s_negative)
     )
     total = e_positive + e_negative.sum(-1, keepdim=True)
@@ -130,7 +130,7 @@ def contrast(
 
 @dataclass
 class Learners:
-    """Arms that see the same views: weights (S, A M, P), bias (S, A, M), and the stage of the bias."""
+    """Weights, bias and the stage of the bias, of arms that see the same views."""
 
     arms: tuple[Arm, ...]
     biased_A: Tensor
@@ -138,7 +138,7 @@ class Learners:
     bias_SAM: Tensor
     first_norm_SAM: Tensor
     norm_SAM: Tensor
-    start_SA: Tensor  # the step at which the bias was set, -1 before
+    start_SA: Tensor  # the step that set the bias; -1 before it is set
 
     @property
     def weights_by_arm(self) -> Tensor:
@@ -153,6 +153,7 @@ class Learners:
 
 
 def new_learners(arms: Sequence[Arm], weights_SMP: Tensor) -> Learners:
+    """Return learners without a bias, with the same weights for every arm."""
     weights_SAMP = weights_SMP[:, None].repeat(1, len(arms), 1, 1)
     norm_SAM = weights_SAMP.norm(dim=-1)
     return Learners(
@@ -175,7 +176,7 @@ def train_step(
     settings: SparseCodingSettings,
     step: int,
 ) -> Tensor:
-    """Take one step of gradient descent and of the bias' schedule, in place; return the loss before it, (S, A)."""
+    """Take one step of gradient descent and of the bias schedule, in place; return the loss before it, (S, A)."""
     first_SBP, second_SBP = views
     u_first, u_negative = learners.project(first_SBP), learners.project(x_SNP)
     u_second = u_first if second_SBP is first_SBP else learners.project(second_SBP)
@@ -193,7 +194,7 @@ def train_step(
 def raise_bias(
     learners: Learners, norm_SAM: Tensor, *, problem: Problem, settings: SparseCodingSettings, step: int
 ) -> None:
-    """Set the bias when every neuron of an arm has grown; then raise it, and keep it in proportion to the norm."""
+    """Set the bias of an arm when all its neurons have grown. Then raise it, and keep it in proportion to the norm."""
     bias_SAM, old_SAM = learners.bias_SAM, learners.norm_SAM
     started_SA1 = learners.start_SA[..., None] >= 0
     factor_SAM = torch.clamp(norm_SAM / old_SAM, min=1 + settings.learning_rate / problem.num_features)
@@ -219,21 +220,24 @@ class Trained:
 
 
 def measure_atoms(learners: Learners, atoms_SDP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return means over neurons, (S, A): share of |w|^2 in the atoms' span, largest |cosine| to an atom, bias / |w|."""
+    """Return means over neurons, (S, A) each.
+
+    They are the share of |w|^2 in the span of the atoms, the largest |cosine| to an atom, and bias / |w|.
+    """
     cosine_SAMD = atom_cosines(learners, atoms_SDP)
     share_SAM = cosine_SAMD.square().sum(-1)
     return share_SAM.mean(-1), cosine_SAMD.amax(-1).mean(-1), (learners.bias_SAM / learners.norm_SAM).mean(-1)
 
 
 def atom_cosines(learners: Learners, atoms_SDP: Tensor) -> Tensor:
-    """Return |cosine| of every neuron's weights to every atom, (S, A, M, D)."""
+    """Return the |cosine| of the weights of every neuron to every atom, (S, A, M, D)."""
     S, A, M = learners.bias_SAM.shape
     along_SAMD = torch.bmm(learners.weights_SQP, atoms_SDP.mT).view(S, A, M, -1)
     return along_SAMD.abs() / learners.norm_SAM[..., None]
 
 
 def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int], device: torch.device) -> Trained:
-    """Train every arm for every noise level and seed on common draws: `noise_variances` x `seeds` lanes."""
+    """Train every arm for every noise level and seed on the same draws: `noise_variances` x `seeds` lanes."""
     levels = len(problem.noise_variances)
     keys = draw_keys(seeds, device, view=TRAINING)
     D, P, M = problem.num_features, problem.num_pixels, problem.num_neurons

@@ -1,4 +1,4 @@
-"""Measures of the trained sparse coding model: cosines to signal and noise, firing, probes against labels.
+"""Measure the trained sparse coding model: cosines to signal and noise, active neurons, probes on labels.
 
 Legend: S lanes, A arms, M neurons, D features, P pixels, T items, C label counts, K targets.
 """
@@ -30,19 +30,26 @@ from trainer.theory.sparse_coding.model import (
 )
 from trainer.theory.sparse_coding.settings import Problem, SparseCodingSettings
 
-_LABELS: Final = 6  # a purpose of `counter_rng`, after those of the model
-_RIDGE: Final = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # penalties to try, times the mean diagonal of the Gram matrix
+_LABELS: Final = 6  # a purpose of `counter_rng` that the model does not use
+_RIDGE: Final = (
+    1e-4,
+    1e-3,
+    1e-2,
+    1e-1,
+    1.0,
+    10.0,
+)  # penalties to try, in units of the mean diagonal of the Gram matrix
 _CHUNK: Final = 1024  # items at a time
-_COVERED: Final = 0.5  # a neuron of a larger |cosine| to an atom covers it
+_COVERED: Final = 0.5  # a neuron covers an atom if their |cosine| is larger
 
 
 def measure(
     trained: Trained, problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return all metrics of trained arms, (S, A, ...).
+    """Return all metrics of trained arms, (S, A, ...), on new items. All arms see the same items.
 
-    Metrics that end in `_labels` are (..., C), and metrics that begin with `raw_` are of x itself. Items are new, and
-    common to all arms. The labels are y = <w*, z> with a Gaussian w*, and sign(y) if y != 0.
+    Metrics that end in `_labels` are (..., C). Metrics that begin with `raw_` are of x itself, with A = 1. The labels
+    are y = <w*, z> with a Gaussian w*, and sign(y) if y != 0.
     """
     atoms_SDP = trained.atoms_SDP
     num_items = settings.label_counts[-1] + 2 * settings.num_test_items
@@ -108,9 +115,9 @@ def probe_curves(
 ) -> tuple[Tensor, Tensor]:
     """Fit ridge regression to the first `counts` items; return R^2 of target 0 and share of right signs of target 1.
 
-    Both are (S, A, C); the targets are (S, 1, T, K). `num_test` items after the largest count choose the penalty,
-    separately for each target, and the next `num_test` items measure. R^2 is relative to 0, the targets' expectation.
-    Signs count if y != 0.
+    Both are (S, A, C). The targets are (S, 1, T, K). `num_test` items after the largest count choose the penalty, for
+    each target by itself. The next `num_test` items measure. R^2 is relative to predicting 0, the expectation of the
+    targets. Only items with y != 0 count for the signs.
     """
     x, y = features_SATM.double(), target_STK.double()
     chosen, measured = (slice(counts[-1] + part * num_test, counts[-1] + (part + 1) * num_test) for part in (0, 1))
@@ -135,6 +142,7 @@ def probe_curves(
 
 
 def _scores(predicted_SATK: Tensor, target_SATK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return R^2 of target 0 and the share of right signs of target 1, (S, A) each."""
     error_SA = (predicted_SATK - target_SATK)[..., 0].square().sum(-1)
     r2_SA = 1 - error_SA / target_SATK[..., 0].square().sum(-1)
     decided_SAT = target_SATK[..., 1] != 0
@@ -143,7 +151,7 @@ def _scores(predicted_SATK: Tensor, target_SATK: Tensor) -> tuple[Tensor, Tensor
 
 
 def measure_growth(settings: SparseCodingSettings, device: torch.device, *, masked: bool) -> dict[str, Tensor]:
-    """Return growth along the atoms and across them, (S,) each, in closed form and by Monte-Carlo over examples."""
+    """Return the growth along the atoms and across them, (S,) each, in closed form and by Monte-Carlo over examples."""
     D, P = settings.num_features, settings.growth_pixels
     probability = variance = settings.growth_variance
     share = settings.mask_share if masked else 0.0

@@ -1,4 +1,4 @@
-"""Settings of the sparse coding experiment, and the problems that follow from them."""
+"""Settings of the experiment on sparse coding, and the problems that they describe."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ class SparseCodingSettings(TheorySettings):
 
     The defaults are half the size of the full setting (pixels_per_feature=64 learning_rate=0.05 num_steps=6000).
 
-    study: "arms" compares with and without mask, with and without bias, on one problem. The others compare the two
-        biased arms over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
+    study: "arms" compares four arms on one problem: with and without mask, with and without bias. The other studies
+        compare the two biased arms over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
     num_features: D. The numbers of pixels, neurons, positives and negatives are multiples of it.
-    feature_probability, noise_variance: P(z_j != 0) and sigma^2; None: ln ln D / D and sqrt(ln D) / D.
-    atoms: "random" orthonormal columns, or "even" ones: sines and cosines, whose squares are the same in every row.
-    mask_share: share of the positives of a masked arm that are masked. The paper has 1; 0 is the unmasked arm.
-    initial_scale: expected norm of a neuron's weights at the start.
-    num_steps: steps for `num_features`; other `feature_counts` train in proportion to 1 / P(z_j != 0).
-    bias_growth_start: the bias is 0 until every neuron's norm is this multiple of its first norm.
-    bias_cap: the largest bias, and bias_first the one it starts from, in units of the neuron's norm; None: 0.45 and 0.2
-        at D = 16, in proportion to sqrt(ln D / D). In between it grows by 1 + learning_rate / D a step.
-    label_counts: how many labelled items the probes learn from; `num_test_items` more choose the penalty, and as many
-        again measure.
-    trained_loss_fall, settled_share: an arm has not trained if its loss fell by less than this share of its first
-        value, and still trains if more than that share of the fall was in the last quarter of the steps.
-    seeds_per_part: how many seeds train in one computation, and are lost when it is killed. On a GPU, all of them.
+    feature_probability, noise_variance: P(z_j != 0) and sigma^2. None is ln ln D / D and sqrt(ln D) / D.
+    atoms: "random" takes random orthonormal columns. "even" takes sines and cosines, whose squares are the same in
+        every row.
+    mask_share: share of the positives of a masked arm that are masked. The paper has 1. With 0 it is the unmasked arm.
+    initial_scale: expected norm of the first weights of a neuron.
+    num_steps: steps with `num_features` features. Other `feature_counts` train in proportion to 1 / P(z_j != 0).
+    bias_growth_start: the bias is 0 until the norm of every neuron is this multiple of its first norm.
+    bias_first, bias_cap: the first and the largest bias, in units of the neuron's norm. None is 0.2 and 0.45 at D = 16,
+        in proportion to sqrt(ln D / D) at other D. In between, the bias grows by the factor 1 + learning_rate / D a
+        step.
+    label_counts: the numbers of labelled items that the probes learn from. `num_test_items` more items choose the
+        penalty, and as many again measure.
+    trained_loss_fall, settled_share: an arm has not trained if its loss fell by less than the share
+        `trained_loss_fall` of its first value. It still trains if more than `settled_share` of the fall was in the last
+        quarter of the steps.
+    seeds_per_part: number of seeds that train in one computation. A kill loses that computation. On a GPU, take all.
     """
 
     kind: Literal["sparse_coding"] = "sparse_coding"
@@ -82,7 +85,8 @@ class SparseCodingSettings(TheorySettings):
             D, P = problem.num_features, problem.num_pixels
             if P < D:
                 raise ValueError(f"{D} atoms do not fit {P} pixels; take at least as many pixels as features")
-            if self.atoms == "even" and (D % 2 or P <= D):  # pairs of sine and cosine, beside the constant vector
+            # Sines and cosines come in pairs, and the constant vector takes one more dimension.
+            if self.atoms == "even" and (D % 2 or P <= D):
                 raise ValueError(
                     f'{D} atoms of kind "even" do not fit {P} pixels; take an even number of features and more pixels '
                     "than features"
@@ -92,6 +96,8 @@ class SparseCodingSettings(TheorySettings):
 
 @dataclass(frozen=True)
 class Arm:
+    """One way to train: with or without a mask, with or without a growing bias."""
+
     name: str
     masked: bool
     biased: bool
@@ -105,7 +111,7 @@ NONE_LINEAR = Arm("no mask, no bias", masked=False, biased=False)
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a study with all its numbers; `noise_variances` are trained side by side."""
+    """One problem of a study, with all its numbers. Its `noise_variances` train side by side."""
 
     arms: tuple[Arm, ...]
     num_features: int
@@ -128,7 +134,7 @@ class Problem:
 
 
 def problems(settings: SparseCodingSettings) -> list[Problem]:
-    """Return the problems of a study, in the order of its grid (for "noise" one problem with all levels)."""
+    """Return the problems of a study, in the order of its grid. The study "noise" has one problem with all levels."""
     counts = settings.feature_counts if settings.study == "features" else (settings.num_features,)
     pixels = settings.pixel_counts if settings.study == "pixels" else (None,)
     return [_problem(settings, D, P) for D, P in itertools.product(counts, pixels)]
