@@ -68,9 +68,10 @@ def judge_collapse(
         ):
             values_SO = found[quantity][:, objectives]
             if untrained:
-                told = f", not judged: the loss of {untrained} is near its start"
-                undecided = Measurement(_any(values_SO, least, greatest), {"place": ""}, undecided=told)
-                measured[f"{name}: {claim}"] = undecided
+                reason = f"; not judged, because the loss of {untrained} is near its start"
+                measured[f"{name}: {claim}"] = Measurement(
+                    _undecided(values_SO, least, greatest), {"place": ""}, undecided=reason
+                )
             elif objectives:
                 places = [f", at the worst loss ({names[at]})" for at in objectives]
                 measured[f"{name}: {claim}"] = at_places(values_SO, places, of="losses")
@@ -102,8 +103,8 @@ def judge_theorems(
         least, greatest = of_loss_SO.min().item(), of_loss_SO.max().item()
         says = f"{name} says something"
         if objectives is not everyone and bool((found["trained"][:, list(objectives)] < trained).any()):
-            interval = _any(of_loss_SO.max(), -1.0, max(2.0, greatest))
-            measured[says] = Measurement(interval, undecided=", not judged: the loss is near its start")
+            interval = _undecided(of_loss_SO.max(), -1.0, max(2.0, greatest))
+            measured[says] = Measurement(interval, undecided="; not judged, because the loss is near its start")
         else:
             kind = f"least to greatest of {of_loss_SO.numel()} encoders"
             measured[says] = Interval(value=greatest, low=least, high=greatest, kind=kind)
@@ -139,8 +140,9 @@ def judge_bound(
         words = {"best": ascending[best], "least": ascending[0], "most": ascending[-1]}
         return Measurement(share_ST[:, best] - share_ST[:, at], words)
 
+    unmet = _undecided(torch.zeros(1), -1, 1, "no cell meets the condition")
     measured: dict[str, Measurement | Tensor | Interval] = {
-        "error bound": _greatest(excess, "cells") if len(excess) else _any(torch.zeros(1), -1, 1, "no cell meets it"),
+        "error bound": _greatest(excess, "cells") if len(excess) else unmet,
         "error bound says something": share_of(met & (bound < 1 - 1 / num_classes)),
         "error bound is attained": share_of(met & (error > 0) & (error >= bound - ROUNDING)),
         "the condition is needed": share_of(~met & (error > found["unconditional"] + ROUNDING)),
@@ -156,6 +158,6 @@ def _greatest(values: Tensor, of: str) -> Interval:
     return exact_interval(values.max().item(), kind=f"greatest of {values.numel()} {of}")
 
 
-def _any(values: Tensor, low: float, high: float, kind: str = "any value: has not trained") -> Interval:
+def _undecided(values: Tensor, low: float, high: float, kind: str = "any value: the loss has not trained") -> Interval:
     """Return an interval that decides nothing, with the mean of the values."""
     return Interval(value=values.mean().item(), low=low, high=high, kind=kind)
