@@ -52,29 +52,26 @@ def judge_collapse(
     decidable if the progress of one of its objectives is below `trained` with some seed.
     """
     other = [not one and not two for one, two in zip(linear, hot, strict=True)]
+    spread = {"rank": "many directions", "closest": "centres apart"}
+    groups = {
+        "linear loss": (linear, {"rank": "few directions", "closest": "centres coincide"}),
+        "other losses": (other, spread),
+        "hot InfoNCE": (hot, spread),
+    }
+    limits = {"rank": (0.0, max(found["rank"].max().item(), 2 * RANK_LIMIT)), "closest": (-1.0, 1.0)}
     measured: dict[str, Measurement | Intervals] = {}
-    for name, group in {"linear loss": linear, "other losses": other, "hot InfoNCE": hot}.items():
-        objectives = [at for at, is_one in enumerate(group) if is_one]
+    for group, (members, claims) in groups.items():
+        objectives = [at for at, is_member in enumerate(members) if is_member]
         untrained = ", ".join(names[at] for at in objectives if bool((found["trained"][:, at] < trained).any()))
-        collapses = name == "linear loss"
-        for quantity, claim, least, greatest in (
-            (
-                "rank",
-                "few directions" if collapses else "many directions",
-                0.0,
-                max(found["rank"].max().item(), 2 * RANK_LIMIT),
-            ),
-            ("closest", "centres coincide" if collapses else "centres apart", -1.0, 1.0),
-        ):
+        for quantity, claim in claims.items():
             values_SO = found[quantity][:, objectives]
             if untrained:
                 reason = f"; not judged, because the loss of {untrained} is near its start"
-                measured[f"{name}: {claim}"] = Measurement(
-                    _undecided(values_SO, least, greatest), {"place": ""}, undecided=reason
-                )
+                interval = _undecided(values_SO, *limits[quantity])
+                measured[f"{group}: {claim}"] = Measurement(interval, {"place": ""}, undecided=reason)
             elif objectives:
                 places = [f", at the worst loss ({names[at]})" for at in objectives]
-                measured[f"{name}: {claim}"] = at_places(values_SO, places, of="losses")
+                measured[f"{group}: {claim}"] = at_places(values_SO, places, of="losses")
     return judge_rows(CLAIMS, measured)
 
 
