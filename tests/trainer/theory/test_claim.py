@@ -41,7 +41,7 @@ CLAIM = Claim(name="a name", statement="Something is positive.", source="Somebod
         (2.0, 2.0, 2.0, 2.0, "holds"),
     ],
 )
-def test_the_verdict_is_that_of_the_whole_interval(
+def test_the_whole_interval_decides_the_verdict(
     low: float, high: float, at_least: float | None, at_most: float | None, verdict: str
 ) -> None:
     assert decide(low, high, at_least=at_least, at_most=at_most) == verdict
@@ -61,7 +61,7 @@ def test_an_interval_is_in_order_and_finite() -> None:
         Interval(value=0.0, low=math.nan, high=1.0, kind="any")
 
 
-def test_the_t_interval_is_that_of_scipy() -> None:
+def test_the_t_interval_equals_scipys() -> None:
     values = [0.3, -1.2, 2.5, 0.9, 0.1]
     low, high = stats.t.interval(0.99, df=4, loc=stats.tmean(values), scale=stats.sem(values))
     interval = t_interval(values, confidence=0.99)
@@ -70,13 +70,13 @@ def test_the_t_interval_is_that_of_scipy() -> None:
     assert interval.kind == "99 % t-interval, 5 seeds"
 
 
-def test_one_value_says_nothing_of_the_spread() -> None:
+def test_an_interval_needs_two_values() -> None:
     with pytest.raises(ValueError, match="at least 2 values, got 1"):
         t_bounds(torch.tensor([1.0]))
 
 
-def test_t_intervals_cover_what_they_say() -> None:
-    """Of 4,000 samples of 5 values the 90 % intervals hold the mean in 90 %, within 4 standard errors (1.9 %)."""
+def test_t_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    """90 % of 4,000 intervals from 5 values each hold the mean, within 4 standard errors (1.9 %)."""
     values_SP = torch.randn(5, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     _, low_P, high_P = t_bounds(values_SP, confidence=0.9)
     assert ((low_P < 0) & (high_P > 0)).double().mean().item() == pytest.approx(0.9, abs=0.019)
@@ -89,20 +89,20 @@ def test_moment_bounds_are_the_normal_interval_of_the_mean() -> None:
     assert (low.item(), high.item()) == pytest.approx(expected)
 
 
-def test_simultaneous_intervals_share_out_what_may_be_missed() -> None:
+def test_simultaneous_intervals_share_the_error_rate() -> None:
     assert simultaneous(0.95, 1) == pytest.approx(0.95)
     assert 1 - simultaneous(0.95, 10) == pytest.approx(0.005)
 
 
-def test_the_worst_point_decides_as_all_of_them_would() -> None:
+def test_the_worst_place_has_the_verdict_of_all_places() -> None:
     low_P, high_P = torch.tensor([0.1, -0.5, 0.3]), torch.tensor([0.2, 0.4, 0.5])
     assert worst_place(low_P, high_P, at_least=0) == 1
     assert worst_place(low_P, high_P, at_most=0.45) == 2
     surely_below = torch.tensor([-9.0, -0.2, 0.1]), torch.tensor([9.0, -0.1, 0.2])
-    assert worst_place(*surely_below, at_least=0) == 1, "a point that refutes outweighs one that is merely uncertain"
+    assert worst_place(*surely_below, at_least=0) == 1, "a place that refutes outweighs one that is only uncertain"
 
 
-def test_the_table_tells_verdict_source_and_numbers() -> None:
+def test_the_table_shows_verdict_source_and_numbers() -> None:
     results = [
         judge(CLAIM, t_interval([1.0, 1.1, 0.9]), measured="metres gained", at_least=0),
         judge(CLAIM, exact_interval(0.5, kind="largest of 3"), measured="metres off", at_most=0.1),

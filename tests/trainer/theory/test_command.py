@@ -112,7 +112,9 @@ def test_parts_of_other_code_are_computed_again(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("changed", ["command.py", "model.py", "counter_rng.py"])
-def test_the_code_of_an_experiment_includes_what_it_takes_from(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_of_the_code_covers_every_module_of_an_experiment(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = code_sha256(EXPERIMENT)
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"changed" if path.name == changed else read(path))
@@ -184,13 +186,13 @@ def test_an_unknown_experiment_names_the_nearest(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
-def test_a_device_that_is_not_there_is_named(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_device_is_named(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--device {device}"):
         invoke(monkeypatch, "linear_contrastive", "--device", device, "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
-def test_every_experiment_is_registered_under_a_name_that_its_files_can_have() -> None:
+def test_names_of_experiments_and_parts_can_be_file_names() -> None:
     for name in command.EXPERIMENTS:
         experiment = command.load_experiment(name)
         assert name.isidentifier()
@@ -209,21 +211,21 @@ def test_the_command_prints_the_claims_and_its_files(
 
 @pytest.mark.process
 def test_killed_and_started_again_it_gives_the_same_result(tmp_path: Path) -> None:
-    """kill -9 once two parts are filed: what is filed is kept as it is, and the tables are those of a whole run."""
+    """kill -9 after two parts are saved: they stay as they are, and the results equal a whole run."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     arguments = [sys.executable, "-m", "trainer.theory", "linear_contrastive", "--device", "cpu"]
     arguments += [word for text in QUICK for word in ("--set", text)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*arguments, "--out", str(killed)], env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while len(filed := list(killed.glob("parts/*/*.safetensors"))) < 2 and time.monotonic() < deadline:
+    while len(saved := list(killed.glob("parts/*/*.safetensors"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "result.json").is_file(), "it ended before it was killed"
-    before = {path: path.stat().st_mtime_ns for path in filed}
+    before = {path: path.stat().st_mtime_ns for path in saved}
     settings = EXPERIMENT.defaults.override(QUICK, where="test")
-    torch.manual_seed(7)  # the state of torch's generator must not matter
+    torch.manual_seed(7)  # results must not depend on the state of torch's generator
     results = [
         run_experiment("linear_contrastive", EXPERIMENT, settings, out=out, device=CPU, show_progress=False)
         for out in (killed, whole)

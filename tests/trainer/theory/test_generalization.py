@@ -1,4 +1,4 @@
-"""The generalisation experiment against brute force, plain loops and planted truths and failures."""
+"""Test the experiment on generalisation against brute force, plain loops, and planted truths and failures."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_identities_hold() -> None:
 
 
 def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with another weight, one without its constant, and an inequality whose right side is halved."""
+    """Planted: a wrong weight, a missing constant, and an inequality with half its right side."""
 
     def other_weight(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float) -> Tensor:
         return barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=1.01 * off_diagonal_weight)
@@ -117,7 +117,7 @@ def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_moment_of_the_centres_is_algebra() -> None:
-    """It holds for any weights, also those that do not sum to 1, and for more classes than dimensions."""
+    """It holds for weights that do not sum to 1, and for more classes than dimensions."""
     centre_KD, p_K = random_units(7, 3), torch.linspace(0.1, 2, 7, dtype=torch.float64)
     assert centre_moment(centre_KD, p_K) < 1e-14
 
@@ -138,7 +138,7 @@ def plain_loss(objective: ObjectiveSettings, z_a_BD: Tensor, z_b_BD: Tensor) -> 
 
 @pytest.mark.parametrize("at", [0, 3, 5, 7])
 def test_lockstep_is_a_plain_loop(at: int) -> None:
-    """One seed and one objective, by a module, an optimiser and a schedule of torch's, and a loss of ours."""
+    """Train one seed and one objective by torch's modules, optimiser and schedule, and a loss of ours."""
     settings, seed = TINY_ENCODERS, torch.tensor([1])
     encoders, loss_SOL = train(settings, seeds=(0, 1), device=CPU)
     start = new_encoders(settings, seed)
@@ -175,7 +175,7 @@ def test_lockstep_is_a_plain_loop(at: int) -> None:
     ],
 )
 def test_no_embeddings_pass_the_floor_of_a_loss(objective: ObjectiveSettings) -> None:
-    """And a regular simplex of as many points as the batch, which is the best there is, reaches it."""
+    """A regular simplex with as many points as the batch is the best case, and reaches the floor."""
     num = 6
     simplex = torch.eye(num, dtype=torch.float64) - 1 / num
     floor = loss_floor(objective, num)
@@ -190,7 +190,7 @@ def test_no_embeddings_pass_the_floor_of_a_loss(objective: ObjectiveSettings) ->
 
 
 def by_loops(z_KNAD: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of log(e^f1.f2 + e^f1.f-) and of f1 f2^T, pair by pair."""
+    """Return the means of log(e^f1.f2 + e^f1.f-) and of f1 f2^T, pair by pair."""
     K, N, A, D = z_KNAD.shape
     rows = z_KNAD.reshape(-1, D)
     logs, products = [], []
@@ -202,7 +202,7 @@ def by_loops(z_KNAD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(logs, dtype=torch.float64).mean(), torch.stack(products).mean(0)
 
 
-def test_population_is_what_loops_find() -> None:
+def test_population_equals_plain_loops() -> None:
     z_MKNAD = random_units(2, 3, 2, 2, 4)
     found = population_of(z_MKNAD)
     for m, z_KNAD in enumerate(z_MKNAD):
@@ -223,7 +223,7 @@ def test_rank_counts_directions() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.3, 3.0])
 def test_no_embeddings_pass_the_bounds(spread: float) -> None:
-    """Of random centres, some of which coincide, at any spread of the views."""
+    """The centres are random, and two of them coincide."""
     for seed in range(10):
         centre = random_units(4, 5, 1, 1, 6, seed=seed)
         centre[:, 1] = centre[:, 0]
@@ -249,7 +249,7 @@ def simplex_population(num_classes: int, num_dims: int) -> Population:
 
 
 def test_the_sharpened_bounds_are_attained_by_a_simplex() -> None:
-    """Views without spread and centres as far apart as can be: Theorem 3's proof loses nothing but in its last step."""
+    """If views have no spread and centres are as far apart as possible, only the proof's last step loses."""
     population = simplex_population(5, 7)
     assert closest_centres(population.centre_MKD).item() == pytest.approx(-0.25)
     assert theorem_3_sharpened(population).item() == pytest.approx(-0.25, abs=1e-6)
@@ -257,15 +257,15 @@ def test_the_sharpened_bounds_are_attained_by_a_simplex() -> None:
 
 
 def test_theorem_4_is_attained_by_orthogonal_centres() -> None:
-    """K = D orthogonal classes: C is the identity, all its terms are 0, and so is the product of centres."""
+    """With K = D orthogonal classes C is the identity, so all terms and the products of centres are 0."""
     population = population_of(torch.eye(4, dtype=torch.float64)[None, :, None, None, :].expand(1, -1, 2, 2, -1))
     printed_M, sharpened_M = theorem_4_bounds(population)
     assert printed_M.item() == sharpened_M.item() == pytest.approx(0, abs=1e-7)
 
 
 @pytest.mark.slow
-def test_classifiers() -> None:
-    """Two classes on a line whose means mislead: a linear classifier separates them, nearest centre does not."""
+def test_a_linear_classifier_can_do_better_than_nearest_centre() -> None:
+    """A linear classifier separates these two classes on a line. Nearest centre does not."""
     far = torch.tensor([[0.1, 0.0], [0.1, 0.1], [10.0, 0.0], [10.0, 0.1]])
     near = torch.tensor([[-0.1, 0.0], [-0.1, 0.1], [-0.2, 0.0], [-0.2, 0.1]])
     both = torch.stack([far, near])[None]
@@ -305,7 +305,7 @@ def test_losses_that_have_not_trained_decide_nothing() -> None:
 
 
 def test_two_steps_decide_nothing_on_training() -> None:
-    encoders = TINY_ENCODERS.model_copy(update={"num_steps": 2})  # no more than the first step is logged
+    encoders = TINY_ENCODERS.model_copy(update={"num_steps": 2})  # only the first step is logged
     settings = TINY.model_copy(update={"encoders": encoders, "studies": ("encoders",)})
     found = {name: part(CPU) for name, part in parts(settings).items()}
     judged = verdicts(EXPERIMENT.conclude(settings, found).claims)
@@ -314,8 +314,8 @@ def test_two_steps_decide_nothing_on_training() -> None:
     assert {judged[name] for name in of_training} == {"not decidable here"}
 
 
-def test_share_of_the_training() -> None:
-    """Barlow Twins, whose floor is 0, from 4 to 1: three quarters."""
+def test_training_progress_is_the_share_of_the_way_to_the_floor() -> None:
+    """The floor of Barlow Twins is 0, so from 4 to 1 it has gone three quarters of the way."""
     settings = GeneralizationSettings(encoders=EncoderSettings(objectives=(ObjectiveSettings(loss="barlow_twins"),)))
     assert training_progress(settings, torch.tensor([[[4.0, 3.0, 1.0]]])).tolist() == [[[0, 0.25, 0.75]]]
 
@@ -323,9 +323,9 @@ def test_share_of_the_training() -> None:
 def test_verdicts_of_planted_theorems() -> None:
     names = ("theorem_3", "theorem_3_sharpened", "theorem_4", "theorem_4_sharpened")
     found = {"closest": torch.full((2, 3), 0.5)} | {name: torch.full((2, 3), 0.7) for name in names}
-    found["theorem_4"] = torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 0.49]])  # one encoder is above it
+    found["theorem_4"] = torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 0.49]])  # one encoder exceeds its bound
     found["theorem_3"] = torch.full((2, 3), 100.0)
-    found["trained"] = torch.tensor([[0.5, 0.05, 0.5], [0.5, 0.05, 0.5]])  # Barlow Twins has not
+    found["trained"] = torch.tensor([[0.5, 0.05, 0.5], [0.5, 0.05, 0.5]])  # Barlow Twins has not trained
     judged = verdicts(judge_theorems(found, info_nce_at_1=[0], barlow=[1], trained=0.1))
     assert judged["theorem 4 sharpened says something"] == "not decidable here"
     assert judged["theorem 3"] == judged["theorem 3 sharpened says something"] == "holds"
@@ -363,8 +363,8 @@ def test_overlap_is_the_largest_clique(seed: int) -> None:
     assert largest_overlap(position, radius).item() == largest_clique(close_NN)
 
 
-def test_concentration_is_that_of_views_on_a_grid() -> None:
-    """d_A by the least distance of views themselves, as points (t', u), and the largest clique by trying all."""
+def test_concentration_equals_brute_force_over_views() -> None:
+    """Compare with d_A between views as points (t', u), and with the largest clique found by trying all."""
     settings = BoundSettings(samples_a_class=8, outlier_shares=(0.25,), num_classes=2)
     samples = draw_samples(settings, seeds=(3,), device=CPU)
     strength, deltas = 0.2, torch.tensor([0.05, 0.6], dtype=torch.float64)
@@ -384,7 +384,7 @@ def test_concentration_is_that_of_views_on_a_grid() -> None:
 
 
 def brute_cell(settings: BoundSettings, samples: Samples, *, q: int, gain: float, strength: float) -> dict[str, float]:
-    """Centres by averaging over views on a grid in the embedding itself, the error by distances, L by pairs."""
+    """Compute a cell from views on a grid: centres by averaging their embeddings, the error by distances."""
     K = settings.num_classes
     corner_KK = F.normalize(torch.eye(K, dtype=torch.float64) - 1 / K, dim=-1)
 
@@ -405,7 +405,7 @@ def brute_cell(settings: BoundSettings, samples: Samples, *, q: int, gain: float
 
 
 @pytest.mark.parametrize(("gain", "strength"), [(0.1, 2.0), (0.1, 100.0), (0.01, 100.0), (0.1, 0.0)])
-def test_cells_are_what_brute_force_finds(gain: float, strength: float) -> None:
+def test_cells_equal_brute_force(gain: float, strength: float) -> None:
     settings = BoundSettings.model_validate(TINY_BOUND.model_dump() | {"gains": (gain,), "strengths": (strength,)})
     cells = measure_cells(settings, seeds=(4,), device=CPU)
     samples = draw_samples(settings, seeds=(4,), device=CPU)
@@ -415,7 +415,7 @@ def test_cells_are_what_brute_force_finds(gain: float, strength: float) -> None:
 
 
 def test_a_cell_is_the_theorem_term_by_term() -> None:
-    """Every delta and epsilon of one cell in a plain loop, with the spread of views from views themselves."""
+    """Loop over every delta and epsilon of one cell, with the spread measured between views."""
     K, N, gain, strength = 4, 60, 0.003, 2.0
     settings = BoundSettings(
         samples_a_class=N, outlier_shares=(0.05,), gains=(gain,), strengths=(strength,), num_deltas=5, num_epsilons=4
@@ -424,7 +424,9 @@ def test_a_cell_is_the_theorem_term_by_term() -> None:
     samples = draw_samples(settings, seeds=(2,), device=CPU)
     shift_KNV = strength * samples.b_SQKN[0, 0, :, :, None] * torch.linspace(-1, 1, 41, dtype=torch.float64)
     phi_PV = gain * shift_KNV.flatten(0, 1)
-    views = torch.stack([phi_PV.cos(), phi_PV.sin()], dim=-1)  # along the class and across it, up to a rotation
+    views = torch.stack(
+        [phi_PV.cos(), phi_PV.sin()], dim=-1
+    )  # components along the class and across it, up to a rotation
     spread = sorted((torch.cdist(one, one).max().item() for one in views), reverse=True)
     lipschitz = math.sqrt(1 + gain**2)
     shrinkage, closest = cells["centre_shrinkage"].item(), cells["closest"].item()
@@ -449,7 +451,7 @@ def test_a_cell_is_the_theorem_term_by_term() -> None:
 
 
 def test_the_condition_is_the_papers() -> None:
-    """rho = 0.08: sqrt(2 rho) = 0.4."""
+    """For rho = 0.08, sqrt(2 rho) is 0.4."""
     rho, shrinkage = (torch.tensor(value, dtype=torch.float64) for value in (0.08, 0.1))
     assert centre_condition(rho, centre_shrinkage=shrinkage).item() == pytest.approx(1 - 0.08 - 0.4 - 0.05)
 

@@ -1,4 +1,4 @@
-"""The linear model against plain versions of itself, and verdicts in settings whose truth is known."""
+"""Test the linear model against plain versions of itself, and its verdicts in settings with a known truth."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def run(out: Path, *overrides: str) -> dict[str, ClaimResult]:
-    """Claims by name."""
+    """Return the judged claims by name."""
     return {result.claim.name: result for result in outcome(out, *overrides).claims}
 
 
@@ -59,7 +59,7 @@ def test_views_have_the_correlations_they_are_given() -> None:
     assert (x[..., 1] * v[..., 1]).mean(0).abs().max() < 0.01
 
 
-def test_the_loss_is_what_its_definition_says() -> None:
+def test_the_loss_equals_its_definition() -> None:
     theta, x, v = gaussian(2, 3), gaussian(4, 2, 3, seed=1), gaussian(4, 2, 3, seed=2)
     total = 0.0
     for i in range(4):
@@ -92,8 +92,8 @@ def test_the_grid_is_a_loop_over_its_points() -> None:
             assert torch.allclose(p_positive_RPQ[:, p, q], p_positive_R, rtol=1e-10)
 
 
-def test_the_speed_is_that_of_plain_gradients_in_any_dimension() -> None:
-    """-<dL/dtheta, u> / |theta| by autograd, of whole rows of 6 numbers, averaged over 4,000 batches."""
+def test_the_speed_equals_that_from_autograd_in_any_dimension() -> None:
+    """Compare with -<dL/dtheta, u> / |theta| by autograd, for whole rows of 6 numbers, over 4,000 batches."""
     num, num_pairs, dim = 4_000, 8, 6
     states = feature_states([60], [0.8], [0.5]), feature_states([15], [1.2], [0.9])
     angle_K, norm_K, alpha_K = torch.cat(states).T
@@ -111,7 +111,7 @@ def test_the_speed_is_that_of_plain_gradients_in_any_dimension() -> None:
     standard_error = math.hypot(plain_R.std() / math.sqrt(num), ours_R.std() / math.sqrt(num))
     assert abs(plain_R.mean() - ours_R.mean()) < 4 * standard_error
     assert standard_error < 0.05 * ours_R.mean().abs()
-    assert ours_R.std() < plain_R.std(), "what lies across theta was averaged out"
+    assert ours_R.std() < plain_R.std(), "the component across theta was averaged out"
 
 
 def test_the_speed_is_the_angle_lost_in_a_small_step() -> None:
@@ -119,7 +119,7 @@ def test_the_speed_is_the_angle_lost_in_a_small_step() -> None:
     weak, other = feature_states([40], [norm], [0.6]), feature_states([20], [1.0], [0.8])
     pairs = draw_pairs(0, 0, 1, num_pairs=16, num_features=2, device=CPU)
     speed = angular_speeds(weak, other, NONE_BESIDE, pairs)[0].item()
-    # The step of theta has a part along it, of which only the second order turns it.
+    # The component of the step along theta turns it in second order only.
     across = norm * speed * step
     after = angle - math.atan2(across, norm)
     assert (angle - after) / step == pytest.approx(speed, rel=1e-5)
@@ -187,7 +187,7 @@ SMALL_GRID = [
 
 
 @pytest.mark.slow
-def test_theorem_4_1_holds_where_its_conditions_do(tmp_path: Path) -> None:
+def test_theorem_4_1_holds_if_its_conditions_do(tmp_path: Path) -> None:
     claims = run(tmp_path, *THEOREM, *SMALL_GRID, "theorem.other_norms=[1.2]")
     assert {name: claim.verdict for name, claim in claims.items()} == {
         "theorem at a point": "holds",
@@ -200,7 +200,7 @@ def test_theorem_4_1_holds_where_its_conditions_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_theorem_4_1_is_not_decided_by_an_unlearned_feature(tmp_path: Path) -> None:
-    """At 90 degrees every gain is the same number but for the last bit, so nothing may be concluded from its sign."""
+    """At 90 degrees all speeds are equal up to rounding, so the sign of a gain must not decide."""
     claims = run(tmp_path, *THEOREM, *SMALL_GRID[:3], "theorem.other_angles_degrees=[90]", "theorem.other_norms=[1.2]")
     result = claims["theorem over the grid"]
     assert result.verdict != "does not hold"
@@ -209,7 +209,7 @@ def test_theorem_4_1_is_not_decided_by_an_unlearned_feature(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_one_bad_point_of_a_grid_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Planted: at one of three norms the speed rises with the other feature's correlation."""
+    """Planted: at one of three norms the speed rises with the correlation of the other feature."""
     right = linear_model.angular_speeds
 
     def wrong(weak: Tensor, other: Tensor, rest: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ def train(alpha_AK: Tensor, beta_AK: Tensor, **changed: int) -> dict[str, Tensor
 
 
 def test_training_is_gradient_descent_on_whole_views() -> None:
-    """The plain loop: views made for each arm and seed, float64, autograd; the draws are those of the training."""
+    """Compare with a plain loop over arms and seeds, with the same draws, in float64 and by autograd."""
     alpha_AK = torch.tensor([[0.2, 0.9, 0.9], [0.6, 0.8, 0.5]], dtype=torch.float64)
     beta_AK = torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 0.7]], dtype=torch.float64)
     history = train(alpha_AK, beta_AK)
@@ -276,7 +276,7 @@ def test_arms_are_the_same_until_the_noise_starts() -> None:
 
 
 def test_total_noise_leaves_nothing_to_learn_from() -> None:
-    """With beta 0 the views say nothing of any feature, so no angle falls further in expectation."""
+    """With beta 0 the views share nothing with the inputs, so the expected angles do not fall."""
     alpha_AK, beta_AK = torch.full((1, 2), 0.9), torch.zeros(1, 2)
     history = train(alpha_AK, beta_AK, num_pairs=64, num_steps=40, noise_from_step=10)
     assert history["dominant_AST"][0, :, 10].max() < 25
@@ -314,7 +314,7 @@ def test_the_noise_helps_the_weak_feature(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_noise_nothing_is_claimed(tmp_path: Path) -> None:
-    """beta 1 in the noisy arm: both arms are the same, so p_ii does not drop and the weak feature gains exactly 0."""
+    """With beta 1 both arms are equal, so p_ii does not drop and the weak feature gains exactly 0."""
     result = outcome(tmp_path, *TRAINING, *FEW_STEPS, "training.noise_beta=1", "training.other_betas=[]")
     claims = {one.claim.name: one for one in result.claims}
     assert claims["p_ii drops"].verdict == "does not hold"
@@ -342,7 +342,7 @@ def test_the_error_is_the_angle(tmp_path: Path) -> None:
 
 
 def test_an_error_that_is_not_the_angle_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Counted at angles 2 degrees larger than told."""
+    """Planted: errors are counted at angles that are 2 degrees larger."""
     module = "trainer.theory.linear_contrastive.model.downstream_error"
     monkeypatch.setattr(module, lambda angles, **given: downstream_error([angle + 2 for angle in angles], **given))
     claims = run(tmp_path, "studies=[error]", "num_seeds=8", "error.num_samples_a_seed=50000")
@@ -350,7 +350,7 @@ def test_an_error_that_is_not_the_angle_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_error_of_a_trained_direction_is_its_angle_in_ten_dimensions() -> None:
-    """Whole inputs, so that nothing rests on the plane of the two directions."""
+    """Draw whole inputs, not only their components in the plane of the two directions."""
     theta, x = gaussian(10), gaussian(200_000, 10, seed=1)
     angle = math.acos(float(theta[0] / theta.norm()))
     error = ((x @ theta > 0) != (x[:, 0] > 0)).double().mean().item()

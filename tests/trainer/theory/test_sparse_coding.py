@@ -1,4 +1,4 @@
-"""The sparse coding model: draws, growth matrices, closed-form gradient, the bias' schedule, training in lockstep."""
+"""Test the sparse coding model: draws, growth matrices, closed-form gradient, bias schedule, training in lockstep."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def keys_of(*seeds: int, epoch: int = 0) -> DrawKeys:
 
 
 def arm_weights(trained: Trained) -> Tensor:
-    """(S, A, M, P) in the order of the problem's arms."""
+    """Return weights (S, A, M, P) in the order of the problem's arms."""
     return torch.cat([group.weights_by_arm for group in trained.groups], dim=1)
 
 
@@ -114,8 +114,8 @@ def test_growth_matrix_of_evenly_spread_atoms() -> None:
     assert [rate.item() for rate in growth_rates(without, atoms_SDP)] == pytest.approx([0.2, 0.1])
 
 
-def test_growth_matrix_is_that_of_sampled_views() -> None:
-    """Entry by entry, within five standard errors of the mean of products."""
+def test_growth_matrix_equals_the_mean_over_sampled_views() -> None:
+    """Each entry agrees within five standard errors of the mean of products."""
     D, P, num, share = 4, 12, 40_000, 0.6
     keys = keys_of(3)
     atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind="random")
@@ -145,7 +145,7 @@ def test_soft_threshold_is_the_difference_of_two_relus() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
-def test_first_loss_is_that_of_silent_features(temperature: float) -> None:
+def test_first_loss_equals_the_loss_of_silent_features(temperature: float) -> None:
     problem = problem_of(SMALL.model_copy(update={"temperature": temperature}))
     positive, negative, bias = (torch.zeros(1, num, 3) for num in (2, problem.num_negatives, 1))
     loss, _ = contrast(positive, positive, negative, bias, temperature=temperature)
@@ -154,7 +154,7 @@ def test_first_loss_is_that_of_silent_features(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("bias_scale", [0.0, 0.5])
-def test_closed_form_gradient_is_that_of_autograd(temperature: float, bias_scale: float) -> None:
+def test_closed_form_gradient_equals_autograd(temperature: float, bias_scale: float) -> None:
     generator = torch.Generator().manual_seed(1)
     first, second, negative = (torch.randn(3, num, 20, generator=generator, dtype=torch.float64) for num in (6, 6, 9))
     weights_SMP = (0.4 * torch.randn(3, 7, 20, generator=generator, dtype=torch.float64)).requires_grad_()
@@ -183,7 +183,7 @@ def test_contrast_of_far_apart_similarities_is_finite() -> None:
 
 
 def schedule(norms: list[float], **settings: float) -> list[float]:
-    """The bias of a masked arm's single neuron whose norm goes through `norms`."""
+    """Return the bias of a neuron of a masked arm, while its norm goes through `norms`."""
     config = SMALL.model_copy(update=settings)
     problem = dataclasses.replace(problem_of(config), bias_first=0.1, bias_cap=0.5)
     learners = new_learners([MASK_BIAS, MASK_LINEAR], torch.tensor([[[1.0, 0.0]]]))
@@ -215,12 +215,12 @@ def test_no_mask_is_the_unmasked_arm() -> None:
     order = problem_of(SMALL).arms
     for masked, plain in ((MASK_BIAS, NONE_BIAS), (MASK_LINEAR, NONE_LINEAR)):
         assert torch.equal(weights[:, order.index(masked)], weights[:, order.index(plain)])
-    assert (trained.groups[0].start_SA[:, 0] >= 0).all()  # the bias did start
+    assert (trained.groups[0].start_SA[:, 0] >= 0).all()  # the bias has started
     assert not torch.equal(*(weights[:, order.index(arm)] for arm in (MASK_BIAS, MASK_LINEAR)))
 
 
 @pytest.mark.slow
-def test_without_noise_what_is_across_the_atoms_only_decays() -> None:
+def test_without_noise_weights_across_the_atoms_only_decay() -> None:
     """Unmasked examples lie in the span of the atoms, so no step can move weights out of it."""
     settings = SMALL.model_copy(update={"noise_variance": 0.0, "weight_decay": 0.01})
     trained = train_small(settings)
@@ -238,7 +238,7 @@ def test_without_noise_what_is_across_the_atoms_only_decays() -> None:
 
 @pytest.mark.slow
 def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
-    """Where similarities are still 0, weights grow by 1 + rate (growth N / (N + 1) - decay) a step, in both parts."""
+    """While similarities are 0, weights grow by 1 + rate (growth N / (N + 1) - decay) a step, in both parts."""
     settings = SMALL.model_copy(
         update={"initial_scale": 1e-4, "positives_per_feature": 64, "num_steps": 30, "bias_growth_start": 1e9,
                 "atoms": "even"}
@@ -255,14 +255,16 @@ def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
                 along = weights @ atoms_S1DP.mT @ atoms_S1DP
                 start = arm_weights(before)[:, arm : arm + 1]
                 start = (start @ atoms_S1DP.mT @ atoms_S1DP, start - start @ atoms_S1DP.mT @ atoms_S1DP)[part]
-                sizes.append(((along, weights - along)[part] * start).sum((-1, -2, -3)))  # noise has no direction
+                sizes.append(
+                    ((along, weights - along)[part] * start).sum((-1, -2, -3))
+                )  # the noise of the steps averages out
             factor_S = (1 + settings.learning_rate * (growth_S * N / (N + 1) - settings.weight_decay)) ** 30
             ratio_S = sizes[1] / sizes[0]
             assert ratio_S.mean().item() == pytest.approx(factor_S.mean().item(), rel=0.06), (arm, part)
 
 
 @pytest.mark.slow
-def test_seeds_trained_together_are_those_trained_alone() -> None:
+def test_seeds_trained_together_equal_seeds_trained_alone() -> None:
     together, alone = train_small(SMALL), train_small(SMALL, seeds=(1,))
     torch.testing.assert_close(arm_weights(together)[1:2], arm_weights(alone), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(together.logs["loss_log"][1:2], alone.logs["loss_log"], rtol=1e-5, atol=0)
@@ -271,7 +273,7 @@ def test_seeds_trained_together_are_those_trained_alone() -> None:
 
 
 @pytest.mark.slow
-def test_noise_levels_trained_together_are_those_trained_alone() -> None:
+def test_noise_levels_trained_together_equal_levels_trained_alone() -> None:
     levels = (0.05, 0.2)
     together = train_small(SMALL.model_copy(update={"study": "noise", "noise_variances": levels}))
     for place, variance in enumerate(levels):
@@ -282,7 +284,7 @@ def test_noise_levels_trained_together_are_those_trained_alone() -> None:
 
 @pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_see_the_same_examples() -> None:
-    """Two arms that differ in the bias alone are one until it starts."""
+    """Two arms that differ in the bias alone are equal until the bias starts."""
     trained = train_small(SMALL.model_copy(update={"bias_growth_start": 1e9}))
     for group in trained.groups:
         weights_SAMP = group.weights_by_arm
@@ -321,7 +323,7 @@ def test_fewer_pixels_than_atoms_are_refused() -> None:
     ("pixels", "refusal"), [(16, '16 atoms of kind "even" do not fit 16 pixels; .* more pixels than'), (17, None)]
 )
 def test_even_atoms_need_more_pixels_than_there_are_atoms(pixels: int, refusal: str | None) -> None:
-    """Sines and cosines are orthogonal to the constant vector, which takes a dimension."""
+    """Sines and cosines are orthogonal to the constant vector, which takes one dimension."""
     size = ["num_features=16", "study=pixels", f"pixel_counts=[{pixels}]"]
     SparseCodingSettings().override(size, where="sparse_coding")
     if refusal is not None:

@@ -1,4 +1,4 @@
-"""The sparse coding experiment: probes of planted features, verdicts of planted metrics, runs, one of them resumed."""
+"""Test the experiment on sparse coding: probes of planted features, verdicts on planted metrics, and whole runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TINY = SparseCodingSettings(
 
 
 def planted_targets(num_items: int) -> tuple[Tensor, Tensor]:
-    """Codes (1, 1, T, D) and targets <w, z> and its sign (1, 1, T, 2)."""
+    """Return codes z (1, 1, T, D), and targets <w, z> and its sign (1, 1, T, 2)."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, 1, num_items, 5)
     z = (torch.rand(shape, generator=generator) < 0.3) * torch.randn(shape, generator=generator)
@@ -70,7 +70,7 @@ def test_probes_of_silent_features_are_0() -> None:
 
 
 def test_probe_penalty_is_not_chosen_on_the_items_that_measure() -> None:
-    """Whatever their labels are, what was learned stays: R^2 of turned labels is far below 0."""
+    """With the labels of the measuring items negated, the same probe has an R^2 far below 0."""
     z, targets = planted_targets(400)
     turned = targets.clone()
     turned[:, :, -100:] *= -1
@@ -80,7 +80,7 @@ def test_probe_penalty_is_not_chosen_on_the_items_that_measure() -> None:
 
 
 def test_metrics_of_planted_neurons() -> None:
-    """Neurons that are the atoms, with a bias above the noise: signal alone is seen, and noise fires nothing."""
+    """Neurons that equal the atoms, with a bias above the noise, see the signal alone. No noise activates them."""
     settings = TINY.model_copy(update={"noise_variance": 1e-4, "label_counts": (500,), "neurons_per_feature": 1})
     (problem,) = problems(settings)
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(settings.seeds), view=TRAINING)
@@ -101,7 +101,7 @@ def test_metrics_of_planted_neurons() -> None:
 def planted_arms(
     *, losses: Mapping[str, list[float]], r2: Mapping[str, float], settings: SparseCodingSettings = TINY
 ) -> ArmMetrics:
-    """Three seeds whose metrics are planted: `losses` at four logged steps and the last R^2, by arm."""
+    """Return three seeds with planted metrics. By arm, `losses` has four logged losses and `r2` the last R^2."""
     problem = problems(settings)[0]
     spread_S = torch.tensor([-0.001, 0.0, 0.001])
     num = len(problem.arms)
@@ -120,7 +120,7 @@ def planted_arms(
     return ArmMetrics(problem, 0.1, metrics)
 
 
-LOW, HIGH = [2.0, 0.6, 0.5, 0.5], [3.4, 3.1, 3.0, 3.0]  # of 3.5 at the start
+LOW, HIGH = [2.0, 0.6, 0.5, 0.5], [3.4, 3.1, 3.0, 3.0]  # from 3.5 at the start
 GOOD = {"mask, growing bias": 0.9, "mask, no bias": 0.2, "no mask, growing bias": 0.3, "no mask, no bias": 0.2}
 SETTLED = {"mask, growing bias": HIGH, "mask, no bias": HIGH, "no mask, growing bias": LOW, "no mask, no bias": LOW}
 
@@ -133,14 +133,14 @@ def test_verdicts_of_planted_metrics() -> None:
     found = verdicts(planted_arms(losses=SETTLED, r2=GOOD))
     assert found["low loss without mask"] == found["the lower loss has the worse features"] == "holds"
     assert found["good regression with mask"] == found["the subspace comes first"] == "holds"
-    assert found["noise fires nothing with mask"] == "does not hold"  # planted: all of them fire
+    assert found["noise fires nothing with mask"] == "does not hold"  # planted: all neurons are active on noise
     swapped = GOOD | {"mask, growing bias": 0.3, "no mask, growing bias": 0.9}
     found = verdicts(planted_arms(losses=SETTLED, r2=swapped))
     assert found["the lower loss has the worse features"] == found["bad regression without mask"] == "does not hold"
 
 
 def test_verdicts_compare_losses_on_the_scale_of_the_temperature() -> None:
-    """The loss of f = 0, with which they are compared, is in proportion to the temperature, as every loss is."""
+    """Losses are compared with the loss of f = 0, and every loss is in proportion to the temperature."""
     settings = TINY.model_copy(update={"temperature": 10.0})
     tenfold = {name: [10 * loss for loss in losses] for name, losses in SETTLED.items()}
     expected = verdicts(planted_arms(losses=SETTLED, r2=GOOD))
@@ -149,7 +149,7 @@ def test_verdicts_compare_losses_on_the_scale_of_the_temperature() -> None:
 
 @pytest.mark.parametrize("losses", [[3.5, 3.5, 3.49, 3.48], [3.5, 3.4, 3.2, 2.0]])
 def test_an_arm_that_has_not_trained_is_not_judged(losses: list[float]) -> None:
-    """Neither one whose loss is near its start nor one whose loss still falls."""
+    """This holds for a loss near its start, and for a loss that still falls."""
     arms = planted_arms(losses=SETTLED | {"no mask, growing bias": losses}, r2=GOOD | {"no mask, growing bias": 0.95})
     results = {result.claim.name: result for result in arm_claims(arms, TINY)}
     for name in ("low loss without mask", "bad regression without mask", "the lower loss has the worse features"):
@@ -197,7 +197,7 @@ def test_every_study_runs_and_its_parts_come_together(study: str) -> None:
 
 @pytest.mark.slow
 def test_metrics_of_a_seed_do_not_depend_on_the_others() -> None:
-    """Nor on the noise levels beside it."""
+    """They do not depend on the other noise levels either."""
     settings = TINY.model_copy(update={"study": "noise"})
     found = [gather(each, {name: part(CPU) for name, part in parts(each).items()})[1] for each in (
         settings, settings.model_copy(update={"seeds_per_part": 3}))]  # fmt: skip
