@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from math import gcd
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
@@ -20,7 +20,14 @@ from trainer.checkpoint.run_state import check_same_data
 from trainer.checkpoint.save import refuse_link
 from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_manifests
-from trainer.distributed.collectives import all_gather_object, barrier, broadcast_object, rank, world_size
+from trainer.distributed.collectives import (
+    all_gather_object,
+    barrier,
+    broadcast_object,
+    on_first_rank,
+    rank,
+    world_size,
+)
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.probes.shared import check_shared, find_shared
@@ -28,8 +35,6 @@ from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def check_data(config: RunConfig) -> Manifests:
@@ -250,20 +255,3 @@ def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if not run_dir.config.is_file() or read_run_config(run_dir) != config:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return held
-
-
-def on_first_rank(action: Callable[[], T]) -> T | None:
-    """Run `action` on rank 0, and return its result there; None on other ranks.
-
-    If it raises, rank 0 raises the same, and the other ranks exit without a message.
-    """
-    error: Exception | None = None
-    result: T | None = None
-    if rank() == 0:
-        try:
-            result = action()
-        except Exception as raised:
-            error = raised
-    if broadcast_object(error is not None):
-        raise error if error is not None else SystemExit(2)
-    return result

@@ -59,9 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    from trainer.distributed.collectives import rank
+    from trainer.distributed.collectives import on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
-    from trainer.preflight import on_first_rank
     from trainer.probe_runs import probe_run, runs_table
 
     world = read_env(os.environ)

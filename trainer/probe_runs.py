@@ -21,10 +21,9 @@ from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_run_config
 from trainer.data import read_manifests
-from trainer.distributed.collectives import broadcast_object, rank
+from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
-from trainer.preflight import on_first_rank
 from trainer.pretrained import load_modules
 from trainer.probes.curve import ProbeCurve, read_curves
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures

@@ -21,14 +21,14 @@ from trainer.build import Training, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.data import read_agreed_manifests
-from trainer.distributed.collectives import rank, world_size
+from trainer.distributed.collectives import on_first_rank, rank, world_size
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.normalization import normalization_of
-from trainer.preflight import claim, node_share, on_first_rank, resume
+from trainer.preflight import claim, node_share, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
 from trainer.training_log import TrainingLog, log_start

@@ -23,14 +23,14 @@ from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig, read_config
-from trainer.distributed.collectives import rank
+from trainer.distributed.collectives import on_first_rank, rank
 from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.models import Encoder, build_encoder
 from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
 from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
-from trainer.preflight import check_data, claim, on_first_rank
+from trainer.preflight import check_data, claim
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held
 from trainer.training_log import log_start
 

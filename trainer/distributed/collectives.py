@@ -8,7 +8,7 @@ Shapes: B rows of this rank, G = W * B rows of all W ranks, D columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -120,6 +120,23 @@ def broadcast_object(value: T, *, source: int = 0) -> T:
     with stage("communication"):
         dist.broadcast_object_list(box, src=source, device=_device())
     return box[0]
+
+
+def on_first_rank(action: Callable[[], T]) -> T | None:
+    """Run `action` on rank 0, and return its result there; None on other ranks.
+
+    If it raises, rank 0 raises the same, and the other ranks exit without a message.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    if rank() == 0:
+        try:
+            result = action()
+        except Exception as raised:
+            error = raised
+    if broadcast_object(error is not None):
+        raise error if error is not None else SystemExit(2)
+    return result
 
 
 def all_gather_object(value: T) -> list[T]:
