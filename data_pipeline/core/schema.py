@@ -63,8 +63,8 @@ def _check_name(text: str) -> str:
     allowed = all(character.isascii() and (character.isalnum() or character in _NAME_SYMBOLS) for character in text)
     if not (allowed and text[:1].isalnum() and len(text) <= _MAX_NAME_CHARACTERS):
         raise ValueError(
-            f"{json.dumps(text[: 2 * _MAX_NAME_CHARACTERS])} is not a valid name; use up to {_MAX_NAME_CHARACTERS} of the "
-            f"letters a to z and A to Z, digits and {' '.join(_NAME_SYMBOLS)}, and begin with a letter or digit"
+            f"{json.dumps(text[: 2 * _MAX_NAME_CHARACTERS])} is not a valid name; use up to {_MAX_NAME_CHARACTERS} of "
+            f"the letters a to z and A to Z, digits and {' '.join(_NAME_SYMBOLS)}, and begin with a letter or digit"
         )
     return text
 

@@ -18,7 +18,7 @@ from trainer.theory.sparse_coding.settings import (
     MASK_LINEAR,
     NONE_BIAS,
     NONE_LINEAR,
-    Arm,
+    LearnerKind,
     Problem,
     SparseCodingSettings,
 )
@@ -38,7 +38,7 @@ class ArmMetrics:
     noise_variance: float
     metrics: Mapping[str, Tensor]
 
-    def of(self, arm: Arm, name: str) -> Tensor:
+    def of(self, arm: LearnerKind, name: str) -> Tensor:
         """Return a metric of one arm, (S, ...).
 
         "r2" and "accuracy" are the values with the most labels, and "loss" is the last logged loss.
@@ -64,7 +64,7 @@ class ArmMetrics:
         problem = self.problem
         return problem.num_pixels * self.noise_variance / (problem.num_features * problem.feature_probability)
 
-    def untrained(self, arms: Sequence[Arm], settings: SparseCodingSettings) -> str:
+    def untrained(self, arms: Sequence[LearnerKind], settings: SparseCodingSettings) -> str:
         """Return a text that names the arms of which a seed has not trained or still trains; "" if there are none."""
         start, told = self.problem.first_loss, []
         for arm in arms:
@@ -112,7 +112,7 @@ def arm_claims(arms: ArmMetrics, settings: SparseCodingSettings) -> list[ClaimRe
         steps_to_reach(of(MASK_BIAS, name), every=problem.log_every) for name in ("cosine_log", "share_log")
     )
     raw_few_S = arms.metrics["raw_r2_labels"][:, 0, few]
-    measured: dict[str, tuple[Tensor, Sequence[Arm]]] = {
+    measured: dict[str, tuple[Tensor, Sequence[LearnerKind]]] = {
         "low loss without mask": (of(NONE_BIAS, "loss") / problem.first_loss, [NONE_BIAS]),
         "noise decides without mask": (of(NONE_LINEAR, "noise_cosine"), [NONE_LINEAR]),
         "bad regression without mask": (of(NONE_BIAS, "r2") - arms.linear_ceiling, [NONE_BIAS]),
@@ -162,7 +162,7 @@ def gap_claim(arms: ArmMetrics, settings: SparseCodingSettings) -> ClaimResult:
 
 
 def _unless_untrained(
-    values_S: Tensor, arms: ArmMetrics, needed: Sequence[Arm], settings: SparseCodingSettings
+    values_S: Tensor, arms: ArmMetrics, needed: Sequence[LearnerKind], settings: SparseCodingSettings
 ) -> Measurement:
     """Return a measurement that decides nothing if a needed arm has not trained.
 

@@ -21,7 +21,14 @@ from trainer.theory.framework.figures import Curve, Map, Panel, draw, mean_curve
 from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, growth_claims
 from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
-from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, Arm, Problem, SparseCodingSettings, problems
+from trainer.theory.sparse_coding.settings import (
+    MASK_BIAS,
+    NONE_BIAS,
+    LearnerKind,
+    Problem,
+    SparseCodingSettings,
+    problems,
+)
 
 _GROWTH = {True: "growth_with_mask", False: "growth_without_mask"}
 _PROBLEM = (
@@ -148,7 +155,7 @@ def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, 
     }
 
 
-def _atom_map(arms: ArmMetrics, arm: Arm) -> Map:
+def _atom_map(arms: ArmMetrics, arm: LearnerKind) -> Map:
     """Return a map of the |cosine| of neurons to atoms, for the first seed. The neurons are ordered by closest atom."""
     cosine_MD = arms.of(arm, "atom_cosine")[0]
     order_M = (cosine_MD.argmax(1) - 0.5 * cosine_MD.amax(1)).argsort()

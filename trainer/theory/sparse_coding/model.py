@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, normal, uniform
 from trainer.theory.framework.experiment import draw_keys
-from trainer.theory.sparse_coding.settings import Arm, Problem, SparseCodingSettings
+from trainer.theory.sparse_coding.settings import LearnerKind, Problem, SparseCodingSettings
 from trainer.views.random_mask import coins
 
 # Purposes of `counter_rng` (the mask has 0), and numbers of views that separate training, probes and growth.
@@ -132,7 +132,7 @@ def contrast(
 class Learners:
     """Weights, bias and the stage of the bias, of arms that see the same views."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[LearnerKind, ...]
     biased_A: Tensor
     weights_SQP: Tensor
     bias_SAM: Tensor
@@ -152,7 +152,7 @@ class Learners:
         return torch.bmm(x_SBP, self.weights_SQP.mT).view(S, -1, A, M).transpose(1, 2)
 
 
-def new_learners(arms: Sequence[Arm], weights_SMP: Tensor) -> Learners:
+def new_learners(arms: Sequence[LearnerKind], weights_SMP: Tensor) -> Learners:
     """Return learners without a bias, with the same weights for every arm."""
     weights_SAMP = weights_SMP[:, None].repeat(1, len(arms), 1, 1)
     norm_SAM = weights_SAMP.norm(dim=-1)

@@ -95,25 +95,25 @@ class SparseCodingSettings(TheorySettings):
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way to train: with or without a mask, with or without a growing bias."""
+class LearnerKind:
+    """A learner that is trained: with or without a mask, with or without a growing bias."""
 
     name: str
     masked: bool
     biased: bool
 
 
-MASK_BIAS = Arm("mask, growing bias", masked=True, biased=True)
-MASK_LINEAR = Arm("mask, no bias", masked=True, biased=False)
-NONE_BIAS = Arm("no mask, growing bias", masked=False, biased=True)
-NONE_LINEAR = Arm("no mask, no bias", masked=False, biased=False)
+MASK_BIAS = LearnerKind("mask, growing bias", masked=True, biased=True)
+MASK_LINEAR = LearnerKind("mask, no bias", masked=True, biased=False)
+NONE_BIAS = LearnerKind("no mask, growing bias", masked=False, biased=True)
+NONE_LINEAR = LearnerKind("no mask, no bias", masked=False, biased=False)
 
 
 @dataclass(frozen=True)
 class Problem:
     """One problem of a study, with all its numbers. Its `noise_variances` train side by side."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[LearnerKind, ...]
     num_features: int
     num_pixels: int
     num_neurons: int
