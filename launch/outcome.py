@@ -29,7 +29,7 @@ _MAX_BYTES = 64_000
 Ended = Literal["finished", "stopped", "failed"]
 
 
-class Outcome(Schema):
+class RankOutcome(Schema):
     """The end of a rank: how it ended, when (seconds since 1970), and why, in one line."""
 
     ended: Ended
@@ -48,21 +48,21 @@ def write_outcome(path: Path, ended: Ended, reason: str = "") -> None:
     Ignores a failure to write, because the error that it would report matters more.
     """
     with contextlib.suppress(OSError):
-        write_json(path, Outcome(ended=ended, at=time.time(), reason=reason[:_MAX_REASON]).model_dump())
+        write_json(path, RankOutcome(ended=ended, at=time.time(), reason=reason[:_MAX_REASON]).model_dump())
 
 
-def read_outcome(path: Path, *, inside: Path) -> Outcome | None:
+def read_outcome(path: Path, *, inside: Path) -> RankOutcome | None:
     """Return the outcome at `path`, which must lie in `inside`; None if there is none or it is damaged."""
     text = read_end(path, inside=inside, max_bytes=_MAX_BYTES)
     if text is None:
         return None
     try:
-        return Outcome.parse(json.loads(text), where=str(path))
+        return RankOutcome.parse(json.loads(text), where=str(path))
     except (ValueError, RecursionError):  # no JSON, no outcome, or nested without end
         return None
 
 
-def outcomes_of_job(logs: Path, *, job_id: str, inside: Path) -> Mapping[int, Outcome]:
+def outcomes_of_job(logs: Path, *, job_id: str, inside: Path) -> Mapping[int, RankOutcome]:
     """Return the outcomes of a job by rank, for those ranks that left a readable one."""
     name = re.compile(rf"{re.escape(job_id)}_(\d{{1,7}})_outcome\.json")
     found = {}

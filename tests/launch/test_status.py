@@ -26,7 +26,7 @@ from launch import rank as rank_module
 from launch import runs as runs_module
 from launch import status as status_module
 from launch import submitted as submitted_module
-from launch.outcome import ENDED_NAME, Ended, Outcome, note_end, outcome_path
+from launch.outcome import ENDED_NAME, Ended, RankOutcome, note_end, outcome_path
 from launch.resources import Resources
 from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait_for_study
 from launch.snapshot import Snapshot
@@ -75,7 +75,7 @@ def log(run_dir: RunDir, text: str) -> None:
 def leave_outcome(run_dir: RunDir, rank: int, ended: Ended, reason: str, *, seconds_ago: float = 0) -> None:
     submission = submission_of(run_dir)
     path = outcome_path(submission.logs_of(run_dir), job_id=submission.job_id, rank=rank)
-    write_json(path, Outcome(ended=ended, at=time.time() - seconds_ago, reason=reason).model_dump())
+    write_json(path, RankOutcome(ended=ended, at=time.time() - seconds_ago, reason=reason).model_dump())
 
 
 def state_of(run_dir: RunDir, queue: Mapping[str, str] | None = NOTHING_QUEUED) -> tuple[str, str]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from data_pipeline.core.schema import PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.objectives.contrast import check_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, mean_cosine
 
 
-class BarlowTwinsConfig(ObjectiveSettings):
+class BarlowTwinsConfig(BaseObjectiveConfig):
     """`off_diagonal_weight`: the weight of a squared correlation of two different dimensions."""
 
     kind: Literal["barlow_twins"] = "barlow_twins"

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import BatchSize, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
-from trainer.objectives.objective import ObjectiveSettings
+from trainer.objectives.objective import BaseObjectiveConfig
 
 # Tiles are summed without subtracting a maximum, which saves a pass over each. Similarities lie in [-1 / t, 1 / t], and
 # exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
@@ -27,7 +27,7 @@ MIN_TILED_TEMPERATURE = 0.02
 _SHORTEST = 1e-12  # shorter vectors are divided by this and stay short, as with F.normalize
 
 
-class ContrastiveConfig(ObjectiveSettings):
+class ContrastiveConfig(BaseObjectiveConfig):
     """`chunk_size`: rows of a tile of the similarity matrix, for memory linear in the batch. None: the whole matrix."""
 
     temperature: Temperature

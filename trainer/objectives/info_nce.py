@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.objectives.contrast import candidates, unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 
-class InfoNCEConfig(ObjectiveSettings):
+class InfoNCEConfig(BaseObjectiveConfig):
     """InfoNCE of unit embeddings at temperature 1 with one negative for each sample; it has no settings."""
 
     kind: Literal["info_nce"] = "info_nce"

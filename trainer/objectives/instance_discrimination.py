@@ -25,13 +25,13 @@ from torch.nn import functional as F
 from data_pipeline.core.counter_rng import DrawKeys, integers, uniform
 from data_pipeline.core.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
-from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 _FIRST_ROWS, _NOISE = 200, 201  # purposes of `data_pipeline.core.counter_rng`
 _MAX_ENTRIES = 1 << 22  # of the matrix of pictures times rows that is in memory at once
 
 
-class InstanceDiscriminationConfig(ObjectiveSettings):
+class InstanceDiscriminationConfig(BaseObjectiveConfig):
     """`momentum` is the share of the old row in the new one; `num_negatives` rows are drawn anew at each step."""
 
     kind: Literal["instance_discrimination"] = "instance_discrimination"

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
 from trainer.objectives.contrast import candidates, unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair
 
 
-class LinearLossConfig(ObjectiveSettings):
+class LinearLossConfig(BaseObjectiveConfig):
     """`divergence_weight`: the weight of the similarity with negatives; 1 is the limit of InfoNCE."""
 
     kind: Literal["linear"] = "linear"

@@ -27,12 +27,12 @@ from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.models.batch_norm import depends_on_row_order, settle_running_statistics
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 _ORDER_PURPOSE = 200  # of `data_pipeline.core.counter_rng`
 
 
-class MoCoConfig(ObjectiveSettings):
+class MoCoConfig(BaseObjectiveConfig):
     """Settings of MoCo.
 
     `momentum` applies at every step of the key encoder towards the encoder. The symmetric form takes two in each

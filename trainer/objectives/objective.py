@@ -43,7 +43,7 @@ class ObjectiveOutput:
     metrics: Mapping[str, Tensor]
 
 
-class ObjectiveSettings(Schema):
+class BaseObjectiveConfig(Schema):
     """The base of the configs of objectives."""
 
     def note(self, *, global_batch_size: int) -> str | None:

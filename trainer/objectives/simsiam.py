@@ -14,10 +14,10 @@ from torch import Tensor
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives.contrast import unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, mean_cosine
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, mean_cosine
 
 
-class SimSiamConfig(ObjectiveSettings):
+class SimSiamConfig(BaseObjectiveConfig):
     """Settings of SimSiam.
 
     `predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks.

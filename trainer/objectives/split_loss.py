@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import BatchSize, PositiveFactor, Temperature
 from trainer.objectives.contrast import candidates, scale_of, unit_pair
-from trainer.objectives.objective import Objective, ObjectiveOutput, ObjectiveSettings, ViewPair, contrastive_output
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
 
 Negatives = Literal["second_view", "both_views"]
 
 
-class SplitLossConfig(ObjectiveSettings):
+class SplitLossConfig(BaseObjectiveConfig):
     """Settings of the split loss.
 
     Attributes:
