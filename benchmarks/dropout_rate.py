@@ -44,9 +44,9 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.progress import Progress
 from data_pipeline.loading.order import num_steps_per_epoch
-from data_pipeline.loading.stream import Stream
 from data_pipeline.storage.manifest import load_manifest
 from trainer.config import RunConfig
+from trainer.data import open_stream
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import Encoder, ResNetConfig, build_encoder
 from trainer.pretrained import load_modules
@@ -123,16 +123,7 @@ def train_judge(config: RunConfig, test: Pictures) -> Judge:
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     num_train = load_manifest(Path(config.data.train_dir)).num_samples
     num_steps = JUDGE_EPOCHS * num_steps_per_epoch(num_train, JUDGE_BATCH)
-    stream = Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=JUDGE_BATCH,
-        seed=JUDGE_SEED,
-        rank=0,
-        world_size=1,
-        end_step=num_steps,
-        overlay_draw=config.data.overlay_draw,
-    )
+    stream = open_stream(config.data, global_batch_size=JUDGE_BATCH, seed=JUDGE_SEED, end_step=num_steps)
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=num_steps)
     with Progress("train the judge", total=num_steps) as progress:

@@ -31,9 +31,9 @@ from configs import simclr
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading.stream import Stream
 from trainer.build import build_training
 from trainer.config import RunConfig
+from trainer.data import open_stream
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import ResNetConfig
 from trainer.planning.accounting import Accounts
@@ -66,19 +66,8 @@ def step_of(config: RunConfig, device: torch.device) -> Callable[[Batch], None]:
 
 def batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
     """Without an end."""
-    return iter(
-        Stream(
-            config.data.train_dir,
-            read=config.data,
-            global_batch_size=config.global_batch_size,
-            seed=0,
-            rank=0,
-            world_size=1,
-            end_step=1 << 20,
-            device=device,
-            overlay_draw=config.data.overlay_draw,
-        )
-    )
+    size = config.global_batch_size
+    return iter(open_stream(config.data, global_batch_size=size, seed=0, end_step=1 << 20, device=device))
 
 
 def rate(run: Callable[[Batch], None], stream: Iterator[Batch], *, num_steps: int, device: torch.device) -> float:

@@ -38,9 +38,10 @@ from benchmarks import record
 from benchmarks.step_throughput import wait_for
 from configs import simclr, viewmaker
 from data_pipeline.core.errors import run_command
-from data_pipeline.loading.stream import Stream, read_all
+from data_pipeline.loading.stream import read_all
 from trainer.build import build_training
 from trainer.config import RunConfig
+from trainer.data import open_stream
 from trainer.memory import keep_freed_memory
 from trainer.profiling import Clock
 
@@ -74,15 +75,8 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
 def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer:
     config = config_of(name, arguments)
     training = build_training(config, num_samples=1, device=device)
-    stream = Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=config.global_batch_size,
-        seed=0,
-        rank=0,
-        world_size=1,
-        end_step=1 << 20,
-        device=device,
+    stream = open_stream(
+        config.data, global_batch_size=config.global_batch_size, seed=0, end_step=1 << 20, device=device
     )
     clock = Clock(device=device)
     batches = clock.timed(stream)

@@ -55,10 +55,9 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
     are too few GPUs for the runs that train at once.
     """
     gpus_of(plan.resources, slot=min(plan.at_a_time, len(plan.runs)) - 1)
-    for planned in plan.runs:
-        check_data(planned.config)
-    for planned in plan.runs:
-        claim(planned.run_dir, planned.config, accepted_data=plan.accepted_data).close()
+    manifests = [check_data(planned.config) for planned in plan.runs]
+    for planned, found in zip(plan.runs, manifests, strict=True):
+        claim(planned.run_dir, planned.config, found, accepted_data=plan.accepted_data).close()
     snapshot = read_snapshot()
     waiting = deque(plan.runs)
     running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}

@@ -181,8 +181,7 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
     """
     if not str(plan.home).isprintable():
         raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
-    for planned in plan.runs:
-        check_data(planned.config)
+    manifests = [check_data(planned.config) for planned in plan.runs]
     if plan.executor == "slurm" and (has_slurm() or not is_dry_run):
         check_with_slurm(plan.resources, home=plan.home, script=sbatch_script(plan, code=code))
     directories = [plan.home, *(planned.run_dir.path for planned in plan.runs)]
@@ -192,8 +191,8 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
     new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
     is_kept = False
     try:
-        for planned in plan.runs:
-            claim(planned.run_dir, planned.config, accepted_data=plan.accepted_data).close()
+        for planned, found in zip(plan.runs, manifests, strict=True):
+            claim(planned.run_dir, planned.config, found, accepted_data=plan.accepted_data).close()
         yield
         is_kept = not is_dry_run
     except OSError as error:

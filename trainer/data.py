@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Count, Line
-from data_pipeline.loading.stream import ReadConfig
+from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
+from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteShards, is_remote
 from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity
-from trainer.distributed.collectives import all_gather_object, rank
+from trainer.distributed.collectives import (
+    all_gather_object,
+    barrier,
+    broadcast_object,
+    on_first_rank,
+    rank,
+    world_size,
+)
+
+_CPU = torch.device("cpu")
 
 
 class DataConfig(ReadConfig):
@@ -73,10 +88,10 @@ def read_manifests(data: DataConfig) -> Manifests:
 def read_agreed_manifests(data: DataConfig) -> Manifests:
     """Return the manifests, after a check that all ranks find the same. Every rank calls this.
 
-    Raises `UserError` if one is missing. If a rank finds other datasets than rank 0, rank 0 raises `UserError`, and the
-    others exit.
+    Raises `UserError` if one is missing; if it is missing on rank 0, the others exit without a message. If a rank finds
+    other datasets than rank 0, rank 0 raises `UserError`, and the others exit.
     """
-    manifests = read_manifests(data)
+    manifests = on_first_rank(partial(read_manifests, data)) or read_manifests(data)
     found = all_gather_object(manifests.identity)
     odd = [number for number, identity in enumerate(found) if identity != found[0]]
     if not odd:
@@ -87,3 +102,45 @@ def read_agreed_manifests(data: DataConfig) -> Manifests:
         f"rank {odd[0]} finds other datasets at {data.train_dir} and {data.test_dir} than rank 0; copy the same to "
         "every machine, or use a directory that all of them share"
     )
+
+
+def open_stream(
+    data: DataConfig,
+    *,
+    global_batch_size: int,
+    seed: int,
+    end_step: int,
+    start_step: int = 0,
+    device: torch.device = _CPU,
+    manifest: Manifest | None = None,
+) -> Stream:
+    """Return this rank's batches of the train set. Every rank calls this at the same time.
+
+    `manifest` is that of the train set if it was read already; it is then not read again. Raises the errors of
+    `Stream`.
+    """
+    return Stream(
+        SampleStore(data.train_dir, remote=data.remote, manifest=manifest),
+        read=data,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        rank=rank(),
+        world_size=world_size(),
+        start_step=start_step,
+        end_step=end_step,
+        device=device,
+        overlay_draw=data.overlay_draw,
+        share=_node_share(),
+    )
+
+
+def _node_share() -> NodeShare | None:
+    """Return how the ranks of one machine share data in memory; None if there is one rank only.
+
+    Ranks are on one machine if they see the same /dev/shm, whatever the launcher calls a node.
+    """
+    if world_size() == 1:
+        return None
+    machines = all_gather_object(shared_memory_identity())
+    token = broadcast_object(f"feature-dropout-{secrets.token_hex(8)}")
+    return NodeShare(local_rank=machines[: rank()].count(machines[rank()]), barrier=barrier, token=token)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 from collections.abc import Collection
 from math import gcd
 from typing import TextIO
@@ -12,7 +11,6 @@ from typing import TextIO
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from data_pipeline.loading.order import check_batch_size, num_steps_per_epoch
-from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.storage.manifest import Manifest
 from trainer.build import Training
 from trainer.checkpoint.restore import Restored, newest_state, restore
@@ -20,14 +18,7 @@ from trainer.checkpoint.run_state import check_same_data
 from trainer.checkpoint.save import refuse_link
 from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_manifests
-from trainer.distributed.collectives import (
-    all_gather_object,
-    barrier,
-    broadcast_object,
-    on_first_rank,
-    rank,
-    world_size,
-)
+from trainer.distributed.collectives import on_first_rank, world_size
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.probes.shared import check_shared, find_shared
@@ -38,12 +29,18 @@ logger = logging.getLogger(__name__)
 
 
 def check_data(config: RunConfig) -> Manifests:
-    """Return the manifests of both datasets, after all checks of the data against the config.
-
-    Raises `UserError` if a dataset is missing, if the two do not belong together or share too many sources, if they do
-    not fit the config, or if the ranks do not divide the global batch.
-    """
+    """Return the manifests of both datasets, after `check_manifests`. Raises `UserError` if a dataset is missing."""
     manifests = read_manifests(config.data)
+    check_manifests(config, manifests)
+    return manifests
+
+
+def check_manifests(config: RunConfig, manifests: Manifests) -> None:
+    """Check the data against the config.
+
+    Raises `UserError` if the two datasets do not belong together or share too many sources, if they do not fit the
+    config, or if the ranks do not divide the global batch.
+    """
     train, test = manifests.train, manifests.test
     train_dir, test_dir = config.data.train_dir, config.data.test_dir
     for name in ("medium", "input_shape", "sample_rate", "label_names"):
@@ -76,7 +73,6 @@ def check_data(config: RunConfig) -> Manifests:
     shared = find_shared(config.data, train=train, test=test)
     if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
         logger.warning("%s", said)
-    return manifests
 
 
 def check_batch(config: RunConfig, *, num_samples: int, num_ranks: int) -> None:
@@ -151,26 +147,14 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
     return height, width
 
 
-def node_share() -> NodeShare | None:
-    """Return how the ranks of one machine share data in memory; None if there is one rank only.
-
-    Ranks are on one machine if they see the same /dev/shm, whatever the launcher calls a node.
-    """
-    if world_size() == 1:
-        return None
-    machines = all_gather_object(shared_memory_identity())
-    token = broadcast_object(f"feature-dropout-{secrets.token_hex(8)}")
-    return NodeShare(local_rank=machines[: rank()].count(machines[rank()]), barrier=barrier, token=token)
-
-
-def claim(run_dir: RunDir, config: RunConfig, *, accepted_data: Collection[str] = ()) -> TextIO:
+def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
     """Check the data, then take the run directory for this config, until the returned file is closed.
 
     `accepted_data` are names of new datasets (`DataIdentity.name`) with which the run may go on. Raises `UserError` if
     the data do not fit or were replaced, if the directory holds another config or other files, if another process
     trains in it, or if it cannot be written.
     """
-    manifests = check_data(config)
+    check_manifests(config, manifests)
     try:
         held = _claim(run_dir, config)
     except OSError as error:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading.stream import Stream
 from trainer.build import build_training
 from trainer.config import read_run_config
+from trainer.data import open_stream
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
@@ -65,17 +65,13 @@ def replay(
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
     config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
     where = torch.device(device)
-    stream = Stream(
-        config.data.train_dir,
-        read=config.data.model_copy(update={"placement": "stream", "num_workers": 0}),
+    stream = open_stream(
+        config.data.model_copy(update={"placement": "stream", "num_workers": 0}),
         global_batch_size=config.global_batch_size,
         seed=record.seed,
-        rank=0,
-        world_size=1,
         start_step=record.step,
         end_step=record.step + 1,
         device=where,
-        overlay_draw=config.data.overlay_draw,
     )
     batch = next(iter(stream))
     if batch.keys != record.keys or record.train_manifest_sha256 not in {None, stream.manifest.sha256}:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
-from trainer.data import read_agreed_manifests
+from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
@@ -28,7 +29,7 @@ from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import settle_running_statistics
 from trainer.normalization import normalization_of
-from trainer.preflight import claim, node_share, resume
+from trainer.preflight import claim, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
 from trainer.training_log import TrainingLog, log_start
@@ -45,13 +46,22 @@ def train(
         UserError: the input cannot be trained on.
         StoppedError: a signal to some rank asked all ranks to save and stop; see `trainer.fault_tolerance.preemption`.
     """
+    manifests = read_agreed_manifests(config.data)
+    take = partial(claim, run_dir, config, manifests, accepted_data=accepted_data)
     with (
-        on_first_rank(lambda: claim(run_dir, config, accepted_data=accepted_data)) or contextlib.nullcontext(),
+        on_first_rank(take) or contextlib.nullcontext(),
         StopRequests() as stop_requests,
         start_watchdog(run_dir, config.watchdog) as watchdog,
     ):
         stopped_after = _train(
-            config, run_dir, stop_requests, watchdog, device=device, command=command, accepted_data=accepted_data
+            config,
+            run_dir,
+            manifests,
+            stop_requests,
+            watchdog,
+            device=device,
+            command=command,
+            accepted_data=accepted_data,
         )
     if stopped_after is not None:
         raise StoppedError(stopped_after, stop_requests.reason)
@@ -60,6 +70,7 @@ def train(
 def _train(
     config: RunConfig,
     run_dir: RunDir,
+    manifests: Manifests,
     stop_requests: StopRequests,
     watchdog: Watchdog,
     *,
@@ -68,7 +79,6 @@ def _train(
     accepted_data: Collection[str],
 ) -> int | None:
     """Return the step from which the run goes on if training was asked to stop; None if it came to its end."""
-    manifests = read_agreed_manifests(config.data)
     num_samples, normalization = manifests.train.num_samples, normalization_of(manifests.train)
     num_steps = config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
     training = build_training(config, num_samples=num_samples, device=device, normalization=normalization)
@@ -78,7 +88,15 @@ def _train(
     log_start(config, training.modules, manifests.train, device=device, start_step=start, num_steps=num_steps)
     if start == num_steps:
         return None
-    stream = _open_stream(config, start_step=start, end_step=num_steps, device=device)
+    stream = open_stream(
+        config.data,
+        global_batch_size=config.global_batch_size,
+        seed=config.seed,
+        start_step=start,
+        end_step=num_steps,
+        device=device,
+        manifest=manifests.train,
+    )
     watch = _watch_run(config, watchdog, stream, device=device)
     engines, objective = training.engines, training.objective
     counters = RunCounters(
@@ -119,22 +137,6 @@ def _train(
     if rank() == 0:
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(log.total_seconds, 1))
     return None
-
-
-def _open_stream(config: RunConfig, *, start_step: int, end_step: int, device: torch.device) -> Stream:
-    return Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=config.global_batch_size,
-        seed=config.seed,
-        rank=rank(),
-        world_size=world_size(),
-        start_step=start_step,
-        end_step=end_step,
-        device=device,
-        overlay_draw=config.data.overlay_draw,
-        share=node_share(),
-    )
 
 
 def _watch_run(config: RunConfig, watchdog: Watchdog, stream: Stream, *, device: torch.device) -> RunWatch:

@@ -173,17 +173,17 @@ class RemoteShards:
 
     Attributes:
         location: the location as given.
-        manifest: the manifest, which the constructor fetches.
+        manifest: the manifest, which the constructor fetches unless it is given.
 
     Raises `UserError` if the location is not valid, if it is a command from a file (see `refuse_untyped_command`), if
     the manifest cannot be fetched, or if the disk has no room for the cache.
     """
 
-    def __init__(self, location: str, *, config: RemoteConfig) -> None:
+    def __init__(self, location: str, *, config: RemoteConfig, manifest: Manifest | None = None) -> None:
         refuse_untyped_command(location, config)
         self.location = location
         self._config = config
-        self.manifest: Manifest = fetch_manifest(location, config=config)
+        self.manifest = manifest or fetch_manifest(location, config=config)
         self._shards = {entry.name: entry for entry in self.manifest.shards}
         dataset = self.manifest.sha256[:16]
         gigabytes = config.cache_gigabytes

@@ -95,19 +95,21 @@ class SampleStore:
         known_bad: samples that are not whole in the local shards, found from the indexes alone; () if remote.
         shard_ends: (num_shards,) int64, the index after the last sample of each shard.
 
-    Raises `UserError` if the manifest, a shard or the overlay of a local dataset is missing, or if fewer than a tenth
-    of its bytes or of its samples are there.
+    A `manifest` that was read already is not read again. Raises `UserError` if the manifest, a shard or the overlay of
+    a local dataset is missing, or if fewer than a tenth of its bytes or of its samples are there.
     """
 
-    def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
+    def __init__(
+        self, location: str | Path, *, remote: RemoteConfig = _REMOTE, manifest: Manifest | None = None
+    ) -> None:
         self.location: str | Path
         self._files: _Files
         if is_remote(location):
             self.location = str(location)
-            self._files = RemoteShards(self.location, config=remote)
+            self._files = RemoteShards(self.location, config=remote, manifest=manifest)
         else:
             self.location = Path(location)
-            self._files = _LocalFiles(self.location, load_manifest(self.location))
+            self._files = _LocalFiles(self.location, manifest or load_manifest(self.location))
         self.manifest: Manifest = self._files.manifest
         self.overlay: Overlay | None = None
         if self.manifest.overlay is not None and self.manifest.is_online:

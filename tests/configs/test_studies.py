@@ -6,12 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs import studies
 from configs.resolve import resolve_study
 from data_pipeline.__main__ import main as data_pipeline
-from data_pipeline.loading.stream import Stream
+from trainer.data import open_stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
 from trainer.preflight import check_data
@@ -97,18 +96,7 @@ def test_every_run_of_a_small_study_can_start_on_its_data(
     monkeypatch.chdir(small_data)
     for config in resolve_study(f"studies:{name}_small"):
         check_data(config)
-        seen = config.data
-        stream = Stream(
-            seen.train_dir,
-            read=seen,
-            global_batch_size=config.global_batch_size,
-            seed=0,
-            rank=0,
-            world_size=1,
-            end_step=1,
-            device=torch.device("cpu"),
-            overlay_draw=seen.overlay_draw,
-        )
+        stream = open_stream(config.data, global_batch_size=config.global_batch_size, seed=0, end_step=1)
         assert len(next(iter(stream))) == config.global_batch_size
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig, read_config
+from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
 from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.models import Encoder, build_encoder
@@ -146,11 +148,15 @@ def config(tmp_path: Path) -> RunConfig:
     return resolve_recipe("debug:image", [f"data.train_dir={pair / 'train'}", f"data.test_dir={pair / 'test'}"])
 
 
+def take(run_dir: RunDir, config: RunConfig) -> TextIO:
+    return claim(run_dir, config, read_manifests(config.data))
+
+
 @pytest.mark.parametrize("where", ["file", "file/run"])
 def test_a_run_directory_that_cannot_be_made_is_one_sentence(where: str, tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=rf"/{where} cannot be written \(Not a directory\); pass another --run-dir"):
-        claim(RunDir(tmp_path / where), config)
+        take(RunDir(tmp_path / where), config)
 
 
 def with_test_dir(config: RunConfig, test_dir: str, **probe: float) -> RunConfig:
@@ -163,9 +169,9 @@ def test_training_with_the_train_set_as_test_set_is_refused_unless_it_is_allowed
 ) -> None:
     same = with_test_dir(config, config.data.train_dir)
     with pytest.raises(UserError, match=r"64 of the 64 test samples of .*data/train \(100 %\) have their picture"):
-        claim(RunDir(tmp_path / "run"), same)
+        take(RunDir(tmp_path / "run"), same)
     assert not (tmp_path / "run").exists()
-    claim(RunDir(tmp_path / "run"), with_test_dir(config, config.data.train_dir, allow_shared=1.0)).close()
+    take(RunDir(tmp_path / "run"), with_test_dir(config, config.data.train_dir, allow_shared=1.0)).close()
     assert "64 of the 64 test samples" in caplog.text
 
 
@@ -173,20 +179,20 @@ def test_training_on_pictures_that_the_test_set_holds_too_is_refused(tmp_path: P
     """Another dataset by its manifest, made from the same pictures."""
     again = write_tiny_dataset(tmp_path / "again", num_samples=32, split="test")
     with pytest.raises(UserError, match=r"32 of the 32 test samples of .*again \(100 %\) have their picture"):
-        claim(RunDir(tmp_path / "run"), with_test_dir(config, str(again)))
+        take(RunDir(tmp_path / "run"), with_test_dir(config, str(again)))
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "file"])
 def test_no_run_starts_that_could_not_write_its_first_checkpoint(kind: str, tmp_path: Path, config: RunConfig) -> None:
     run_dir = RunDir(tmp_path / "run")
-    claim(run_dir, config).close()
+    take(run_dir, config).close()
     if kind == "file":
         run_dir.checkpoints.write_text("")
     else:
         run_dir.checkpoints.symlink_to(tmp_path if kind == "link" else tmp_path / "nowhere")
     message = "is not a directory, so no checkpoint" if kind == "file" else "is a symbolic link, and pruning would"
     with pytest.raises(UserError, match=f"{run_dir.checkpoints} {message}"):
-        claim(run_dir, config)
+        take(run_dir, config)
 
 
 def of_size(config: RunConfig, height: int, width: int) -> RunConfig:
@@ -211,7 +217,7 @@ def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_pa
         ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", "encoder.options={depth: 1}"], where="x"
     )
     with pytest.raises(UserError) as raised:
-        claim(RunDir(tmp_path / "run"), vit)
+        take(RunDir(tmp_path / "run"), vit)
     assert str(raised.value) == (
         f"{config.data.train_dir}: the encoder cannot take inputs of 16 x 16: Input height (16) doesn't match model "
         "(224); set encoder.options.img_size=16, or another encoder.kind"
@@ -317,9 +323,9 @@ def test_whatever_goes_wrong_on_the_first_rank_ends_all() -> None:
 def test_the_watchdogs_limits_may_change_from_start_to_start(config: RunConfig, tmp_path: Path) -> None:
     """The watchdog's message says to raise its limits, and then the run must go on in its directory."""
     run_dir = RunDir(tmp_path / "run")
-    claim(run_dir, config).close()
+    take(run_dir, config).close()
     patient = config.model_copy(update={"watchdog": WatchdogConfig(limit_seconds=400)})
-    claim(run_dir, patient).close()
+    take(run_dir, patient).close()
     assert read_config(run_dir.config) == patient
     with pytest.raises(UserError, match=r"differs in seed\)"):
-        claim(run_dir, patient.model_copy(update={"seed": 5}))
+        take(run_dir, patient.model_copy(update={"seed": 5}))

@@ -133,7 +133,7 @@ def test_replaced_data_are_refused_and_a_named_replacement_is_accepted(
     assert now.model_dump().items() <= told.items()
     hashes = [{name: start[name] for name in now.model_dump()} for start in told["starts"]]
     assert hashes == [before.model_dump(), now.model_dump()]
-    claim(run_dir, config).close()  # accepted once, it is the run's own
+    claim(run_dir, config, read_manifests(config.data)).close()  # accepted once, it is the run's own
 
 
 @pytest.mark.slow

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.order import batch_indices
-from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay, step_replay
 from trainer.build import build_training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
-from trainer.distributed.collectives import rank, world_size
+from trainer.data import open_stream
 from trainer.fault_tolerance.first_nonfinite import Inspector
 from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
 from trainer.fault_tolerance.step_record import MAX_RECORDS, read_record, recorded_steps
@@ -55,15 +54,7 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
     run_dir = RunDir(directory)
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
     modules, objective, engines = training.modules.trained_modules, training.objective, training.engines
-    stream = Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=config.global_batch_size,
-        seed=config.seed,
-        rank=rank(),
-        world_size=world_size(),
-        end_step=num_steps,
-    )
+    stream = open_stream(config.data, global_batch_size=config.global_batch_size, seed=config.seed, end_step=num_steps)
     log = SkippedSteps(
         run_dir,
         config,
@@ -98,9 +89,7 @@ def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
     # That ends before the bad one: with the viewmaker's update before it, or with that of the encoder alone.
     shorter = {"viewmaker_steps": bad_step - 1} if bad_step > 1 else {"freeze_step": 0}
     good = bad.model_copy(update={"adversary": bad.adversary.model_copy(update=shorter)})
-    (batch,) = Stream(
-        bad.data.train_dir, read=bad.data, global_batch_size=BATCH_SIZE, seed=0, rank=0, world_size=1, end_step=1
-    )
+    (batch,) = open_stream(bad.data, global_batch_size=BATCH_SIZE, seed=0, end_step=1)
     states, skipped = [], []
     for config in (bad, good):
         training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
@@ -133,16 +122,7 @@ def test_a_record_says_whether_the_encoder_had_taken_its_step(
     config = configure(data, "debug:viewmaker", "objective.kind=simsiam", f"adversary.update={update}")
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
     objective, engines = training.objective, training.engines
-    (batch,) = Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=BATCH_SIZE,
-        seed=0,
-        rank=0,
-        world_size=1,
-        start_step=4,
-        end_step=5,
-    )
+    (batch,) = open_stream(config.data, global_batch_size=BATCH_SIZE, seed=0, start_step=4, end_step=5)
     parameter = next(engines[bad].module.parameters())
     parameter.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
     log = SkippedSteps(
@@ -255,15 +235,8 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
     with torch.no_grad():
         for name, factor in {"0.weight": 1e-22, "0.bias": 1e-22, "2.weight": 1e22}.items():
             training.modules.encoder.head.get_parameter(name).mul_(factor)
-    (batch,) = Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=BATCH_SIZE,
-        seed=0,
-        rank=0,
-        world_size=1,
-        start_step=BAD_STEP,
-        end_step=BAD_STEP + 1,
+    (batch,) = open_stream(
+        config.data, global_batch_size=BATCH_SIZE, seed=0, start_step=BAD_STEP, end_step=BAD_STEP + 1
     )
     log = SkippedSteps(
         RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"

@@ -13,11 +13,11 @@ import torch
 
 from configs import resolve_recipe
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
+from trainer.data import open_stream
 from trainer.modules import build_modules
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -128,17 +128,7 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
 
     def two_epochs(directory: Path, overlay: str) -> list[Batch]:
         config = configure(directory, "debug:image", [f"data.overlay={overlay}"])
-        stream = Stream(
-            config.data.train_dir,
-            read=config.data,
-            global_batch_size=83,
-            seed=0,
-            rank=0,
-            world_size=1,
-            end_step=2,
-            overlay_draw=config.data.overlay_draw,
-        )
-        return list(stream)
+        return list(open_stream(config.data, global_batch_size=83, seed=0, end_step=2))
 
     def labels(batch: Batch) -> list[int]:
         return batch.label_overlay_B[batch.index_B.argsort()].tolist()
@@ -256,19 +246,7 @@ def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
 
 
 def first_batch(config: RunConfig) -> Any:
-    return next(
-        iter(
-            Stream(
-                config.data.train_dir,
-                read=config.data,
-                global_batch_size=16,
-                seed=0,
-                rank=0,
-                world_size=1,
-                end_step=1,
-            )
-        )
-    )
+    return next(iter(open_stream(config.data, global_batch_size=16, seed=0, end_step=1)))
 
 
 @pytest.mark.slow

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import reverse_gradient
 from trainer.build import assemble
 from trainer.config import RunConfig
+from trainer.data import open_stream
 from trainer.distributed.collectives import rank, world_size
 from trainer.distributed.engines import deepspeed_engine
 from trainer.distributed.engines.ddp_engine import DDPConfig, DDPEngine
@@ -354,15 +354,7 @@ def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"]) -> dict[str
         trained["objective"] = objective
     start = {name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in trained.items()}
     training = assemble(config, modules, objective)
-    stream = Stream(
-        config.data.train_dir,
-        read=config.data,
-        global_batch_size=16,
-        seed=0,
-        rank=rank(),
-        world_size=world_size(),
-        end_step=4,
-    )
+    stream = open_stream(config.data, global_batch_size=16, seed=0, end_step=4)
     rates = {"encoder": 0.01, "objective": 0.01, "viewmaker": 1e-4}
     losses = [training.step(batch, learning_rates=rates).metrics["train/loss"] for batch in stream]
     return {"losses": torch.stack(losses), "states": states_of(training.engines), "start": start}
