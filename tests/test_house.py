@@ -132,7 +132,7 @@ def test_a_room_knows_nothing_of(room: str, never: tuple[str, ...]) -> None:
 
 
 # Planning builds a training from a whole config; analyses and reports read the config of a run.
-MAY_IMPORT_THE_WHOLE_CONFIG = {"planning", "analyses", "reports", "fault_tolerance"}
+MAY_IMPORT_THE_WHOLE_CONFIG = {"planning", "analyses", "reports"}
 
 
 def test_a_room_takes_its_section_of_the_config() -> None:

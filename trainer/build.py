@@ -1,4 +1,4 @@
-"""Build what takes the steps of a run, from its config: modules, objective, engines and the step itself."""
+"""Build what takes and counts the steps of a run, from its config: modules, objective, engines, step, counters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from data_pipeline.core.sample import BadSample
+from trainer.checkpoint.restore import Restored
+from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.config import RunConfig
+from trainer.data import Manifests
 from trainer.distributed.engines import DDPConfig, DDPEngine, DeepSpeedConfig, DeepSpeedEngine, Engine
+from trainer.fault_tolerance.bad_samples import BadSamples
+from trainer.fault_tolerance.run_counters import RunCounters
+from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
 from trainer.models.encoder import Normalization
 from trainer.modules import TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.learning_rates import learning_rate_at
+from trainer.run_dir import RunDir
 from trainer.step import TrainingStep
 
 
@@ -90,3 +98,52 @@ def _build_engines(config: RunConfig, modules: Mapping[str, nn.Module], objectiv
                     global_batch_size=config.global_batch_size,
                 )
     return engines
+
+
+def build_counters(
+    run_dir: RunDir,
+    training: Training,
+    manifests: Manifests,
+    restored: Restored,
+    *,
+    device: torch.device,
+    command: str,
+) -> RunCounters:
+    """Return the counters of a run that goes on from the checkpoint `restored`.
+
+    Bad samples that it has met in another train set, before the user accepted a new one, count no more.
+    """
+    config, before = training.modules.config, restored.run
+    counter = SkipCounter(
+        run_dir,
+        max_in_a_row=config.max_skipped_in_a_row,
+        before=None if before is None else before.skipped,
+        saved_step=restored.step,
+    )
+    skipped = SkippedSteps(
+        run_dir,
+        counter,
+        engines=training.engines,
+        objective=training.objective,
+        adversary=config.adversary,
+        precision=config.precision,
+        seed=config.seed,
+        device=device,
+        command=command,
+        train_manifest_sha256=manifests.train.sha256,
+    )
+    bad = BadSamples(
+        run_dir,
+        num_samples=manifests.train.num_samples,
+        max_share=config.data.max_bad_share,
+        where=config.data.train_dir,
+        before=_bad_samples_of(before, manifests.identity),
+    )
+    return RunCounters(skipped, bad, data=manifests.identity)
+
+
+def _bad_samples_of(before: RunState | None, now: DataIdentity) -> tuple[BadSample, ...]:
+    """Return the bad samples in the checkpoint; none if they are of another train set."""
+    if before is None or before.data.train_manifest_sha256 != now.train_manifest_sha256:
+        return ()
+    return before.bad_samples

@@ -18,7 +18,7 @@ import torch
 from data_pipeline.core.progress import Progress
 from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.stream import Stream
-from trainer.build import Training, build_training
+from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
@@ -98,10 +98,7 @@ def _train(
         manifest=manifests.train,
     )
     watch = _watch_run(config, watchdog, stream, device=device)
-    engines, objective = training.engines, training.objective
-    counters = RunCounters(
-        run_dir, config, manifests, restored, device=device, engines=engines, objective=objective, command=command
-    )
+    counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start)
     log = TrainingLog(config, run_dir, training, counters, watch, start_step=start, num_steps=num_steps, device=device)

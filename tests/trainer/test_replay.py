@@ -17,7 +17,7 @@ from data_pipeline.loading.order import batch_indices
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay, step_replay
-from trainer.build import build_training
+from trainer.build import Training, build_training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
 from trainer.data import open_stream
@@ -49,21 +49,29 @@ def configure(data: Path, recipe: str, *overrides: str) -> RunConfig:
     )
 
 
+def skipped_steps(run_dir: RunDir, training: Training, *, train_manifest_sha256: str | None = None) -> SkippedSteps:
+    config = training.modules.config
+    return SkippedSteps(
+        run_dir,
+        SkipCounter(run_dir, max_in_a_row=config.max_skipped_in_a_row),
+        engines=training.engines,
+        objective=training.objective,
+        adversary=config.adversary,
+        precision=config.precision,
+        seed=config.seed,
+        device=torch.device("cpu"),
+        command="train",
+        train_manifest_sha256=train_manifest_sha256,
+    )
+
+
 def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value: float, num_steps: int) -> list[bool]:
     """Train; before `BAD_STEP` overwrite one value of a parameter. Return which steps were skipped."""
     run_dir = RunDir(directory)
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    modules, objective, engines = training.modules.trained_modules, training.objective, training.engines
+    modules = training.modules.trained_modules
     stream = open_stream(config.data, global_batch_size=config.global_batch_size, seed=config.seed, end_step=num_steps)
-    log = SkippedSteps(
-        run_dir,
-        config,
-        device=torch.device("cpu"),
-        engines=engines,
-        objective=objective,
-        command="train",
-        train_manifest_sha256=stream.manifest.sha256,
-    )
+    log = skipped_steps(run_dir, training, train_manifest_sha256=stream.manifest.sha256)
     skipped = []
     for batch in stream:
         if batch.step == BAD_STEP:
@@ -121,13 +129,10 @@ def test_a_record_says_whether_the_encoder_had_taken_its_step(
 ) -> None:
     config = configure(data, "debug:viewmaker", "objective.kind=simsiam", f"adversary.update={update}")
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    objective, engines = training.objective, training.engines
     (batch,) = open_stream(config.data, global_batch_size=BATCH_SIZE, seed=0, start_step=4, end_step=5)
-    parameter = next(engines[bad].module.parameters())
+    parameter = next(training.engines[bad].module.parameters())
     parameter.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
-    log = SkippedSteps(
-        RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
-    )
+    log = skipped_steps(RunDir(tmp_path), training)
     log.add(batch, training.step(batch, learning_rates=RATES), RATES)
     record, _ = read_record(RunDir(tmp_path), 4)
     assert record.state_step == state_step
@@ -231,16 +236,13 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
     """The first layer of the head is made tiny and the second one huge: the embedding stays as it was."""
     config = configure(data, "debug:image", "encoder.head.hidden_sizes=[32]")
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    objective, engines = training.objective, training.engines
     with torch.no_grad():
         for name, factor in {"0.weight": 1e-22, "0.bias": 1e-22, "2.weight": 1e22}.items():
             training.modules.encoder.head.get_parameter(name).mul_(factor)
     (batch,) = open_stream(
         config.data, global_batch_size=BATCH_SIZE, seed=0, start_step=BAD_STEP, end_step=BAD_STEP + 1
     )
-    log = SkippedSteps(
-        RunDir(tmp_path), config, device=torch.device("cpu"), engines=engines, objective=objective, command="train"
-    )
+    log = skipped_steps(RunDir(tmp_path), training)
     log.add(batch, training.step(batch, learning_rates=RATES), RATES)
     assert log.counter.counts.total == 1
     said = explained(config, RunDir(tmp_path), monkeypatch, capsys)

@@ -4,60 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
-from data_pipeline.core.sample import BadSample, Batch
-from trainer.checkpoint.restore import Restored
-from trainer.checkpoint.run_state import DataIdentity, RunState, SkipCounts
-from trainer.config import RunConfig
-from trainer.data import Manifests
-from trainer.distributed.engines.engine import Engine
+from data_pipeline.core.sample import Batch
+from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.skipped_steps import SkippedSteps
-from trainer.objectives import Objective
-from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 
 
 class RunCounters:
     """Counts skipped steps and bad samples over all starts of a run. Every rank makes the same calls at the same steps.
 
-    `restored` is the checkpoint that the run goes on from. Bad samples that it has met in another train set, before the
-    user accepted a new one, count no more.
+    `data` are the datasets that the run trains on now.
     """
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        config: RunConfig,
-        manifests: Manifests,
-        restored: Restored,
-        *,
-        device: torch.device,
-        engines: Mapping[str, Engine],
-        objective: Objective,
-        command: str,
-    ) -> None:
-        self._data = now = manifests.identity
-        before = restored.run
-        self._skipped = SkippedSteps(
-            run_dir,
-            config,
-            device=device,
-            engines=engines,
-            objective=objective,
-            command=command,
-            train_manifest_sha256=manifests.train.sha256,
-            before=SkipCounts() if before is None else before.skipped,
-            saved_step=restored.step,
-        )
-        self._bad = BadSamples(
-            run_dir,
-            num_samples=manifests.train.num_samples,
-            max_share=config.data.max_bad_share,
-            where=config.data.train_dir,
-            before=_bad_samples_of(before, now),
-        )
+    def __init__(self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity) -> None:
+        self._skipped, self._bad, self._data = skipped, bad, data
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
         """Count a step. Raises `UserError` if too many in a row were skipped."""
@@ -83,10 +44,3 @@ class RunCounters:
     def saved_step(self) -> int:
         """The step of the checkpoint from which the run would go on; 0 if there is none."""
         return self._skipped.counter.saved_step
-
-
-def _bad_samples_of(before: RunState | None, now: DataIdentity) -> tuple[BadSample, ...]:
-    """Return the bad samples in the checkpoint; none if they are of another train set."""
-    if before is None or before.data.train_manifest_sha256 != now.train_manifest_sha256:
-        return ()
-    return before.bad_samples

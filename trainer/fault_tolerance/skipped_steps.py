@@ -17,8 +17,8 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
+from trainer.adversary import AdversaryConfig
 from trainer.checkpoint.run_state import SkipCounts
-from trainer.config import RunConfig
 from trainer.distributed.collectives import all_gather_object, any_rank, broadcast_object, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.fault_tolerance.step_record import NonFiniteRecord, RankValues, has_room, recorded_steps, write_record
@@ -106,32 +106,34 @@ class _PendingStep:
 
 
 class SkippedSteps:
-    """Counts and records skipped steps without waiting for the GPU.
+    """Counts skipped steps in `counter`, and records the first of them, without waiting for the GPU.
 
     On the CPU it is known at once whether a step was skipped. On a GPU it is asked for when the next step is under way,
-    so the recorded state may be one step later. `counter` holds the counts.
+    so the recorded state may be one step later.
+
+    adversary: of the config; in the alternating game one of the two players may have stepped in a skipped step.
+    precision, seed: of the config. In float16 only a step with a loss that is not finite is recorded.
+    command, train_manifest_sha256: for the records.
     """
 
     def __init__(
         self,
         run_dir: RunDir,
-        config: RunConfig,
+        counter: SkipCounter,
         *,
-        device: torch.device,
         engines: Mapping[str, Engine],
         objective: Objective,
+        adversary: AdversaryConfig | None,
+        precision: str,
+        seed: int,
+        device: torch.device,
         command: str,
         train_manifest_sha256: str | None = None,
-        before: SkipCounts | None = None,
-        saved_step: int = 0,
     ) -> None:
-        """Start from a checkpoint: `before` and `saved_step` are as in `SkipCounter`."""
-        self._run_dir, self._config, self._command = run_dir, config, command
-        self._train_manifest_sha256 = train_manifest_sha256
-        self._engines, self._objective = engines, objective
-        self.counter = SkipCounter(
-            run_dir, max_in_a_row=config.max_skipped_in_a_row, before=before, saved_step=saved_step
-        )
+        self.counter = counter
+        self._run_dir, self._engines, self._objective = run_dir, engines, objective
+        self._adversary, self._precision, self._seed = adversary, precision, seed
+        self._command, self._train_manifest_sha256 = command, train_manifest_sha256
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: deque[_PendingStep] = deque()
 
@@ -153,7 +155,7 @@ class SkippedSteps:
         self.flush()
         if num_done < num_steps:
             return self.counter.may_save(num_done)
-        self.counter.check_end(num_steps, overflows_by_design=self._config.precision == "float16")
+        self.counter.check_end(num_steps, overflows_by_design=self._precision == "float16")
         return True
 
     def flush(self) -> None:
@@ -169,7 +171,7 @@ class SkippedSteps:
         skipped = bool(pending.skipped)
         # In float16 gradients overflow by design until the scale of the loss is found.
         if skipped and (
-            self._config.precision != "float16" or any_rank(not math.isfinite(float(pending.metrics["train/loss"])))
+            self._precision != "float16" or any_rank(not math.isfinite(float(pending.metrics["train/loss"])))
         ):
             is_recorded = self._record(pending, num_done=num_done)
             if rank() == 0:
@@ -188,8 +190,8 @@ class SkippedSteps:
             step=pending.step,
             state_step=pending.step if is_as_before else num_done,
             epoch=pending.epoch,
-            seed=self._config.seed,
-            precision=self._config.precision,
+            seed=self._seed,
+            precision=self._precision,
             command=self._command,
             learning_rates=dict(pending.learning_rates),
             train_manifest_sha256=self._train_manifest_sha256,
@@ -203,7 +205,7 @@ class SkippedSteps:
 
     def _is_undone(self, pending: _PendingStep) -> bool:
         """Return whether all of a skipped step was skipped. In the alternating game the encoder may have stepped."""
-        if self._config.adversary is None or self._config.adversary.update == "simultaneous":
+        if self._adversary is None or self._adversary.update == "simultaneous":
             return True
         learners = [name for name in self._engines if name != "viewmaker"]
         return not all(pending.metrics[f"train/{name}_gradient_norm"].isfinite() for name in learners)
