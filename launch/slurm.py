@@ -16,15 +16,11 @@ from pathlib import Path
 
 from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command
-from launch.train import add_run_arguments
+from launch.train import run_parser
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", metavar="RECIPE", help="The recipe, module:function in configs/, or a config file.")
-    what.add_argument("--study", metavar="studies:NAME", help="All runs of this study, as one job array.")
-    add_run_arguments(parser)
+    parser = run_parser(__doc__, "--study", metavar="studies:NAME", help="All runs of this study, as one job array.")
     add = parser.add_argument
     add("--study-dir", type=Path, metavar="DIR", help="The directory of all runs of a study (default: runs/NAME).")
     add(

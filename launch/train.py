@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.core.arguments import positive
 from data_pipeline.core.errors import run_command
@@ -19,11 +20,8 @@ _MAX_GIGABYTES = 10**9
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", metavar="RECIPE", help="The recipe, module:function in configs/, or a config file.")
-    what.add_argument("--list", action="store_true", help="Print all recipes and studies, each with its first line.")
-    add_run_arguments(parser)
+    listing = "Print all recipes and studies, each with its first line."
+    parser = run_parser(__doc__, "--list", action="store_true", help=listing)
     add = parser.add_argument
     add("--explain", action="store_true", help="Print every setting and where it comes from, and stop.")
     add("--plan", action="store_true", help="Print the memory and the network traffic that the run needs, and stop.")
@@ -39,11 +37,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that launch/train.py and launch/slurm.py share.
+def run_parser(description: str | None, instead_of_config: str, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that launch/train.py and launch/slurm.py share.
 
-    --accept-data names the new dataset, so that a requeue or a script cannot accept a later replacement with it.
+    Either --config is required, or the argument `instead_of_config` with its `options`. --accept-data names the new
+    dataset, so that a requeue or a script cannot accept a later replacement with it.
     """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", metavar="RECIPE", help="The recipe, module:function in configs/, or a config file.")
+    what.add_argument(instead_of_config, **options)
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
     add("--allow-pipe", action="store_true", help="Execute the pipe: locations of a config file.")
@@ -60,6 +63,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Go on with a dataset that was replaced. The refusal says its NAME. May be repeated.",
     )
+    return parser
 
 
 def gigabytes(text: str) -> float:
