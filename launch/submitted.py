@@ -45,7 +45,7 @@ class Submission(Schema):
     """RUN_DIR/job.json: the job that trains this run, and all that is needed to submit the same again.
 
     home: the directory of the logs and the code, relative to the run directory: itself, or that of its study.
-    host: the machine on which the job was submitted. None in records of an earlier version, which count as this one's.
+    host: the machine on which the job was submitted.
     """
 
     job_id: str = Field(pattern=r"^[0-9]{1,19}(_[0-9]{1,19})?$")
@@ -54,12 +54,12 @@ class Submission(Schema):
     submitted_at: AwareDatetime
     at_a_time: PositiveInt
     resources: Resources
-    host: Line | None = None
+    host: Line
 
     @property
     def is_elsewhere(self) -> bool:
         """Tell whether only another machine knows the state of the job, because it is a process there."""
-        return self.executor == "local" and self.host not in {None, socket.gethostname()}
+        return self.executor == "local" and self.host != socket.gethostname()
 
     def home_of(self, run_dir: RunDir) -> Path:
         return run_dir.path if self.home == "." else run_dir.path.parent
@@ -103,9 +103,6 @@ def last_submission(run_dir: RunDir) -> Submission | None:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no valid JSON ({error}); remove it, and end its job by hand with scancel") from None
-    if isinstance(value, dict) and isinstance(value.get("home"), str) and "logs" in value:  # of an earlier version
-        is_alone = Path(value["home"]).name == run_dir.path.name
-        value = {name: entry for name, entry in value.items() if name != "logs"} | {"home": "." if is_alone else ".."}
     return Submission.parse(value, where=str(path))
 
 

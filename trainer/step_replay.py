@@ -74,7 +74,7 @@ def replay(
         device=where,
     )
     batch = next(iter(stream))
-    if batch.keys != record.keys or record.train_manifest_sha256 not in {None, stream.manifest.sha256}:
+    if batch.keys != record.keys or record.train_manifest_sha256 != stream.manifest.sha256:
         raise UserError(
             f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded, but another one; "
             "put that back"

@@ -55,6 +55,7 @@ def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Pa
             submitted_at=datetime.now(UTC) - timedelta(seconds=60),
             at_a_time=2,
             resources=RESOURCES,
+            host=socket.gethostname(),
         )
         record(run_dir, submission)
     return run_dir
@@ -290,11 +291,11 @@ def test_a_local_job_is_active_while_its_process_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("host", "state"), [("here", "running"), (None, "running"), ("there", "unknown")])
+@pytest.mark.parametrize(("host", "state"), [("here", "running"), ("there", "unknown")])
 def test_a_local_job_is_known_only_on_its_own_machine(
-    host: str | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another machine has other processes by the same numbers. Earlier records name no machine."""
+    """Another machine has other processes by the same numbers."""
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     run_dir = make_run(tmp_path, "a")
     submission = last_submission(run_dir)
@@ -519,16 +520,6 @@ def test_a_record_that_could_lead_elsewhere_is_refused_and_hides_no_other_run(
     shown = capsys.readouterr().out.splitlines()
     assert re.match(r"a +unknown +\S*/a/job\.json: ", shown[1])
     assert shown[2].split() == [other.path.name, "pending", "0/?", "not", "started"]
-
-
-def test_a_record_of_an_earlier_version_is_read_wherever_the_run_lies_now(tmp_path: Path) -> None:
-    """It named absolute directories, which are not followed."""
-    run_dir = make_run(tmp_path, "a")
-    path = run_dir.path / "job.json"
-    value = json.loads(path.read_text())
-    for home, expected in (("/before/study", ".."), ("/before/a", ".")):
-        path.write_text(json.dumps(value | {"home": home, "logs": f"{home}/logs"}))
-        assert submission_of(run_dir).home == expected
 
 
 def test_files_that_are_none_and_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:

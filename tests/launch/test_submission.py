@@ -377,7 +377,13 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
             write_json(RunDir(runs / name).config, other.model_dump(mode="json"))
     (runs / "FULL" / "thesis.tex").touch()
     queued = Submission(
-        job_id="7", executor="slurm", home=".", submitted_at=datetime.now(UTC), at_a_time=1, resources=RESOURCES
+        job_id="7",
+        executor="slurm",
+        home=".",
+        submitted_at=datetime.now(UTC),
+        at_a_time=1,
+        resources=RESOURCES,
+        host="login",
     )
     record(RunDir(runs / "QUEUED"), queued)
     with hold(RunDir(runs / "HELD")):

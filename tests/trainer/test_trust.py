@@ -100,7 +100,15 @@ def test_a_report_shows_what_there_is_and_runs_nothing(
 
 def test_replay_runs_no_command(run: RunDir, ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = NonFiniteRecord(
-        step=0, state_step=0, epoch=0, seed=0, precision="float32", command="", learning_rates={}, ranks=()
+        step=0,
+        state_step=0,
+        epoch=0,
+        seed=0,
+        precision="float32",
+        command="",
+        learning_rates={},
+        train_manifest_sha256="0" * 64,
+        ranks=(),
     )
     monkeypatch.setattr("trainer.fault_tolerance.step_record.read_record", lambda run_dir, step: (record, {}))
     with pytest.raises(UserError, match=REFUSAL):

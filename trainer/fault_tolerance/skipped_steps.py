@@ -128,7 +128,7 @@ class SkippedSteps:
         seed: int,
         device: torch.device,
         command: str,
-        train_manifest_sha256: str | None = None,
+        train_manifest_sha256: str,
     ) -> None:
         self.counter = counter
         self._run_dir, self._engines, self._objective = run_dir, engines, objective

@@ -52,7 +52,7 @@ class NonFiniteRecord(Schema):
         step: from 0, as in `Batch.step`.
         state_step: the number of steps done in the recorded state. It is above `step` if the loop had gone on before it
             knew, or if the encoder had taken its step before the viewmaker's was skipped.
-        train_manifest_sha256: of the dataset of the samples; None in records of an earlier version.
+        train_manifest_sha256: of the dataset of the samples.
         ranks: in rank order; their keys together are the global batch.
     """
 
@@ -63,7 +63,7 @@ class NonFiniteRecord(Schema):
     precision: str
     command: str
     learning_rates: dict[str, float]
-    train_manifest_sha256: str | None = None
+    train_manifest_sha256: str
     ranks: tuple[RankValues, ...]
 
     @property
