@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trainer.reports.findings import limits, verdict
 from trainer.reports.page import title_of
-from trainer.reports.runs import Arm
+from trainer.reports.runs import Arm, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
 from trainer.reports.tables import Grid, ResultTable, difference_grid, provenance_grids, results, speed_grid
@@ -29,7 +29,7 @@ def as_markdown(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
 
 def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str, list[str]]]:
     """Return the title of each section with the paragraphs, lists and tables below it."""
-    runs = [run for arm in arms for run in arm.runs]
+    runs = runs_of_arms(arms)
     found = [] if sheet is None else [("Against the paper", _study(sheet))]
     found.append(("What was found", [markdown_text(text) for text in verdict(arms)]))
     body = [RESULTS_CAPTION]

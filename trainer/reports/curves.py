@@ -50,7 +50,7 @@ class Line:
     deviation: Sequence[float] | None = None
 
 
-Points = Mapping[float, float]  # y by x, of one run
+Points = Mapping[int, float]  # y by x, of one run
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
     drawn = [
         line_chart(metric_title(key, titles), lines, x_label="training step")
         for key in METRICS
-        if (
-            lines := [line for arm, color in colored for line in _lines([_metric(run, key) for run in arm.runs], color)]
-        )
+        if (lines := [line for arm, color in colored for line in _lines([run.logged(key) for run in arm.runs], color)])
     ]
     for group in by_protocol(arms):
         drawn += _probe_charts(group, titles)
@@ -152,11 +150,6 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
         [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=np.float64), MAX_POINTS)]
         for values in (x, y)
     )
-
-
-def _metric(run: Run, key: str) -> Points:
-    values = {entry["step"]: entry[key] for entry in run.metrics if isinstance(entry.get(key), int | float)}
-    return {step: value for step, value in values.items() if np.isfinite(value)}
 
 
 def _fit(probe: ProbeResult) -> Points:

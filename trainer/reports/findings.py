@@ -14,7 +14,7 @@ from typing import Literal
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
-from trainer.reports.runs import Arm, Run, datasets_of
+from trainer.reports.runs import Arm, Run, datasets_of, runs_of_arms
 
 Method = Literal["linear", "knn"]
 
@@ -190,7 +190,7 @@ def winner(arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
 
 def limits(arms: Sequence[Arm]) -> list[str]:
     """Return sentences on what the numbers are too small to show, from the sizes of data and runs."""
-    runs = [run for arm in arms for run in arm.runs]
+    runs = runs_of_arms(arms)
     main = by_protocol(arms)[0].arms
     probes = [probe for arm in main for space in LABEL_SPACES for probe in arm.trained(space)]
     notes: list[str] = []

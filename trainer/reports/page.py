@@ -18,7 +18,7 @@ from trainer.probes.features import LABEL_SPACES
 from trainer.reports.curves import charts, color_of
 from trainer.reports.findings import limits, samples_of, verdict
 from trainer.reports.protocols import by_protocol, label_titles
-from trainer.reports.runs import NO_NUMBER, Arm, Run
+from trainer.reports.runs import NO_NUMBER, Arm, Run, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
 from trainer.reports.tables import (
@@ -37,7 +37,7 @@ STYLE = Path(__file__).with_name("report.css")
 
 def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     """Return the whole page. `arms` keep their order; `sheet` is the published table to compare them with."""
-    runs = [run for arm in arms for run in arm.runs]
+    runs = runs_of_arms(arms)
     with_data = [arm for group in by_protocol(arms) for arm in group.arms]
     return (
         _templates()
@@ -92,7 +92,7 @@ def unbroken(text: str) -> str:
 def title_of(arms: Sequence[Arm], sheet: Sheet | None) -> str:
     if sheet is not None:
         return sheet.study.title + (" (CPU scale)" if sheet.study.is_small else "")
-    runs = [run for arm in arms for run in arm.runs]
+    runs = runs_of_arms(arms)
     return f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
 
 
@@ -116,7 +116,7 @@ def _subtitle(arms: Sequence[Arm]) -> str:
         if sizes:
             parts.append(f"{titles[space]} of {' or '.join(map(str, sizes))} classes")
     sizes_of_data = sorted({(probe.num_train, probe.num_test) for probe in probes})
-    samples = samples_of([run for arm in arms for run in arm.runs])
+    samples = samples_of(runs_of_arms(arms))
     parts += [f"{num_train:,} train and {num_test:,} test {samples}" for num_train, num_test in sizes_of_data]
     return " · ".join(parts)
 

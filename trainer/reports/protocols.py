@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.linear import ProbeConfig
-from trainer.reports.runs import Arm, Run
+from trainer.reports.runs import Arm, Run, runs_of_arms
 
 _PLAIN = {"num_epochs", "views", "batch_norm"}  # settings that every name of a protocol gives
 _OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--epochs"}
@@ -31,8 +31,8 @@ class ProtocolArms:
 
 def by_protocol(arms: Sequence[Arm]) -> list[ProtocolArms]:
     """Return the arms once for each protocol that has results, at least once. The protocol of most runs comes first."""
-    protocols = protocols_of([run for arm in arms for run in arm.runs])
-    own = all(run.own_protocol == protocols[0] for arm in arms for run in arm.runs)
+    protocols = protocols_of(runs_of_arms(arms))
+    own = all(run.own_protocol == protocols[0] for run in runs_of_arms(arms))
     is_plain = len(protocols) == 1 and own
     return [
         ProtocolArms(
@@ -95,7 +95,7 @@ def label_titles(arms: Sequence[Arm]) -> dict[LabelSpace, str]:
     The titles are "base label" and "overlay label" if the results have none, or several, or the same for both labels.
     """
     found: dict[LabelSpace, set[str]] = {space: set() for space in LABEL_SPACES}
-    for run in (run for arm in arms for run in arm.runs):
+    for run in runs_of_arms(arms):
         for result in (one for probes in run.readouts.values() for step in probes.values() for one in step.values()):
             if result.title not in {None, "", "base", "overlay"}:
                 found[result.label].add(str(result.title))

@@ -25,7 +25,7 @@ from trainer.reports.as_markdown import sections
 from trainer.reports.curves import METRICS, metric_title
 from trainer.reports.page import title_of
 from trainer.reports.protocols import label_titles
-from trainer.reports.runs import Arm, Run
+from trainer.reports.runs import Arm, Run, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.run_dir import RunDir, read_object, write_json
 
@@ -49,7 +49,7 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     `UserError` without a login, without wandb-workspaces, or if the server refuses the report.
     """
     forget_empty_variables("WANDB_")
-    runs = [run for arm in arms for run in arm.runs]
+    runs = runs_of_arms(arms)
     offline = variable("WANDB_MODE") == "offline"
     written = f"the report itself is written: {page}"
     title = title_of(arms, sheet)[:MAX_TITLE]
@@ -153,7 +153,7 @@ def _save_report(
     wr = _workspaces("nothing was sent")
 
     kept = page.with_name(f"{page.name}.wandb.json")
-    runs = [run for arm in arms for run in arm.runs]
+    runs = runs_of_arms(arms)
     report = wr.Report(
         entity=entity,
         project=project,
@@ -178,7 +178,7 @@ def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: st
     """Return the blocks of the report at W&B. Asks the server for the projects of the runs."""
     wr = _workspaces("nothing was sent")
 
-    runs = [run for arm in arms for run in arm.runs]
+    runs = runs_of_arms(arms)
     found: list[Any] = []
     for title, body in sections(arms, sheet):
         found += [wr.H2(text=title), wr.MarkdownBlock(text="\n\n".join(body))]
@@ -192,7 +192,7 @@ def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
     """Return live curves, means over seeds, of the runs that W&B has."""
     wr = _workspaces("nothing was sent")
 
-    runs, titles = [run for arm in arms for run in arm.runs], label_titles(arms)
+    runs, titles = runs_of_arms(arms), label_titles(arms)
     by_project: dict[str, list[str]] = {}
     for run in runs:
         if (run_id := _run_id(run)) is not None:

@@ -87,6 +87,10 @@ class Run:
     def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
         return self.probes.get(0, {}).get(space)
 
+    def logged(self, key: str) -> dict[int, float]:
+        """Return the values of a metric by step."""
+        return {entry["step"]: entry[key] for entry in self.metrics if isinstance(entry.get(key), int | float)}
+
     @property
     def data_key(self) -> tuple[str, str]:
         """Return what identifies the data: the hashes of both manifests, or their directories if no hash is known."""
@@ -163,6 +167,10 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
         grouped.setdefault((config_identity(run.config), run.data_key), []).append(run)
     groups = list(grouped.values())
     return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
+
+
+def runs_of_arms(arms: Sequence[Arm]) -> list[Run]:
+    return [run for arm in arms for run in arm.runs]
 
 
 def datasets_of(arms: Sequence[Arm]) -> list[DatasetArms]:

@@ -210,8 +210,7 @@ def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
     num_test = min((probe.num_test for probe in probes), default=run.config.probe.online_num_test)
     needed = max((probe.num_train for probe in probes), default=study.num_train)
     if run.config.probe.online_num_train >= needed and run.config.probe.online_num_test >= num_test:
-        key = f"probe/{label}/knn"
-        votes |= {entry["step"]: entry[key] for entry in run.metrics if isinstance(entry.get(key), int | float)}
+        votes |= run.logged(f"probe/{label}/knn")
     return _Accuracy(max(votes.values()), num_test, len(votes)) if votes else None
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from trainer.reports.published import Column
 from trainer.reports.study_sheet import FilledCell, Sheet, missing_commands, summary
-from trainer.reports.tables import Grid
+from trainer.reports.tables import Grid, signed
 
 MEASURES = {
     "linear": "linear probe, test accuracy in % after the probe's last epoch",
@@ -79,11 +79,11 @@ def _cell(filled: FilledCell | None) -> StudyCell | None:
         lines.append(f"train mode {filled.in_train_mode}")
     lines.append("paper: no number" if published is None else f"paper {published}")
     if filled.difference is not None:
-        lines.append(_signed(filled.difference))
+        lines.append(signed(filled.difference))
     elif filled.score is not None and filled.unlike:
         lines.append("another scale")
     if filled.difference_in_train_mode is not None:
-        lines.append(f"train mode {_signed(filled.difference_in_train_mode)}")
+        lines.append(f"train mode {signed(filled.difference_in_train_mode)}")
     return StudyCell(lines, is_measured=filled.score is not None)
 
 
@@ -92,15 +92,11 @@ def _directions(sheet: Sheet) -> Grid:
     rows = [
         [
             one.name,
-            ("+" if one.contrast.sign > 0 else "−") if one.contrast.points is None else _signed(one.contrast.points),
-            None if one.points is None else _signed(one.points),
+            ("+" if one.contrast.sign > 0 else "−") if one.contrast.points is None else signed(one.contrast.points),
+            None if one.points is None else signed(one.points),
             None if one.resolution is None else f"{one.resolution:.1f}",
             one.direction,
         ]
         for one in sheet.compared
     ]
     return Grid(["difference in points", "paper", "ours", "resolved from", "direction"], rows)
-
-
-def _signed(points: float) -> str:
-    return f"{points:+.1f}".replace("-", "−")

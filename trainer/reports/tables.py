@@ -113,11 +113,21 @@ def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best:
         return [ResultCell(None)] * 2
     notes = []
     if untrained := score(baseline(arm, arms, space), "linear"):
-        notes.append(f"{100 * (linear.mean - untrained.mean):+.1f}".replace("-", "−"))
+        notes.append(signed(100 * (linear.mean - untrained.mean)))
     if len(probes) == 1:
         result = probes[0].linear
         notes.append(f"best {100 * result.best_accuracy:.1f}, epoch {result.best_epoch}")
     return [ResultCell(str(linear), notes, is_best), _cell(score(probes, "knn"))]
+
+
+def signed(points: float) -> str:
+    """Return points with one decimal and their sign, as it is printed.
+
+    Examples:
+        >>> signed(-1.25)
+        '−1.2'
+    """
+    return f"{points:+.1f}".replace("-", "−")
 
 
 def _untrained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ResultCell]:
@@ -204,14 +214,14 @@ def _is_stage(key: str) -> bool:
 
 
 def _median_of(runs: Sequence[Run], key: str) -> float | None:
-    values = [entry[key] for run in runs for entry in run.metrics if isinstance(entry.get(key), int | float)]
+    values = [value for run in runs for value in run.logged(key).values()]
     return statistics.median(values) if values else None
 
 
 def _largest_of(runs: Sequence[Run], keys: Sequence[str]) -> str | None:
     """Return the largest value, in gigabytes, of the first of `keys` that was measured."""
     for key in keys:
-        values = [entry[key] for run in runs for entry in run.metrics if isinstance(entry.get(key), int | float)]
+        values = [value for run in runs for value in run.logged(key).values()]
         if max(values, default=0) > 0:
             return f"{max(values):.2f} GB{' on the GPU' if 'gpu' in key else ''}"
     return None
