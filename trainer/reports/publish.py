@@ -53,34 +53,31 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     offline = variable("WANDB_MODE") == "offline"
     written = f"the report itself is written: {page}"
     title = title_of(arms, sheet)[:MAX_TITLE]
-    if not offline:
-        _workspaces(written)
     try:
+        if not offline:
+            _workspaces()
         if not offline and not wandb.login(prompt=False):
-            raise UserError(
-                f"--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command ({written})"
-            )
+            raise UserError("--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command")
         entity, project, run_id = _log_run(page, runs, title=title, tags=_tags(sheet), offline=offline)
         if offline:
             return (
                 f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`, without a report of W&B's own"
             )
         return _save_report(page, arms, sheet, entity=entity, project=project, run_id=run_id, title=title)
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{error} ({written})") from None
     except (wandb.errors.Error, ValueError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"Weights & Biases did not take the report ({reason}); {written}") from None
 
 
-def _workspaces(written: str) -> Any:
+def _workspaces() -> Any:
     """Import the library that makes reports. Raises `UserError` if it is not installed."""
     try:
         return importlib.import_module("wandb_workspaces.reports.v2")
     except ModuleNotFoundError:
         raise UserError(
-            "--wandb makes a report with wandb-workspaces, which is not installed; `pip install -e '.[reports]'` "
-            f"({written})"
+            "--wandb makes a report with wandb-workspaces, which is not installed; `pip install -e '.[reports]'`"
         ) from None
 
 
@@ -150,8 +147,7 @@ def _save_report(
     title: str,
 ) -> str:
     """Save the report at W&B and return its address. Keeps the id that W&B gives it beside the page."""
-    wr = _workspaces("nothing was sent")
-
+    wr = _workspaces()
     kept = page.with_name(f"{page.name}.wandb.json")
     runs = runs_of_arms(arms)
     report = wr.Report(
@@ -176,8 +172,7 @@ def _save_report(
 
 def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: str, run_id: str) -> list[Any]:
     """Return the blocks of the report at W&B. Asks the server for the projects of the runs."""
-    wr = _workspaces("nothing was sent")
-
+    wr = _workspaces()
     runs = runs_of_arms(arms)
     found: list[Any] = []
     for title, body in sections(arms, sheet):
@@ -190,8 +185,7 @@ def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: st
 
 def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
     """Return live curves, means over seeds, of the runs that W&B has."""
-    wr = _workspaces("nothing was sent")
-
+    wr = _workspaces()
     runs, titles = runs_of_arms(arms), label_titles(arms)
     by_project: dict[str, list[str]] = {}
     for run in runs:
@@ -225,8 +219,7 @@ def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
 
 
 def _picture_blocks(runs: Sequence[Run], *, entity: str, project: str, run_id: str) -> list[Any]:
-    wr = _workspaces("nothing was sent")
-
+    wr = _workspaces()
     names = list(pictures(runs))
     if not names:
         return []
