@@ -83,8 +83,8 @@ class RequestedResources(Schema):
     sbatch: SbatchFields = Field(default={})
 
 
-class Resources(Schema):
-    """The resources of a job; None leaves the default of the cluster.
+class Resources(RequestedResources):
+    """A request in which the numbers of nodes, ranks and cores are known, for one job.
 
     A rank has `cpus_per_task` cores. Its training process computes with `threads_per_task` of them, and the data
     workers use the others. More threads than cores are slow, because they wait for each other in busy loops.
@@ -94,14 +94,7 @@ class Resources(Schema):
     tasks_per_node: NumProcesses
     cpus_per_task: NumProcesses
     threads_per_task: NumProcesses
-    gpus_per_node: NumGpus | None = None
     time_minutes: Minutes
-    mem_gb: MemoryGB | None = None
-    partition: Line | None = None
-    account: Line | None = None
-    qos: Line | None = None
-    constraint: Line | None = None
-    sbatch: SbatchFields = Field(default={})
 
     @property
     def num_ranks(self) -> int:

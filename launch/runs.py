@@ -68,7 +68,7 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
                 planned, _ = running.pop(slot)
                 status = run_status(planned.run_dir, {})
                 num_failed += status.state != "finished"
-                print(f"{planned.run_dir.path.name}: {status.state} {status.reason}".rstrip(), flush=True)
+                _print_status(planned.run_dir.path, status)
             if slot not in running and waiting:
                 planned = waiting.popleft()
                 name = planned.run_dir.path.name
@@ -144,11 +144,15 @@ def wait_for_study(runs: Sequence[PlannedRun]) -> None:
         for path, status in statuses.items():
             if printed.get(path) != status.state:
                 printed[path] = status.state
-                print(f"{path.name}: {status.state} {status.reason}".rstrip(), flush=True)
+                _print_status(path, status)
         if not {"waiting", "running"} & set(printed.values()):
             break
     if set(printed.values()) != {"finished"}:
         raise SystemExit(1)
+
+
+def _print_status(run_dir: Path, status: RunStatus) -> None:
+    print(f"{run_dir.name}: {status.state} {status.reason}".rstrip(), flush=True)
 
 
 def _state_in_queue(submission: Submission) -> str | None:
