@@ -119,8 +119,8 @@ def wait(planned: PlannedRun, job: submitit.Job[None]) -> None:
                 shown = file.tell()
     outcomes = outcomes_of_job(log.parent, job_id=job.job_id, inside=log.parent)
     missing = [rank for rank in range(job.num_tasks) if rank not in outcomes]
-    if error := first_error(planned.run_dir, submission):
-        rank, problem = error.rank, f"failed: {error.line}"
+    if found := first_error(planned.run_dir, submission):
+        rank, problem = found[0], f"failed: {found[1].reason}"
     elif missing:
         rank, problem = missing[0], "left no result (it was killed, or its node died)"
     else:

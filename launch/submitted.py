@@ -26,7 +26,7 @@ from data_pipeline.core.schema import Line, Schema
 from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import load_manifest
-from launch.outcome import ENDED_NAME, is_inside, outcomes_of_job, read_end, read_outcome
+from launch.outcome import ENDED_NAME, RankOutcome, is_inside, outcomes_of_job, read_end, read_outcome
 from launch.resources import Resources
 from launch.slurm_client import queued_jobs, was_cancelled
 from trainer.config import RunConfig, read_run_config
@@ -191,7 +191,7 @@ def _state(
         return Standing("unknown", "there is no squeue on this machine; ask on a login node of the cluster")
     if submission.is_elsewhere:
         return Standing("unknown", f"it was started on {submission.host}, another machine; ask there")
-    return how_it_ended(run_dir, submission, start=start)
+    return _how_the_job_ended(run_dir, submission, start)
 
 
 def _is_newer(start: _LastStart | None, submission: Submission, run_dir: RunDir) -> bool:
@@ -219,13 +219,14 @@ def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None) -> St
     return Standing("killed", f"it left no word; start it again with the same command and it goes on {going_on}")
 
 
-def how_it_ended(run_dir: RunDir, submission: Submission, *, start: _LastStart | None = None) -> Standing:
+def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStart | None) -> Standing:
     """Return how the job of an unfinished run ended; `start` is when the run last started to train."""
     since = max(submission.submitted_at.timestamp(), start.at if start is not None else 0.0)
     if stalled := _stalled(run_dir, since=since):
         return Standing("failed", stalled)
-    if error := first_error(run_dir, submission):
-        return Standing(error.ended, error.line if error.ended == "stopped" else f"rank {error.rank}: {error.line}")
+    if found := first_error(run_dir, submission):
+        rank, error = found
+        return Standing(error.ended, error.reason if error.ended == "stopped" else f"rank {rank}: {error.reason}")
     home, log = submission.home_of(run_dir), submission.rank_log(run_dir, 0)
     if not log.is_file():
         if submission.executor == "slurm" and was_cancelled(submission.job_id):
@@ -267,30 +268,18 @@ def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
         return None
 
 
-@dataclass(frozen=True)
-class RankError:
-    """The last line of the exception that ended a rank, or of the request to stop."""
-
-    rank: int
-    line: str
-    ended: Literal["stopped", "failed"]
-
-
-def first_error(run_dir: RunDir, submission: Submission) -> RankError | None:
-    """Return the first exception, which caused the others, and the lowest rank that raised it; None without one."""
+def first_error(run_dir: RunDir, submission: Submission) -> tuple[int, RankOutcome] | None:
+    """Return the first exception or stop, which caused the others, after the lowest rank that has it; None if none."""
     outcomes = outcomes_of_job(
         submission.logs_of(run_dir), job_id=submission.job_id, inside=submission.home_of(run_dir)
     )
-    errors = [
-        (outcome.at, rank, outcome.reason, outcome.ended)
-        for rank, outcome in outcomes.items()
-        if outcome.ended != "finished"
-    ]
+    errors = {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome.ended != "finished"}
     if not errors:
         return None
-    newest = max(errors)[0]
-    _, _, line, ended = min(error for error in errors if newest - error[0] <= _SAME_CAUSE_SECONDS)
-    return RankError(min(rank for _, rank, reason, _ in errors if reason == line), line, ended)
+    newest = max(error.at for error in errors.values())
+    recent = [error for error in errors.values() if newest - error.at <= _SAME_CAUSE_SECONDS]
+    first = min(recent, key=lambda error: error.at)
+    return next(rank for rank, error in errors.items() if error.reason == first.reason), first
 
 
 def _num_steps(config: RunConfig) -> int | None:
