@@ -517,7 +517,7 @@ def test_the_table(stories: dict[str, Story], capsys: pytest.CaptureFixture[str]
     stories["deaths"].end()
     moments = [*stories["warnings"].moments[:-1], *stories["deaths"].moments]
     assert len({moment.fault for moment in moments}) == 9
-    header = "| fault | what happened | steps lost | seconds to the next new step |\n|---|---|---|---|\n"
+    header = "| fault | what happened | steps repeated | seconds to the next new step |\n|---|---|---|---|\n"
     text = header + "".join(f"{moment.row()}\n" for moment in moments)
     with capsys.disabled():
         print(f"\n{text}")
