@@ -1,5 +1,5 @@
-"""Launchers: WHERE a run trains: in this process, under torchrun, on a Slurm cluster, or as the demo.
+"""Launchers start a run in this process, under torchrun, on a Slurm cluster, or as the demo.
 
-A launcher takes the name of a recipe and calls `trainer.train.train` once in every rank. Nothing imports launch.
-Invariant: no launcher changes what is computed.
+A launcher takes the name of a recipe and calls `trainer.train.train` once in every rank. No other package imports
+launch. Invariant: no launcher changes the result of a run.
 """

@@ -1,8 +1,8 @@
-"""`make demo`: from nothing to a comparison report, on two processes.
+"""`make demo`: build data, train two encoders on two processes, and write a report that compares them.
 
-Builds C+Digits shards from drawn pictures, trains SimCLR with expert views and with a viewmaker, probes both labels of
-both runs and of the untrained encoder, and writes one report. Every stage is a command that a user could type, and is
-printed. A demo that was interrupted goes on where it stopped.
+The data are drawn pictures with digits on them. One encoder trains on expert views, the other with a viewmaker. Both
+are probed on both labels, as is the untrained encoder. Every stage is a command that a user could type, and is printed.
+An interrupted demo goes on with the stage that it had not finished.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RUNS = [str(run_dir) for run_dir in RECIPES.values()]
 
 
 def stages() -> list[tuple[str, list[str]]]:
-    """Return a title and a command for each stage of the demo."""
+    """Return the title and the command of each stage."""
     python = [sys.executable]
     build = [*python, "-m", "data_pipeline", "build", "procedural_digits", "--overlay", "online"]
     torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"]
@@ -33,7 +33,7 @@ def stages() -> list[tuple[str, list[str]]]:
             (f"train {recipe}", [*torchrun, "--config", recipe, "--run-dir", str(run_dir)])
             for recipe, run_dir in RECIPES.items()
         ),
-        ("probe both encoders, and as they were untrained", [*python, "-m", "trainer.probe", *RUNS, "--untrained"]),
+        ("probe both encoders, and the untrained ones", [*python, "-m", "trainer.probe", *RUNS, "--untrained"]),
         ("picture the views", [*python, "-m", "trainer.analyze", "views", *RUNS]),
         ("write the report", [*python, "-m", "trainer.report", *RUNS, "--out", str(REPORT)]),
     ]
@@ -45,11 +45,14 @@ def main() -> None:
     for number, (title, command) in enumerate(plan, start=1):
         shown = shlex.join(["python", *command[1:]])
         print(f"\n[{number}/{len(plan)}, {time.monotonic() - started:.0f} s] {title}\n$ {shown}", flush=True)
-        # torchrun would choose one thread too, after a banner of five lines.
+        # Without the variable torchrun also chooses one thread, but prints a banner of five lines.
         is_parallel = "torch.distributed.run" in command
         done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ} if is_parallel else None)
         if done.returncode:
-            print(f"error: the demo stopped at: {shown}; mend that and run `make demo` again", file=sys.stderr)
+            print(
+                f"error: this command of the demo failed: {shown}; correct the cause and run `make demo` again",
+                file=sys.stderr,
+            )
             raise SystemExit(done.returncode)
     print(f"\nDone in {time.monotonic() - started:.0f} s. The report: {REPORT.resolve()}")
 

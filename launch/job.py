@@ -38,11 +38,11 @@ from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
 from trainer.run_dir import open_run
 
 AGAIN_SECONDS = 1.0  # after this time, a warning that no handler took is sent again
-# A warning that comes this much too early still counts as that of the time limit. Slurm checks the limits every 30
+# A warning this much before its time still counts as the warning of the time limit. Slurm checks the limits every 30
 # seconds, and on one machine the imports count, which come before a rank starts its clock.
 EARLY_SECONDS = 60
 TIDY_SECONDS = 20.0  # for the clean-up of libraries at the end of a rank
-SCONTROL_SECONDS = 120  # it keeps trying while the controller is away
+SCONTROL_SECONDS = 120  # scontrol tries again while the controller does not answer
 
 # Lines of the batch script before srun. Its shell survives warnings that also reach it (scancel --full), as ranks do.
 BEFORE_SRUN: Final = ("trap : TERM USR1 USR2",)
@@ -87,7 +87,7 @@ class TrainJob:
         start = time.monotonic()
         job = submitit.JobEnvironment()
         outcome = _outcome_of(job)
-        outcome.unlink(missing_ok=True)  # that of an earlier start
+        outcome.unlink(missing_ok=True)  # from an earlier start
         try:
             self._train(job, start=start)
         except Exception as error:
@@ -140,7 +140,7 @@ class TrainJob:
         return 0
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return what submitit starts again if a warning comes just before `__call__`. It asks rank 0 only."""
+        """Return this job, for submitit to start again if a warning comes before `__call__`. It asks rank 0 only."""
         return DelayedSubmission(self)
 
     def _start_again(self, job: JobEnvironment, *, seconds: float, stopped: str) -> str:

@@ -2,7 +2,7 @@
 
 A rank of a submitted job leaves LOGS/JOB_RANK_outcome.json. A run that was started by python or torchrun leaves
 RUN_DIR/ended.json, written by its first rank. Invariant: reading a file of a run directory runs no code, follows no
-link out of that directory and never blocks, whoever wrote the directory.
+link out of that directory and never blocks, even if a stranger wrote the directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.config import RunConfig, read_run_config
 from trainer.run_dir import RunDir, is_held, write_json
 
 ENDED_NAME = "ended.json"
-_MAX_REASON = 4_000  # characters, for an exception may quote a whole tensor
+_MAX_REASON = 4_000  # characters, because an exception may quote a whole tensor
 _MAX_BYTES = 64_000
 
 Ended = Literal["finished", "stopped", "failed"]
@@ -38,7 +38,7 @@ class RankOutcome(Schema):
 
 
 def outcome_path(logs: Path, *, job_id: str, rank: int) -> Path:
-    """Return where a rank of a job leaves its outcome."""
+    """Return the path of the outcome of a rank of a job."""
     return logs / f"{job_id}_{rank}_outcome.json"
 
 
@@ -74,7 +74,7 @@ def outcomes_of_job(logs: Path, *, job_id: str, inside: Path) -> Mapping[int, Ra
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of what Python prints of an exception.
+    """Return the last line that Python prints for an exception.
 
     Examples:
         >>> last_line(ValueError("the loss is nan"))
@@ -87,8 +87,8 @@ def last_line(error: BaseException) -> str:
 def note_end(run_dir: RunDir, config: RunConfig, ended: Ended, reason: str = "") -> None:
     """Write RUN_DIR/ended.json for a run that was started without a job.
 
-    Writes nothing if the directory is not this config's, or if another process trains there: then this process was
-    refused, and the end is not that of the run.
+    Writes nothing if the directory belongs to another config, or if another process trains there. In these cases this
+    process was refused, and the run itself has not ended.
     """
     if run_dir.config.is_file() and not difference(read_run_config(run_dir), config) and not is_held(run_dir):
         write_outcome(run_dir.path / ENDED_NAME, ended, reason)

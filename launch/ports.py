@@ -1,4 +1,4 @@
-"""Find free ports of this machine, for a launcher that has to name a port before any process listens there."""
+"""Find free ports of this machine, for a launcher that must name a port before any process listens there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ RANGE = range(20_000, 32_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different free ports, drawn at random: two callers at the same time hardly ever get the same.
+    """Return `count` different free ports.
 
-    Raises `UserError` if there are not so many.
+    They are drawn at random, so that two callers at the same time hardly ever get the same. Raises `UserError`
+    if there are fewer.
     """
     found: list[int] = []
     with ExitStack() as stack:

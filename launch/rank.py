@@ -1,4 +1,4 @@
-"""Trains as one rank in this process, or prints the plan of a run."""
+"""Train as one rank in this process, or print the plan of a run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collec
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"rank {world.rank} has not enough memory on {device} ({str(error).partition('. GPU')[0]}); raise "
-                "memory.micro_batches, set memory.encoder_checkpointing=whole, or see what fits with `--plan "
-                "--gpu-gigabytes`"
+                "memory.micro_batches, set memory.encoder_checkpointing=whole, or find out with `--plan "
+                "--gpu-gigabytes` which batch fits"
             ) from error
 
 
 def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
-    """Call `run`; if it ends early, the first rank writes why into the run directory, for launch/status.py."""
+    """Call `run`. If it ends early, the first rank writes the reason into the run directory, for launch/status.py."""
     is_first = read_env(os.environ).rank == 0
     try:
         run(config, run_dir, command=command, accepted_data=accepted_data)
@@ -54,7 +54,7 @@ def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accept
 
 
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
-    """Print the plan of a run, for its dataset if that is there, and the settings that DeepSpeed would get."""
+    """Print the plan of a run, and the settings that DeepSpeed would get. Sizes of the data count if they are there."""
     try:
         manifest = read_manifests(config.data).train
     except UserError:

@@ -1,6 +1,6 @@
-"""The resources that a job asks for, and where each value comes from: a flag, the environment, a file, or a default.
+"""The resources that a job asks for, and the origin of each value: a flag, the environment, a file, or a default.
 
-Nothing is guessed from the name of a host. To move to another cluster, edit one small file.
+No value is guessed from the name of a host. To move to another cluster, edit one small file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_fields)]
 class RequestedResources(Schema):
     """The resources that flags, the environment or a file may ask for; None leaves the default.
 
-    gpus_per_node: 0 says that the job is meant for the CPU, None does not say anything.
+    gpus_per_node: 0 says that the job is meant for the CPU; None says nothing about GPUs.
     sbatch: any other field of sbatch.
     """
 
@@ -87,7 +87,7 @@ class Resources(RequestedResources):
     """A request in which the numbers of nodes, ranks and cores are known, for one job.
 
     A rank has `cpus_per_task` cores. Its training process computes with `threads_per_task` of them, and the data
-    workers use the others. More threads than cores are slow, because they wait for each other in busy loops.
+    workers use the others. With more threads than cores, threads wait for each other in busy loops.
     """
 
     nodes: NumProcesses
@@ -153,14 +153,14 @@ class ResolvedRequest:
 def resolve_request(
     flags: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, files: Sequence[Path] | None = None
 ) -> ResolvedRequest:
-    """Resolve what is asked for: a flag beats the environment, which beats ./slurm.yaml, which beats the user's file.
+    """Resolve a request: a flag overrides the environment, then comes ./slurm.yaml, and last the user's own file.
 
     flags: by name; None means that the flag was not given.
-    environ: FEATURE_DROPOUT_SLURM_PARTITION and so on, which beat SBATCH_PARTITION, _ACCOUNT, _QOS and _CONSTRAINT of
+    environ: FEATURE_DROPOUT_SLURM_PARTITION and so on override SBATCH_PARTITION, _ACCOUNT, _QOS and _CONSTRAINT of
         Slurm itself. An empty variable counts as unset.
 
-    The fields under `sbatch` are merged from all of them. Raises `UserError` for an unknown name or a wrong value, and
-    says where it stands.
+    The fields under `sbatch` are merged from all sources. Raises `UserError` that names the source, for an unknown name
+    or a wrong value.
     """
     environ = set_variables(os.environ if environ is None else environ)
     values: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def resolve_request(
 def _sources(
     flags: Mapping[str, Any], environ: Mapping[str, str], files: Sequence[Path]
 ) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield what each source gives, the weakest first, with the name of the source and its name in an error."""
+    """Yield the values of each source, the weakest first, with the name of the source and its name in an error."""
     for path in reversed(files):
         yield _read_file(path), str(path), str(path)
     for name in SLURM_NAMES:
@@ -196,7 +196,7 @@ def _sources(
 
 
 def default_files(environ: Mapping[str, str]) -> list[Path]:
-    """Return the files that exist of ./slurm.yaml and the user's own, the strongest first."""
+    """Return ./slurm.yaml and the user's own file, the stronger first, as far as they exist."""
     home = Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
     return [path for path in (Path(FILE_NAME), home / "feature-dropout" / FILE_NAME) if path.is_file()]
 
@@ -213,10 +213,10 @@ def parse_fields(words: Sequence[str]) -> dict[str, str | bool]:
 
 
 def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, nodes: int) -> Resources:
-    """Return the resources with which each of `configs` can run.
+    """Return resources with which each of `configs` can run.
 
     By default there is one rank for each GPU, and a rank has one core for itself and one for each data worker. Raises
-    `UserError` unless the number of ranks divides every global batch.
+    `UserError` if the number of ranks does not divide a global batch.
     """
     num_workers = max(config.data.num_workers for config in configs)
     cpus_per_task = wanted.cpus_per_task or 1 + num_workers

@@ -35,7 +35,7 @@ MAX_REASON = 500  # characters that are shown
 
 
 def still_to_do(plan: SubmissionPlan) -> tuple[list[PlannedRun], list[str]]:
-    """Return the runs that are neither finished nor have a job, and a line for each run that is left out."""
+    """Return the runs that are not finished and have no job, and a line for each other run."""
     queue = queue_for([planned.run_dir for planned in plan.runs])
     left, left_out = [], []
     for planned in plan.runs:
@@ -50,9 +50,8 @@ def still_to_do(plan: SubmissionPlan) -> tuple[list[PlannedRun], list[str]]:
 def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
     """Train the runs on this machine, `at_a_time` at once, with the present code, and print each start and end.
 
-    A run that fails or cannot be started does not stop the others. In that case this raises SystemExit(1) at the end.
-    Raises `UserError`, before any run starts, if a run cannot be trained on its data or in its directory, or if there
-    are too few GPUs for the runs that train at once.
+    If a run fails or cannot be started, the others go on, and this raises SystemExit(1) at the end. Raises `UserError`
+    before any run starts if a run cannot use its data or its directory, or if there are too few GPUs.
     """
     gpus_of(plan.resources, slot=min(plan.at_a_time, len(plan.runs)) - 1)
     manifests = [check_data(planned.config) for planned in plan.runs]
@@ -83,7 +82,7 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
         time.sleep(POLL_SECONDS)
     if num_failed:
         print(
-            f"error: {num_failed} of {len(plan.runs)} run(s) did not finish; the same command goes on",
+            f"error: {num_failed} of {len(plan.runs)} run(s) did not finish; repeat the command to go on with them",
             file=sys.stderr,
         )
         raise SystemExit(1)
@@ -137,7 +136,7 @@ def wait_for_study(runs: Sequence[PlannedRun]) -> None:
         time.sleep(POLL_SECONDS)
         try:
             queue = queue_for(run_dirs)
-        except UserError as error:  # Slurm does not answer for a while
+        except UserError as error:  # Slurm does not answer at the moment
             print(error, file=sys.stderr, flush=True)
             continue
         statuses = {run_dir.path: run_status(run_dir, queue) for run_dir in run_dirs}
@@ -161,7 +160,7 @@ def _state_in_queue(submission: Submission) -> str | None:
         return in_queue(submission, None)
     try:
         return in_queue(submission, queued_jobs())
-    except UserError as error:  # Slurm does not answer for a while
+    except UserError as error:  # Slurm does not answer at the moment
         return str(error)
 
 
@@ -174,7 +173,7 @@ def runs_in(directory: Path) -> list[RunDir]:
 
 
 def table(statuses: Mapping[str, RunStatus]) -> str:
-    """Return a table with a line for each run. A step is shown as "logged/all", with "?" if all is not known."""
+    """Return a table with a line for each run. A step is shown as "logged/all", or "logged/?" if all is not known."""
     rows = [HEADER]
     for name, status in statuses.items():
         step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
@@ -187,7 +186,7 @@ def table(statuses: Mapping[str, RunStatus]) -> str:
 
 
 def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Return the status of a run, which is `unknown` if a file of it is damaged."""
+    """Return the status of a run; its state is `unknown` if one of its files is damaged."""
     try:
         return run_status(run_dir, queue)
     except UserError as error:

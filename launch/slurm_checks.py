@@ -1,4 +1,4 @@
-"""Finds out before a submission whether a job could ever run on this cluster."""
+"""Check before a submission that a job can run on this cluster."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from data_pipeline.core.errors import UserError
 from launch.job import parse_seconds
 from launch.resources import Resources
-from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, run_slurm
+from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refused, run_slurm
 
 
 def check_with_slurm(resources: Resources, *, home: Path, script: str) -> None:
-    """Check that Slurm would take the job of this batch script, and submit nothing.
+    """Check that Slurm would accept the job of this batch script. Submits nothing.
 
-    Raises `UserError` if there is no Slurm, if it would refuse the job, if the job would leave its GPUs idle, or if the
-    nodes cannot see `home`.
+    Raises `UserError` if there is no Slurm, if it would refuse the job, if the GPUs of the nodes would stay idle, or if
+    the nodes cannot see `home`.
     """
     if not has_slurm():
         raise UserError(
@@ -33,14 +33,14 @@ def check_with_slurm(resources: Resources, *, home: Path, script: str) -> None:
         check_time_limit(resources, partitions)
         test = run_slurm("sbatch", "--test-only", text=script)
     if test.returncode and (reason := refusal(test.stderr, nodes=nodes, resources=resources)):
-        raise UserError(f"sbatch refused the job ({reason}); change what is asked for, or ask with sinfo")
+        raise refused(reason)
 
 
 def refusal(said: str, *, nodes: str, resources: Resources) -> str | None:
-    """Return why this job can never run; None if it could run later.
+    """Return the reason if this job can never run; None if it may run later.
 
-    said: the output of `sbatch --test-only`. It also refuses a job whose nodes are only down at the moment, which may
-        wait in the queue.
+    said: the output of `sbatch --test-only`. It also refuses a job whose nodes are down at the moment, although such a
+        job may wait in the queue.
     nodes: the lines "name host partition state gres" of sinfo, in which the default partition has a star.
     """
     reason = refusal_reason(said)
@@ -98,7 +98,7 @@ def _is_up(state: str) -> bool:
 def check_time_limit(resources: Resources, partitions: str) -> None:
     """Raise `UserError` if the job asks for more time than any of its partitions allows.
 
-    Many clusters accept such a job and let it wait for ever. A QOS may allow more time, so with a QOS Slurm decides.
+    Many clusters accept such a job and let it wait for ever. With a QOS, which may allow more time, Slurm decides.
     `partitions` is the output of `scontrol show partition`.
 
     Examples:

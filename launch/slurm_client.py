@@ -1,4 +1,4 @@
-"""Asks Slurm: runs its commands, reads what they print, and hides the variables of a job that this process is in."""
+"""Run the commands of Slurm, read their output, and hide the variables of a job that this process is in."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def refusal_reason(said: str) -> str:
     return lines[-1].rpartition("error:")[2].rpartition("failure:")[2].strip()
 
 
+def refused(reason: str) -> UserError:
+    return UserError(f"sbatch refused the job ({reason}); change the request, or find out with sinfo what there is")
+
+
 def queued_jobs() -> dict[str, str] | None:
     """Return state and reason of every job of this user in the queue, by job id; None if there is no squeue.
 
@@ -66,7 +70,7 @@ def parse_queue(text: str) -> dict[str, str]:
 def was_cancelled(job_id: str) -> bool:
     """Tell whether a job was cancelled.
 
-    Asks slurmctld, which forgets a job minutes after its end, and then the accounting, which many clusters lack.
+    Asks slurmctld, which forgets a job some minutes after its end, and then the accounting, which many clusters lack.
     """
     ways = (("scontrol", "show", "job"), ("sacct", "--noheader", "--allocations", "--format=State", "--jobs"))
     for command in ways:

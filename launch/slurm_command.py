@@ -1,4 +1,4 @@
-"""Does what the arguments of `python launch/slurm.py` ask for."""
+"""The work of `python launch/slurm.py`: from its arguments to submitted jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.run_dir import RunDir
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Submit what the arguments of the command ask for, or print what would be submitted. Raises `UserError`."""
+    """Submit the runs that the arguments name, or print the batch script in a dry run. Raises `UserError`."""
     request = request_from(arguments)
     plan = plan_from(arguments, request)
     runs = plan.runs
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def request_from(arguments: argparse.Namespace) -> ResolvedRequest:
-    """Return the resources that the flags, the environment and the files ask for. Raises `UserError`."""
+    """Return the request of the flags, the environment and the files. Raises `UserError` for a wrong value."""
     flags = {name: getattr(arguments, name) for name in RequestedResources.model_fields if name != "sbatch"}
     return resolve_request(flags | {"sbatch": parse_fields(arguments.sbatch) if arguments.sbatch else None})
 
@@ -75,7 +75,10 @@ def _planned(run_dir: RunDir, config: RunConfig) -> PlannedRun:
 
 
 def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> SubmissionPlan:
-    """Return what to submit. Raises `UserError` if flags contradict each other, or if a run could never start."""
+    """Return the plan of a submission.
+
+    Raises `UserError` if flags contradict each other, or if a run could never start.
+    """
     if arguments.study is None:
         if arguments.study_dir is not None or arguments.at_a_time is not None:
             raise UserError("--study-dir and --at-a-time belong to --study; use --run-dir for one run")

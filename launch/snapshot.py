@@ -1,7 +1,7 @@
-"""Copies the code for a job, so that edits while it waits in the queue change nothing.
+"""Copy the code for a job, so that later edits do not change a job that waits in the queue.
 
-Copies the directories of the four packages from the working tree into a directory that is named by their content.
-Invariant: a job never runs a mixture of two states of the code.
+The copy has the four packages of the working tree, in a directory that is named after their content. Invariant: a job
+never runs a mixture of two states of the code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Snapshot:
 
     @property
     def sha256(self) -> str:
-        """The hash of all names and contents, equal for equal code in any directory."""
+        """The hash of all names and contents; it does not depend on the directory of the code."""
         digest = hashlib.sha256()
         for name, content in sorted(self.files.items()):
             for part in (name.encode(), content):
@@ -53,11 +53,11 @@ def read_snapshot(root: Path = REPOSITORY) -> Snapshot:
         if again == files:
             return Snapshot(files)
         files = again
-    raise UserError(f"the code in {root} changes all the time; submit again when nothing writes there")
+    raise UserError(f"the code in {root} changes all the time; submit again when no process writes there")
 
 
 def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
-    """Write the copy below `into`, as a whole or not at all, unless it is there. Return its directory."""
+    """Write the copy below `into`, as a whole or not at all, and return its directory. Keeps a copy that is there."""
     folder = snapshot.folder(into)
     if folder.is_dir():
         return folder
@@ -79,13 +79,13 @@ def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
 
 
 def python_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that put the snapshot first on the path, before the working directory of `python -m`."""
+    """Return the variables that put the copy first on Python's path, before the working directory of `python -m`."""
     earlier = environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{folder}:{earlier}" if earlier else str(folder), "PYTHONSAFEPATH": "1"}
 
 
 def shell_lines(folder: Path) -> list[str]:
-    """Return the same variables as lines of a batch script, whose environment is known only when it runs."""
+    """Return the same variables as lines of a batch script. Its PYTHONPATH is known only when it runs."""
     return [f"export PYTHONPATH={shlex.quote(str(folder))}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
 
 

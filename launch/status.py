@@ -1,4 +1,4 @@
-"""Print where the runs of a study stand, or where one run stands, and submit those that failed again.
+"""Print the state of a run, or of all runs of a study, and submit the failed ones again.
 
 python launch/status.py runs/table1
 python launch/status.py runs/table1 --resubmit-failed

@@ -1,4 +1,4 @@
-"""Submits runs: claims their directories, copies the code, and hands them to Slurm or starts them on this machine."""
+"""Submit runs: claim their directories, copy the code, and give them to Slurm or start them on this machine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
 from launch.ports import free_ports
 from launch.resources import Resources
 from launch.slurm_checks import check_with_slurm
-from launch.slurm_client import has_slurm, outside_any_job, refusal_reason
+from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refused
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.config import RunConfig
 from trainer.preflight import check_data, claim
 from trainer.run_dir import LOCK_NAME, RunDir
 
-MAX_TIMEOUTS = 20  # a job that has reached its time limit this often is not requeued again
-MAX_TIMEOUTS_HERE = 5  # on this machine, where submitit starts a job six times at most
+MAX_TIMEOUTS = 20  # after so many time limits a job is not requeued again
+MAX_TIMEOUTS_HERE = 5  # on this machine; submitit starts a job here six times at most
 WARNING_SECONDS = 120  # between the warning signal and the time limit
 
 Executor = Literal["slurm", "local"]
@@ -51,9 +51,9 @@ class PlannedRun:
 class SubmissionPlan:
     """The runs that are submitted together, as one job or as one job array.
 
-    home: the directory of the logs and the code: the run directory itself, or that of the study.
+    home: the directory of the logs and the code: the run directory itself, or the directory of the study.
     at_a_time: the number of runs that train at the same time.
-    slot: on this machine, the number of this run among those; each slot has GPUs of its own.
+    slot: on this machine, the number of this run among them; each slot has its own GPUs.
     accepted_data: as in `trainer.train`.
     """
 
@@ -114,13 +114,13 @@ def sbatch_script(plan: SubmissionPlan, *, code: Path) -> str:
 
 
 def _python(code: Path) -> str:
-    """Return the command that starts Python on a rank, with warning signals blocked until it can act on them."""
+    """Return the command that starts Python on a rank, with warning signals blocked until the rank can handle them."""
     start = code / "launch" / "block_signals.py"
     return shlex.join([sys.executable, "-I", "-S", str(start), sys.executable])
 
 
 class _ScriptWriter(submitit.SlurmExecutor):
-    """Writes batch scripts on machines without srun, where submitit refuses its own executor."""
+    """A writer of batch scripts that also works without srun, unlike submitit's own executor."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -130,8 +130,8 @@ class _ScriptWriter(submitit.SlurmExecutor):
 def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot | None = None) -> list[submitit.Job[None]]:
     """Claim the run directories, copy the code, submit the jobs or start them here, and record each job in its run.
 
-    The code is that of `snapshot`, by default the present one. Raises `UserError` for a run that could never start. In
-    that case nothing is submitted, and no new directory is left.
+    The jobs run the code of `snapshot`, by default the present code. Raises `UserError` for a run that could never
+    start; then nothing is submitted, and no new directory is left.
     """
     snapshot = snapshot or read_snapshot()
     code = snapshot.folder(plan.home)
@@ -176,8 +176,8 @@ def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
 def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> Iterator[None]:
     """Make all checks that are possible before a submission, and claim the run directories.
 
-    Removes the new files and directories after a dry run, or if the block raises. Raises `UserError` for a run that
-    could never start.
+    After a dry run, or if the block raises, removes the files and directories that it has made. Raises `UserError` for
+    a run that could never start.
     """
     if not str(plan.home).isprintable():
         raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
@@ -222,9 +222,7 @@ def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) ->
         with outside_any_job(), contextlib.redirect_stderr(stderr):
             return executor.submit_array(train_jobs)
     except FailedJobError:
-        raise UserError(
-            f"sbatch refused the job ({refusal_reason(stderr.getvalue())}); change what is asked for, or ask with sinfo"
-        ) from None
+        raise refused(refusal_reason(stderr.getvalue())) from None
 
 
 def _submit_here(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:

@@ -1,8 +1,8 @@
-"""Finds out the state of a run from squeue, from its lock and from the files of its run directory.
+"""Find out the state of a run from squeue, from its lock and from the files of its run directory.
 
-RUN_DIR/job.json names the job of a run that was submitted. Invariants: a run is never called failed while its job is in
-the queue or a process trains in it. Nothing in a run directory is trusted, because it may come from a stranger: none of
-its code is run, no file outside of it (or of its study) is read, and every value is checked before it is used.
+RUN_DIR/job.json names the job of a submitted run. Invariant: a run is never called failed while its job is in the queue
+or a process trains in it. Invariant: no file of a run directory is trusted, because it may come from a stranger. Its
+code is not run, no file outside of it (or of its study) is read, and every value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 
-_SAME_CAUSE_SECONDS = 300.0  # errors of several ranks within this time have one cause: the first of them
+_SAME_CAUSE_SECONDS = 300.0  # errors of several ranks within this time count as consequences of the first
 _LOG_END_BYTES = 20_000
 _RECORD_BYTES = 1_000_000
 _CANCELLED = "cancelled"
@@ -42,9 +42,9 @@ _CANCEL_LINE = re.compile(r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CA
 
 
 class Submission(Schema):
-    """RUN_DIR/job.json: the job that trains this run, and all that is needed to submit the same again.
+    """RUN_DIR/job.json: the job that trains this run, with the request to submit it again.
 
-    home: the directory of the logs and the code, relative to the run directory: itself, or that of its study.
+    home: the directory of the logs and the code, relative to the run directory: itself, or the directory of its study.
     host: the machine on which the job was submitted.
     """
 
@@ -68,7 +68,7 @@ class Submission(Schema):
         return self.home_of(run_dir) / "logs"
 
     def rank_log(self, run_dir: RunDir, rank: int) -> Path:
-        """Return the log of a rank. Slurm writes about the job into that of rank 0."""
+        """Return the log of a rank. In the log of rank 0 Slurm also writes about the job."""
         path: Path = JobPaths(self.logs_of(run_dir), job_id=self.job_id, task_id=rank).stdout
         return path
 
@@ -77,7 +77,7 @@ class Submission(Schema):
 class RunStatus:
     """The state of a run and the reason for it, its last logged step of all its steps, and the last loss.
 
-    None stands for what is not known.
+    A value that is not known is None.
     """
 
     state: State
@@ -123,7 +123,7 @@ def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | N
         return None if queue is None else queue.get(submission.job_id)
     if submission.is_elsewhere:
         return None
-    command_line = Path("/proc", submission.job_id, "cmdline")  # the id of a local job is that of a process
+    command_line = Path("/proc", submission.job_id, "cmdline")  # the id of a local job is a process id
     try:
         return "RUNNING" if b"submitit" in command_line.read_bytes() else None
     except OSError:
@@ -216,7 +216,9 @@ def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None) -> St
         return Standing("unknown", f"it was started on {start.host}, another machine; ask there")
     step = run_dir.latest_step()
     going_on = "from the start" if step is None else f"from step {step}"
-    return Standing("killed", f"it left no word; start it again with the same command and it goes on {going_on}")
+    return Standing(
+        "killed", f"it ended without a message; start it again with the same command and it goes on {going_on}"
+    )
 
 
 def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStart | None) -> Standing:

@@ -1,4 +1,4 @@
-"""Probes the checkpoints of a run, writes the results into its directory, and prints them.
+"""Probe the checkpoints of a run, write the results into its directory, and print them.
 
 Guarantees: no encoder or checkpoint is changed, and no result depends on the number of ranks.
 """
@@ -20,7 +20,7 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_run_config
-from trainer.data import read_manifests
+from trainer.data import read_agreed_manifests
 from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
@@ -49,26 +49,30 @@ def probe_run(
     allow_shared: float | None = None,
     allow_pipe: bool = False,
 ) -> Mapping[LabelSpace, ProbeResult]:
-    """Probe checkpoints of a run, and write what was found; returns the last one's. Every rank calls this.
+    """Probe checkpoints of a run, write the results, and return those of the last one. Every rank calls this.
 
-    `steps`: one of them, "all", or None for the newest. `untrained`: the untrained encoder too, first. `changes` are
-    those to the probe of the run's config; results are then filed under names that say so. `allow_shared` is used in
-    place of the config's, if given. `allow_pipe` is that of `read_config`. Raises `UserError`.
+    steps: the checkpoint, "all", or None for the newest.
+    changes: to the probe of the run's config; the names of the result files then say them.
+    untrained: probe the untrained encoder too, before the others.
+    allow_shared: replaces the share in the config if it is given.
+    allow_pipe: as in `read_config`.
+
+    Raises `UserError` if a checkpoint or a dataset is missing, or if the datasets share too many samples.
     """
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
     changed = {name: value for name, value in changes.items() if value != getattr(config.probe, name)}
     suffix = "".join(f"-{name}_{value}" for name, value in changed.items())
 
+    manifests = read_agreed_manifests(config.data)
+
     def check() -> list[int | None]:
-        manifests = read_manifests(config.data)
         readable_labels(manifests.train, manifests.test, wanted=labels)
         check_ranks(probe_config)
         chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
         return [0, *chosen] if untrained else chosen
 
     def count_shared() -> int | None:
-        manifests = read_manifests(config.data)
         shared = find_shared(config.data, train=manifests.train, test=manifests.test)
         allowed = config.probe.allow_shared if allow_shared is None else allow_shared
         if (said := check_shared(shared, config.data, allowed=allowed)) is not None:
@@ -76,12 +80,12 @@ def probe_run(
         return None if shared is None else shared.num_shared
 
     chosen = broadcast_object(on_first_rank(check)) or []
-    modules = _load(run_dir, chosen[-1])  # a run that has none is told so before its data are read
+    modules = _load(run_dir, chosen[-1])  # before the data are read, in case the run has no checkpoint
     num_shared = broadcast_object(on_first_rank(count_shared))
     data = config.data
     train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
-        print(f"nothing is drawn on {data.test_dir} as it is read, so there is one draw and no spread", file=sys.stderr)
+        print(f"{data.test_dir} has no online overlay, so there is only one draw, and no spread", file=sys.stderr)
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
     for number, step in enumerate(chosen):
         modules = modules if len(chosen) == 1 else _load(run_dir, step)
@@ -155,11 +159,10 @@ def probe(
     other_draws: Sequence[Pictures] = (),
     num_shared: int | None = None,
 ) -> Readout:
-    """Read out `labels`, or every one the pictures have, by the run's own probe or by `config`; every rank calls this.
+    """Probe `labels` (default: all that the pictures have) by `config` (default: of the run). Every rank calls this.
 
-    `num_shared`, the number of test samples that the train set shows too, is written into the results as it is given.
-
-    Raises `UserError` where train and test set have different classes, or not a label that is asked for.
+    `num_shared` is only copied into the results: the number of test samples that are in the train set too. Raises
+    `UserError` if the train set and the test set have different classes, or lack one of the labels.
     """
     started = time.monotonic()
     targets = label_targets(train, test, wanted=labels)
@@ -260,7 +263,7 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
 
 
 def curve_table(curves: Sequence[ProbeCurve]) -> str:
-    """The last and the best checkpoint of each curve, in per cent."""
+    """Return a table with the last and the best checkpoint of each curve, in per cent."""
     lines = [f"{'over checkpoints, %':26}{'last (step)':>18}{'best on the test set (step)':>30}"]
     for curve in curves:
         last, best = (f"{100 * point.accuracy:.1f} ({point.step})" for point in (curve.last, curve.best))
@@ -269,14 +272,14 @@ def curve_table(curves: Sequence[ProbeCurve]) -> str:
 
 
 def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
-    """The modules that the first rank finds, on every rank."""
+    """Load the modules of the checkpoint that the first rank finds. Every rank calls this."""
     modules = on_first_rank(lambda: load_modules(run_dir, step=step))
     found = broadcast_object(None if modules is None else modules.step)
     return load_modules(run_dir, step=found) if modules is None else modules
 
 
 def _warn_of_other_data(modules: TrainedModules, *, train: Pictures, test: Pictures) -> None:
-    """Print a warning for each dataset that is not that of the training. The results hold the hashes of both."""
+    """Print a warning for each dataset that is not the one of the training. The results hold the hashes of both."""
     data = modules.config.data
     for warning in (
         other_data(modules.trained_on, which="train", sha256=train.manifest.sha256, location=data.train_dir),

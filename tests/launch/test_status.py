@@ -420,7 +420,7 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     said = capsys.readouterr()
     assert said.err.splitlines() == [
         "d: not started: its disk is full; free some",
-        "error: 2 of 5 run(s) did not finish; the same command goes on",
+        "error: 2 of 5 run(s) did not finish; repeat the command to go on with them",
     ]
     assert said.out.splitlines() == [
         "a: job 7, 4 to come",
@@ -580,7 +580,7 @@ def test_a_run_without_a_job_is_known_by_its_lock_and_by_what_it_left(tmp_path: 
         assert state_of(run_dir) == ("running", "")
         note_end(run_dir, config, "failed", "another process is training")
         assert not (run_dir.path / ENDED_NAME).exists(), "that was the end of another process"
-    killed = "it left no word; start it again with the same command and it goes on from "
+    killed = "it ended without a message; start it again with the same command and it goes on from "
     assert state_of(run_dir) == ("killed", f"{killed}the start")
     run_dir.latest.write_text("step_00000020\n")
     assert state_of(run_dir) == ("killed", f"{killed}step 20")
@@ -634,7 +634,7 @@ def test_only_what_was_submitted_can_be_submitted_again(
     [
         (StoppedError(5, "as SIGTERM asked"), 0, "stopped", "stopped after step 5, as SIGTERM asked; start it again"),
         (ValueError("of this rank"), 0, "failed", "ValueError: of this rank"),
-        (ValueError("of this rank"), 1, "killed", "it left no word"),
+        (ValueError("of this rank"), 1, "killed", "it ended without a message"),
     ],
 )
 def test_a_run_of_train_py_notes_why_it_ended(

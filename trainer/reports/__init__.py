@@ -1,12 +1,12 @@
-"""The comparison report: run directories in, one self-contained HTML file out.
+"""The report compares runs: from run directories it makes one self-contained HTML file.
 
     run directories -> runs -> findings, study_sheet -> tables, study_tables, curves -> page -> report.html
 
-`runs` reads what runs left behind, and `config_identity` says which of them repeat one configuration. `findings` turns
-accuracies into comparisons and sentences. `published` holds the papers' tables, and `study_sheet` lays runs into them.
-`tables`, `study_tables` and `curves` prepare what is shown. `page` shows it by `templates/`, `as_markdown` as text, and
-`publish` sends it to W&B.
+`runs` reads run directories, and `config_identity` finds the runs that repeat one configuration. `findings` turns
+accuracies into comparisons and sentences. `published` holds the papers' tables, and `study_sheet` puts runs into their
+cells. `tables`, `study_tables` and `curves` prepare the tables and charts. `page` puts them into the HTML of
+`templates/`, `as_markdown` writes them as text, and `publish` sends them to W&B.
 
-Guarantees: every number was measured, the numbers carry every sentence, a table holds accuracies on one dataset only,
-the page needs no network, and equal run directories give an equal file.
+Guarantees: every number was measured. Every sentence follows from the numbers. A table holds accuracies on one dataset
+only. The page needs no network. Equal run directories give an equal file.
 """

@@ -1,4 +1,4 @@
-"""The report as Markdown: the same sentences and tables without pictures, for a paper's appendix or a W&B report."""
+"""The report as Markdown: the same sentences and tables, without pictures, for an appendix or a W&B report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS_CAPTION = (
     "Test accuracy in %: linear probe on the frozen encoder after its last epoch, and weighted kNN vote; mean ± sample "
     "standard deviation over seeds."
 )
-_SPECIAL = re.compile(r"[\\`*\[\]<>|#]|(?<!\w)_|_(?!\w)")  # an underline within a word is no markup
+_SPECIAL = re.compile(r"[\\`*\[\]<>|#]|(?<!\w)_|_(?!\w)")  # an underscore within a word is no markup
 
 
 def as_markdown(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
@@ -46,9 +46,9 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
 
 def _study(sheet: Sheet) -> list[str]:
     study = study_section(sheet)
-    commands = ["To measure what is missing:", "\n".join(f"    {command}" for command in study.missing_commands)]
+    commands = ["To measure the empty cells:", "\n".join(f"    {command}" for command in study.missing_commands)]
     return [
-        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds. Then come "
+        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds. After it stand "
         "the paper's number, and the difference: ours minus the paper's.",
         *(markdown_text(text) for text in study.sentences),
         to_markdown(study.grid),

@@ -1,4 +1,4 @@
-"""Tells which runs repeat one configuration: those that agree in every setting that decides what an encoder learns."""
+"""Find the runs that repeat one configuration: they agree in every setting that changes how the encoder is trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from data_pipeline.core.schema import flatten
 from trainer.config import RunConfig
 
-# Settings that do not change what an encoder learns. Runs that differ only in them are repetitions.
+# Settings that do not change the encoder, besides the seed. Runs that differ only in them are repetitions.
 NOT_IDENTITY = (
     "name",
     "seed",
@@ -15,7 +15,7 @@ NOT_IDENTITY = (
     "checkpoint_every_steps",
     "keep_checkpoints",
     "log_every_steps",
-    "data.train_dir",  # the manifests say what the data are
+    "data.train_dir",  # the data are identified by their manifests
     "data.test_dir",
     "data.num_workers",
     "probe.seed",
@@ -24,7 +24,7 @@ NOT_IDENTITY = (
 
 
 def config_identity(config: RunConfig) -> str:
-    """Return the settings that decide what an encoder learns, as one string that is equal for repetitions."""
+    """Return the settings that decide the result of a training, as one string that is equal for repetitions."""
     settings = {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
     return json.dumps(settings, sort_keys=True)
 

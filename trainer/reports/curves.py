@@ -1,4 +1,4 @@
-"""Draws line charts as inline SVG, which follow the light or dark colours of the page. Equal input gives equal text."""
+"""Draw line charts as inline SVG. They follow the light or dark colours of the page. Equal input gives equal text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer.probes.result import ProbeResult
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
 from trainer.reports.runs import Arm, Run
 
-# Readable on white and on near-black alike; arms beyond these repeat the colours.
+# Readable on white and on near-black. If there are more arms, colours are repeated.
 COLORS = ("#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d", "#6b7f94", "#5ba3a8")
 _INK = "#010203"  # stands for the page's text colour until the SVG is written
 
-# Titles of the metrics that are drawn if a run has them; `metric_title` puts the titles of the labels in.
+# The metrics that are drawn if a run has them, with their titles. `metric_title` inserts the titles of the labels.
 METRICS = {
     "train/loss": "Encoder loss",
     "train/viewmaker_loss": "Viewmaker loss",
@@ -69,8 +69,8 @@ def metric_title(key: str, titles: Mapping[LabelSpace, str]) -> str:
 def charts(arms: Sequence[Arm]) -> list[Chart]:
     """Draw the training metrics by step, and the probe accuracies by epoch of the probe and by checkpoint.
 
-    Each probe protocol has its own charts. If the seeds of an arm have points at the same x, their mean is drawn with
-    the deviation. Otherwise each seed has a line.
+    Each probe protocol has its own charts. If the seeds of an arm have points at the same x, the chart shows their mean
+    with its deviation. Otherwise it has a line for each seed.
     """
     titles = label_titles(arms)
     colored = [(arm, color_of(number)) for number, arm in enumerate(arms)]
@@ -105,7 +105,7 @@ def _probe_charts(group: ProtocolArms, titles: Mapping[LabelSpace, str]) -> list
 
 
 def _lines(runs: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
-    """Return one line with the mean of the runs if most of their x are the same, else a line for each run."""
+    """Return one line with the mean of the runs if they share most x, else a line for each run."""
     runs = [points for points in runs if points]
     if not runs:
         return []
@@ -165,10 +165,10 @@ def _growth(run: Run, space: LabelSpace) -> Points:
 
 
 def _inline(svg: str, title: str) -> Markup:
-    """Return the `<svg>` element without metadata. It takes its size and its text colour from the page."""
+    """Return the `<svg>` element without metadata, with the size and the text colour of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<g id=\"[^\"]*\">", "<g>", svg)  # nothing refers to them, and two charts would share them
+    svg = re.sub(r"<g id=\"[^\"]*\">", "<g>", svg)  # ids that nothing uses, and that two charts would share
     svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", svg, count=1)
     label = f' role="img" aria-label="{escape(title)}"'
     svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", lambda match: match[1] + label, svg, count=1)

@@ -1,6 +1,6 @@
-"""Turns accuracies into sentences: what was compared, by how much it differs, and what the numbers cannot show.
+"""Turn accuracies into sentences: which encoders differ, by how much, and which questions the numbers leave open.
 
-Accuracies are in [0, 1]. Sentences give them in per cent, and their differences in percentage points.
+Accuracies are in [0, 1]. The sentences give them in per cent, and their differences in percentage points.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Score:
 
     @property
     def standard_error(self) -> float:
-        """The larger of two standard errors: that of the draw of `num_test` pictures, and that of the draw of seeds."""
+        """The larger of two standard errors: from the draw of `num_test` pictures, and from the draw of seeds."""
         sampling = math.sqrt(self.mean * (1 - self.mean) / self.num_test)
         return max(sampling, (self.deviation or 0.0) / math.sqrt(len(self.values)))
 
@@ -62,7 +62,7 @@ def resolution(a: Score, b: Score) -> float:
 
 
 def baseline(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ProbeResult]:
-    """Return the probes of the untrained encoder: of the arm, or of one with the same encoder on the same data."""
+    """Return the probes of the arm's untrained encoder, or of the same encoder of another arm on the same data."""
     first = arm.runs[0]
     same_encoder = [
         other
@@ -89,10 +89,12 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
     if len(datasets) > 1:
         names = _join([dataset.name for dataset in datasets])
         sentences.append(
-            f"The runs are of {len(datasets)} datasets, {names}; accuracies are compared within each alone."
+            f"The runs are of {len(datasets)} datasets, {names}; accuracies are compared only within each of them."
         )
     if len(measured) > 1:
-        sentences.append(f"The runs were probed in {len(measured)} ways; accuracies are compared within each alone.")
+        sentences.append(
+            f"The runs were probed in {len(measured)} ways; accuracies are compared only within each of them."
+        )
     elif measured[0].title:
         sentences.append(f"Accuracies are of a {measured[0].title}.")
     for group in measured:
@@ -111,14 +113,14 @@ def _verdict_under(group: ProtocolArms, title: str) -> list[str]:
 
 
 def _measured(arms: Sequence[Arm]) -> list[LabelSpace]:
-    """Return the labels that some trained encoder was probed on."""
+    """Return the labels on which some trained encoder was probed."""
     return [space for space in LABEL_SPACES if any(arm.trained(space) for arm in arms)]
 
 
 def _verdict_of_one(arms: Sequence[Arm]) -> list[str]:
     measured, titles = _measured(arms), label_titles(arms)
     if not measured:
-        return ["No trained encoder has been probed yet, so nothing is said of it."]
+        return ["No trained encoder has been probed yet, so none is compared."]
     sentences = [_against_untrained(arms, space, titles[space]) for space in measured]
     sentences += [text for space in measured if (text := _between(arms, space, titles[space]))]
     missing = [arm.name for arm in arms if not any(arm.trained(space) for space in measured)]
@@ -152,7 +154,7 @@ def _against_untrained(arms: Sequence[Arm], space: LabelSpace, title: str) -> st
 
 
 def _between(arms: Sequence[Arm], space: LabelSpace, title: str) -> str:
-    """Return how the best arm differs from the next; empty if fewer than two were measured."""
+    """Return a sentence on the best arm and the next; empty if fewer than two were measured."""
     ranked = sorted(
         ((measured, arm.name) for arm in arms if (measured := score(arm.trained(space), "linear"))),
         key=lambda pair: -pair[0].mean,
@@ -171,7 +173,7 @@ def _between(arms: Sequence[Arm], space: LabelSpace, title: str) -> str:
 
 
 def outcome(a: Score, b: Score) -> Literal["above", "below", "unresolved"]:
-    """Return whether `a` is above `b`; "unresolved" if they differ by less than two standard errors."""
+    """Compare two scores; "unresolved" if they differ by less than two standard errors."""
     difference = a.mean - b.mean
     if abs(difference) <= resolution(a, b):
         return "unresolved"
@@ -179,7 +181,7 @@ def outcome(a: Score, b: Score) -> Literal["above", "below", "unresolved"]:
 
 
 def winner(arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
-    """Return the arm whose linear probe is above every other by two standard errors or more; None if there is none."""
+    """Return the arm whose linear probe is above every other by more than two standard errors, or None."""
     scores = [(arm, measured) for arm in arms if (measured := score(arm.trained(space), "linear"))]
     for arm, own in scores:
         others = [other for another, other in scores if another is not arm]
@@ -189,7 +191,7 @@ def winner(arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
 
 
 def limits(arms: Sequence[Arm]) -> list[str]:
-    """Return sentences on what the numbers are too small to show, from the sizes of data and runs."""
+    """Return sentences on the questions that these runs are too small to answer, from the sizes of data and runs."""
     runs = runs_of_arms(arms)
     main = by_protocol(arms)[0].arms
     probes = [probe for arm in main for space in LABEL_SPACES for probe in arm.trained(space)]

@@ -80,7 +80,7 @@ def test_two_protocols_are_in_tables_charts_and_sentences_of_their_own(
     assert page.row("one")[1] == "90.0 best 90.0, epoch 1"
     assert page.row("one", number=1)[1] == "80.0 best 80.0, epoch 1"
     assert page.row("two", number=1)[1] == "not measured"
-    assert "The runs were probed in 2 ways; accuracies are compared within each alone." in html
+    assert "The runs were probed in 2 ways; accuracies are compared only within each of them." in html
     text = unescape(html).replace("\u00a0", " ")
     assert f"Probe of {describe_protocol(own)}: On the base label, one is ahead of two by 40.0 points" in text
     assert f"Probe of {describe_protocol(fast)}: Not probed, and so not compared: two." in text
