@@ -213,13 +213,13 @@ def probe(
 
 
 def majority_share(target: Target) -> float:
-    """Test accuracy of always answering the commonest class of the train set."""
+    """Return the test accuracy of a probe that always answers the commonest class of the train set."""
     commonest = torch.bincount(target.train_N, minlength=target.num_classes).argmax()
     return float((target.test_N == commonest).float().mean().item())
 
 
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
-    """Test accuracies in per cent, one line a label; and one more for the draws of the test overlays, if several."""
+    """Return a table of test accuracies in per cent, by label; several draws of the overlays add a line."""
     lines = [f"{'test accuracy, %':18}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
         best = f"({100 * result.linear.best_accuracy:.1f}, {result.linear.best_epoch})"
@@ -237,7 +237,7 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
 
 
 def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
-    """Mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, one line a label."""
+    """Return the mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, by label."""
     arms: dict[tuple[str, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
     for path, results in zip(paths, of_runs, strict=True):
         one = next(iter(results.values()))
@@ -259,7 +259,7 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
                 f"label_{space}, {len(of_arm)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
                 f"kNN {100 * knn.mean:.1f} ± {100 * knn.deviation:.1f}"
             )
-    return "\n".join(lines) or "no two of the runs are of one configuration and dataset, so there is no mean over them"
+    return "\n".join(lines) or "no two runs have the same configuration and dataset, so there is no mean over runs"
 
 
 def curve_table(curves: Sequence[ProbeCurve]) -> str:

@@ -1,7 +1,7 @@
-"""The report as one HTML page: no script, no network, no other file. Equal input gives equal bytes.
+"""The report as one HTML page without scripts, network or other files. Equal input gives equal bytes.
 
-`templates/` holds the words and the structure, `report.css` the looks. The templates escape every text that they are
-given, so a name from a config or a manifest cannot become markup.
+`templates/` holds the words and the structure, `report.css` the style. The templates escape every text that they get,
+so a name from a config or a manifest cannot become markup.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.reports.tables import (
     speed_grid,
 )
 
-MOST_NAMES = 4  # under the title; the tables have them all
+MOST_NAMES = 4  # that stand under the title; the tables have all
 STYLE = Path(__file__).with_name("report.css")
 
 
@@ -96,11 +96,11 @@ def title_of(arms: Sequence[Arm], sheet: Sheet | None) -> str:
     return f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
 
 
-# What a sample carries for each label, by what the samples are.
+# The content of a sample for each label, by kind of sample.
 CONTENTS = {
     "pictures": {"sample": "picture", "base": "a photo", "overlay": "if one was drawn, an object"},
     "sounds": {"sample": "sound", "base": "speech", "overlay": "if one was mixed in, a background"},
-    "samples": {"sample": "sample", "base": "what was there", "overlay": "if it was changed, what was added"},
+    "samples": {"sample": "sample", "base": "its own content", "overlay": "if something was added, that too"},
 }
 
 
@@ -122,13 +122,13 @@ def _subtitle(arms: Sequence[Arm]) -> str:
 
 
 def _loss_notes(runs: Sequence[Run]) -> list[str]:
-    """Return what readers should know of the losses, each note once, in order."""
+    """Return the notes that readers of the losses need, each once, in order."""
     notes = (run.config.objective.note(global_batch_size=run.config.global_batch_size) for run in runs)
     return list(dict.fromkeys(note for note in notes if note is not None))
 
 
 def describe_views(run: Run) -> str:
-    """Return the caption of a grid of views: how much they change, and where. The run has a result."""
+    """Return the caption of a grid of views: how much they change, and on which pixels. The run must have a result."""
     result = run.views.result
     assert result is not None
     samples = samples_of([run])
@@ -141,17 +141,17 @@ def describe_views(run: Run) -> str:
     sentences = [f"{change}, over {result.num_pictures:,} test {samples}."]
     if result.selectivity_box is not None and result.selectivity_object is not None:
         sentences.append(
-            f"Relative to that it is {result.selectivity_object:.2f} on the drawn pixels and "
-            f"{result.selectivity_box:.2f} in the box around them; 1 would be no preference."
+            f"Divided by that, the change is {result.selectivity_object:.2f} on the drawn pixels and "
+            f"{result.selectivity_box:.2f} in the box around them; 1 means no preference."
         )
     if result.views == "expert_image":
         sentences.append("Views that crop and flip also move pixels, which counts as change.")
-    sentences.append(f"Differences are shown × {result.difference_gain} around middle grey.")
+    sentences.append(f"Differences are drawn × {result.difference_gain} around middle grey.")
     return " ".join(sentences)
 
 
 def _analyses(runs: Sequence[Run]) -> list[tuple[str, bytes, Grid]]:
-    """Return title, PNG and numbers of the analyses, without the views. What several runs share is there once."""
+    """Return title, PNG and numbers of each analysis except the views. Runs with the same picture share one entry."""
     shown: dict[tuple[str, bytes], list[Run]] = {}
     for run in runs:
         for picture in run.pictures:

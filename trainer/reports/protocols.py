@@ -1,7 +1,7 @@
-"""Groups probe results by protocol. Invariant: results of two protocols never share a column or a sentence.
+"""Group probe results by protocol. Invariant: results of two protocols never share a column or a sentence.
 
-A protocol is all settings of a probe except its seed. Most reports have one protocol, that of the configs of the runs.
-The options `--views`, `--batch-norm` and `--epochs` of `python -m trainer.probe` make others.
+A protocol is all settings of a probe except its seed. Most reports have only the protocol of the runs' configs. The
+options `--views`, `--batch-norm` and `--epochs` of `python -m trainer.probe` make others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trainer.probes.features import LABEL_SPACES, LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.reports.runs import Arm, Run, runs_of_arms
 
-_PLAIN = {"num_epochs", "views", "batch_norm"}  # settings that every name of a protocol gives
+_PLAIN = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
 _OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--epochs"}
 
 
@@ -30,7 +30,7 @@ class ProtocolArms:
 
 
 def by_protocol(arms: Sequence[Arm]) -> list[ProtocolArms]:
-    """Return the arms once for each protocol that has results, at least once. The protocol of most runs comes first."""
+    """Return the arms for each protocol with results, at least for one. The protocol of most runs comes first."""
     protocols = protocols_of(runs_of_arms(arms))
     own = all(run.own_protocol == protocols[0] for run in runs_of_arms(arms))
     is_plain = len(protocols) == 1 and own
@@ -45,7 +45,7 @@ def by_protocol(arms: Sequence[Arm]) -> list[ProtocolArms]:
 
 
 def protocols_of(runs: Sequence[Run]) -> list[ProbeConfig]:
-    """Return the protocols with results, at least one. That of most trained runs comes first, then a run's own."""
+    """Return the protocols with results, at least one: first those of most trained runs, then those of more configs."""
 
     def rank(protocol: ProbeConfig) -> tuple[int, int, str]:
         trained = sum(run.under(protocol).final_probe(space) is not None for run in runs for space in LABEL_SPACES)
@@ -57,7 +57,7 @@ def protocols_of(runs: Sequence[Run]) -> list[ProbeConfig]:
 
 
 def describe_protocol(protocol: ProbeConfig) -> str:
-    """Describe a protocol so that no other has the same words.
+    """Describe a protocol in words that no other protocol has.
 
     Examples:
         >>> describe_protocol(ProbeConfig(views="none", momentum=0.5))
@@ -77,7 +77,7 @@ FITTED_ON = {"policy": "views of the run's own policy", "none": "samples without
 
 
 def probe_command(run: Run, protocol: ProbeConfig, *more: str) -> str:
-    """Return the command that probes a run with a protocol, as far as the options of the command allow it."""
+    """Return the command that probes a run with a protocol, as far as its options can express the protocol."""
     own = protocol_values(run.own_protocol)
     wanted = protocol_values(protocol)
     options = [f"{_OPTIONS[name]} {value}" for name, value in wanted.items() if own[name] != value]
@@ -90,9 +90,9 @@ def protocol_values(protocol: ProbeConfig) -> dict[str, str | int]:
 
 
 def label_titles(arms: Sequence[Arm]) -> dict[LabelSpace, str]:
-    """Return the title of each label, such as "picture" and "digit", from the manifest at the time of the probe.
+    """Return the title of each label, such as "picture" and "digit", as the manifest had it when the run was probed.
 
-    The titles are "base label" and "overlay label" if the results have none, or several, or the same for both labels.
+    If the results have no title, several, or the same for both labels, the titles are "base label" and "overlay label".
     """
     found: dict[LabelSpace, set[str]] = {space: set() for space in LABEL_SPACES}
     for run in runs_of_arms(arms):

@@ -1,8 +1,8 @@
-"""Publishes the report at Weights & Biases, which needs a login. The local file never depends on it.
+"""Publish the report at Weights & Biases, which needs a login. The local file never depends on it.
 
-It makes two things there. A run of job type "report" holds the page and its pictures. A report of W&B's own has the
-same sentences and tables, the curves of the runs themselves, and those pictures. Publishing the same runs again updates
-both in place. Invariant: the same runs never get a second report.
+Two things are made there. A run of job type "report" holds the page and its pictures. A W&B report has the same
+sentences and tables, live curves of the runs, and the pictures. Publishing the same runs again updates both. Invariant:
+the same runs never get a second report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.reports.study_sheet import Sheet
 from trainer.run_dir import RunDir, read_object, write_json
 
 PLOTTED = (*METRICS, "perf/samples_per_second")
-MAX_TITLE = 128  # characters, of W&B
+MAX_TITLE = 128  # characters that W&B allows
 
 
 class PublishedReport(Schema):
@@ -45,7 +45,7 @@ class PublishedReport(Schema):
 def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     """Publish or update the report, and return its address.
 
-    With WANDB_MODE=offline this makes only the run, in the `wandb` folder beside the page, for `wandb sync`. Raises
+    With WANDB_MODE=offline this makes only the run, in the `wandb` directory beside the page, for `wandb sync`. Raises
     `UserError` without a login, without wandb-workspaces, or if the server refuses the report.
     """
     forget_empty_variables("WANDB_")
@@ -61,7 +61,7 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
         entity, project, run_id = _log_run(page, runs, title=title, tags=_tags(sheet), offline=offline)
         if offline:
             return (
-                f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`, without a report of W&B's own"
+                f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`; offline there is no W&B report"
             )
         return _save_report(page, arms, sheet, entity=entity, project=project, run_id=run_id, title=title)
     except UserError as error:
@@ -86,7 +86,7 @@ def _tags(sheet: Sheet | None) -> tuple[str, ...]:
 
 
 def report_run_id(runs: Sequence[Run]) -> str:
-    """Return the id of the report's run, which depends on the ids of the runs at W&B, or on their paths without ids."""
+    """Return the id of the report's run: a hash of the ids of the runs at W&B, or of their paths if they have none."""
     names = sorted(_run_id(run) or str(run.path.resolve()) for run in runs)
     return f"report-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]}"
 
@@ -119,7 +119,7 @@ def _log_run(
 
 
 def pictures(runs: Sequence[Run]) -> dict[str, Image.Image]:
-    """Return the grids of views and the figures of analyses by the names of their media. Shared ones appear once."""
+    """Return the grids of views and the figures of analyses by their names at W&B. Equal pictures appear once."""
     found: dict[str, Image.Image] = {}
     seen: set[bytes] = set()
     for run in runs:
@@ -132,7 +132,7 @@ def pictures(runs: Sequence[Run]) -> dict[str, Image.Image]:
 
 
 def _media_name(name: str) -> str:
-    """Return a name for a file from the name of any run."""
+    """Return the name of a run with an underscore for each character that a file name should not have."""
     return "".join(character if character.isalnum() or character in "-_" else "_" for character in name)
 
 
@@ -146,7 +146,7 @@ def _save_report(
     run_id: str,
     title: str,
 ) -> str:
-    """Save the report at W&B and return its address. Keeps the id that W&B gives it beside the page."""
+    """Save the report at W&B and return its address. Writes its id beside the page, for the next time."""
     wr = _workspaces()
     kept = page.with_name(f"{page.name}.wandb.json")
     runs = runs_of_arms(arms)
@@ -184,7 +184,7 @@ def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: st
 
 
 def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
-    """Return live curves, means over seeds, of the runs that W&B has."""
+    """Return blocks with live curves of the runs that W&B has, as means over seeds."""
     wr = _workspaces()
     runs, titles = runs_of_arms(arms), label_titles(arms)
     by_project: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""The tables of the papers: for each study its cells, each with the run that measures it and the published number.
+"""The tables of the papers: each cell has the name of the run that measures it, and the published number.
 
-Each study of configs/studies.py has an entry of the same name. The runs of its small form, NAME_small, have the same
-names with the ending "-small", and stand in the same cells. Invariant: every number here is in a paper.
+Each study of configs/studies.py has a table of the same name. The runs of its small form, NAME_small, have the same
+names with the ending "-small", and fill the same cells. Invariant: every number here is in a paper.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_pipeline.core.errors import UserError, nearest
 from trainer.probes.features import LabelSpace
 
 SMALL_STUDY, SMALL_RUN = "_small", "-small"
-HUANG_SEEDS = 3  # behind each mean and deviation of Huang et al. 2023, a population's (divisor n)
+HUANG_SEEDS = 3  # of each mean and deviation in Huang et al. 2023; the deviation has the divisor n
 
 Measure = Literal["linear", "knn_best"]
 
@@ -38,7 +38,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Columns of one `group` stand together under its title and show the same quantity."""
+    """A column of a table. Columns of one `group` stand together under its title, and show the same quantity."""
 
     group: str
     title: str
@@ -56,9 +56,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two cells, each as (row, column), of which the paper says that the first is higher or lower.
+    """Two cells, each as (row, number of the column), and how the paper ranks them.
 
-    `points` is the published difference, None where only its sign is published, in `sign`.
+    sign: 1 if the first cell is higher, -1 if it is lower.
+    points: the published difference; None if only its sign is published.
     """
 
     first: tuple[str, int]
@@ -69,10 +70,11 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Study:
-    """A table. `cells` are by row and number of the column; a cell that is not there is not in the table.
+    """A published table.
 
-    `num_train`, `batch_size` and `encoder` are what a run needs for its level to be set against a published one.
-    `num_small_columns`: so many from the left has the small form; None: all.
+    cells: by row and number of the column; the table may lack cells.
+    num_train, batch_size, encoder: those of the paper. Only levels of runs that agree with them are compared.
+    num_small_columns: the number of columns, from the left, of the small form; None: all.
     """
 
     name: str
@@ -118,7 +120,7 @@ def _small(full: Study) -> Study:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What the tables of one paper have in common; the fields are those of `Study`."""
+    """The fields of `Study` that several tables of a paper share."""
 
     measure: Measure
     num_train: int
@@ -145,8 +147,8 @@ def _table(
 
     columns: each with the name of its runs, in which {row} stands for the row.
     rows: by title, a word for each cell: a mean, mean±deviation, "?" if the paper has no number, "-" for no cell.
-    row_runs: what {row} becomes for each row (default: its title).
-    num_epochs: of all runs; None if the title of each row says it.
+    row_runs: the text that replaces {row}, by row (default: the row's title).
+    num_epochs: of all runs; None if the title of each row is the number.
     compare: each cell is compared with the one before it, in its row (within a group of columns) or in its column.
     further_pairs: rows that are compared too, in every column.
     """
@@ -279,7 +281,7 @@ _METHODS = {"SimCLR": "simclr-huang", "Barlow Twins": "barlow_twins", "MoCo": "m
 
 
 def _methods(ending: str) -> list[tuple[Column, str]]:
-    """Return a column for each dataset and method; `ending` is that of the names of the runs."""
+    """Return a column for each dataset and method; the names of their runs end with `ending`."""
     return [
         (Column(data, method), f"{run}-{dataset}{ending}")
         for data, dataset in {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100"}.items()

@@ -1,4 +1,4 @@
-"""Reads run directories and groups the runs into arms. The runs of an arm differ only in their seed."""
+"""Read run directories, and group the runs into arms. The runs of an arm differ only in their seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_NUMBER = "— no finite number"
 
 @dataclass(frozen=True)
 class Views:
-    """The grid and the numbers of `python -m trainer.analyze views`. If `png` is None, `problem` says why."""
+    """The grid and the numbers of `python -m trainer.analyze views`. If `png` is None, `problem` is the reason."""
 
     png: bytes | None
     result: ViewsResult | None
@@ -38,7 +38,7 @@ class Views:
 
 @dataclass(frozen=True)
 class Picture:
-    """The files of `python -m trainer.analyze NAME`: the picture, and the numbers by their path."""
+    """The result of `python -m trainer.analyze NAME`: the picture, and the numbers by their dotted paths."""
 
     name: str
     png: bytes
@@ -50,10 +50,12 @@ Probes = Mapping[int, Mapping[LabelSpace, ProbeResult]]  # by step and label; st
 
 @dataclass(frozen=True)
 class Run:
-    """All that a report shows of one run.
+    """The parts of a run that a report shows.
 
-    `readouts` holds the results of each probe protocol, and `probes` are those of `protocol`, so that results of
-    different protocols are never mixed. `read_runs` sets `protocol` to that of the run's config, `under` to another.
+    readouts: the results of each probe protocol.
+    protocol: the protocol of `probes`, so that results of different protocols are never mixed. `read_runs` takes it
+        from the run's config, and `under` changes it.
+    problems: sentences that name the damaged parts, which were left out.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Run:
     protocol: ProbeConfig
     views: Views
     pictures: tuple[Picture, ...] = ()
-    problems: tuple[str, ...] = ()  # sentences that name what is damaged and was left out
+    problems: tuple[str, ...] = ()
 
     @property
     def probes(self) -> Probes:
@@ -76,7 +78,7 @@ class Run:
         return protocol_of(self.config.probe)
 
     def under(self, protocol: ProbeConfig) -> Run:
-        """Return this run with the probe results of another protocol, which may be none."""
+        """Return this run with the probe results of another protocol; there may be none."""
         return replace(self, protocol=protocol)
 
     def final_probe(self, space: LabelSpace) -> ProbeResult | None:
@@ -93,7 +95,7 @@ class Run:
 
     @property
     def data_key(self) -> tuple[str, str]:
-        """Return what identifies the data: the hashes of both manifests, or their directories if no hash is known."""
+        """Return the hashes of both manifests, or the directories of the datasets if a hash is not known."""
         results = [vars(one) for probes in self.readouts.values() for step in probes.values() for one in step.values()]
         for source in [*results, self.provenance]:
             hashes = source.get("train_manifest_sha256"), source.get("test_manifest_sha256")
@@ -127,7 +129,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class DatasetArms:
-    """The arms on one dataset, which may be compared. `numbers` are those of the arms in the report, for colours."""
+    """The arms on one dataset, which may be compared. `numbers` are their numbers in the report, for colours."""
 
     name: str
     arms: tuple[Arm, ...]
@@ -135,9 +137,9 @@ class DatasetArms:
 
 
 def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pipe: bool = False) -> list[Run]:
-    """Read every run once, and make the missing grids of views if the checkpoint and the data are there.
+    """Read every run, and make its grid of views if that is missing and the checkpoint and the data are there.
 
-    probes_at: a directory with more probe results, by the name of each run directory. They replace the run's own.
+    probes_at: a directory with further probe results, by the name of each run directory. They replace the run's own.
     allow_pipe: as in `read_config`.
 
     Raises `UserError` if a path is not a run directory, is named twice, or holds a damaged config or result.
@@ -151,7 +153,7 @@ def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pip
     places: list[list[RunDir]] = [[run_dir] for run_dir in directories]
     if probes_at is not None:
         if not probes_at.is_dir():
-            raise UserError(f"{probes_at} is no directory; pass the --out of `python -m trainer.probe` to --probes")
+            raise UserError(f"{probes_at} is no directory; pass to --probes the --out of `python -m trainer.probe`")
         elsewhere = places_of_probes(directories, probes_at)
         places = [[other, *own] for other, own in zip(elsewhere, places, strict=True)]
     return [
@@ -193,8 +195,8 @@ def datasets_of(arms: Sequence[Arm]) -> list[DatasetArms]:
 class Difference:
     """A setting that differs, or a whole section if the arms do not have the same settings in it.
 
-    `values` has a mapping for each arm: from the name of a setting below `key` ("" for `key` itself) to the distinct
-    values in the runs of the arm. The mapping is empty if the arm has no such setting.
+    `values` has a mapping for each arm. Its keys are the names of the settings below `key`, or "" for `key` itself. Its
+    values are the distinct values in the runs of the arm. It is empty if the arm has no such setting.
     """
 
     key: str
@@ -259,14 +261,14 @@ def _read_run(
 
 
 def protocol_of(config: ProbeConfig) -> ProbeConfig:
-    """Return the settings that make accuracies comparable: those of the probe without its seed and the online probe."""
+    """Return the settings that make accuracies comparable: all of the probe except the seed and the online probe."""
     return config.protocol.model_copy(update={"seed": 0})
 
 
 def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
-    """Read the results by protocol, step and label. The first result of each wins.
+    """Read the results by protocol, step and label. If there are several of one kind, the first counts.
 
-    The content of a file decides its protocol, not its name.
+    The protocol is read from the content of a file, not from its name.
     """
     readouts: dict[ProbeConfig, dict[int, dict[LabelSpace, ProbeResult]]] = {}
     for run_dir in places:
@@ -279,13 +281,13 @@ def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
 
 
 def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[ProbeResult]:
-    """Yield the results of one label at one step, that of the run's own protocol first."""
+    """Yield the results of one label at one step, first the one with the run's own protocol."""
     for path in sorted(directory.glob(f"{space}*.json"), key=lambda path: (len(path.name), path)):
         result = read_result(path)
         if (result.label, result.checkpoint_step) != (space, step):
             raise UserError(
-                f"{path} is a result of label_{result.label} at step {result.checkpoint_step}, and lies where those of "
-                f"label_{space} at step {step} do; put it back, or remove it"
+                f"{path} is a result of label_{result.label} at step {result.checkpoint_step}, but its place is for "
+                f"label_{space} at step {step}; move it back, or remove it"
             )
         yield result
 
@@ -313,7 +315,7 @@ _MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"
 
 
 def _read_pictures(run_dir: RunDir) -> tuple[tuple[Picture, ...], tuple[str, ...]]:
-    """Return the pictures of all analyses except the views, and sentences on the damaged ones."""
+    """Return the pictures of all analyses except the views, and a sentence for each damaged one."""
     pictures, problems = [], []
     for path in sorted(run_dir.analysis.glob("*.png")):
         json_path = path.with_suffix(".json")

@@ -1,7 +1,7 @@
-"""Lays runs into the cells of a published table, and compares them with the paper.
+"""Put runs into the cells of a published table, and compare them with the paper.
 
-Accuracies are in per cent here, as in the tables. Guarantees: levels are compared only if run and paper trained on the
-same amount of data, and two different configurations never fill one cell.
+Differences are in percentage points, as in the tables. Guarantees: levels are compared only if the run and the paper
+trained on the same amount of data, and two different configurations never fill one cell.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class FilledCell:
     """A cell of the table with the runs that measure it, one for each seed.
 
     score: the accuracies; None if nothing was measured.
-    unlike: the differences between the runs and those of the paper; empty if levels may be compared.
+    unlike: how the runs differ from the paper's, in words; empty if levels may be compared.
     num_checkpoints: the number of checkpoints from which the best was taken.
-    in_train_mode: the score with batch norm in train mode during the probe, as published; None if not probed so.
+    in_train_mode: the score of a probe with batch norm in train mode, as published; None if there is none.
     """
 
     cell: Cell
@@ -68,7 +68,7 @@ class FilledCell:
 
 @dataclass(frozen=True)
 class ComparedContrast:
-    """A published difference beside ours in points. Ours is resolved if it is larger than `resolution`."""
+    """A published difference and ours, `points`, which is resolved if it is larger than `resolution`."""
 
     contrast: Contrast
     name: str
@@ -96,9 +96,9 @@ class Sheet:
 
 
 def fill(study: Study, runs: Sequence[Run]) -> Sheet:
-    """Lay the runs into the cells of `study` by their names, with the results of the protocol of most runs.
+    """Put the runs into the cells of `study` by their names, with the results of the protocol of most runs.
 
-    Raises `UserError` if a cell could be filled in two ways.
+    Raises `UserError` if two different runs could fill a cell.
     """
     protocol = _main_protocol(study, runs)
     runs = [run.under(protocol) for run in runs]
@@ -123,7 +123,7 @@ def fill(study: Study, runs: Sequence[Run]) -> Sheet:
 
 
 def _main_protocol(study: Study, runs: Sequence[Run]) -> ProbeConfig:
-    """Return the protocol of the sheet, with batch norm in eval mode if possible: the train mode has its own line."""
+    """Return the protocol of the sheet, with batch norm in eval mode if possible: train mode has a line of its own."""
     names = {cell.run for cell in study.cells.values()}
     protocols = protocols_of([run for run in runs if run.config.name in names] or runs)
     return next((one for one in protocols if one.batch_norm == "eval"), protocols[0])
@@ -215,7 +215,7 @@ def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
 
 
 def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
-    """Return the differences between a run and that of the paper, in words."""
+    """Return the differences between a run and the paper's, in words."""
     config, probe = run.config, run.final_probe(label)
     pairs: list[tuple[int | str, int | str, str]] = [
         (config.encoder.kind, study.encoder, ""),
@@ -253,20 +253,20 @@ def _name(study: Study, contrast: Contrast) -> str:
 
 
 def summary(sheet: Sheet) -> list[str]:
-    """Return what the sheet shows, and what it cannot show, in sentences."""
+    """Return sentences on the results of the sheet and on their limits."""
     filled = list(sheet.cells.values())
     measured = [one for one in filled if one.score is not None]
     sentences = [f"{len(measured)} of the {len(filled)} cells are measured."]
     unlike = list(dict.fromkeys(text for one in measured for text in one.unlike))
     if unlike and all(one.unlike for one in measured):
         sentences.append(
-            f"No run is like the paper's ({', '.join(unlike)}), so levels are not comparable and no difference to a "
+            f"No run is like the paper's ({', '.join(unlike)}), so levels are not comparable and no difference from a "
             "published number is shown. Only directions can be compared."
         )
     elif unlike:
         sentences.append(
-            f"Some runs are not like the paper's ({', '.join(unlike)}). For those, no difference to the "
-            "published number is shown, and only directions can be compared."
+            f"Some runs are not like the paper's ({', '.join(unlike)}). For these no difference from the published "
+            "number is shown, and only directions can be compared."
         )
     if sheet.study.measure == "linear" and measured:
         sentences += _batch_norm(sheet)
@@ -289,7 +289,7 @@ def summary(sheet: Sheet) -> list[str]:
 
 
 def _batch_norm(sheet: Sheet) -> list[str]:
-    """Say in which mode batch norm was: it changes the published levels by 5 to 10 points."""
+    """Return sentences on the mode of batch norm, which changes the published levels by 5 to 10 points."""
     published = "The published levels were measured with batch norm in train mode while the probe was fitted"
     if sheet.protocol.batch_norm == "train":
         return [f"{published}; so are these."]
@@ -311,25 +311,25 @@ def _directories(paths: Sequence[Path]) -> list[str]:
 
 
 def _beside_concentration(sheet: Sheet) -> str:
-    """Compare the errors of pairs of transforms with 1 - sigma, which any run on their data may hold."""
+    """Compare the errors of pairs of transforms with 1 - sigma, from the analysis of any run on their data."""
     cells = [sheet.cells[pair, 0] for pair in PAIRS]
     runs = [run for cell in cells for run in cell.runs]
     errors = [100 * (1 - cell.score.mean) for cell in cells if cell.score is not None]
     if len(errors) < len(cells):
-        return "Error and 1 − σ can be compared once every pair is measured."
+        return "The errors can be compared with 1 − σ when every pair is measured."
     paths = [RunDir(run.path).analysis / "concentration.json" for run in runs]
     path = next(filter(Path.is_file, paths), None)
     if path is None:
-        return f"To compare error and 1 − σ: python -m trainer.analyze concentration {runs[0].path}"
+        return f"To compare the errors with 1 − σ: python -m trainer.analyze concentration {runs[0].path}"
     mend = "remove it, or run `python -m trainer.analyze concentration` again"
     found = ConcentrationResult.parse(read_object(path, mend=mend), where=str(path))
     if found.test_manifest_sha256 != runs[0].data_key[1]:
-        return f"{path} is of other test data than the runs, so errors are not compared with its 1 − σ."
+        return f"{path} was made from other test data, so the errors are not compared with its 1 − σ."
     told = []
     for number, delta in enumerate(found.config.deltas):
         shares = [found.pairs[pair][number].clique for pair in PAIRS]
         if len(set(shares)) == 1:
-            told.append(f"none at δ = {delta:g}, where all pairs have the same")
+            told.append(f"none at δ = {delta:g}, because all pairs have the same value")
             continue
         correlation, p = spearmanr(errors, shares)
         chance = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"

@@ -1,4 +1,4 @@
-"""A filled study as tables: the paper's grid with ours in each cell, and the differences whose direction compares."""
+"""A filled study as tables: the paper's grid with our accuracy in each cell, and the directions of the differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class StudyCell:
-    """The lines of a cell. The first is our accuracy, or why there is none."""
+    """The lines of a cell. The first is our accuracy, or the reason why there is none."""
 
     lines: Sequence[str]
     is_measured: bool
@@ -26,10 +26,10 @@ class StudyCell:
 
 @dataclass(frozen=True)
 class StudySection:
-    """All that a report shows of a study.
+    """The parts of a study that a report shows.
 
-    groups: the title of each group of columns, and how many columns it spans.
-    rows: the title of each row, and its cells, None where the paper's table has none.
+    groups: the title of each group of columns, and the number of its columns.
+    rows: the title of each row, and its cells; None if the paper's table has no such cell.
     """
 
     source: str
@@ -70,7 +70,7 @@ def study_section(sheet: Sheet) -> StudySection:
 
 
 def _cell(filled: FilledCell | None) -> StudyCell | None:
-    """Return ours, ours with batch norm in train mode if it was probed, the paper's, and the differences."""
+    """Return our accuracy, also with batch norm in train mode if probed, the paper's, and the differences."""
     if filled is None:
         return None
     published = filled.cell.published
@@ -88,7 +88,7 @@ def _cell(filled: FilledCell | None) -> StudyCell | None:
 
 
 def _directions(sheet: Sheet) -> Grid:
-    """Return the differences that the paper shows, beside ours."""
+    """Return a table of the differences that the paper shows, and ours."""
     rows = [
         [
             one.name,

@@ -1,6 +1,6 @@
 """The tables of the report as text: accuracies, differences between configs, speed, provenance.
 
-The page and the Markdown file both show them; nothing here knows HTML.
+The page and the Markdown file both show them, so nothing here depends on HTML.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, data
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text. Every row is as long as `head` and begins with its title. None stands for "not measured"."""
+    """A table of text. Every row is as long as `head` and begins with its title. None means "not measured"."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str | None]]
@@ -28,7 +28,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class ResultCell:
-    """An accuracy in per cent, None if it was not measured, and the notes in small print below it."""
+    """An accuracy in per cent (None if it was not measured), and the notes in small print below it."""
 
     accuracy: str | None
     notes: Sequence[str] = ()
@@ -58,7 +58,7 @@ class ResultTable:
 
 @dataclass(frozen=True)
 class ProtocolResults:
-    """The tables of one probe protocol, one for each dataset, and the protocol in words."""
+    """The tables of one probe protocol, one for each dataset, with the protocol in words."""
 
     description: str
     tables: Sequence[ResultTable]
@@ -160,7 +160,7 @@ def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
 
 
 def differences(arms: Sequence[Arm]) -> list[tuple[str, list[list[str]]]]:
-    """Return the settings that differ: the name of each, and for each arm its lines, none if it has no such setting."""
+    """Return the settings that differ: a name, and for each arm its lines (none if it has no such setting)."""
     return [(row.key, [_setting_lines(values) for values in row.values]) for row in config_differences(arms)]
 
 
@@ -176,7 +176,7 @@ def _setting_lines(values: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """Return a setting as a user would type it, with numbers to six digits."""
+    """Return a setting as a user would type it; numbers have six digits."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
@@ -271,7 +271,7 @@ def _duration(seconds: Any) -> str | None:
 
 
 def _manifest(run: Run, name: str) -> str | None:
-    """Return the hash of the present manifest, and those of earlier starts if the data were replaced."""
+    """Return the hash of the present manifest, and earlier hashes if the data were replaced."""
     now, starts = run.provenance.get(name), run.provenance.get("starts", ())
     earlier = dict.fromkeys(start[name] for start in starts if start.get(name) not in {None, now})
     replaced = f" (in place of {', '.join(hash_[:12] for hash_ in earlier)})" if earlier else ""

@@ -396,7 +396,7 @@ def test_baked_overlays_have_one_draw(
     result = read_result(run_dir.probes(10) / "overlay.json")
     assert result.linear.draws is None
     assert result.knn.draws is None
-    assert "so there is one draw and no spread" in capsys.readouterr().err
+    assert "so there is only one draw, and no spread" in capsys.readouterr().err
 
 
 def command_of_rank(*arguments: str) -> str:

@@ -126,7 +126,9 @@ def test_every_setting_of_a_protocol_is_in_its_words() -> None:
 def test_a_result_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", trained={"base": [0.5]})
     write_json(RunDir(run).probes(7) / "base.json", probe_result("base", 11, [0.5], 1000))
-    with pytest.raises(UserError, match=r"is a result of label_base at step 11, and lies where those of .* step 7 do"):
+    with pytest.raises(
+        UserError, match=r"is a result of label_base at step 11, but its place is for label_base at step 7"
+    ):
         read_runs([run])
 
 

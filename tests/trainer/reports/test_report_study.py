@@ -84,7 +84,7 @@ def test_at_another_scale_no_level_is_compared_but_directions_are(tmp_path: Path
     assert "5,000 instead of 50,000 train samples" in cell.unlike
     told = " ".join(summary(sheet))
     assert "4 of the 14 cells are measured" in told
-    assert "levels are not comparable and no difference to a published number is shown" in told
+    assert "levels are not comparable and no difference from a published number is shown" in told
     directions = {one.name: one for one in sheet.compared}
     photo, drawn = (directions[f"C+Digits, {group}: viewmaker − expert views"] for group in ("CIFAR-10", "object"))
     assert (photo.contrast.points, photo.direction) == (10.5, "opposite")
@@ -145,7 +145,7 @@ def test_errors_of_pairs_are_set_beside_their_concentration(sign: int, told: str
     assert told in sentence()
     alike = {pair: [bounds | {"clique": 0.5}] for pair in PAIRS}
     write_json(RunDir(run).analysis / "concentration.json", result | {"pairs": alike})
-    assert "none at δ = 9, where all pairs have the same" in sentence()
+    assert "none at δ = 9, because all pairs have the same value" in sentence()
     write_json(RunDir(run).analysis / "concentration.json", result | {"test_manifest_sha256": "other"})
     assert "of other test data" in sentence()
 
