@@ -1,4 +1,4 @@
-"""`python -m trainer.analyze NAME RUN_DIR...`: figures and numbers that explain runs, in RUN_DIR/analysis/."""
+"""`python -m trainer.analyze NAME RUN_DIR...`: write figures and numbers that explain runs into RUN_DIR/analysis/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.run_dir import ALLOW_PIPE_HELP, open_run, runs_of
 if TYPE_CHECKING:
     from trainer.analyses.analysis import Analysis
 
-# Each is the module of that name in trainer/analyses.
+# The modules of trainer/analyses by name, and the question that each answers.
 ANALYSES: Mapping[str, str] = {
     "views": "What does the view policy do to pictures, and where?",
     "feature_dropout": "How often do the views of one run destroy what another can read? (Takes two runs or more.)",
@@ -38,7 +38,7 @@ def load_analysis(name: str) -> Analysis:
 
 
 def describe_settings(settings: Schema) -> str:
-    """Return a line for each setting: its name, its value, and what it means."""
+    """Return a line for each setting: its name, its value and its meaning."""
     rows = [
         (name, json.dumps(value), str(type(settings).model_fields[name].description))
         for name, value in settings.model_dump(mode="json").items()

@@ -1,4 +1,4 @@
-"""Writes the encoder of a run as one safetensors file, which `trainer.pretrained` reads."""
+"""Write the encoder of a run as one safetensors file, which `trainer.pretrained` reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.run_dir import RunDir, write_atomically
 
 
 def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
-    """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`; replaces an existing file.
+    """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`. Replaces an existing file.
 
     The same encoder gives the same bytes each time. Raises `UserError` if there is no such checkpoint or if `out` does
     not end in .safetensors, and `OSError` if `out` cannot be written.
@@ -39,14 +39,14 @@ def export(run_dir: RunDir, out: Path, *, step: int | None = None) -> None:
 
 
 def _normalization_of(encoder: Encoder) -> dict[str, tuple[float, ...]]:
-    """Return the mean and std of the encoder as settings, also if they come from the data."""
+    """Return the mean and std of the encoder as settings, even if the config takes them from the data."""
     named = encoder.normalization
     assert named is not None
     return {"mean": named.mean, "std": named.std}
 
 
 def _git_commit(run_dir: RunDir, modules: TrainedModules) -> str | None:
-    """Return the commit of the last start that trained towards the step of `modules`; None if it is not recorded."""
+    """Return the commit of the last start before the step of `modules`; None if it is not recorded."""
     starts: list[dict[str, Any]] = run_dir.read_provenance().get("starts") or []
     before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < modules.step]
     return before[-1] if before else None

@@ -1,10 +1,10 @@
-"""`python -m trainer.export RUN_DIR --out encoder.safetensors`: write the trained encoder for other people's code.
+"""`python -m trainer.export RUN_DIR --out encoder.safetensors`: write the trained encoder for use in other code.
 
 Writes one safetensors file: the weights of the trunk by the names of its library, and a header. The header holds the
-encoder's config, with the mean and std of the input, and the run, the step and the commit. The file is never a pickle,
-and it is there as a whole or not at all.
+encoder's config with the mean and std of its input, the run, the step and the commit. The file is no pickle, and it is
+written as a whole or not at all.
 
-A standard ResNet loads into torchvision's, whose own classifier is taken out because none was trained:
+The weights of a standard ResNet load into torchvision's, without its classifier, because none was trained:
 
     model = torchvision.models.resnet18()
     model.fc = torch.nn.Identity()
@@ -15,10 +15,10 @@ For the small-image form ("resnet18_small") change its stem before that:
     model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = torch.nn.Identity()
 
-With one input channel `conv1` takes 1 for its 3; where `encoder.stem_relu` is false, the model's first ReLU has to go
-as well (torchvision uses `model.relu` once). ResNet-10 is narrower than torchvision's and, like WRN-34-5, keeps the
-names of this package. A timm backbone loads into `timm.create_model(name, num_classes=0, **options)`. Each takes
-pictures normalised by mean and std. `trainer.models.load_encoder("encoder.safetensors")` does all this itself.
+If the input has one channel, `conv1` takes 1 in place of 3. If `encoder.stem_relu` is false, also replace `model.relu`,
+which torchvision uses once, by the identity. ResNet-10 and WRN-34-5 are not torchvision's, and keep the names of this
+package. A timm backbone loads into `timm.create_model(name, num_classes=0, **options)`. Every model takes pictures that
+are normalised by mean and std. `trainer.models.load_encoder("encoder.safetensors")` does all of this.
 """
 
 from __future__ import annotations

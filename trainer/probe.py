@@ -1,11 +1,11 @@
 """`python -m trainer.probe RUN_DIR...`: one linear probe and one kNN vote for each label, from the frozen encoder.
 
-Reads run directories and the shards that their configs name. Under RUN_DIR/probes/ it writes, for each checkpoint,
-step_00010000/base.json and the trained heads in heads.safetensors, and overlay.json if the samples have overlays. It
-also writes curves.json over all checkpoints. With `--out DIR` the results are under DIR/NAME, where NAME is that of the
-run directory, which may then be read-only.
+Reads run directories and the shards that their configs name. For each checkpoint it writes into
+RUN_DIR/probes/step_00010000/ the result base.json, the trained heads in heads.safetensors, and overlay.json if the
+samples have overlays. RUN_DIR/probes/curves.json has all checkpoints. With `--out DIR` it writes into DIR/NAME instead,
+NAME being the name of the run directory, which may then be read-only.
 
-It runs in one process; for more speed use `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun.
+It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
 """
 
 from __future__ import annotations

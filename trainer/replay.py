@@ -1,4 +1,4 @@
-"""`python -m trainer.replay RUN_DIR --step N`: repeat a skipped step, and say where its first inf or nan comes from."""
+"""`python -m trainer.replay RUN_DIR --step N`: repeat a skipped step, and name the origin of its first inf or nan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.run_dir import ALLOW_PIPE_HELP, open_run
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.replay",
-        description="Repeat a skipped step, and say where its first inf or nan comes from.",
+        description="Repeat a skipped step, and name the origin of its first inf or nan.",
     )
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="The run directory.")

@@ -1,7 +1,7 @@
 """`python -m trainer.report RUN_DIR...`: one self-contained HTML file that compares runs.
 
-The directory of a study stands for all its runs. With `--out FILE` the run directories may be read-only, and
-`--probes DIR` adds what `python -m trainer.probe RUN_DIR... --out DIR` has written.
+The directory of a study stands for all its runs. With `--out FILE` the run directories may be read-only. `--probes DIR`
+adds the results that `python -m trainer.probe RUN_DIR... --out DIR` has written.
 """
 
 from __future__ import annotations

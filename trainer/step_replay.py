@@ -1,8 +1,8 @@
-"""Repeat a skipped step in one process, and find where its first inf or nan comes from.
+"""Repeat a skipped step in one process, and find the origin of its first inf or nan.
 
 Input: a run directory with a record of the step (`trainer.fault_tolerance.step_record`), and the shards that its config
-names. Output: lines that name the first module with an output that is not finite, and the samples. The whole global
-batch goes through the run's own training step in this one process. Invariant: the run is not changed.
+names. Output: lines that name the first module with an output that is not finite, and the samples. This one process
+runs the run's own training step on the whole global batch. Invariant: the run is not changed.
 
 Shapes: B samples of the global batch, D embedding size.
 """
@@ -35,9 +35,10 @@ _NUM_PARAMETERS_LISTED = 3
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a step that was replayed; `found` is what the hooks saw.
+    """The result of a replayed step.
 
-    `bad_parameters` are those with values that were not finite before the step, each with their number.
+    bad_parameters: before the step, the number of values that are not finite, for each parameter that has some.
+    found: the first values that are not finite, as the hooks saw them.
     """
 
     batch: Batch
@@ -76,8 +77,7 @@ def replay(
     batch = next(iter(stream))
     if batch.keys != record.keys or record.train_manifest_sha256 != stream.manifest.sha256:
         raise UserError(
-            f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded, but another one; "
-            "put that back"
+            f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded; put it back"
         )
     training = build_training(
         config,
@@ -122,8 +122,8 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
     )
     if record.state_step != record.step:
         yield (
-            f"the recorded state is of up to {record.state_step} steps: the run had gone on before it knew, or the "
-            "encoder had taken its step before the viewmaker's was skipped"
+            f"the recorded state is that after {record.state_step} steps: the run had gone on before it knew of the "
+            "skip, or the encoder had stepped before the viewmaker's step was skipped"
         )
     for name, count in result.bad_parameters.items():
         values = f"{count} values that are" if count > 1 else "1 value that is"
@@ -139,33 +139,33 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
         loss = float(result.output.metrics["train/loss"])
         yield f"here, on {device} in one process, everything is finite: loss {loss:.6g}"
         yield (
-            "the run may have had other kernels (a GPU), another number of ranks, whose sums round differently, "
+            "the run may have had other kernels (a GPU), another number of ranks (whose sums round differently), "
             "another loss scale (float16), or an earlier state"
         )
     yield from _samples(result)
 
 
 def _too_long(engine: str, lengths: Mapping[str, Length]) -> Iterator[str]:
-    """Name the parameters that make a gradient too long for float32."""
+    """Yield lines on the parameters that make a gradient too long for float32."""
     own = {name: length for name, length in lengths.items() if name.partition(".")[0] == engine}
     whole = math.hypot(*(length.length for length in own.values()))
     yield (
         f"going back, every gradient is finite, but the length of the whole gradient of {engine} is {whole:.4g}; its "
-        f"sum of squares is above {torch.finfo(torch.float32).max:.4g}, where float32 ends"
+        f"sum of squares is above {torch.finfo(torch.float32).max:.4g}, the largest float32"
     )
     for name in sorted(own, key=lambda name: own[name].length, reverse=True)[:_NUM_PARAMETERS_LISTED]:
         yield f"  the gradient of {name} has length {own[name].length:.4g}, its largest number {own[name].largest:.4g}"
 
 
 def _samples(result: Replay) -> Iterator[str]:
-    """List the samples that are not finite, or else those with the largest embeddings."""
+    """Yield lines on the samples that are not finite, or else on the samples with the largest embeddings."""
     keys = result.batch.keys
     norm_a_B, norm_b_B = (z_BD.double().norm(dim=1) for z_BD in (result.output.z_a_BD, result.output.z_b_BD))
     rows = list(result.found.forward.rows) if result.found.forward is not None else []
     if rows := rows or (~(norm_a_B + norm_b_B).isfinite()).nonzero().flatten().tolist():
-        yield f"samples concerned: {len(rows)} of {len(keys)}"
+        yield f"samples with values that are not finite: {len(rows)} of {len(keys)}"
     else:
-        yield f"samples: {len(keys)}, of which these have the largest embeddings"
+        yield f"samples with the largest embeddings, of {len(keys)}"
         rows = torch.maximum(norm_a_B, norm_b_B).argsort(descending=True).tolist()
     yield "  key       length of embedding a, b"
     for row in rows[:_NUM_SAMPLES_LISTED]:

@@ -190,7 +190,7 @@ def test_the_first_module_that_is_not_finite_is_named(
     if math.isfinite(value):
         assert "3e+38], its bias" in said
     _, indices = batch_indices(NUM_SAMPLES, seed=0, step=BAD_STEP, global_batch_size=BATCH_SIZE)
-    assert f" of {BATCH_SIZE}\n" in said.partition("samples concerned: ")[2]
+    assert f" of {BATCH_SIZE}\n" in said.partition("samples with values that are not finite: ")[2]
     assert sum(f"{index:08d}  " in said for index in indices.tolist()) == 10
     assert {path: path.read_bytes() for path in before} == before
 
@@ -227,7 +227,7 @@ def test_ranks_record_together_what_one_process_replays(
     lines = "\n".join(step_replay.explain(record, result, device="cpu"))
     assert "everything is finite: loss " in lines
     assert "another number of ranks" in lines
-    assert "which these have the largest embeddings" in lines
+    assert "samples with the largest embeddings" in lines
 
 
 @pytest.mark.slow
