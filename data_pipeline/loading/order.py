@@ -226,8 +226,8 @@ class BatchOrder:
             else:
                 num_tried = len(range(first_row + row, self.num_samples, self.global_batch_size))
                 raise UserError(
-                    f"sample {bad[int(indices[row])].key} cannot be read, nor can any of the {num_tried} that could "
-                    f"stand in for it with a global_batch_size of {self.global_batch_size}; build or copy the dataset "
+                    f"sample {bad[int(indices[row])].key} cannot be read, nor can any of the {num_tried} samples that "
+                    f"could replace it with a global_batch_size of {self.global_batch_size}; build or copy the dataset "
                     "again"
                 )
         return epoch, indices, tuple(replaced)

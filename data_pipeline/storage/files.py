@@ -39,6 +39,15 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     return content
 
 
+def regular_size(path: Path) -> int | None:
+    """Return the size of a regular file in bytes; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
 @contextmanager
 def map_regular(path: Path) -> Iterator[memoryview]:
     """Map a regular file into memory for reading. Raises `OSError` if `path` is not a regular file."""

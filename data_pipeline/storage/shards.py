@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -27,12 +28,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from webdataset import TarWriter
 
 from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.core.sample import Sample, sample_key
-from data_pipeline.storage.files import map_regular, read_regular
+from data_pipeline.storage.files import map_regular, read_regular, regular_size
 from data_pipeline.storage.manifest import ShardEntry
 from data_pipeline.storage.png import encode_png
 
@@ -283,32 +285,53 @@ def is_member_at(data: memoryview, *, name: bytes, offset: int, size: int) -> bo
     return is_padded or _number(bytes(data[start + 124 : start + 136])) == size
 
 
-def load_index(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    """Return the index of one shard in the form of `index_shard`: from its file, or rebuilt from the tar.
+def load_index(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: range) -> tuple[NDArray[np.int64], bool]:
+    """Return the index of one shard in the form of `index_shard`, and whether its file holds it.
 
-    The index is rebuilt if its file is missing or does not have the sha256 in the manifest, or if the tar has another
-    size. A rebuilt index is saved for the next reader if its sha256 is right and the directory is writable.
+    An index with the sha256 in the manifest is mapped from its file. Otherwise, or if the tar has another size, it is
+    rebuilt from the tar, and saved for the next reader if its sha256 is right and the directory is writable.
     """
-    num_bytes = shard.stat().st_size
+    if (num_bytes := shard.stat().st_size) == entry.num_bytes:
+        content = _saved_index(shard, entry, members=members)
+        if content is not None and _lies_within(_rows_in(content, members), num_bytes):
+            mapped = map_index(shard, entry, members=members)
+            return (_rows_in(content, members), False) if mapped is None else (mapped, True)
+    logger.info("indexing %s: one pass over the headers of %d samples", shard, entry.num_samples)
+    rows = index_shard(shard, members=members, due=due)
     if num_bytes != entry.num_bytes:
-        return _rebuilt(shard, entry, members=members, due=due)
-    content = _saved_index(shard, entry, members=members)
-    if content is not None:
-        rows = np.frombuffer(content, dtype="<i8").astype(np.int64).reshape(len(due), 2 * len(members))
-        if _lies_within(rows, num_bytes):
-            return rows
-    rows = _rebuilt(shard, entry, members=members, due=due)
+        return rows, False
     content = index_content(rows)
     if hashlib.sha256(content).hexdigest() != entry.index_sha256:
         logger.warning(
             "the index of %s differs from the manifest's (index_sha256); the tar's own headers are used", shard
         )
-        return rows
+        return rows, False
     try:
         _save_index(index_path(shard), content)
     except OSError as error:
         logger.info("the index of %s stays in memory: %s", shard, error.strerror)
+        return rows, False
+    return rows, True
+
+
+def map_index(shard: Path, entry: ShardEntry, *, members: Sequence[str]) -> NDArray[np.int64] | None:
+    """Map the index file of a shard into memory; None if it has another size than it should, or cannot be read.
+
+    Does not compare it with the manifest, as `load_index` does.
+    """
+    path, num_bytes = index_path(shard), index_num_bytes(entry, members)
+    if regular_size(path) != num_bytes or sys.byteorder != "little":
+        return None
+    try:
+        mapped = torch.from_file(str(path), shared=False, size=num_bytes // 8, dtype=torch.int64)
+    except RuntimeError:
+        return None
+    rows: NDArray[np.int64] = mapped.numpy().reshape(entry.num_samples, 2 * len(members))
     return rows
+
+
+def _rows_in(content: bytes, members: Sequence[str]) -> NDArray[np.int64]:
+    return np.frombuffer(content, dtype="<i8").astype(np.int64).reshape(-1, 2 * len(members))
 
 
 def _saved_index(shard: Path, entry: ShardEntry, *, members: Sequence[str]) -> bytes | None:
@@ -325,11 +348,6 @@ def _saved_index(shard: Path, entry: ShardEntry, *, members: Sequence[str]) -> b
         return content
     logger.warning("%s is not the index that the manifest names (index_sha256); it is rebuilt from the tar", path)
     return None
-
-
-def _rebuilt(shard: Path, entry: ShardEntry, *, members: Sequence[str], due: range) -> NDArray[np.int64]:
-    logger.info("indexing %s: one pass over the headers of %d samples", shard, entry.num_samples)
-    return index_shard(shard, members=members, due=due)
 
 
 def _lies_within(rows: NDArray[np.int64], num_bytes: int) -> bool:

@@ -14,10 +14,9 @@ Shapes: B samples to read.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,13 +29,23 @@ from data_pipeline.core.sample import BadSample, sample_key
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
+from data_pipeline.storage.files import regular_size
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest, load_manifest
-from data_pipeline.storage.shards import MISSING, EncodedSample, is_member_at, load_index
+from data_pipeline.storage.shards import (
+    MISSING,
+    EncodedSample,
+    index_num_bytes,
+    index_path,
+    is_member_at,
+    load_index,
+    map_index,
+)
 
 logger = logging.getLogger(__name__)
 
 _MEND = "copy it again or build the dataset again"
 _NUM_ATTEMPTS = 5
+_MAX_OPEN_SHARDS = 4_096  # each takes two mappings, and Linux gives a process 65,530 of them
 _MIN_SHARE = 0.1  # of a local dataset that must be whole: the list of its bad samples takes memory
 _REMOTE = RemoteConfig()
 
@@ -82,17 +91,35 @@ class _LocalFiles:
         pass  # nothing to fetch
 
 
+@dataclass(frozen=True)
+class _OpenShard:
+    """A shard in memory.
+
+    Attributes:
+        first: the index of its first sample.
+        rows: (num_samples, 2 * num_members) int64, offset and size of each member.
+        is_checked: (num_samples,) bool, whether the tar's headers were compared with `rows`.
+    """
+
+    path: Path
+    data: memoryview
+    first: int
+    rows: NDArray[np.int64]
+    is_checked: NDArray[np.bool_]
+
+
 class SampleStore:
     """The samples of a dataset by index.
 
-    A shard is mapped into memory when it is first read; a remote shard is fetched first. A mapping needs no open file
-    and no seek, and all readers on the machine share its pages.
+    A shard and its index are mapped into memory when they are first read; a remote shard is fetched first. A mapping
+    needs no open file and no seek, and all readers on the machine share its pages. A process keeps the shards that it
+    has used last; so its memory grows neither with the number of samples nor with the number of shards that it reads.
 
     Attributes:
         location: the local directory, or the remote location as given.
         manifest: the manifest of the dataset.
         overlay: the online overlay, on the CPU; None if the dataset has none.
-        known_bad: samples that are not whole in the local shards, found from the indexes alone; () if remote.
+        known_bad: samples that are not whole in local shards whose size is not that in the manifest; () if remote.
         shard_ends: (num_shards,) int64, the index after the last sample of each shard.
 
     A `manifest` that was read already is not read again. Raises `UserError` if the manifest, a shard or the overlay of
@@ -115,26 +142,23 @@ class SampleStore:
         if self.manifest.overlay is not None and self.manifest.is_online:
             self.overlay = load_overlay(self._files.path(OVERLAY_NAME), sha256=self.manifest.overlay.sha256)
         self._members = self.manifest.members
-        self._ends = list(accumulate(entry.num_samples for entry in self.manifest.shards))
-        self.shard_ends: NDArray[np.int64] = np.array(self._ends, dtype=np.int64)
-        num_samples = self._ends[-1] if self._ends else 0
-        # Offset and size of each member of each sample. Until a shard is indexed these are zeros, which take no memory.
-        self._rows = np.zeros((num_samples, 2 * len(self._members)), dtype=np.int64)
-        self._is_indexed = [False] * len(self._ends)
-        # Whether the tar's headers were compared with `_rows`, for each sample.
-        self._is_checked: NDArray[np.bool_] = np.zeros(num_samples, dtype=np.bool_)
+        num_samples_S = np.fromiter((entry.num_samples for entry in self.manifest.shards), dtype=np.int64)
+        self.shard_ends: NDArray[np.int64] = np.cumsum(num_samples_S)
         max_bytes = self.manifest.max_member_bytes
         self._max_bytes = [(extension.encode(), max_bytes[extension]) for extension in self._members]
-        self._mapped: dict[int, tuple[Path, memoryview]] = {}
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        # Indexes that had to be made from the tars, and cannot be saved beside them.
+        self._unsaved: dict[int, NDArray[np.int64]] = {}
+        self._is_trusted: NDArray[np.bool_] = np.zeros(len(num_samples_S), dtype=np.bool_)
         self.known_bad: tuple[BadSample, ...] = ()
         if isinstance(self._files, _LocalFiles):
-            self.known_bad = self._index_all([self._files.path(entry.name) for entry in self.manifest.shards])
+            self.known_bad = self._survey(self._files)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": {}}  # another process maps the shards anew
+        return {**self.__dict__, "_open": OrderedDict()}  # another process maps the shards anew
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self.manifest.num_samples
 
     @property
     def max_shards(self) -> int | None:
@@ -150,14 +174,14 @@ class SampleStore:
 
         Raises `IndexError` if there is no such sample, and `UserError` if the shard's index is wrong.
         """
-        if not 0 <= index < len(self._rows):
-            raise IndexError(f"there is no sample {index}; the dataset has {len(self._rows)}")
-        data = self._map_shard(self._shard_of(index))
-        if not self._is_checked[index] and (wrong := self._check(index, data)) is not None:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is not one of {len(self)}")
+        shard = self._shard(self._shard_of(index))
+        if not shard.is_checked[index - shard.first] and (wrong := self._check(index, shard)) is not None:
             raise UserError(f"{self.location}: sample {sample_key(index)} cannot be read ({wrong}); {_MEND}")
-        row = self._rows[index].tolist()
+        row = shard.rows[index - shard.first].tolist()
         members = {
-            extension: bytes(data[offset : offset + size])
+            extension: bytes(shard.data[offset : offset + size])
             for extension, offset, size in zip(self._members, row[::2], row[1::2], strict=True)
             if offset != MISSING
         }
@@ -166,26 +190,27 @@ class SampleStore:
     def read(self, indices: NDArray[np.int64]) -> StoredSamples:
         """Return the stored bytes of the samples at `indices`, (B,) int64, in that order.
 
-        Raises `IndexError` if there is no such sample, and `UserError` if a shard cannot be fetched.
+        Raises `IndexError` below 0 and past the end, `UserError` if a shard cannot be fetched.
         """
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(
-                f"samples {indices.min()} to {indices.max()} do not all exist; the dataset has {len(self)}"
-            )
-        shards = np.searchsorted(self.shard_ends, indices, side="right")
-        data = {shard: self._map_shard(shard) for shard in np.unique(shards).tolist()}
-        # A member that is missing becomes an empty view.
-        views = [
-            [view[offset : offset + size] for offset, size in zip(row[::2], row[1::2], strict=True)]
-            for view, row in zip(map(data.__getitem__, shards.tolist()), self._rows[indices].tolist(), strict=True)
-        ]
+            raise IndexError(f"samples {indices.min()} to {indices.max()} are not all among {len(self)}")
+        by_shard = np.argsort(indices, kind="stable")
+        numbers, starts = np.unique(self._shards_of(indices[by_shard]), return_index=True)
+        views: list[list[memoryview]] = [[]] * len(indices)
         unreadable: dict[int, str] = {}
-        for row in np.flatnonzero(~self._is_checked[indices]).tolist():
-            if (wrong := self._check(int(indices[row]), data[int(shards[row])])) is not None:
-                unreadable[row] = wrong
-                views[row] = [memoryview(b"")] * len(self._members)
-        for row in np.flatnonzero((self._rows[indices, ::2] == MISSING).any(axis=1)).tolist():
-            unreadable[row] = self._missing_members(int(indices[row]))
+        for number, places in zip(numbers.tolist(), np.split(by_shard, starts[1:]), strict=False):
+            shard = self._shard(number)
+            local = indices[places] - shard.first
+            rows = shard.rows[local]
+            # A member that is missing becomes an empty view.
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                views[place] = [shard.data[at : at + size] for at, size in zip(row[::2], row[1::2], strict=True)]
+            for place in places[~shard.is_checked[local]].tolist():
+                if (wrong := self._check(int(indices[place]), shard)) is not None:
+                    unreadable[place] = wrong
+                    views[place] = [memoryview(b"")] * len(self._members)
+            for place in places[(rows[:, ::2] == MISSING).any(axis=1)].tolist():
+                unreadable[place] = self._missing_members(int(indices[place]), shard)
         files = {name: [sample[number] for sample in views] for number, name in enumerate(self._members)}
         return StoredSamples(files, unreadable)
 
@@ -193,95 +218,115 @@ class SampleStore:
         return BadSample(index, self.manifest.shards[self._shard_of(index)].name, reason)
 
     def _shard_of(self, index: int) -> int:
-        return bisect_right(self._ends, index)
+        return int(np.searchsorted(self.shard_ends, index, side="right"))
 
-    def _missing_members(self, index: int) -> str:
-        """Return a sentence about the members that a sample lacks in its shard; an empty text if it lacks none."""
-        offsets = self._rows[index, ::2].tolist()
+    def _shards_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self.shard_ends, indices, side="right")
+
+    def _missing_members(self, index: int, shard: _OpenShard) -> str:
+        """Return the reason why a sample is not whole in its shard; an empty text if it is."""
+        offsets = shard.rows[index - shard.first, ::2].tolist()
         missing = [
             f"{sample_key(index)}.{name}" for name, at in zip(self._members, offsets, strict=True) if at == MISSING
         ]
         return f"the shard holds no whole {' and no whole '.join(missing)}" if missing else ""
 
-    def _check(self, index: int, data: memoryview) -> str | None:
-        """Compare the index of a sample with the headers in its tar, `data`. Return the first difference, or None.
+    def _check(self, index: int, shard: _OpenShard) -> str | None:
+        """Compare the index of a sample with the headers in its tar. Return the first difference, or None.
 
-        Marks a sample without a difference as checked.
+        A sample without a difference is not checked again while its shard is open.
         """
-        key, row = b"%08d." % index, iter(self._rows[index].tolist())
+        key, row = b"%08d." % index, iter(shard.rows[index - shard.first].tolist())
         for (extension, max_bytes), offset, size in zip(self._max_bytes, row, row, strict=True):
             if offset == MISSING:
                 continue
-            if not is_member_at(data, name=key + extension, offset=offset, size=size):
+            if not is_member_at(shard.data, name=key + extension, offset=offset, size=size):
                 return f"its shard's index and the tar disagree about where {(key + extension).decode()} is"
             if size > max_bytes:
                 return f"{(key + extension).decode()} has {size} bytes, but at most {max_bytes} are allowed"
-        self._is_checked[index] = True
+        shard.is_checked[index - shard.first] = True
         return None
 
-    def _index_all(self, paths: Sequence[Path]) -> tuple[BadSample, ...]:
-        """Load the index of all shards of a local dataset. Return the samples that are not whole in them."""
-        for path in paths:
-            if not path.is_file():
+    def _survey(self, files: _LocalFiles) -> tuple[BadSample, ...]:
+        """Look at the size of each shard of a local dataset. Return the samples that are not whole.
+
+        Shards whose index is missing are indexed here, before worker processes begin, and so are shards of another
+        size than in the manifest. All others are opened when they are first read.
+        """
+        entries = self.manifest.shards
+        sizes = []
+        for entry in entries:
+            path = files.path(entry.name)
+            size = regular_size(path)
+            if size is None:
                 raise UserError(f"{path} is in the manifest, but it is missing or not a regular file; {_MEND}")
-        num_bytes, due = sum(path.stat().st_size for path in paths), sum(e.num_bytes for e in self.manifest.shards)
-        if num_bytes < _MIN_SHARE * due:
+            sizes.append(size)
+        due = sum(entry.num_bytes for entry in entries)
+        if sum(sizes) < _MIN_SHARE * due:
             raise UserError(
-                f"{self.location} holds only {num_bytes} of the {due} bytes that its manifest lists; {_MEND}"
+                f"{self.location} holds only {sum(sizes)} of the {due} bytes that its manifest lists; {_MEND}"
             )
-        not_whole: list[NDArray[np.int64]] = []
-        for shard, path in enumerate(paths):
-            rows = self._load_rows(shard, path)
-            not_whole.append(np.flatnonzero((rows == MISSING).any(axis=1)) + self._ends[shard] - len(rows))
-        num_whole = len(self) - sum(map(len, not_whole))
+        bad: list[BadSample] = []
+        for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
+            path = files.path(entry.name)
+            if size == entry.num_bytes and regular_size(index_path(path)) == index_num_bytes(entry, self._members):
+                continue
+            shard = self._shard(number)
+            for row in np.flatnonzero((shard.rows == MISSING).any(axis=1)).tolist():
+                bad.append(self.bad_sample(shard.first + row, self._missing_members(shard.first + row, shard)))
+        num_whole = len(self) - len(bad)
         if num_whole < _MIN_SHARE * len(self):
             raise UserError(
                 f"{self.location} holds only {num_whole} of the {len(self)} samples that its manifest lists; {_MEND}"
             )
-        indices = [index for found in not_whole for index in found.tolist()]
-        return tuple(self.bad_sample(index, self._missing_members(index)) for index in indices)
+        return tuple(bad)
 
-    def _load_rows(self, shard: int, path: Path) -> NDArray[np.int64]:
-        entry = self.manifest.shards[shard]
+    def _shard(self, number: int) -> _OpenShard:
+        """Return one shard; fetch, map and index it if it is not open."""
+        if (shard := self._open.get(number)) is not None:
+            self._open.move_to_end(number)
+            return shard
+        entry = self.manifest.shards[number]
+        for _ in range(_NUM_ATTEMPTS):
+            path = self._files.path(entry.name)
+            try:
+                data = _map_file(path)
+                rows = self._rows_of(number, path)
+            except FileNotFoundError:
+                continue  # another process has just evicted it
+            first = int(self.shard_ends[number]) - entry.num_samples
+            self._open[number] = _OpenShard(path, data, first, rows, np.zeros(entry.num_samples, dtype=np.bool_))
+            self._close_unused()
+            return self._open[number]
+        raise UserError(
+            f"{entry.name} of {self.location} was removed {_NUM_ATTEMPTS} times before it could be read; {_MEND}"
+        )
+
+    def _rows_of(self, number: int, path: Path) -> NDArray[np.int64]:
+        """Return the index of a shard. Its file is compared with the manifest when it is opened for the first time."""
+        if (unsaved := self._unsaved.get(number)) is not None:
+            return unsaved
+        entry, end = self.manifest.shards[number], int(self.shard_ends[number])
+        if self._is_trusted[number] and (mapped := map_index(path, entry, members=self._members)) is not None:
+            return mapped
         num_bytes = path.stat().st_size
         if num_bytes != entry.num_bytes:
             logger.warning("%s has %d bytes but the manifest says %d; %s", path, num_bytes, entry.num_bytes, _MEND)
-        end = self._ends[shard]
         due = range(end - entry.num_samples, end)
-        rows = self._rows[due.start : end]
-        rows[:] = load_index(path, entry, members=self._members, due=due)
-        self._is_indexed[shard] = True
+        rows, self._is_trusted[number] = load_index(path, entry, members=self._members, due=due)
+        if not self._is_trusted[number]:
+            self._unsaved[number] = rows
         return rows
 
-    def _map_shard(self, shard: int) -> memoryview:
-        """Return the bytes of one shard; fetch and index it if it was not read before."""
-        if (mapped := self._mapped.get(shard)) is not None:
-            return mapped[1]
-        name = self.manifest.shards[shard].name
-        for _ in range(_NUM_ATTEMPTS):
-            path = self._files.path(name)
-            try:
-                data = _map_file(path)
-                if not self._is_indexed[shard]:
-                    self._load_rows(shard, path)
-            except FileNotFoundError:
-                continue  # another process has just evicted it
-            self._mapped[shard] = (path, data)
-            self._unmap_unused()
-            return data
-        raise UserError(f"{name} of {self.location} was removed {_NUM_ATTEMPTS} times before it could be read; {_MEND}")
-
-    def _unmap_unused(self) -> None:
-        """Unmap the shards that the cache has evicted, which frees their disk space, and the oldest above
-        `max_shards`."""
-        if isinstance(self._files, _LocalFiles):
-            return
-        mapped = list(self._mapped.items())
-        gone = [shard for shard, (path, _) in mapped if not path.exists()]
-        kept = [shard for shard, _ in mapped if shard not in gone]
-        limit = max(1, self._files.max_shards or len(kept))
-        for shard in gone + kept[:-limit]:
-            self._mapped.pop(shard, None)
+    def _close_unused(self) -> None:
+        """Unmap the shards that the cache has evicted, which frees their disk space, and the least recently used."""
+        limit = _MAX_OPEN_SHARDS
+        if not isinstance(self._files, _LocalFiles):
+            limit = min(limit, max(1, self._files.max_shards or limit))
+            for number in [number for number, shard in self._open.items() if not shard.path.exists()]:
+                del self._open[number]
+        while len(self._open) > limit:
+            self._open.popitem(last=False)
 
 
 def _map_file(path: Path) -> memoryview:

@@ -296,7 +296,7 @@ def test_an_index_that_does_not_fit_is_rebuilt(tmp_path: Path, spoil: str) -> No
         case "of an array file":
             np.save(index, rows)
             index.with_name(f"{index.name}.npy").replace(index)
-    found = load_index(path, entry, members=MEMBERS, due=range(NUM_SAMPLES))
+    found, _ = load_index(path, entry, members=MEMBERS, due=range(NUM_SAMPLES))
     np.testing.assert_array_equal(found, rows)
     assert index.read_bytes() == right
 
@@ -317,7 +317,7 @@ def test_an_index_that_the_manifest_names_is_used_only_if_it_lies_within_the_tar
     content = index_content(wrong)
     index_path(path).write_bytes(content)
     named = entry.model_copy(update={"index_sha256": hashlib.sha256(content).hexdigest()})
-    np.testing.assert_array_equal(load_index(path, named, members=MEMBERS, due=range(6)), right)
+    np.testing.assert_array_equal(load_index(path, named, members=MEMBERS, due=range(6))[0], right)
     assert index_path(path).read_bytes() == content
 
 
@@ -330,7 +330,7 @@ def test_members_of_many_bytes_that_lie_over_each_other_are_no_index(tmp_path: P
     content = index_content(wrong)
     index_path(path).write_bytes(content)
     named = entry.model_copy(update={"index_sha256": hashlib.sha256(content).hexdigest()})
-    np.testing.assert_array_equal(load_index(path, named, members=MEMBERS, due=range(6)), right)
+    np.testing.assert_array_equal(load_index(path, named, members=MEMBERS, due=range(6))[0], right)
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -354,7 +354,8 @@ def test_the_index_of_a_shard_of_another_size_is_not_used_nor_kept(tmp_path: Pat
     before = index_path(path).read_bytes()
     path.chmod(0o644)
     write_tar(path, some_members(6))
-    rows = load_index(path, entry, members=MEMBERS, due=range(6))
+    rows, is_in_file = load_index(path, entry, members=MEMBERS, due=range(6))
+    assert not is_in_file
     assert contents(path, rows) == dict(some_members(6))
     assert index_path(path).read_bytes() == before
 

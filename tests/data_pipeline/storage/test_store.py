@@ -301,14 +301,15 @@ def test_an_index_with_rotated_offsets_is_not_believed(
     caplog.set_level(logging.INFO)
     if location == "local":
         store = SampleStore(tmp_path / "there")
-        assert "is not the index that the manifest names (index_sha256); it is rebuilt" in caplog.text
-        assert index.read_bytes() == right
     else:
         config = RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1)
         store = SampleStore(f"pipe:cat {tmp_path}/there/{{name}}", remote=config)
     for sample in samples:
         assert_same(decode_sample(store, sample.index), sample)
-    if location == "remote":
+    if location == "local":
+        assert "is not the index that the manifest names (index_sha256); it is rebuilt" in caplog.text
+        assert index.read_bytes() == right
+    else:
         assert "are indexed here" in caplog.text
         assert [path.read_bytes() for path in (tmp_path / "cache").rglob(index.name)] == [right]
 
@@ -429,6 +430,22 @@ def test_a_thousand_shards_are_opened_at_once(tmp_path: Path, monkeypatch: pytes
     decode(store, np.arange(0, 1_000, 100))
     assert time.process_time() - start < 2
     assert len(store.shard_ends) == 1_000
+
+
+def test_a_store_keeps_the_shards_that_it_has_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may hold only so many mappings, whatever the number of shards; and a shard may be opened again."""
+    monkeypatch.setattr("data_pipeline.storage.store._MAX_OPEN_SHARDS", 3)
+    samples = random_samples(40)
+    store = SampleStore(build(tmp_path, samples, num_samples_per_shard=4))
+    for _ in range(2):
+        for start in range(0, 40, 8):
+            decoded = decode(store, np.arange(start, start + 8))
+            assert decoded.index_B.tolist() == list(range(start, start + 8))
+            assert not decoded.bad
+            assert len({name for name in mapped_files() if name.startswith(str(tmp_path))}) <= 3
+        assert_same(decode_sample(store, 5), samples[5])
+    whole = decode(store, np.random.default_rng(0).permutation(40))
+    assert not whole.bad
 
 
 def mapped_files() -> set[str]:
