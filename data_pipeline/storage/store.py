@@ -31,15 +31,8 @@ from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
 from data_pipeline.storage.files import regular_size
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest, load_manifest
-from data_pipeline.storage.shards import (
-    MISSING,
-    EncodedSample,
-    index_num_bytes,
-    index_path,
-    is_member_at,
-    load_index,
-    map_index,
-)
+from data_pipeline.storage.shards import MISSING, EncodedSample, index_num_bytes, index_path, load_index, map_index
+from data_pipeline.storage.tar_headers import is_member_at
 
 logger = logging.getLogger(__name__)
 

@@ -45,15 +45,9 @@ from data_pipeline.storage.manifest import (
     load_manifest,
 )
 from data_pipeline.storage.png import wrong_size
-from data_pipeline.storage.shards import (
-    TarMember,
-    index_content,
-    index_members,
-    index_num_bytes,
-    index_path,
-    read_headers,
-)
+from data_pipeline.storage.shards import index_content, index_members, index_num_bytes, index_path
 from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
+from data_pipeline.storage.tar_headers import TarMember, read_headers
 from data_pipeline.storage.totals import Totals
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
 from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
-from data_pipeline.storage.shards import index_content, index_path, index_shard, read_headers
+from data_pipeline.storage.shards import index_content, index_path, index_shard
 from data_pipeline.storage.store import SampleStore
+from data_pipeline.storage.tar_headers import read_headers
 from data_pipeline.tools.verify import Verification
 from tests.data_pipeline.limits import memory_limit
 from tests.tiny_data import write_tiny_dataset, write_tiny_sounds

@@ -22,12 +22,11 @@ from data_pipeline.storage.shards import (
     index_content,
     index_path,
     index_shard,
-    is_member_at,
     load_index,
-    read_headers,
     write_shard,
     write_shards,
 )
+from data_pipeline.storage.tar_headers import is_member_at, read_headers
 from tests.data_pipeline.random_shards import random_samples, write_dataset, write_manifest
 
 NUM_SAMPLES = 23
