@@ -94,7 +94,7 @@ def _fits_cache(store: SampleStore, *, shuffle_shards: int | None) -> bool:
 
 def _num_shards_needed(store: SampleStore, shuffle_shards: int | None) -> int:
     """Return the number of shards that must be cached at once: all, or the window being read and the next one."""
-    num_shards = len(store.manifest.shards)
+    num_shards = len(store.shard_ends)
     return num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
 
 
@@ -102,7 +102,7 @@ def _check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
     """Raise `UserError`, with settings that would fit, if the cache is too small for the reading order."""
     if store.max_shards is None or _fits_cache(store, shuffle_shards=shuffle_shards):
         return
-    num_shards, needed = len(store.manifest.shards), _num_shards_needed(store, shuffle_shards)
+    num_shards, needed = len(store.shard_ends), _num_shards_needed(store, shuffle_shards)
     largest = sorted((shard.num_bytes for shard in store.manifest.shards), reverse=True)[:needed]
     gigabytes = math.ceil(1.05 * sum(largest) / 1e7) / 100  # with the indexes of the shards
     smaller = f"set data.shuffle_shards to {store.max_shards // 2}, or " if store.max_shards > 1 else "set "
@@ -301,7 +301,7 @@ class Stream:
             return []
         _, indices, _ = self._order.at(step, bad={})
         numbers = np.unique(np.searchsorted(self._store.shard_ends, indices, side="right"))
-        return [self.manifest.shards[number].name for number in numbers.tolist()]
+        return [self._store.shard_name(number) for number in numbers.tolist()]
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -32,9 +32,10 @@ MANIFEST_NAME: Final = "manifest.json"
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
 SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source, beside the shards
 FORMAT_VERSION: Final = 3
+TARS_FORMAT_VERSION: Final = 4  # of an index of tars; readers of format 3 know no tars
 
 MAX_MANIFEST_BYTES: Final = 1 << 25
-MAX_SAMPLES: Final = 10**8  # a key has eight digits
+MAX_SAMPLES: Final = 10**12
 MAX_SHARDS: Final = 100_000
 MAX_CLASSES: Final = 100_000
 MAX_VALUES: Final = 1 << 26  # of one input: a picture of 4,729x4,729 pixels, or 23 minutes of sound at 48 kHz
@@ -132,6 +133,25 @@ class HowMade(Schema):
     source_sha256: str
 
 
+class TarSet(Schema):
+    """Somebody else's tars, which stay as they are: see `data_pipeline.storage.tar_index`.
+
+    Attributes:
+        location: as it was given to `index`.
+        picture_fields: the extensions that hold the picture; of several in a sample, the first of this list is read.
+        label_field: the field of the label; None if there is none.
+        num_tars, num_bytes: how many tars there are, and their size.
+        sha256: of their names, sizes and numbers of samples.
+    """
+
+    location: Line
+    picture_fields: tuple[Line, ...]
+    label_field: Line | None
+    num_tars: PositiveInt
+    num_bytes: PositiveInt
+    sha256: Sha256
+
+
 class Manifest(Schema):
     """The content of a dataset, and how it was made.
 
@@ -143,7 +163,10 @@ class Manifest(Schema):
             the overlay is online.
         mean, std: over all stored values: for each channel of pictures in [0, 1], or for waveforms in [-1, 1]. A `std`
             is 0 if all values of a channel are equal.
-        source_digests_sha256: of the file `SOURCE_DIGESTS_NAME`; None if the source is silence, which has no content.
+        source_digests_sha256: of the file `SOURCE_DIGESTS_NAME`; None if the source is silence, which has no content,
+            and for tars.
+        tars: somebody else's tars, in place of `shards`. Their pictures are brought to `input_shape` when they are
+            read. `mean` and `std` are then of some of the pictures, and samples without a label are in no count.
     """
 
     format_version: int
@@ -158,8 +181,9 @@ class Manifest(Schema):
     std: Annotated[tuple[NonNegativeFloat, ...], Field(max_length=3)]
     overlay: OverlayEntry | None
     how_made: HowMade
-    shards: Annotated[tuple[ShardEntry, ...], FailFast(), Field(min_length=1, max_length=MAX_SHARDS)]
+    shards: Annotated[tuple[ShardEntry, ...], FailFast(), Field(max_length=MAX_SHARDS)]
     source_digests_sha256: Sha256 | None = None
+    tars: TarSet | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -170,7 +194,10 @@ class Manifest(Schema):
     @property
     def sha256(self) -> str:
         """Return the hash of the canonical JSON. It covers the hash of every shard, so it identifies the content."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        fields = self.model_dump(mode="json")
+        if self.tars is None:
+            del fields["tars"]  # which older manifests do not have
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property
@@ -181,6 +208,8 @@ class Manifest(Schema):
     @property
     def members(self) -> tuple[str, ...]:
         """Return the extensions of a sample's members, in their order in the tar."""
+        if self.tars is not None:
+            return ("picture",)
         if self.medium == "sound":
             return ("json", "wav")
         return ("json", "mask.png", "png") if self.overlay is not None and not self.is_online else ("json", "png")
@@ -199,6 +228,26 @@ class Manifest(Schema):
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """Yield contradictions between the fields of a manifest."""
+    if manifest.tars is not None:
+        yield from _wrong_tars(manifest, manifest.tars)
+    else:
+        yield from _wrong_shards(manifest)
+    yield from _wrong_inputs(manifest)
+    yield from _wrong_labels(manifest)
+
+
+def _wrong_tars(manifest: Manifest, tars: TarSet) -> Iterator[str]:
+    if manifest.shards:
+        yield f"tars are named beside {len(manifest.shards)} shards"
+    if manifest.medium != "picture" or manifest.overlay is not None:
+        yield "tars hold pictures without an overlay"
+    if manifest.num_samples * _MIN_MEMBER_BYTES > tars.num_bytes:
+        yield f"{manifest.num_samples} samples cannot be in {tars.num_bytes} bytes of tars"
+
+
+def _wrong_shards(manifest: Manifest) -> Iterator[str]:
+    if not manifest.shards:
+        yield "no shards are named"
     for name, count in Counter(entry.name for entry in manifest.shards).items():
         if count > 1:
             yield f"the shard {name} is named {count} times"
@@ -207,8 +256,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for entry in manifest.shards:
         if entry.num_samples * len(manifest.members) * _MIN_MEMBER_BYTES > entry.num_bytes:
             yield f"{entry.num_samples} samples cannot be in the {entry.num_bytes} bytes of {entry.name}"
-    yield from _wrong_inputs(manifest)
-    yield from _wrong_labels(manifest)
 
 
 def _wrong_inputs(manifest: Manifest) -> Iterator[str]:
@@ -219,7 +266,10 @@ def _wrong_inputs(manifest: Manifest) -> Iterator[str]:
             return
         num_channels, height, width = shape
         num_bytes = sum(entry.num_bytes for entry in manifest.shards)
-        if manifest.num_samples * height * (1 + width * num_channels) > _MAX_DEFLATE_RATIO * num_bytes:
+        if (
+            manifest.tars is None
+            and manifest.num_samples * height * (1 + width * num_channels) > _MAX_DEFLATE_RATIO * num_bytes
+        ):
             yield f"{manifest.num_samples} pictures of {shape} cannot be in {num_bytes} bytes"
     elif len(shape) != 1:
         yield f"input_shape is {shape}, but sounds have (T,)"
@@ -247,7 +297,11 @@ def _wrong_labels(manifest: Manifest) -> Iterator[str]:
     ):
         if len(counts) != len(classes):
             yield f"{field} has {len(counts)} numbers for {len(classes)} classes"
-        elif counts and sum(counts) != manifest.num_samples:
+        elif (
+            counts
+            and sum(counts) != manifest.num_samples
+            and (manifest.tars is None or sum(counts) > manifest.num_samples)
+        ):
             yield f"{field} adds up to {sum(counts)}, but num_samples is {manifest.num_samples}"
 
 
@@ -281,7 +335,7 @@ def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
         value = pydantic_core.from_json(text)  # unlike json.loads, it limits the depth
     except ValueError as error:
         raise UserError(f"{where} is not valid JSON ({error}); {_MEND}") from None
-    if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+    if not isinstance(value, dict) or value.get("format_version") not in (FORMAT_VERSION, TARS_FORMAT_VERSION):
         raise UserError(f"{where} does not have format version {FORMAT_VERSION}; build the dataset again")
     try:
         return Manifest.parse(value, where=where)

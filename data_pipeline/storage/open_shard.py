@@ -1,0 +1,104 @@
+"""A shard in memory: its bytes, and where the members of its samples lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_pipeline.core.sample import BadSample
+
+
+class Rows(Protocol):
+    """Offset and size of each member: (B, 2 * num_members) int64 for (B,) numbers of samples in the shard."""
+
+    def __getitem__(self, rows_B: NDArray[np.int64], /) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """A shard in memory.
+
+    Attributes:
+        first: the index of its first sample in the dataset.
+        rows: where the members lie; their numbers count from `first`.
+        is_checked: (num_samples,) bool, whether the tar's headers were compared with `rows`.
+    """
+
+    path: Path
+    data: memoryview
+    first: int
+    rows: Rows
+    is_checked: NDArray[np.bool_]
+
+    def row(self, index: int) -> list[int]:
+        """Return offset and size of each member of the sample `index` of the dataset."""
+        row: list[int] = self.rows[np.array([index - self.first])][0].tolist()
+        return row
+
+
+class Shards(Protocol):
+    """The shards of a dataset, as a store reads them.
+
+    Attributes:
+        members: the names of the members of a sample, in the order of a row.
+        shard_ends: (num_shards,) int64, the index after the last sample of each shard.
+        max_shards: the number of shards that can be on this machine at a time; None if all can.
+    """
+
+    @property
+    def members(self) -> Sequence[str]: ...
+
+    @property
+    def shard_ends(self) -> NDArray[np.int64]: ...
+
+    @property
+    def max_shards(self) -> int | None: ...
+
+    def name(self, number: int) -> str:
+        """Return the file name of a shard, for messages."""
+        ...
+
+    def open(self, number: int) -> OpenShard:
+        """Map a shard into memory, and fetch it first if it is remote."""
+        ...
+
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Fetch remote shards in the background, in this order, in place of those that still wait."""
+        ...
+
+    def problem(self, shard: OpenShard, index: int) -> str | None:
+        """Compare the place of a sample with the headers in its tar. Return the first difference, or None."""
+        ...
+
+    def missing(self, shard: OpenShard, index: int) -> str:
+        """Return which members of a sample the shard does not hold; an empty text if it holds all."""
+        ...
+
+    def survey(self) -> tuple[BadSample, ...]:
+        """Look at local shards without reading them. Return the samples that are not whole.
+
+        Raises `UserError` if shards are missing, or if too little of them is there.
+        """
+        ...
+
+    def labels(self, indices_B: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return the labels of samples, (B,) int64; None if they lie in the shards."""
+        ...
+
+
+def map_file(path: Path) -> memoryview:
+    """Map a file copy-on-write, so that writing to the memory does not change the file. Leaves no descriptor open."""
+    num_bytes = path.stat().st_size
+    if num_bytes == 0:
+        return memoryview(bytearray())
+    try:
+        mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+    return mapped.numpy().data

@@ -1,0 +1,194 @@
+"""The index of somebody else's WebDataset tars, which stay as they are.
+
+An index is a directory:
+
+    manifest.json   what the samples are: a `Manifest` with the section `tars`
+    tars.txt        the path of each tar, a line each
+    tars.bin        (num_tars, 3) int64: the samples up to its end, its size in bytes, its time of change in nanoseconds
+    samples.bin     int64 for each sample: where its picture lies in its tar, and its size (`pack`)
+    label_base.bin  int32 for each sample, if the samples have labels: the number of its class, -1 if it has none
+
+All numbers are little-endian. A process maps `samples.bin` and `label_base.bin` into memory and reads only the pages of
+the samples that it needs.
+
+Guarantees: a tar of another size than when it was indexed is refused. A picture is read only from a place that the
+tar's own header confirms.
+
+Shapes: B samples to read, S tars.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL, BadSample
+from data_pipeline.remote.cache import RemoteShards
+from data_pipeline.storage.files import read_regular, regular_size
+from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest
+from data_pipeline.storage.open_shard import OpenShard, map_file
+from data_pipeline.storage.tar_headers import BLOCK, is_size_at, name_at
+
+logger = logging.getLogger(__name__)
+
+_SIZE_BITS: Final = 28  # and 35 bits for the offset in blocks: tars of up to 16 TiB
+TARS_NAME: Final = "tars.txt"
+TAR_NUMBERS_NAME: Final = "tars.bin"
+SAMPLES_NAME: Final = "samples.bin"
+LABELS_NAME: Final = "label_base.bin"
+PICTURE: Final = "picture"  # the name of the one member that a reader gets
+MAX_PICTURE_BYTES: Final = (1 << _SIZE_BITS) - 1
+_MAX_TARS_BYTES: Final = 1 << 30
+_REINDEX: Final = "run `python -m data_pipeline index` again"
+
+
+def pack(offsets_B: NDArray[np.int64], sizes_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return one number for each picture, (B,) int64, of its offset in bytes and its size, `MAX_PICTURE_BYTES` at most.
+
+    An offset is a whole number of blocks of a tar.
+    """
+    packed_B: NDArray[np.int64] = (offsets_B // BLOCK << _SIZE_BITS) | sizes_B
+    return packed_B
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Offset and size of the pictures of a tar, which are unpacked as they are asked for."""
+
+    packed_N: NDArray[np.int64]
+
+    def __getitem__(self, rows_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the offsets and sizes of some samples, (B, 2) int64."""
+        packed_B = self.packed_N[rows_B].astype(np.int64)
+        return np.stack([(packed_B >> _SIZE_BITS) * BLOCK, packed_B & MAX_PICTURE_BYTES], axis=1)
+
+
+def tars_sha256(paths: Sequence[str], numbers_S3: NDArray[np.int64]) -> str:
+    """Return a hash of the names, sizes and numbers of samples of all tars."""
+    digest = hashlib.sha256("\n".join(paths).encode())
+    digest.update(np.ascontiguousarray(numbers_S3[:, :2], dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+class TarShards:
+    """The indexed tars; see `data_pipeline.storage.open_shard.Shards`.
+
+    `directory` is that of the index. Raises `UserError` if a file of the index is missing, or does not agree with the
+    manifest.
+    """
+
+    members: Sequence[str] = (PICTURE,)
+    max_shards: int | None = None
+
+    def __init__(self, directory: Path | RemoteShards, manifest: Manifest) -> None:
+        assert manifest.tars is not None
+        if not isinstance(directory, Path):
+            raise UserError(
+                f"{directory.location} is an index of tars, whose paths are of the machine that made it; index the "
+                "tars here with `python -m data_pipeline index`"
+            )
+        self._directory = directory
+        try:
+            names = read_regular(directory / TARS_NAME, max_bytes=_MAX_TARS_BYTES)
+            numbers = read_regular(directory / TAR_NUMBERS_NAME, max_bytes=_MAX_TARS_BYTES)
+            self._paths = names.decode().splitlines()
+        except (OSError, ValueError) as error:
+            raise UserError(f"the index in {directory} cannot be read ({error}); {_REINDEX}") from None
+        if len(numbers) != 24 * manifest.tars.num_tars or len(self._paths) != manifest.tars.num_tars:
+            raise self._contradiction(TAR_NUMBERS_NAME)
+        numbers_S3 = np.frombuffer(numbers, dtype="<i8").astype(np.int64).reshape(-1, 3)
+        if tars_sha256(self._paths, numbers_S3) != manifest.tars.sha256:
+            raise self._contradiction(TARS_NAME)
+        self.shard_ends: NDArray[np.int64] = np.ascontiguousarray(numbers_S3[:, 0])
+        self._num_bytes_S, self._changed_ns_S = numbers_S3[:, 1], numbers_S3[:, 2]
+        if self.shard_ends[-1] != manifest.num_samples or (np.diff(self.shard_ends, prepend=0) < 0).any():
+            raise self._contradiction(TAR_NUMBERS_NAME)
+        self._packed = self._map(SAMPLES_NAME, np.dtype("<i8"), manifest.num_samples)
+        self._num_classes = len(manifest.label_names.base)
+        self._labels: NDArray[np.int32] | None = None
+        if self._num_classes:
+            self._labels = self._map(LABELS_NAME, np.dtype("<i4"), manifest.num_samples)
+
+    def _map(self, name: str, dtype: np.dtype[Any], num: int) -> NDArray[Any]:
+        path = self._directory / name
+        if regular_size(path) != num * dtype.itemsize:
+            raise self._contradiction(name)
+        return np.memmap(path, dtype=dtype, mode="r", shape=(num,))
+
+    def _contradiction(self, name: str) -> UserError:
+        return UserError(f"{self._directory / name} does not agree with {MANIFEST_NAME}; {_REINDEX}")
+
+    def name(self, number: int) -> str:
+        return Path(self._paths[number]).name
+
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        pass  # nothing to fetch
+
+    def survey(self) -> tuple[BadSample, ...]:
+        """Raise `UserError` if a tar is missing or has another size than when it was indexed."""
+        for number in range(len(self._paths)):
+            self._check_size(number)
+        return ()
+
+    def _check_size(self, number: int) -> None:
+        path, due = Path(self._paths[number]), int(self._num_bytes_S[number])
+        size = regular_size(path)
+        if size is None:
+            raise UserError(
+                f"{path} is in the index {self._directory}, but it is missing or not a regular file; put it back, or "
+                f"{_REINDEX}"
+            )
+        if size != due:
+            raise UserError(f"{path} has {size} bytes, but it had {due} when it was indexed; {_REINDEX}")
+
+    def open(self, number: int) -> OpenShard:
+        """Map one tar. Raises `UserError` if it is missing or has another size than when it was indexed."""
+        self._check_size(number)
+        path = Path(self._paths[number])
+        if path.stat().st_mtime_ns != self._changed_ns_S[number]:
+            logger.warning("%s was written again after it was indexed; to be sure of its content, %s", path, _REINDEX)
+        start, end = int(self.shard_ends[number - 1]) if number else 0, int(self.shard_ends[number])
+        rows = PackedRows(self._packed[start:end])
+        return OpenShard(path, map_file(path), start, rows, np.zeros(end - start, dtype=np.bool_))
+
+    def problem(self, shard: OpenShard, index: int) -> str | None:
+        """Return a sentence if the tar's own header does not confirm the place of a picture."""
+        offset, size = shard.row(index)
+        if is_size_at(shard.data, offset=offset, size=size):
+            return None
+        return f"its index says that a picture of {size} bytes begins at {offset}, and the tar says otherwise"
+
+    def missing(self, shard: OpenShard, index: int) -> str:
+        return ""  # only samples with a picture are in the index
+
+    def labels(self, indices_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the labels of samples, (B,) int64; `NO_LABEL` for a sample without one."""
+        if self._labels is None:
+            return np.full(len(indices_B), NO_LABEL, dtype=np.int64)
+        labels_B = self._labels[indices_B].astype(np.int64)
+        labels_B[(labels_B < 0) | (labels_B >= self._num_classes)] = NO_LABEL
+        return labels_B
+
+    def key(self, shard: OpenShard, index: int) -> str:
+        """Return the key of a sample in its tar."""
+        return split_name(name_at(shard.data, shard.row(index)[0]))[0]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split the name of a member into the key of its sample and its extension, as WebDataset does.
+
+    Examples:
+        >>> split_name("n01440764/n01440764_10026.seg.png"), split_name("./a/b.c/README")
+        (('n01440764/n01440764_10026', 'seg.png'), ('./a/b.c/README', ''))
+    """
+    folder, slash, last = name.rpartition("/")
+    stem, _, extension = last.partition(".")
+    return f"{folder}{slash}{stem}", extension.lower()
