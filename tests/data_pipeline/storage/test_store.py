@@ -8,6 +8,7 @@ import os
 import pickle
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
