@@ -93,6 +93,44 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
 
 
+def _index(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "location",
+        metavar="LOCATION",
+        help="A directory of tars, a tar, a pattern such as 'train-{000000..001281}.tar', or a text file with a tar in "
+        "each line.",
+    )
+    add("--out", metavar="DIR", type=Path, help="The directory of the index (default: beside the tars).")
+    add(
+        "--image",
+        metavar="EXTENSIONS",
+        default="jpg;jpeg;png;webp",
+        help="The extensions of the pictures; the first that a sample has is read (default: '%(default)s').",
+    )
+    add(
+        "--label",
+        metavar="FIELD",
+        help="The extension of the label, such as cls or txt, or json:path.to.label for an entry of a JSON file "
+        "(default: cls, label or class, if there is one).",
+    )
+    add(
+        "--size",
+        metavar="N",
+        type=int,
+        default=224,
+        help="Bring pictures to NxN pixels when they are read (default: %(default)s).",
+    )
+    add(
+        "--classes-of",
+        metavar="DIR",
+        type=Path,
+        help="Number the classes as this index does. Index a test set with that of its train set.",
+    )
+    num_cpus = len(os.sched_getaffinity(0))
+    add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
+
+
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
 
@@ -157,6 +195,11 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "index": Command(
+        "Index WebDataset tars of others, so that they can be trained from as they are.",
+        _index,
+        "data_pipeline.building.index_tars",
+    ),
     "build": Command("Build a dataset: shards and a manifest.", _build, "data_pipeline.building.build"),
     "verify": Command("Read every byte of a dataset and name what is wrong.", _verify, "data_pipeline.tools.verify"),
     "preview": Command("Draw the first samples as one picture.", _preview, "data_pipeline.tools.preview"),

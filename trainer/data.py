@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
+from data_pipeline.building.index_tars import ensure_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Count, Line
 from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
@@ -75,13 +76,18 @@ class Manifests:
 
 
 def read_manifests(data: DataConfig) -> Manifests:
-    """Return the manifests of both datasets. Raises `UserError` if one is missing."""
+    """Return the manifests of both datasets. Tars that were not indexed are indexed first.
+
+    Raises `UserError` if one is missing.
+    """
 
     def manifest(location: str) -> Manifest:
         if is_remote(location):
             return RemoteShards(location, config=data.remote).manifest
         return load_manifest(Path(location))
 
+    ensure_index(data.train_dir, show_progress=True)
+    ensure_index(data.test_dir, classes_of=data.train_dir, show_progress=True)
     return Manifests(manifest(data.train_dir), manifest(data.test_dir))
 
 

@@ -24,7 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ _SECONDS_FOR_ORPHANS = 30.0  # limit for the workers of a killed build to end; u
 
 T = TypeVar("T")
 U = TypeVar("U")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def finished_shard(directory: Path, number: int) -> FinishedShard | None:
     return finished if is_there else None
 
 
-_inputs_of_worker: BuildInputs  # set once in each worker process, because a source may hold all pictures of a dataset
+_inputs_of_worker: Any  # set once in each worker process, because a source may hold all pictures of a dataset
 _lock_of_worker: IO[str]  # held until the process ends
 
 
@@ -194,13 +195,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _in_worker(work: Callable[[BuildInputs, U], T], task: U) -> T:
+def _in_worker(work: Callable[[Any, U], T], task: U) -> T:
     return work(_inputs_of_worker, task)
 
 
 def run_all(
-    work: Callable[[BuildInputs, U], T],
-    inputs: BuildInputs,
+    work: Callable[[V, U], T],
+    inputs: V,
     tasks: Iterable[U],
     *,
     num_workers: int,
@@ -228,8 +229,8 @@ def run_all(
             yield under_way.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a worker process of the build was killed, most likely for lack of memory; "
-            "run the same command again with fewer --workers; it continues from the finished shards"
+            "a worker process was killed, most likely for lack of memory; run the same command again with fewer "
+            "--workers; it continues from the finished shards"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, Sample, sample_key
+from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
@@ -104,12 +105,20 @@ def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
     stored = store.read(indices)
     read_seconds = time.perf_counter() - began
     manifest, files = store.manifest, stored.files
-    labels_B2, errors = _decode_labels(files["json"], indices, *label_ranges(manifest))
+    errors: dict[int, str] = {}
+    if stored.label_base_B is None:
+        labels_B2, errors = _decode_labels(files["json"], indices, *label_ranges(manifest))
+    else:
+        label_base_B = torch.from_numpy(stored.label_base_B)
+        labels_B2 = torch.stack([label_base_B, torch.full_like(label_base_B, NO_LABEL)], dim=1)
     pictures_BCHW = masks_BHW = None
     clips: list[Tensor] = []
     if manifest.medium == "sound":
         clips, wav_errors = _decode_clips(files["wav"])
         errors |= wav_errors
+    elif manifest.tars is not None:
+        pictures_BCHW, picture_errors = _decode_squares(files["picture"], size=manifest.input_shape[1])
+        errors |= picture_errors
     else:
         num_channels, height, width = manifest.input_shape
         pictures_BCHW, png_errors = decode_pngs(files["png"], (num_channels, height, width))
@@ -138,6 +147,18 @@ def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
         read_seconds=read_seconds,
     )
     return _with_clips(decoded, clips, manifest) if manifest.medium == "sound" else decoded
+
+
+def _decode_squares(files: Sequence[memoryview], *, size: int) -> tuple[Tensor, dict[int, str]]:
+    """Decode picture files of any size to (B, 3, size, size) uint8, and return by row why one does not decode."""
+    pictures_BCHW = torch.zeros(len(files), 3, size, size, dtype=torch.uint8)
+    errors: dict[int, str] = {}
+    for row, file in enumerate(files):
+        try:
+            pictures_BCHW[row] = decode_square(file, size=size)
+        except ValueError as error:
+            errors[row] = str(error)
+    return pictures_BCHW, errors
 
 
 def decode_sample(store: SampleStore, index: int) -> Sample:

@@ -30,6 +30,7 @@ from data_pipeline.storage.files import read_regular
 
 MANIFEST_NAME: Final = "manifest.json"
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
+INDEX_NAME: Final = ".tar_index"  # the directory of an index of tars, beside them
 SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source, beside the shards
 FORMAT_VERSION: Final = 3
 TARS_FORMAT_VERSION: Final = 4  # of an index of tars; readers of format 3 know no tars
@@ -39,6 +40,7 @@ MAX_SAMPLES: Final = 10**12
 MAX_SHARDS: Final = 100_000
 MAX_CLASSES: Final = 100_000
 MAX_VALUES: Final = 1 << 26  # of one input: a picture of 4,729x4,729 pixels, or 23 minutes of sound at 48 kHz
+_LISTS: Final = (".txt", ".list")  # endings of a file that names tars
 _MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers
 _MAX_METADATA_BYTES: Final = 1 << 20  # that another program may have added to a picture or a sound
 _MAX_SHARD_BYTES: Final = 1 << 44
@@ -305,10 +307,40 @@ def _wrong_labels(manifest: Manifest) -> Iterator[str]:
             yield f"{field} adds up to {sum(counts)}, but num_samples is {manifest.num_samples}"
 
 
+def dataset_directory(location: str | Path) -> Path:
+    """Return the directory that holds the manifest of a local dataset.
+
+    That is `location` itself, or the index of the tars that `location` names (see `index_directory`) if there is one.
+    """
+    path = Path(location).expanduser()
+    if not (path / MANIFEST_NAME).is_file() and (index_directory(path) / MANIFEST_NAME).is_file():
+        return index_directory(path)
+    return path
+
+
+def index_directory(location: str | Path) -> Path:
+    """Return the directory of the index of a location of tars, unless another is named: beside the tars."""
+    path = Path(location).expanduser().absolute()
+    if path.is_dir():
+        return path / INDEX_NAME
+    return path.parent / f"{INDEX_NAME}-{re.sub(r'[^A-Za-z0-9]+', '-', path.name).strip('-')}"
+
+
+def names_tars(location: str | Path) -> bool:
+    """Return whether a location seems to name tars and no dataset: by their ending, or a directory that holds some."""
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return not (path / MANIFEST_NAME).exists() and any(path.glob("*.tar"))
+    return ".tar" in path.suffixes or (path.suffix in _LISTS and path.is_file())
+
+
 def load_manifest(directory: Path) -> Manifest:
     """Read `directory/manifest.json`. Raises `UserError` if it is missing, cannot be read or is not a manifest."""
+    directory = dataset_directory(directory)
     path = directory / MANIFEST_NAME
     try:
+        if names_tars(directory):
+            raise UserError(f"{directory} names tars without an index; run `python -m data_pipeline index {directory}`")
         if not directory.is_dir():
             raise UserError(
                 f"{directory} does not exist; build it with `python -m data_pipeline build DATASET --out {directory}`"

@@ -17,7 +17,7 @@ from data_pipeline.core.sample import BadSample
 class Rows(Protocol):
     """Offset and size of each member: (B, 2 * num_members) int64 for (B,) numbers of samples in the shard."""
 
-    def __getitem__(self, rows_B: NDArray[np.int64], /) -> NDArray[np.int64]: ...
+    def __getitem__(self, rows_B: NDArray[np.int64] | slice, /) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class OpenShard:
 
     def row(self, index: int) -> list[int]:
         """Return offset and size of each member of the sample `index` of the dataset."""
-        row: list[int] = self.rows[np.array([index - self.first])][0].tolist()
+        number = index - self.first
+        row: list[int] = self.rows[number : number + 1][0].tolist()
         return row
 
 

@@ -27,7 +27,7 @@ from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
 from data_pipeline.storage.built_shards import BuiltShards
-from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest, load_manifest
+from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest, dataset_directory, load_manifest
 from data_pipeline.storage.open_shard import OpenShard, Shards
 from data_pipeline.storage.shards import MISSING, EncodedSample
 from data_pipeline.storage.tar_index import TarShards
@@ -72,7 +72,7 @@ class SampleStore:
     def __init__(
         self, location: str | Path, *, remote: RemoteConfig = _REMOTE, manifest: Manifest | None = None
     ) -> None:
-        self.location: str | Path = str(location) if is_remote(location) else Path(location)
+        self.location: str | Path = str(location) if is_remote(location) else dataset_directory(location)
         files: Path | RemoteShards
         if isinstance(self.location, Path):
             files = self.location
@@ -89,8 +89,9 @@ class SampleStore:
             self._shards = BuiltShards(files, self.manifest)
         else:
             self._shards = TarShards(files, self.manifest)
-        self._members = self._shards.members
+        self._members, self._ends = self._shards.members, self._shards.shard_ends
         self._open: dict[int, OpenShard] = {}  # the last used at the end
+        self._limit = _MAX_OPEN_SHARDS if self.max_shards is None else min(_MAX_OPEN_SHARDS, max(1, self.max_shards))
         self.known_bad: tuple[BadSample, ...] = self._shards.survey()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,7 +171,7 @@ class SampleStore:
         return BadSample(index, self._shards.name(self._shard_of(index)), reason)
 
     def _shard_of(self, index: int) -> int:
-        return int(np.searchsorted(self.shard_ends, index, side="right"))
+        return int(self._ends.searchsorted(index, side="right"))
 
     def _problem(self, shard: OpenShard, index: int) -> str | None:
         """Return why a sample cannot be read, or None. A sample is checked once while its shard is open."""
@@ -182,20 +183,18 @@ class SampleStore:
 
     def _shard(self, number: int) -> OpenShard:
         """Return one shard; open it if it is not open. Threads may call this at the same time."""
-        shard = self._open.get(number) or self._shards.open(number)
-        self._open.pop(number, None)
-        self._open[number] = shard  # now the last used
-        if is_remote(self.location) or len(self._open) > _MAX_OPEN_SHARDS:
+        shard = self._open.get(number)
+        if shard is None:
+            shard = self._open[number] = self._shards.open(number)
             self._close_unused()
+        elif 2 * len(self._open) > self._limit and self._open.pop(number, None) is not None:
+            self._open[number] = shard  # now the last used
         return shard
 
     def _close_unused(self) -> None:
         """Unmap the shards that the cache has evicted, which frees their disk space, and the least recently used."""
-        opened, limit = list(self._open.items()), _MAX_OPEN_SHARDS
-        gone: list[int] = []
-        if is_remote(self.location):
-            limit = min(limit, max(1, self.max_shards or limit))
-            gone = [number for number, shard in opened if not shard.path.exists()]
+        opened = list(self._open.items())
+        gone = [number for number, shard in opened if not shard.path.exists()] if is_remote(self.location) else []
         kept = [number for number, _ in opened if number not in gone]
-        for number in gone + kept[:-limit]:
+        for number in gone + kept[: -self._limit]:
             self._open.pop(number, None)

@@ -65,7 +65,7 @@ class PackedRows:
 
     packed_N: NDArray[np.int64]
 
-    def __getitem__(self, rows_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    def __getitem__(self, rows_B: NDArray[np.int64] | slice) -> NDArray[np.int64]:
         """Return the offsets and sizes of some samples, (B, 2) int64."""
         packed_B = self.packed_N[rows_B].astype(np.int64)
         return np.stack([(packed_B >> _SIZE_BITS) * BLOCK, packed_B & MAX_PICTURE_BYTES], axis=1)

@@ -576,7 +576,7 @@ def test_a_killed_worker_ends_the_build_which_can_go_on(tmp_path: Path) -> None:
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    with pytest.raises(UserError, match=r"a worker process of the build was killed.*fewer --workers"):
+    with pytest.raises(UserError, match=r"a worker process was killed.*fewer --workers"):
         build_dataset(directory=tmp_path / "out", num_workers=2, **arguments)  # type: ignore[arg-type]
     killer.join()
     build_dataset(directory=tmp_path / "out", num_workers=2, **arguments)  # type: ignore[arg-type]

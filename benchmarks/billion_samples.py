@@ -1,0 +1,160 @@
+"""Time and memory from opening a dataset of a billion samples to its first batch.
+
+    python -m benchmarks.billion_samples [--samples N] [--tars S] [--directory DIR] [--out JSON]
+
+One tar of N / S small pictures is written and indexed. The dataset is S symbolic links to it. Its index repeats the
+places of that one tar, so it is as large as a real one, 8 bytes a sample, and every sample is read from where the index
+says. A new process opens it and makes the batch of one step: of the first, and of one at 90 % of an epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import multiprocessing
+import resource
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from webdataset import TarWriter
+
+from benchmarks import record
+from benchmarks.record import Line
+from data_pipeline.building.index_tars import Fields, make_index
+from data_pipeline.core.errors import run_command
+from data_pipeline.loading.order import BatchOrder
+from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.storage.manifest import MANIFEST_NAME
+from data_pipeline.storage.tar_index import SAMPLES_NAME, TAR_NUMBERS_NAME, TARS_NAME, tars_sha256
+
+BATCH_SIZE = 4_096
+RANKS = 4
+SIZE = 32
+
+
+def make_dataset(directory: Path, *, num_samples: int, num_tars: int) -> Path:
+    """Write one tar, links to it, and an index of all of them. Return the directory of the index."""
+    per_tar = num_samples // num_tars
+    tar = directory / "one.tar"
+    with TarWriter(str(tar), encoder=False) as writer:
+        for number in range(per_tar):
+            file = io.BytesIO()
+            Image.new("RGB", (SIZE, SIZE), (number % 256, number // 256 % 256, 0)).save(file, "JPEG")
+            writer.write({"__key__": f"{number:08d}", "jpg": file.getvalue()})
+    index = directory / "index"
+    manifest, _ = make_index(str(tar), index, fields=Fields(), size=SIZE)
+    links = directory / "tars"
+    links.mkdir()
+    paths = [str(links / f"{number:06d}.tar") for number in range(num_tars)]
+    for path in paths:
+        Path(path).symlink_to(tar)
+    status = tar.stat()
+    ends = per_tar * np.arange(1, num_tars + 1, dtype=np.int64)
+    numbers_S3 = np.stack([ends, np.full(num_tars, status.st_size), np.full(num_tars, status.st_mtime_ns)], axis=1)
+    (index / TARS_NAME).write_text("".join(f"{path}\n" for path in paths))
+    (index / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
+    once = (index / SAMPLES_NAME).read_bytes()
+    with (index / SAMPLES_NAME).open("wb") as file_of_all:
+        for _ in range(num_tars):
+            file_of_all.write(once)
+    sha256 = tars_sha256(paths, numbers_S3)
+    assert manifest.tars is not None
+    tars = manifest.tars.model_copy(
+        update={"num_tars": num_tars, "num_bytes": num_tars * status.st_size, "sha256": sha256}
+    )
+    whole = manifest.model_copy(update={"num_samples": per_tar * num_tars, "tars": tars})
+    (index / MANIFEST_NAME).write_text(whole.model_dump_json())
+    return index
+
+
+def first_batch(index: Path, *, share: float, shuffle_shards: int | None) -> dict[str, float]:
+    """Open the dataset and make the batch of one rank at a share of the first epoch, in this process."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    num_samples = json.loads((index / MANIFEST_NAME).read_text())["num_samples"]
+    step = int(share * (num_samples // BATCH_SIZE))
+    stream = Stream(
+        index,
+        read=ReadConfig(num_workers=0, placement="stream", shuffle_shards=shuffle_shards, max_bad_share=0),
+        global_batch_size=BATCH_SIZE,
+        seed=0,
+        rank=1,
+        world_size=RANKS,
+        start_step=step,
+        end_step=step + 1,
+    )
+    (batch,) = stream
+    seconds = time.perf_counter() - started
+    assert len(batch) == BATCH_SIZE // RANKS
+    assert not batch.bad
+    megabytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
+    return {"seconds": seconds, "megabytes": megabytes}
+
+
+def _in_new_process(index: Path, share: float, shuffle_shards: int | None) -> dict[str, float]:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(first_batch, (index,), {"share": share, "shuffle_shards": shuffle_shards})
+
+
+def milliseconds_of_order(num_samples: int) -> float:
+    """Return the time of the order of a global batch, the median of 50 steps."""
+    order = BatchOrder(num_samples, 0, BATCH_SIZE)
+    seconds = []
+    for step in range(50):
+        started = time.perf_counter()
+        order.at(step * (num_samples // BATCH_SIZE // 60), bad={})
+        seconds.append(time.perf_counter() - started)
+    return 1e3 * float(np.median(seconds))
+
+
+def lines_of(index: Path, *, num_samples: int) -> list[Line]:
+    def line(title: str, unit: str, share: float, shuffle_shards: int | None, most: float) -> Line:
+        def measured() -> float:
+            return _in_new_process(index, share, shuffle_shards)["seconds" if unit == "s" else "megabytes"]
+
+        return Line(title, unit, {"ours": measured}, lambda m: m["ours"], "seconds", most, at_most=True)
+
+    lines = [
+        line(f"{what} to the first batch, at {share:.0%} of an epoch, {how}", unit, share, windows, most)
+        for how, windows in (("shuffled globally", None), ("in windows of 8 tars", 8))
+        for share in (0.0, 0.9)
+        for what, unit, most in (("seconds", "s", 5.0), ("megabytes more than after the imports", "MB", 300.0))
+    ]
+    title = f"milliseconds of the order of a batch of {BATCH_SIZE:,}"
+    peer = {"ours": lambda: milliseconds_of_order(num_samples)}
+    return [*lines, Line(title, "ms", peer, lambda m: m["ours"], "seconds", 2.0, at_most=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="from opening a dataset of a billion samples to its first batch")
+    parser.add_argument("--samples", type=int, default=10**9, metavar="N")
+    parser.add_argument("--tars", type=int, default=10**5, metavar="S")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="with 8 bytes a sample free; default: in /tmp")
+    parser.add_argument("--rounds", type=int, default=3, metavar="R")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    args = parser.parse_args()
+    before = record.circumstances(packages=["torch", "numpy"])
+    directory = Path(tempfile.mkdtemp(dir=args.directory))
+    try:
+        index = make_dataset(directory, num_samples=args.samples, num_tars=args.tars)
+        results: list[dict[str, Any]] = []
+        for line in lines_of(index, num_samples=args.samples):
+            results.append(record.measure(line, num_rounds=args.rounds))
+            print(record.table(results[-1]), flush=True)
+    finally:
+        shutil.rmtree(directory)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"num_samples": args.samples, "num_tars": args.tars, "batch_size": BATCH_SIZE, "ranks": RANKS}
+        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,526 @@
+"""Index somebody else's WebDataset tars, so that they can be trained from as they are.
+
+Each tar is scanned once, by its headers; only the labels and a few pictures, for the mean and the deviation, are read.
+Worker processes scan tars side by side. What is known of a tar is kept when it is done, so that an index that was
+interrupted goes on from there.
+
+See `data_pipeline.storage.tar_index` for the files. Samples without a picture are left out and counted.
+
+Shapes: N samples of a tar, S tars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from braceexpand import braceexpand
+from numpy.typing import NDArray
+from pydantic import NonNegativeInt
+
+from data_pipeline.building.workers import run_all
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.core.schema import Schema
+from data_pipeline.loading.picture_decode import decode_square
+from data_pipeline.remote.cache import is_remote
+from data_pipeline.storage.files import map_regular, regular_size
+from data_pipeline.storage.manifest import (
+    MANIFEST_NAME,
+    MAX_CLASSES,
+    TARS_FORMAT_VERSION,
+    HowMade,
+    LabelNames,
+    Manifest,
+    TarSet,
+    index_directory,
+    load_manifest,
+    names_tars,
+)
+from data_pipeline.storage.tar_headers import BLOCK, TarMember, read_headers
+from data_pipeline.storage.tar_index import (
+    LABELS_NAME,
+    MAX_PICTURE_BYTES,
+    SAMPLES_NAME,
+    TAR_NUMBERS_NAME,
+    TARS_NAME,
+    pack,
+    split_name,
+    tars_sha256,
+)
+
+logger = logging.getLogger(__name__)
+
+PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
+LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
+DEFAULT_SIZE: Final = 224
+_PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
+_NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
+_MAX_LABEL_BYTES: Final = 1 << 20
+_MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
+_MAX_FIELDS: Final = 50  # that are counted in a tar
+
+
+class Fields(Schema):
+    """Which members of a sample are its picture and its label.
+
+    Attributes:
+        picture: extensions, of which the first that a sample has is its picture.
+        label: an extension, whose content is the label; or `EXTENSION:a.b`, the entry `b` of `a` in its JSON. None
+            takes the first of `LABEL_FIELDS` that there is.
+    """
+
+    picture: tuple[str, ...] = PICTURE_FIELDS
+    label: str | None = None
+
+
+class TarFacts(Schema):
+    """What an index keeps of one tar, beside the places of its pictures.
+
+    Attributes:
+        num_bytes, changed_ns: size and time of change of the file when it was scanned.
+        num_samples: with a picture.
+        num_without_picture: samples that are left out.
+        is_whole: whether the tar ends as tars do; else it is cut short, and what is before the cut is used.
+        fields: how many samples have each extension.
+        labels: the different labels, in the order in which they are met.
+        sums: of the measured pictures: their number, and for each channel the mean and the mean square.
+        unreadable: a reason for each of the measured pictures that do not decode.
+    """
+
+    num_bytes: NonNegativeInt
+    changed_ns: int
+    num_samples: NonNegativeInt
+    num_without_picture: NonNegativeInt
+    num_too_large: NonNegativeInt
+    is_whole: bool
+    fields: dict[str, int]
+    labels: tuple[str, ...]
+    sums: tuple[float, ...]
+    unreadable: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TarTask:
+    """One tar to scan: its number and path."""
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True)
+class ScanInputs:
+    """What a worker needs to scan any tar. `num_measured` pictures of each are decoded."""
+
+    fields: Fields
+    size: int
+    num_measured: int
+    directory: Path
+
+
+def expand(location: str) -> list[str]:
+    """Return the paths of the tars that a location names, in the order in which they are read.
+
+    A location is a directory, a tar, a pattern with braces such as `train-{000000..001281}.tar`, or a text file that
+    names a tar in each line. Raises `UserError` if it names none, or one twice.
+    """
+    if is_remote(location):
+        raise UserError(f"{location} is remote; copy the tars to this machine, or mount them, and index them there")
+    path = Path(location).expanduser()
+    if path.is_dir():
+        paths = sorted(map(str, path.absolute().glob("*.tar")))
+        if not paths:
+            raise UserError(f"{location} holds no file that ends in .tar; name a directory that does, or a pattern")
+    elif path.is_file() and ".tar" not in path.suffixes:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        paths = [str((path.parent / line).absolute()) for line in lines if line and not line.startswith("#")]
+        if not paths:
+            raise UserError(f"{location} names no tars; write the path of one in each line")
+    else:
+        try:
+            paths = [str(Path(each).expanduser().absolute()) for each in braceexpand(str(path))]
+        except ValueError as error:
+            raise UserError(
+                f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar"
+            ) from None
+    for name, count in Counter(paths).items():
+        if count > 1:
+            raise UserError(f"{location} names {name} {count} times; name each tar once")
+        if "\n" in name or not name.isprintable():
+            raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
+    for name in paths:
+        if regular_size(Path(name)) is None:
+            raise UserError(f"{name}, which {location} names, does not exist or is no regular file; mend the location")
+    return paths
+
+
+def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
+    """Scan one tar and write what is known of it. A worker process calls this."""
+    path = Path(task.path)
+    status = path.stat()
+    with map_regular(path) as data:
+        members, end = read_headers(data)
+        fields: Counter[str] = Counter()
+        chosen: list[TarMember] = []
+        words: list[str | None] = []
+        num_without_picture = num_too_large = 0
+        for _, group in groupby(members, key=lambda member: split_name(member.name)[0]):
+            of_sample = {split_name(member.name)[1]: member for member in group}
+            fields.update(of_sample.keys())
+            picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
+            if picture is None:
+                num_without_picture += 1
+            elif picture.size > MAX_PICTURE_BYTES:
+                num_too_large += 1
+            else:
+                chosen.append(picture)
+                words.append(_label(inputs.fields.label, of_sample, data))
+        labels = tuple(dict.fromkeys(word for word in words if word is not None))
+        numbers = {word: number for number, word in enumerate(labels)}
+        sums, unreadable = _measure(chosen, data, size=inputs.size, num=inputs.num_measured)
+        is_whole = not data[end : end + BLOCK].tobytes().strip(b"\0")  # else the file that begins there is cut short
+    facts = TarFacts(
+        num_bytes=status.st_size,
+        changed_ns=status.st_mtime_ns,
+        num_samples=len(chosen),
+        num_without_picture=num_without_picture,
+        num_too_large=num_too_large,
+        is_whole=is_whole,
+        fields=dict(fields.most_common(_MAX_FIELDS)),
+        labels=labels,
+        sums=tuple(sums),
+        unreadable=tuple(unreadable),
+    )
+    packed = pack(
+        np.array([member.offset for member in chosen], dtype=np.int64),
+        np.array([member.size for member in chosen], dtype=np.int64),
+    )
+    label_N = np.array([NO_LABEL if word is None else numbers[word] for word in words], dtype=np.int64)
+    _write_part(_part_path(inputs.directory, task.path), facts, np.concatenate([packed, label_N]))
+    return facts
+
+
+def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview) -> str | None:
+    """Return the label of a sample as text; None if it has none."""
+    if field is None:
+        field = next((name for name in LABEL_FIELDS if name in of_sample), None)
+        if field is None:
+            return None
+    extension, _, entry = field.partition(":")
+    member = of_sample.get(extension)
+    if member is None or member.size > _MAX_LABEL_BYTES:
+        return None
+    content = bytes(data[member.offset : member.offset + member.size])
+    try:
+        if not entry:
+            word = content.decode().strip()
+        else:
+            value = json.loads(content)
+            for key in entry.split("."):
+                value = value[int(key)] if isinstance(value, list) else value[key]
+            word = str(value) if isinstance(value, (str, int)) else ""
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
+    return word if word and len(word) <= 200 and word.isprintable() else None
+
+
+def _measure(chosen: Sequence[TarMember], data: memoryview, *, size: int, num: int) -> tuple[list[float], list[str]]:
+    """Return number, means and mean squares of some pictures, spread over the tar, and why others do not decode."""
+    sums = np.zeros(7)
+    unreadable: list[str] = []
+    rows = np.unique(np.linspace(0, len(chosen) - 1, min(num, len(chosen))).astype(int)) if chosen else []
+    for row in rows:
+        member = chosen[row]
+        try:
+            picture = decode_square(data[member.offset : member.offset + member.size], size=size)
+        except ValueError as error:
+            unreadable.append(f"{member.name}: {error}")
+            continue
+        values = picture.numpy().reshape(3, -1) / 255.0
+        sums += np.concatenate([[1.0], values.mean(axis=1), np.square(values).mean(axis=1)])
+    return sums.tolist(), unreadable
+
+
+def _part_path(directory: Path, path: str) -> Path:
+    return directory / _PARTS / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.part"
+
+
+def _write_part(path: Path, facts: TarFacts, numbers: NDArray[np.int64]) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(facts.model_dump_json().encode() + b"\n")
+        file.write(numbers.astype("<i8").tobytes())
+    partial.replace(path)
+
+
+def _read_part(path: Path) -> tuple[TarFacts, NDArray[np.int64]] | None:
+    """Return the facts of a tar, and places and labels of its pictures, (2 N,) int64; None if no part is whole."""
+    try:
+        head, _, tail = path.read_bytes().partition(b"\n")
+        facts = TarFacts.model_validate_json(head)
+    except (OSError, ValueError):
+        return None
+    if len(tail) != 16 * facts.num_samples:
+        return None
+    return facts, np.frombuffer(tail, dtype="<i8").astype(np.int64)
+
+
+def make_index(
+    location: str,
+    out: Path,
+    *,
+    fields: Fields,
+    size: int = DEFAULT_SIZE,
+    classes_of: Path | None = None,
+    num_workers: int = 1,
+    show_progress: bool = False,
+) -> tuple[Manifest, list[TarFacts]]:
+    """Index the tars of a location into the directory `out`. Return its manifest, and the facts of each tar.
+
+    Args:
+        size: width and height in pixels to which pictures are brought when they are read.
+        classes_of: an index whose classes and their numbers are taken, as a test set must have those of its train set.
+
+    Raises `UserError` if the location names no tars, no sample has a picture, the named label is in no sample, or a
+    label is none of `classes_of`.
+    """
+    paths = expand(location)
+    parts = out / _PARTS
+    settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
+    _begin(out, settings)
+    facts = _scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
+    num_samples = sum(each.num_samples for each in facts)
+    seen: Counter[str] = Counter()
+    for each in facts:
+        seen.update(each.fields)
+    if num_samples == 0:
+        raise UserError(
+            f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
+            f"{_named(seen)}, so name yours with --image"
+        )
+    names = _class_names(facts, fields, seen, location, classes_of)
+    counts, numbers_S3 = _write_samples(paths, facts, names, out)
+    (out / TARS_NAME).write_text("".join(f"{name}\n" for name in paths))
+    (out / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
+    sha256 = tars_sha256(paths, numbers_S3)
+    mean, std = _mean_and_std(facts)
+    manifest = Manifest(
+        format_version=TARS_FORMAT_VERSION,
+        num_samples=num_samples,
+        medium="picture",
+        input_shape=(3, size, size),
+        sample_rate=None,
+        label_names=LabelNames(base=names, overlay=()),
+        counts_base=counts,
+        counts_overlay=(),
+        mean=mean,
+        std=std,
+        overlay=None,
+        how_made=HowMade(
+            dataset="tars", source=location, split="train", seed=0, repeats=1, limit=None, source_sha256=sha256
+        ),
+        shards=(),
+        tars=TarSet(
+            location=location,
+            picture_fields=fields.picture,
+            label_field=fields.label,
+            num_tars=len(paths),
+            num_bytes=sum(each.num_bytes for each in facts),
+            sha256=sha256,
+        ),
+    )
+    partial = out / f".{MANIFEST_NAME}.partial"
+    partial.write_text(manifest.model_dump_json(indent=1))
+    partial.replace(out / MANIFEST_NAME)
+    shutil.rmtree(parts)
+    return manifest, facts
+
+
+def _begin(out: Path, settings: ScanInputs) -> None:
+    """Make the directory of an index, and remove the parts of one with other settings."""
+    try:
+        (out / _PARTS).mkdir(parents=True, exist_ok=True)
+        note, wanted = out / _PARTS / "settings", repr((settings.fields, settings.size, settings.num_measured))
+        if not note.is_file() or note.read_text() != wanted:
+            for old in (out / _PARTS).glob("*.part"):
+                old.unlink()
+            note.write_text(wanted)
+    except OSError as error:
+        raise UserError(
+            f"the index cannot be written to {out} ({error.strerror}); name another place by --out"
+        ) from None
+
+
+def _scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, show_progress: bool) -> list[TarFacts]:
+    """Return the facts of all tars. A tar that was scanned before, and has not changed since, is not scanned again."""
+    facts: dict[int, TarFacts] = {}
+    tasks: list[TarTask] = []
+    for number, name in enumerate(paths):
+        part, status = _read_part(_part_path(settings.directory, name)), Path(name).stat()
+        if part is not None and (part[0].num_bytes, part[0].changed_ns) == (status.st_size, status.st_mtime_ns):
+            facts[number] = part[0]
+        else:
+            tasks.append(TarTask(number, name))
+    with Progress("index", total=len(paths), start=len(facts), enabled=show_progress) as progress:
+        num_samples = 0
+        for task, found in zip(tasks, run_all(scan_tar, settings, tasks, num_workers=num_workers), strict=True):
+            facts[task.number] = found
+            num_samples += found.num_samples
+            progress.advance(note=f"{num_samples} samples")
+    return [facts[number] for number in range(len(paths))]
+
+
+def _class_names(
+    facts: Sequence[TarFacts], fields: Fields, seen: Mapping[str, int], location: str, classes_of: Path | None
+) -> tuple[str, ...]:
+    """Return the names of the classes. Labels that are whole numbers are their own classes; others are sorted."""
+    words = {word for each in facts for word in each.labels}
+    if not words:
+        if fields.label is not None:
+            raise UserError(
+                f"no sample of {location} has a label under {fields.label}; its fields are {_named(seen)}, so name "
+                "yours with --label, or leave it out"
+            )
+        return ()
+    if classes_of is not None:
+        names = load_manifest(classes_of).label_names.base
+        if not names:
+            return ()
+        if unknown := sorted(words - set(names))[:3]:
+            raise UserError(
+                f"{location} has labels that {classes_of} lacks, such as {', '.join(unknown)}; index both with the "
+                "same --label"
+            )
+        return names
+    if all(word.isascii() and word.isdigit() and str(int(word)) == word for word in words):
+        largest = max(map(int, words))
+        if largest < max(10 * len(words), 1_000) and largest < MAX_CLASSES:
+            return tuple(map(str, range(largest + 1)))
+    if len(words) > MAX_CLASSES:
+        raise UserError(f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label")
+    return tuple(sorted(words))
+
+
+def _named(seen: Mapping[str, int]) -> str:
+    return ", ".join(sorted(seen, key=lambda name: -seen[name])[:10]) or "none"
+
+
+def _write_samples(
+    paths: Sequence[str], facts: Sequence[TarFacts], names: Sequence[str], out: Path
+) -> tuple[tuple[int, ...], NDArray[np.int64]]:
+    """Write the places and the labels of all samples. Return the number of each class, and the numbers of the tars."""
+    numbers = {name: number for number, name in enumerate(names)}
+    counts = np.zeros(len(names), dtype=np.int64)
+    rows: list[tuple[int, int, int]] = []
+    end = 0
+    with (out / SAMPLES_NAME).open("wb") as samples, (out / LABELS_NAME).open("wb") as labels:
+        for name, each in zip(paths, facts, strict=True):
+            part = _read_part(_part_path(out, name))
+            if part is None:
+                raise UserError(f"{out / _PARTS} was changed while the index was made; index again")
+            packed, local = np.split(part[1], 2)
+            samples.write(packed.astype("<i8").tobytes())
+            # The last entry is for samples without a label.
+            of_class = np.array([*(numbers[word] for word in each.labels), NO_LABEL], dtype=np.int64)
+            label_N = of_class[local]
+            labels.write(label_N.astype("<i4").tobytes())
+            counts += np.bincount(label_N[label_N >= 0], minlength=len(names))[: len(names)]
+            end += each.num_samples
+            rows.append((end, each.num_bytes, each.changed_ns))
+    if not names:
+        (out / LABELS_NAME).unlink()
+    return tuple(counts.tolist()), np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the deviation of each channel, of the measured pictures."""
+    sums = np.sum([each.sums for each in facts], axis=0)
+    if not sums[0]:
+        reasons = [reason for each in facts for reason in each.unreadable][:1]
+        raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")
+    mean, square = sums[1:4] / sums[0], sums[4:7] / sums[0]
+    return tuple(mean.tolist()), tuple(np.sqrt(np.maximum(square - mean**2, 0)).tolist())
+
+
+def ensure_index(location: str, *, classes_of: str | None = None, show_progress: bool = False) -> None:
+    """Index the tars of a location if it names tars and has no index yet. Does nothing for any other location.
+
+    `classes_of` is the location of a train set, whose classes a test set takes.
+
+    Raises `UserError` as `make_index` does, and if there are so many tars that the user should index them first.
+    """
+    if is_remote(location) or not names_tars(location) or (index_directory(location) / MANIFEST_NAME).is_file():
+        return
+    num_tars = len(expand(location))
+    if num_tars > _MOST_TARS_UNASKED:
+        raise UserError(
+            f"{location} names {num_tars} tars without an index; run `python -m data_pipeline index {location}` once, "
+            "before training"
+        )
+    out = index_directory(location)
+    logger.info("indexing the tars of %s into %s, once", location, out)
+    named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
+    manifest, facts = make_index(location, out, fields=Fields(), classes_of=named, show_progress=show_progress)
+    for line in describe_index(manifest, facts):
+        logger.info("%s", line)
+
+
+def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[str]:
+    """Yield lines that say what was found, and then a line for each kind of thing that was left out."""
+    assert manifest.tars is not None
+    num_labelled, num_classes = sum(manifest.counts_base), len(manifest.label_names.base)
+    labels = f"{num_labelled} labels of {num_classes} classes" if num_classes else "no labels"
+    yield (
+        f"{manifest.num_samples} samples in {manifest.tars.num_tars} tars, {manifest.tars.num_bytes:,} bytes, {labels}"
+    )
+    fields: Counter[str] = Counter()
+    for each in facts:
+        fields.update(each.fields)
+    yield f"fields: {', '.join(f'{name} {count}' for name, count in fields.most_common(10))}"
+    yield f"pictures are brought to {manifest.input_shape[1]} x {manifest.input_shape[2]} pixels when they are read"
+    if 0 < num_labelled < manifest.num_samples:
+        yield f"{manifest.num_samples - num_labelled} samples have no label"
+    if left_out := sum(each.num_without_picture for each in facts):
+        yield f"{left_out} samples have no picture and are left out"
+    if too_large := sum(each.num_too_large for each in facts):
+        yield f"{too_large} pictures of more than {MAX_PICTURE_BYTES} bytes are left out"
+    if cut := sum(not each.is_whole for each in facts):
+        yield f"{cut} tars are cut short; what is before the cut is used"
+    if unreadable := [reason for each in facts for reason in each.unreadable]:
+        yield f"{len(unreadable)} of the pictures that were tried do not decode, such as {unreadable[0]}"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what `python -m data_pipeline index` asks for."""
+    started = time.monotonic()
+    out = args.out or index_directory(args.location)
+    fields = Fields(
+        picture=tuple(name.strip().lower().lstrip(".") for name in re.split("[;,]", args.image) if name.strip()),
+        label=args.label,
+    )
+    manifest, facts = make_index(
+        args.location,
+        out,
+        fields=fields,
+        size=args.size,
+        classes_of=args.classes_of,
+        num_workers=args.workers,
+        show_progress=True,
+    )
+    seconds = max(time.monotonic() - started, 1e-3)
+    print(f"{out}: indexed in {seconds:.1f} s, {manifest.num_samples / seconds:,.0f} samples a second")
+    for line in describe_index(manifest, facts):
+        print(line)

@@ -1,0 +1,382 @@
+"""Tars that WebDataset's own writer, GNU tar and Python's tarfile have written are indexed and read as they are."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data_pipeline.__main__ import main
+from data_pipeline.building.index_tars import Fields, ensure_index, expand, make_index
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.loading.decode import decode
+from data_pipeline.loading.stream import ReadConfig, Stream, read_all
+from data_pipeline.storage.manifest import INDEX_NAME, dataset_directory, load_manifest
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.storage.tar_headers import read_headers
+from tests.commands import call
+
+Member = tuple[str, bytes]  # name and content
+
+
+def picture(number: int, *, height: int = 40, width: int = 50, kind: str = "PNG") -> bytes:
+    """A picture of one colour, which says its number: red is the number, green twice the number."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (number % 256, 2 * number % 256, 77)).save(file, kind)
+    return file.getvalue()
+
+
+def number_of(pixels: np.ndarray[Any, Any]) -> int:
+    return int(pixels[0].mean().round())
+
+
+def by_webdataset(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
+    with webdataset.TarWriter(str(path), encoder=False) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def by_tarfile(path: Path, members: Sequence[Member], *, kind: int = tarfile.USTAR_FORMAT) -> None:
+    with tarfile.open(path, "w", format=kind) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def simple(directory: Path, num_per_tar: Sequence[int], *, with_labels: bool = True) -> Path:
+    """Tars whose samples are numbered from 0, with the label `number % 3`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    number = 0
+    for tar, num in enumerate(num_per_tar):
+        samples = []
+        for _ in range(num):
+            labels = {"cls": b"%d" % (number % 3)} if with_labels else {}
+            samples.append({"__key__": f"part{tar}/s{number:05d}", "png": picture(number), **labels})
+            number += 1
+        by_webdataset(directory / f"train-{tar:04d}.tar", samples)
+    return directory
+
+
+def indexed(location: Path | str, out: Path, **options: Any) -> SampleStore:
+    make_index(str(location), out, fields=options.pop("fields", Fields()), size=options.pop("size", 32), **options)
+    return SampleStore(out)
+
+
+def numbers_in(store: SampleStore) -> list[int]:
+    return [number_of(pixels) for batch in read_all(store, batch_size=7) for pixels in batch.inputs_a.numpy()]
+
+
+def test_every_sample_is_read_in_its_order_with_its_label(tmp_path: Path) -> None:
+    store = indexed(simple(tmp_path / "tars", [5, 1, 8]), tmp_path / "index")
+    assert len(store) == 14
+    assert store.shard_ends.tolist() == [5, 6, 14]
+    assert store.manifest.label_names.base == ("0", "1", "2")
+    assert store.manifest.counts_base == (5, 5, 4)
+    assert numbers_in(store) == list(range(14))
+    order = np.array([13, 0, 5, 4, 6, 2])
+    decoded = decode(store, order)
+    assert [number_of(pixels) for pixels in decoded.pictures_BCHW.numpy()] == order.tolist()
+    assert decoded.label_base_B.tolist() == (order % 3).tolist()
+    assert decoded.label_overlay_B.tolist() == [NO_LABEL] * 6
+    assert (tmp_path / "index" / "samples.bin").stat().st_size == 8 * 14
+
+
+def test_the_mean_is_of_the_pictures(tmp_path: Path) -> None:
+    store = indexed(simple(tmp_path / "tars", [8]), tmp_path / "index")
+    assert store.manifest.mean == pytest.approx((3.5 / 255, 7 / 255, 77 / 255), abs=1e-6)
+    assert store.manifest.std[2] == pytest.approx(0, abs=1e-6)
+
+
+SHAPES: dict[str, list[list[Member]]] = {
+    "plain": [[("a.png", picture(0)), ("a.cls", b"0"), ("b.png", picture(1)), ("b.cls", b"1")]],
+    "label first": [[("a.cls", b"0"), ("a.png", picture(0)), ("b.cls", b"1"), ("b.png", picture(1))]],
+    "folders": [[("./x/a.png", picture(0)), ("./x/a.cls", b"0"), ("./y/a.png", picture(1)), ("./y/a.cls", b"1")]],
+    "dots in folders": [[("v1.0/a.png", picture(0)), ("v1.0/a.cls", b"0"), ("v1.1/a.png", picture(1))]],
+    "JPEG under PNG": [[("a.png", picture(0, kind="JPEG")), ("a.cls", b"0"), ("b.png", picture(1, kind="JPEG"))]],
+    "upper case": [[("a.PNG", picture(0)), ("a.CLS", b"0"), ("b.PNG", picture(1)), ("b.CLS", b"1")]],
+    "other files": [
+        [("README", b"hello"), ("a.png", picture(0)), ("a.cls", b"0"), ("b.png", picture(1)), ("z.txt", b"")]
+    ],
+    "several pictures": [[("a.seg.png", picture(9)), ("a.png", picture(0)), ("a.cls", b"0"), ("b.png", picture(1))]],
+    "two tars": [[("a.png", picture(0)), ("a.cls", b"0")], [("a.png", picture(1)), ("a.cls", b"1")]],
+    "an empty tar": [[], [("a.png", picture(0)), ("a.cls", b"0"), ("b.png", picture(1))]],
+    "long names": [[(f"{'d' * 120}/{'e' * 90}{key}.png", picture(number)) for number, key in enumerate("ab")]],
+}
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tars_of_many_shapes_are_read(tmp_path: Path, shape: str, kind: int) -> None:
+    for number, members in enumerate(SHAPES[shape]):
+        by_tarfile(tmp_path / f"{number}.tar", members, kind=kind)
+    assert numbers_in(indexed(tmp_path, tmp_path / "index")) == [0, 1]
+
+
+def test_a_tar_of_the_tar_command_is_read(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    for number in range(3):
+        (files / f"{number}.png").write_bytes(picture(number))
+    subprocess.run(["tar", "--sort=name", "-cf", tmp_path / "x.tar", "-C", files, "."], check=True)
+    assert numbers_in(indexed(tmp_path / "x.tar", tmp_path / "index")) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("label", "field", "content"),
+    [
+        ("json:class.name", "json", lambda word: json.dumps({"class": {"name": word}}).encode()),
+        ("json:ids.1", "json", lambda word: json.dumps({"ids": [0, word]}).encode()),
+        ("txt", "txt", lambda word: f"{word}\n".encode()),
+        ("species", "species", str.encode),
+    ],
+)
+def test_labels_are_words_of_a_field(tmp_path: Path, label: str, field: str, content: Callable[[str], bytes]) -> None:
+    words = ["wren", "owl", "wren", "crow"]
+    samples = [
+        {"__key__": f"{number}", "png": picture(number), field: content(word)} for number, word in enumerate(words)
+    ]
+    by_webdataset(tmp_path / "x.tar", samples)
+    store = indexed(tmp_path, tmp_path / "index", fields=Fields(label=label))
+    assert store.manifest.label_names.base == ("crow", "owl", "wren")
+    assert decode(store, np.arange(4)).label_base_B.tolist() == [2, 1, 2, 0]
+
+
+def test_samples_without_a_picture_or_a_label_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members = [
+        ("a.png", picture(0)),
+        ("a.cls", b"4"),
+        ("b.txt", b"no picture"),
+        ("c.png", picture(1)),
+        ("d.png", b"no"),
+    ]
+    by_tarfile(tmp_path / "x.tar", members)
+    done = call(main, "index", tmp_path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    for said in (
+        "3 samples in 1 tars",
+        "1 labels of 5 classes",
+        "fields: png 3, cls 1, txt 1",
+        "2 samples have no label",
+        "1 samples have no picture and are left out",
+        "1 of the pictures that were tried do not decode, such as d.png",
+        "224 x 224",
+    ):
+        assert said in done.stdout
+    store = SampleStore(tmp_path)
+    decoded = decode(store, np.arange(3))
+    assert decoded.label_base_B.tolist() == [4, NO_LABEL, NO_LABEL]
+    assert list(decoded.bad) == [2]
+    assert decoded.bad[2].shard == "x.tar"
+
+
+def test_a_tar_that_is_cut_short_gives_what_is_before_the_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = simple(tmp_path, [6]) / "train-0000.tar"
+    path.write_bytes(path.read_bytes()[:7_000])
+    done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert "1 tars are cut short" in done.stdout
+    whole = numbers_in(SampleStore(path))
+    assert 1 <= len(whole) < 6
+    assert whole == list(range(len(whole)))
+
+
+def test_locations_are_directories_patterns_and_lists(tmp_path: Path) -> None:
+    simple(tmp_path, [1, 1, 1])
+    tars = [str(tmp_path / f"train-000{number}.tar") for number in range(3)]
+    assert expand(str(tmp_path)) == tars
+    assert expand(str(tmp_path / "train-{0000..0002}.tar")) == tars
+    assert expand(tars[1]) == [tars[1]]
+    (tmp_path / "list.txt").write_text("# the last first\ntrain-0002.tar\n\ntrain-0000.tar\n")
+    assert expand(str(tmp_path / "list.txt")) == [tars[2], tars[0]]
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("empty", "holds no file that ends in .tar"),
+        ("train-{0000..0009}.tar", r"train-0003.tar, which .* names, does not exist"),
+        ("none.txt", "names no tars; write the path of one in each line"),
+        ("twice.txt", "names .*train-0000.tar 2 times; name each tar once"),
+        ("s3://bucket/train-0000.tar", "is remote; copy the tars to this machine"),
+    ],
+)
+def test_a_location_that_names_no_tars_is_refused_in_a_sentence(tmp_path: Path, location: str, said: str) -> None:
+    simple(tmp_path, [1, 1, 1])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.txt").write_text("\n")
+    (tmp_path / "twice.txt").write_text("train-0000.tar\ntrain-0000.tar\n")
+    with pytest.raises(UserError, match=said):
+        expand(location if "://" in location else str(tmp_path / location))
+
+
+def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    simple(tmp_path, [3])
+    with pytest.raises(UserError, match=r"no sample of .* has a picture under one of webp; its fields are .*png"):
+        make_index(str(tmp_path), tmp_path / "index", fields=Fields(picture=("webp",)))
+    with pytest.raises(UserError, match=r"no sample of .* has a label under species; its fields are .*cls"):
+        make_index(str(tmp_path), tmp_path / "index", fields=Fields(label="species"))
+    assert not (tmp_path / "index" / "manifest.json").exists()
+
+
+def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
+    for name, words in (("train", "wren owl crow"), ("test", "wren crow"), ("other", "emu")):
+        (tmp_path / name).mkdir()
+        by_webdataset(
+            tmp_path / name / "x.tar",
+            [{"__key__": word, "png": picture(0), "cls": word.encode()} for word in words.split()],
+        )
+    make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=Fields())
+    test = indexed(tmp_path / "test", tmp_path / "t", classes_of=tmp_path / "train")
+    assert test.manifest.label_names.base == ("crow", "owl", "wren")
+    assert test.manifest.counts_base == (1, 0, 1)
+    assert decode(test, np.arange(2)).label_base_B.tolist() == [2, 0]
+    with pytest.raises(UserError, match=r"has labels that .* lacks, such as emu"):
+        indexed(tmp_path / "other", tmp_path / "o", classes_of=tmp_path / "train")
+
+
+def test_a_tar_that_is_changed_later_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    simple(tmp_path, [4, 4])
+    store = indexed(tmp_path, tmp_path / INDEX_NAME)
+    path = tmp_path / "train-0001.tar"
+    content = path.read_bytes()
+    path.write_bytes(content)  # the same again
+    assert numbers_in(store) == list(range(8))
+    assert "was written again after it was indexed" in caplog.text
+    path.write_bytes(content + bytes(512))
+    with pytest.raises(UserError, match=r"train-0001.tar has \d+ bytes, but it had \d+ when it was indexed; run"):
+        SampleStore(tmp_path)
+    path.write_bytes(bytes(512) + content[:-512])  # of the same size
+    moved = decode(SampleStore(tmp_path), np.arange(8))
+    assert sorted(moved.bad) == [4, 5, 6, 7]
+    assert "the tar says otherwise" in moved.bad[4].reason
+    path.unlink()
+    with pytest.raises(UserError, match=r"train-0001.tar is in the index .* but it is missing"):
+        SampleStore(tmp_path)
+
+
+def test_an_index_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simple(tmp_path / "tars", [3, 3, 3])
+    num_scanned = 0
+
+    def scan(data: memoryview) -> Any:
+        nonlocal num_scanned
+        if num_scanned == 2:
+            num_scanned = 10
+            raise KeyboardInterrupt
+        num_scanned += 1
+        return read_headers(data)
+
+    monkeypatch.setattr("data_pipeline.building.index_tars.read_headers", scan)
+    with pytest.raises(KeyboardInterrupt):
+        indexed(tmp_path / "tars", tmp_path / "index")
+    with pytest.raises(UserError, match=r"holds no manifest.json"):
+        SampleStore(tmp_path / "index")
+    assert numbers_in(indexed(tmp_path / "tars", tmp_path / "index")) == list(range(9))
+    assert num_scanned == 11
+    assert not (tmp_path / "index" / ".parts").exists()
+
+
+def test_tars_that_cannot_be_written_beside_are_indexed_elsewhere(tmp_path: Path) -> None:
+    simple(tmp_path / "tars", [3])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"the index cannot be written to .*; name another place by --out"):
+        make_index(str(tmp_path / "tars"), tmp_path / "file" / "index", fields=Fields())
+
+
+@pytest.mark.parametrize("name", ["tars.txt", "tars.bin", "samples.bin", "label_base.bin"])
+def test_a_damaged_index_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    simple(tmp_path, [4])
+    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields())
+    path = tmp_path / INDEX_NAME / name
+    content = path.read_bytes()
+    for wrong in (content[:-1], content + b"x", b""):
+        path.write_bytes(wrong)
+        with pytest.raises(UserError, match="run `python -m data_pipeline index` again"):
+            SampleStore(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match="run `python -m data_pipeline index` again"):
+        SampleStore(tmp_path)
+
+
+@settings(deadline=None, database=None, max_examples=100)
+@given(content=st.binary(min_size=32, max_size=32))
+def test_any_places_in_an_index_are_read_or_named_bad(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    directory = tmp_path_factory.mktemp("any")
+    simple(directory, [4])
+    make_index(str(directory), directory / INDEX_NAME, fields=Fields(), size=32)
+    (directory / INDEX_NAME / "samples.bin").write_bytes(content)
+    decoded = decode(SampleStore(directory), np.arange(4))
+    for row in set(range(4)) - set(decoded.bad):
+        assert number_of(decoded.pictures_BCHW[row].numpy()) in range(4)
+    shutil.rmtree(directory)
+
+
+def test_training_indexes_what_was_not_indexed_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    simple(tmp_path / "train", [5])
+    simple(tmp_path / "test", [2])
+    ensure_index(str(tmp_path / "train"))
+    ensure_index(str(tmp_path / "test"), classes_of=str(tmp_path / "train"))
+    assert "indexing the tars of" in caplog.text
+    assert "5 samples in 1 tars" in caplog.text
+    assert load_manifest(tmp_path / "test").label_names.base == ("0", "1", "2")
+    caplog.clear()
+    ensure_index(str(tmp_path / "train"))
+    assert not caplog.text
+    assert dataset_directory(tmp_path / "train") == tmp_path / "train" / INDEX_NAME
+
+
+def test_without_an_index_the_commands_say_how_to_make_one(tmp_path: Path) -> None:
+    simple(tmp_path, [3])
+    for location in (tmp_path, tmp_path / "train-{0000..0000}.tar"):
+        with pytest.raises(UserError, match="names tars without an index; run `python -m data_pipeline index"):
+            load_manifest(location)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("shuffle_shards", [None, 2])
+def test_batches_of_tars_are_the_same_on_any_ranks_and_resumed(
+    tmp_path: Path, world_size: int, shuffle_shards: int | None
+) -> None:
+    simple(tmp_path, [9, 7, 11, 6], with_labels=False)
+    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields(), size=32)
+
+    def batches(world_size: int, start_step: int) -> list[list[int]]:
+        by_rank = []
+        for rank in range(world_size):
+            stream = Stream(
+                tmp_path,
+                read=ReadConfig(num_workers=0, placement="stream", shuffle_shards=shuffle_shards),
+                global_batch_size=8,
+                seed=3,
+                rank=rank,
+                world_size=world_size,
+                start_step=start_step,
+                end_step=8,
+            )
+            by_rank.append([[number_of(pixels) for pixels in batch.inputs_a.numpy()] for batch in stream])
+        return [[number for part in parts for number in part] for parts in zip(*by_rank, strict=True)]
+
+    whole = batches(1, 0)
+    assert batches(world_size, 3) == whole[3:]
+    for epoch in (whole[:4], whole[4:]):
+        seen = [number for batch in epoch for number in batch]
+        assert len(set(seen)) == 32
