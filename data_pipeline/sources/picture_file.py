@@ -1,5 +1,7 @@
-"""Read any picture file that Pillow can read as upright RGB pixels of 8 bits a channel.
+"""Read picture files of the formats in `FORMATS` as upright RGB pixels of 8 bits a channel.
 
+- Knows a format by its content, not by the file's name. Other formats that Pillow reads are refused, because some of
+  them start other programs.
 - Reads only regular files of at most Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
 - Applies the orientation that a camera wrote into EXIF.
 - Lays transparent pixels over white, in every mode that has transparency.
@@ -12,12 +14,14 @@ from __future__ import annotations
 import threading
 import warnings
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from data_pipeline.core.errors import UserError
+
+FORMATS: Final = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
 _OPENING: Final = threading.Lock()
 _BACKGROUND: Final = (255, 255, 255)
@@ -33,7 +37,7 @@ def read_rgb(path: Path) -> Image.Image:
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file, so it is not read; remove it")
     try:
-        with _open(path) as picture:
+        with open_picture(path) as picture:
             picture.load()
             ImageOps.exif_transpose(picture, in_place=True)
             return to_rgb(picture)
@@ -63,8 +67,11 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def _open(path: Path) -> Image.Image:
-    """Read the header of a picture. Raise Pillow's warning of too many pixels as an error."""
+def open_picture(file: Path | BinaryIO) -> Image.Image:
+    """Read the header of a picture of one of `FORMATS`.
+
+    Raises Pillow's errors, and its warning of too many pixels as an error.
+    """
     with _OPENING, warnings.catch_warnings():  # the filter of warnings is shared by all threads, hence the lock
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(path)
+        return Image.open(file, formats=FORMATS)
