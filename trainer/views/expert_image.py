@@ -8,12 +8,11 @@ levels between operations, as it would be in a chain of PIL pictures.
 `trainer.views.resampling` and `trainer.views.colour` hold the operations. An operation that the config switches off is
 neither drawn nor computed, and the draws of the others stay the same.
 
-Legend: B samples, C = 3 channels, H rows, W columns, T attempts at a crop.
+Legend: B samples, C = 3 channels, H rows, W columns.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self
 
@@ -22,6 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
+from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, between, crop_boxes
 from data_pipeline.core.schema import PositiveShare, Schema, Share
 from trainer.views.colour import JitterDraws, jitter_colour_, luma
 from trainer.views.resampling import (
@@ -39,12 +39,9 @@ Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square divides
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
-CROP_ATTEMPTS = 10
 
 _DRAWS = {
-    "area": CROP_ATTEMPTS,
-    "aspect": CROP_ATTEMPTS,
-    "place": 2,
+    "crop": NUM_CROP_NUMBERS,
     "jitter": 1,
     "jitter_order": 4,
     "jitter_factors": 4,
@@ -193,10 +190,9 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
 
     crop = flip_B = jitter = gray_B = pil_sigma_B = sigma_B = constant_blur_B = None
     if config.area is not None:
-        height_B, width_B = _draw_crop_size(config.area, config.aspect, u["area"], u["aspect"], size=size)
-        top_B = torch.floor(u["place"][:, 0] * (size - height_B + 1))
-        left_B = torch.floor(u["place"][:, 1] * (size - width_B + 1))
-        crop = CropDraws(top_B=top_B, left_B=left_B, height_B=height_B, width_B=width_B)
+        sizes_B2 = torch.full((len(keys.index_B), 2), size, device=keys.index_B.device)
+        box_B4 = crop_boxes(u["crop"], sizes_B2, scale=config.area, ratio=config.aspect)
+        crop = CropDraws(*box_B4.unbind(dim=1))
     if config.flip_probability:
         flip_B = u["flip"][:, 0] < config.flip_probability
     if config.jitters:
@@ -210,7 +206,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
         gray_B = u["grayscale"][:, 0] < config.grayscale_probability
     if config.blur_probability:
         blurred_B = u["blur"][:, 0] < config.blur_probability
-        drawn_sigma_B = _between(config.blur_sigma, u["sigma"])[:, 0] * blurred_B
+        drawn_sigma_B = between(config.blur_sigma, u["sigma"])[:, 0] * blurred_B
         match config.blur:
             case "pil":
                 pil_sigma_B = drawn_sigma_B
@@ -251,25 +247,3 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
         constantly_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
         x_BCHW = constantly_(x_BCHW, draws.constant_blur_B)
     return x_BCHW
-
-
-def _draw_crop_size(
-    area: tuple[float, float], aspect: tuple[float, float], area_BT: Tensor, aspect_BT: Tensor, *, size: int
-) -> tuple[Tensor, Tensor]:
-    """Return (height_B, width_B) of the first of T attempts whose box fits in the picture; if none fits, its size."""
-    area_BT = size**2 * _between(area, area_BT)
-    aspect_BT = torch.exp(_between((math.log(aspect[0]), math.log(aspect[1])), aspect_BT))
-    width_BT = torch.round(torch.sqrt(area_BT * aspect_BT))
-    height_BT = torch.round(torch.sqrt(area_BT / aspect_BT))
-    fits_BT = (width_BT.minimum(height_BT) > 0) & (width_BT.maximum(height_BT) <= size)
-    first_B1 = fits_BT.to(torch.uint8).argmax(dim=1, keepdim=True)
-    any_B = fits_BT.any(dim=1)
-    height_B, width_B = (
-        torch.where(any_B, side_BT.gather(1, first_B1)[:, 0], float(size)) for side_BT in (height_BT, width_BT)
-    )
-    return height_B, width_B
-
-
-def _between(limits: tuple[float, float], u: Tensor) -> Tensor:
-    low, high = limits
-    return low + (high - low) * u
