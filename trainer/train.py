@@ -108,9 +108,8 @@ def _train(
     ):
         watch.reading(start)
         for batch in log.timed(stream):
-            progress.show_while_waiting(
-                watchdog.step_at_hand
-            )  # not before: the first batch may have forked data workers
+            # Not before the first batch, which may fork data workers: this starts a thread.
+            progress.show_while_waiting(watchdog.describe_step)
             rates, num_done = training.learning_rates(batch.step, num_steps=num_steps), batch.step + 1
             with watch.training(batch.step):
                 output = training.step(batch, learning_rates=rates)

@@ -279,11 +279,11 @@ def test_another_dataset_with_the_same_keys_is_not_replayed(data: Path, tmp_path
 def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     (run_dir.path / "nonfinite" / "step_x").mkdir(parents=True)  # is no record
-    with pytest.raises(UserError, match="no record of step 3; no step of it was skipped"):
+    with pytest.raises(UserError, match="no record of step 3; none of its steps was skipped"):
         read_record(run_dir, 3)
     config = configure(data, "debug:image")
     train_into_trouble(config, run_dir.path, "encoder.trunk.conv1.weight", math.inf, BAD_STEP + 1)
-    with pytest.raises(UserError, match=f"it has those of steps {BAD_STEP}"):
+    with pytest.raises(UserError, match=f"it has records of steps {BAD_STEP}"):
         read_record(run_dir, 3)
     record, states = read_record(run_dir, BAD_STEP)
     other = write_tiny_pair(tmp_path / "other", num_train=NUM_SAMPLES + 16, num_test=20)

@@ -1,1 +1,1 @@
-"""Keep a run going, or end it with a reason: frozen ranks, requests to stop, bad samples, skipped steps."""
+"""Keep a run going, or end it with a reason: frozen ranks, stop requests, bad samples, skipped steps."""

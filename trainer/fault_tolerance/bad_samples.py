@@ -1,8 +1,8 @@
-"""Samples that could not be read: counted over all ranks, listed in the run directory, and too many end the run.
+"""Count samples that could not be read over all ranks, list them in the run directory, and end a run with too many.
 
-Input: `Batch.bad` of every batch of every rank. Output: a metric, RUN_DIR/bad_samples.jsonl with one line a sample, and
-a `UserError` once their share of the dataset is above `data.max_bad_share`. Invariant: all ranks raise it at the same
-step; no rank stops alone.
+Input: `Batch.bad` of every batch on every rank. Output: a metric, one line for each sample in
+RUN_DIR/bad_samples.jsonl, and a `UserError` if their share of the dataset is above `data.max_bad_share`. Invariant: all
+ranks raise it at the same step; no rank stops alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BadSamples:
-    """The bad samples that the ranks of a run have met, each once; `before` are those in the checkpoint."""
+    """The bad samples that the ranks of a run have met, each once; `before` holds the samples in the checkpoint."""
 
     def __init__(
         self, run_dir: RunDir, *, num_samples: int, max_share: float, where: str, before: Iterable[BadSample] = ()
@@ -37,13 +37,13 @@ class BadSamples:
         return tuple(self._found[index] for index in sorted(self._found))
 
     def add(self, bad: Iterable[BadSample]) -> None:
-        """Take note of bad samples that this rank has met."""
+        """Add bad samples that this rank has met."""
         self._new += [sample for sample in bad if sample.index not in self._found]
 
     def flush(self) -> int:
         """Gather the bad samples of all ranks, list the new ones, and return their number.
 
-        Every rank calls this at the same step. Raises `UserError` on every rank if their share is above the limit.
+        Every rank must call this at the same step. Raises `UserError` on every rank if their share is above the limit.
         """
         if any_rank(bool(self._new)):
             together = {sample.index: sample for part in all_gather_object(self._new) for sample in part}
@@ -64,13 +64,15 @@ class BadSamples:
             if text and not text.endswith("\n"):
                 file.write("\n")
             for sample in fresh:
-                logger.warning("%s: sample %s is bad (%s); another stands in", sample.shard, sample.key, sample.reason)
+                logger.warning(
+                    "%s: sample %s is bad (%s); another replaces it", sample.shard, sample.key, sample.reason
+                )
                 if sample.key not in listed:
                     file.write(json.dumps({"key": sample.key, "shard": sample.shard, "reason": sample.reason}) + "\n")
 
 
 def _keys(text: str) -> set[str]:
-    """Return the keys of the samples that are listed. A line that a power cut has torn is passed over."""
+    """Return the keys of the samples that are listed already. Skips a line that a power cut has torn."""
     keys = set()
     for line in text.splitlines():
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Find the first tensor of a step that is not finite, by hooks on every module and parameter.
+"""Find the first tensor of a step that is not finite, with hooks on every module and parameter.
 
 Shapes: B samples of the global batch, R rows of a tensor.
 """
@@ -20,11 +20,11 @@ class Finding:
     """The first tensor that is not finite.
 
     Attributes:
-        what: such as "the output of encoder.trunk.conv1 (Conv2d)".
-        share: of its values that are not finite, above 0, up to 1.
-        given: what the module was given, in words; may be empty.
+        what: a description, such as "the output of encoder.trunk.conv1 (Conv2d)".
+        share: the share of its values that are not finite, above 0, up to 1.
+        given: a description of the inputs of the module; may be empty.
         rows: the rows of the batch that are not finite there, in this call of the module or a later one; empty if the
-            rows of the tensor are no samples.
+            rows of the tensor are not samples.
     """
 
     what: str
@@ -35,25 +35,25 @@ class Finding:
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a gradient, and its largest absolute value, both computed in float64."""
+    """The Euclidean length of a gradient, and its largest absolute value, both computed in float64."""
 
     length: float
     largest: float
 
 
 class Inspector:
-    """Hooks that look at all tensors between modules, forward and backward, until one is not finite.
+    """Hooks that check all tensors between modules, forward and backward, until one is not finite.
 
-    A module's output is seen before the output of the module that holds it, so the innermost is found. What a plain
-    function computes between two modules is found as the input of the second one.
+    A module's output is checked before the output of the module that contains it, so the innermost module is found. A
+    tensor that a plain function computes between two modules is found as the input of the second module.
 
     Attributes:
-        forward, backward: the first finding of each direction; None if everything is finite.
-        lengths: of the gradient of each parameter.
+        forward, backward: the first finding in each direction; None if everything is finite.
+        lengths: the length of the gradient of each parameter.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], *, batch_size: int, num_parts: int = 1) -> None:
-        """Follow `modules`, which are given a batch of B samples cut into `num_parts` micro batches."""
+        """Add hooks to `modules`, whose input will be a batch of B samples cut into `num_parts` micro batches."""
         self.forward: Finding | None = None
         self.backward: Finding | None = None
         self.lengths: dict[str, Length] = {}
@@ -96,7 +96,7 @@ class Inspector:
         self.forward = replace(found, rows=tuple(sorted({*found.rows, *self._rows(tensor, label)})))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        """Look at the gradient of a parameter with everything that was added to it so far."""
+        """Check the gradient that a parameter has accumulated so far."""
         assert parameter.grad is not None
         self._gradient(f"the gradient of {name}", parameter.grad)
         gradient = parameter.grad.detach().double()
@@ -108,11 +108,11 @@ class Inspector:
         if num_bad(gradient) == 0:
             self._last_finite = what
             return
-        given = f"the last before it that was finite is {self._last_finite}" if self._last_finite else ""
+        given = f"the last finite gradient before it is {self._last_finite}" if self._last_finite else ""
         self.backward = Finding(what, num_bad(gradient) / gradient.numel(), given)
 
     def _rows(self, tensor_R: Tensor, label: str) -> Iterator[int]:
-        """Yield the rows of the batch that are not finite in a tensor of one or both views of a micro batch."""
+        """Yield the rows of the batch that are not finite in a tensor of one view or both views of a micro batch."""
         size = self._part_size
         num_rows = tensor_R.shape[0] if tensor_R.dim() > 1 else 0
         if num_rows not in {size, 2 * size}:
@@ -124,7 +124,7 @@ class Inspector:
 
 
 def num_bad(tensor: Tensor) -> int:
-    """Return how many values are inf or nan."""
+    """Return the number of values that are inf or nan."""
     return int((~tensor.detach().isfinite()).sum())
 
 
@@ -139,11 +139,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _describe(tensor: Tensor) -> str:
-    """Return the range of a tensor, and how much of it is not finite."""
+    """Return a description of the range of a tensor, and of the number of values that are not finite."""
     finite = tensor.detach()[tensor.detach().isfinite()]
     if not finite.numel():
         return "has no finite value"
     bad = tensor.numel() - finite.numel()
     return f"lies in [{float(finite.min()):.4g}, {float(finite.max()):.4g}]" + (
-        f" but for {bad} of {tensor.numel()} values" if bad else ""
+        f" except {bad} of {tensor.numel()} values" if bad else ""
     )

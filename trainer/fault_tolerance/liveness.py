@@ -1,8 +1,8 @@
-"""Signs of life from inside a training step: which stage it is in, and that it goes on.
+"""Report signs of life from inside a training step: the stage, and that the step goes on.
 
-`trainer.profiling.stage` reports every stage. `follow` makes a network report every block, forward and backward. Both
-reach whoever listens: the watchdog, and through it the progress line. A sign is a few bytes written to memory. It makes
-no system call, reads no tensor and never waits for a device.
+`trainer.profiling.stage` reports every stage. `follow` makes a network report every block, forward and backward. The
+watchdog listens to both, and the progress line shows them. A sign is a few bytes written to memory. It makes no system
+call, reads no tensor and never waits for a device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
 
 class Listener(Protocol):
-    """Hears the signs of life of this process. `stage` is the innermost stage; "" outside of all."""
+    """A receiver of the signs of life of this process. `stage` is the innermost stage; "" outside of all stages."""
 
     stage: str
 
@@ -26,33 +26,33 @@ class Listener(Protocol):
         ...
 
     def enter(self, stage: str, *, waits: bool) -> bool:
-        """Note that `stage` begins, in which the rank `waits` for others or computes; return `waits` of before."""
+        """Note that `stage` begins; if `waits`, the rank waits in it for others. Return the previous `waits`."""
         ...
 
 
-_listeners: list[Listener] = []  # the one watchdog that is open, if one is
+_listeners: list[Listener] = []  # the open watchdog, if there is one
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of every sign from now on, until `stop_listening`."""
+    """Send every sign to `listener` from now on, until `stop_listening`."""
     _listeners.append(listener)
 
 
 def stop_listening(listener: Listener) -> None:
-    """Tell `listener` nothing more; does nothing if it does not listen."""
+    """Send no more signs to `listener`; do nothing if it does not listen."""
     if listener in _listeners:
         _listeners.remove(listener)
 
 
 def sign() -> None:
-    """Give a sign of life. Costs well below a microsecond."""
+    """Give a sign of life. Takes well below a microsecond."""
     for listener in _listeners:
         listener.sign()
 
 
 @contextmanager
 def inside(stage: str, *, waits: bool = False) -> Iterator[None]:
-    """Report what happens inside as `stage`. `waits`: for other ranks or for the device, and not for this process."""
+    """Report the block inside as `stage`. `waits` says that it waits for other ranks or for the device."""
     if not _listeners:
         yield
         return
@@ -68,8 +68,9 @@ def inside(stage: str, *, waits: bool = False) -> Iterator[None]:
 def follow(network: nn.Module) -> None:
     """Let every block of `network` give a sign of life when it has run forward, and when its gradient arrives.
 
-    A block is a module that holds convolutions or linear layers directly; such a layer outside a block counts as one.
-    Changes no number. Do not call it for a network that torch.compile compiles: its graphs would break at every block.
+    A block is a module that directly contains convolutions or linear layers; such a layer outside a block is a block
+    too. Changes no result. Do not call it for a network that torch.compile compiles, because its graphs would break at
+    every block.
     """
     for module in network.children():
         holds_layers = any(isinstance(child, _LAYERS) for child in module.children())

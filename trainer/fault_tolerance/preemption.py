@@ -1,8 +1,8 @@
-"""Stop all ranks after the same step, with a checkpoint, on a request to any one of them.
+"""Stop all ranks after the same step, with a checkpoint, on a request to any of them.
 
-A signal is a request, and so is the end of the launcher that started this rank. Slurm warns one process, or all of
-them, before it takes a job's nodes away, so a rank that is warned has to tell the others. The ranks ask each other in
-every step and read the answer one step later, so that no rank waits for it.
+A signal is a request, and so is the end of the launcher that started this rank. Slurm warns one process or all
+processes before it takes a job's nodes away, so a rank that is warned must tell the others. The ranks exchange requests
+in every step and read the result one step later, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Final, Self
 
 from trainer.distributed.collectives import AnyRank, rank
 
-# SIGTERM is what batch systems, torchrun and `kill` send; SIGUSR2 is submitit's, SIGUSR1 what many a cluster sends.
+# Batch systems, torchrun and `kill` send SIGTERM, submitit SIGUSR2, and many clusters SIGUSR1.
 WARNINGS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Variables of launchers that are the parent of their ranks, and that leave them running if they are killed. A shell is
-# not one: it may end before its run (nohup). Slurm's daemon ends its ranks itself.
+# not a launcher: it may end before its run (nohup). Slurm's daemon ends its ranks itself.
 _LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "SUBMITIT_LOCAL_JOB_ID": "submitit's local executor"}
 
 
 class StoppedError(Exception):
-    """Training has stopped on request: `step` steps are done and saved.
+    """Training has stopped on request, with `step` steps done and saved.
 
-    `reason` completes "stopped after step 7, ...". Only the rank with `is_first_rank` prints it.
+    `reason` completes "stopped after step 7, ...". Only the rank with `is_first_rank` should print the message.
     """
 
     def __init__(self, step: int, reason: str) -> None:
@@ -35,18 +35,18 @@ class StoppedError(Exception):
 
 
 def launcher_of(environ: Mapping[str, str]) -> str | None:
-    """Return the launcher that started this process and must outlive it; None if there is none."""
+    """Return the launcher that started this process and should not end before it; None if there is none."""
     return next((launcher for name, launcher in _LAUNCHERS.items() if name in environ), None)
 
 
 class StopRequests:
-    """A context manager that notes warning signals to this process; they do not end it.
+    """A context manager that notes warning signals to this process, so that they do not end it.
 
     Open it in the main thread, before any other code handles these signals. Closing it restores the previous handlers.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """`environ` tells whether a launcher started this process; the end of that launcher is a request, too."""
+        """Prepare to note requests. If a launcher in `environ` started this process, its end is a request too."""
         self._warned_by: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._any_rank: AnyRank | None = None
@@ -64,7 +64,7 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """Why this rank stops: "as SIGTERM asked"."""
+        """Return why this rank stops, such as "as SIGTERM asked"."""
         if self._warned_by is not None:
             return f"as {self._warned_by.name} asked"
         if self._has_lost_its_launcher():
@@ -72,16 +72,16 @@ class StopRequests:
         return "as a signal to another rank asked"
 
     def agreed(self) -> bool:
-        """Return whether all ranks stop now: some rank had a request when they last asked.
+        """Return whether all ranks stop now, because some rank had a request at the previous call.
 
-        Every rank calls this after each step; the first call of all, and only that, may wait for the others.
+        Every rank must call this after each step. Only the first call may wait for other ranks.
         """
         if self._any_rank is None:
             self._any_rank = AnyRank()
         return self._any_rank.next(self._warned_by is not None or self._has_lost_its_launcher())
 
     def _has_lost_its_launcher(self) -> bool:
-        """Return whether the launcher has ended: then this process has another parent."""
+        """Return whether the launcher has ended, so that this process has another parent."""
         return self._launcher is not None and os.getppid() != self._parent
 
     def _note(self, number: int, _: FrameType | None) -> None:

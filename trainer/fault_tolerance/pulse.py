@@ -1,6 +1,6 @@
-"""The page of memory in which a rank tells its sidecar that it is alive, and what it does.
+"""Write and read the page of memory through which a rank tells its sidecar that it is alive, and what it does.
 
-Imports only the standard library, as `trainer.fault_tolerance.sidecar` needs.
+Imports only the standard library, because `trainer.fault_tolerance.sidecar` imports it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import struct
 from dataclasses import dataclass
 
 _NUMBERS = struct.Struct("<Qqd?")  # beats, step, patience in seconds, closed
-_SIZES = {"doing": 64, "shards": 1024, "ending": 1024}  # bytes of text behind the numbers
-# Written many times a step, at its own place: signs of life, whether the rank waits for others, stage.
+_SIZES = {"doing": 64, "shards": 1024, "ending": 1024}  # bytes of text after the numbers
+# Written many times a step, at its own offset: signs of life, whether the rank waits for others, stage.
 _SIGN = struct.Struct("<Q?15s")
 _SIGN_OFFSET = 4096 - _SIGN.size
 MEMORY_BYTES = 4096
@@ -22,10 +22,13 @@ class Pulse:
     """The last message of a rank.
 
     Attributes:
-        beats: how often it has begun a part of a step; all ranks begin the same parts.
-        patience: the seconds of silence that it has announced; 0 if none.
+        beats: the number of parts of steps that it has begun; all ranks begin the same parts.
+        step: the number of the present step.
+        patience: the seconds without a sign of life that it has announced; 0 if none.
         closed: whether it has left; `ending` is then its exception, or empty after the last step.
-        signs: the number of signs of life inside steps. Ranks need not give equally many.
+        doing: the present part of the step, such as "reading".
+        shards: the shards that it reads.
+        signs: the number of signs of life inside steps, which may differ between ranks.
         waits: whether it waits for other ranks or for its device.
         stage: the stage of the step; empty between stages.
     """
@@ -43,12 +46,12 @@ class Pulse:
 
     @property
     def place(self) -> str:
-        """The part and stage of the step: "training, forward"."""
+        """Return the part and stage of the step: "training, forward"."""
         return f"{self.doing}, {self.stage}" if self.stage else self.doing
 
 
 def write_numbers(memory: mmap.mmap, *, beats: int, step: int, patience: float, closed: bool = False) -> None:
-    """Write the numbers that a beat changes."""
+    """Write the numbers that change at each beat."""
     _NUMBERS.pack_into(memory, 0, beats, step, patience, closed)
 
 
@@ -67,7 +70,7 @@ def write_text(memory: mmap.mmap, **texts: str) -> None:
 
 
 def read_pulse(memory: mmap.mmap) -> Pulse:
-    """Return what the rank has written."""
+    """Return the last message that the rank has written."""
     beats, step, patience, closed = _NUMBERS.unpack_from(memory, 0)
     signs, waits, stage = _SIGN.unpack_from(memory, _SIGN_OFFSET)
     start, texts = _NUMBERS.size, {}

@@ -1,4 +1,4 @@
-"""Count what a run has skipped and could not read. The counts are state of the run: its checkpoints hold them."""
+"""Count the skipped steps and bad samples of a run. The counts are part of its state, so checkpoints hold them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from trainer.step import StepOutput
 
 
 class RunCounters:
-    """Counts skipped steps and bad samples over all starts of a run. Every rank makes the same calls at the same steps.
+    """The counts of skipped steps and bad samples over all starts of a run.
 
-    `data` are the datasets that the run trains on now.
+    Every rank must make the same calls at the same steps. `restored` is the checkpoint from which the run goes on. Bad
+    samples of another train set, from before the user accepted a new one, no longer count.
     """
 
     def __init__(self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity) -> None:
@@ -30,9 +31,9 @@ class RunCounters:
         return {"train/skipped_steps": self._skipped.counter.counts.total, "data/bad_samples": self._bad.flush()}
 
     def state_to_save(self, num_done: int, *, num_steps: int) -> RunState | None:
-        """Return the state for the checkpoint after `num_done` of `num_steps` steps; None if there is to be none.
+        """Return the state for the checkpoint after `num_done` of `num_steps` steps; None for no checkpoint.
 
-        There is none if every step since the last checkpoint was skipped. The last step of a run has one all the same.
+        There is no checkpoint if every step since the last one was skipped, except after the last step of the run.
         Raises `UserError` if the run has failed: too many steps were skipped, or too many samples are bad.
         """
         if not self._skipped.may_save(num_done, num_steps=num_steps):
@@ -42,5 +43,5 @@ class RunCounters:
 
     @property
     def saved_step(self) -> int:
-        """The step of the checkpoint from which the run would go on; 0 if there is none."""
+        """Return the step of the checkpoint from which the run would go on; 0 if there is none."""
         return self._skipped.counter.saved_step

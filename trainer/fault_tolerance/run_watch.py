@@ -1,4 +1,4 @@
-"""Tell the watchdog what the steps of a run do, and how long some of it may take."""
+"""Tell the watchdog what the steps of a run do, and how long some parts may take."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.modules import TrainedModules
 from trainer.objectives import Objective
 
-# What a slow disk, a large probe and a slow server may take.
+# Enough for a slow disk, a large probe and a slow server.
 _CHECKPOINT_SECONDS, _PROBE_SECONDS, _CLOSING_SECONDS = 600.0, 600.0, 60.0
 
 
 class RunWatch:
-    """Announces the parts of a training step to a watchdog.
+    """An announcer of the parts of a training step to a watchdog.
 
     Args:
-        fetch_seconds: that reading a shard may take, because it has a time limit and an error of its own.
+        fetch_seconds: the time that reading a shard may take; a fetch has its own time limit and error.
         recompile_step: the step at which the encoder is compiled again; None if there is none.
-        compile_seconds: that this may take.
+        compile_seconds: the time that compiling may take.
     """
 
     def __init__(
@@ -47,33 +47,33 @@ class RunWatch:
         self._watchdog.beat(step, doing="reading", shards=shards, may_take_seconds=self._fetch_seconds)
 
     def training(self, step: int) -> AbstractContextManager[None]:
-        """Announce that the batch of `step` is there; what trains on it goes inside."""
+        """Announce that the batch of `step` was read; train on it inside the block."""
         self._watchdog.beat(step, doing="training")
         return time_to_compile_again(
             self._watchdog, step, recompile_step=self._recompile_step, seconds=self._compile_seconds
         )
 
     def waiting_for_device(self) -> AbstractContextManager[None]:
-        """Report that the host waits for its GPU, which computes long after the host has asked it to."""
+        """Report that the host waits inside the block for its GPU, which computes asynchronously."""
         return (
             liveness.inside("waiting for GPU", waits=True) if self._device.type == "cuda" else contextlib.nullcontext()
         )
 
     def probing(self) -> AbstractContextManager[None]:
-        """Give the probe inside more time than a step has."""
+        """Give the probe inside the block more time than a step."""
         return self._watchdog.patience(_PROBE_SECONDS, "probing")
 
     def saving(self) -> AbstractContextManager[None]:
-        """Give the checkpoint inside more time than a step has."""
+        """Give the checkpoint inside the block more time than a step."""
         return self._watchdog.patience(_CHECKPOINT_SECONDS, "writing a checkpoint")
 
     def closing_log(self) -> AbstractContextManager[None]:
-        """Give the servers of the log time to take what is left."""
+        """Give the servers of the log time to receive the last metrics."""
         return self._watchdog.patience(_CLOSING_SECONDS, "closing the log")
 
 
 def follow_networks(modules: TrainedModules, objective: Objective) -> None:
-    """Let all networks give signs of life, except an encoder that is compiled: it runs as a single operation."""
+    """Let all networks give signs of life, except a compiled encoder, which runs as a single operation."""
     networks: list[nn.Module] = [objective, *modules.trained_modules.values()]
     for network in networks:
         if not (modules.config.compile and network is modules.encoder):
@@ -83,5 +83,5 @@ def follow_networks(modules: TrainedModules, objective: Objective) -> None:
 def time_to_compile_again(
     watchdog: Watchdog, step: int, *, recompile_step: int | None, seconds: float
 ) -> AbstractContextManager[None]:
-    """Give the step at which the encoder is compiled again the time for that; the others none."""
+    """Give extra time to the step at which the encoder is compiled again."""
     return watchdog.patience(seconds, "compiling") if step == recompile_step else contextlib.nullcontext()

@@ -1,11 +1,12 @@
-"""The process that watches one rank of a training run, and reports a rank that freezes or dies.
+"""The sidecar: a process that watches one rank of a training run, and reports a rank that freezes or dies.
 
-`trainer.fault_tolerance.watchdog` starts it beside each rank. It imports only the standard library, so it is a few
-megabytes that sleep. Input: a page of memory in which the rank counts its signs of life (`pulse`). Output: nothing,
-unless a rank stands still or dies. Then every rank writes RUN_DIR/stalled/START/rank_0003.txt (`stall_report`), the
-first rank joins these into RUN_DIR/stalled.txt, and all ranks are ended. `SilenceTimer` holds the rule.
+`trainer.fault_tolerance.watchdog` starts a sidecar for each rank. It imports only the standard library, so it takes a
+few megabytes, and it sleeps most of the time. Input: a page of memory in which the rank counts its signs of life
+(`pulse`). Output: nothing, unless a rank freezes or dies. Then the sidecar of every rank writes
+RUN_DIR/stalled/START/rank_0003.txt (`stall_report`), the sidecar of the first rank joins these files into
+RUN_DIR/stalled.txt, and all ranks are killed. `SilenceTimer` decides when a rank is frozen.
 
-Invariant: a sidecar never outlives its rank, and is never held up by the file system that holds up its rank.
+Invariant: a sidecar ends with its rank, and does not hang on a file system on which its rank hangs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from typing import Literal
 from trainer.fault_tolerance.pulse import MEMORY_BYTES, Pulse, read_pulse
 from trainer.fault_tolerance.stall_report import RankReport, merge, summary
 
-DUMP_SIGNAL = signal.SIGRTMIN + 5  # used by nothing else: batch systems send USR1, USR2 and TERM
-COLLECT_SECONDS = 6.0  # the ranks have to report once one has raised the alarm
-MERGE_SECONDS = 3.0  # the first of them has to join the reports
-DUMP_SECONDS = 2.0  # a process has to write its stacks
-CHILDREN_SECONDS = 3.0  # all processes that a rank has forked have for theirs
-ALARM_SECONDS = 2.0  # in which the alarm of another rank with the same trouble is seen
-ENDING_SECONDS = 5.0  # a rank with an exception has to print it and leave
+DUMP_SIGNAL = signal.SIGRTMIN + 5  # batch systems send USR1, USR2 and TERM
+COLLECT_SECONDS = 6.0  # for all sidecars to report after an alarm
+MERGE_SECONDS = 3.0  # for the first sidecar to join the reports
+DUMP_SECONDS = 2.0  # for a process to write its stacks
+CHILDREN_SECONDS = 3.0  # for all processes that a rank has forked to write their stacks
+ALARM_SECONDS = 2.0  # to wait for the alarm of another sidecar when a rank has ended
+ENDING_SECONDS = 5.0  # for a rank with an exception to print it and leave
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # requests to end
 WORKING_SHARE = 0.05  # of a processor; a process that uses less does not work
 READING = "read"  # the stage in which data workers and other threads work for the rank
@@ -59,19 +60,19 @@ _STATES = {
 
 
 class SilenceTimer:
-    """A timer of the seconds without a sign of life of a rank, with the limits on them.
+    """A timer of the seconds since the last sign of life of a rank, with limits.
 
-    Each moment without a sign is one of three kinds. `limits` holds a limit in seconds for each:
+    The time without a sign is of three kinds, each with its limit in seconds in `limits`:
 
-    - working: its main thread uses the processor, or would if it got one. While it reads data, so do its other threads
-      and its data workers. One large convolution is such a silence.
-    - waiting: it is in a collective, or waits for its device. Another rank is late, and that rank's own sidecar judges
-      it. This limit alone ends what no other sidecar sees: a host that is gone, a kernel that never ends.
-    - idle: all else. A process that a signal has stopped is idle wherever it was.
+    - working: the main thread uses the processor, or is ready to run. While the rank reads data, its other threads and
+      its data workers count too. One large convolution takes such time.
+    - waiting: the rank is in a collective, or waits for its device. Then another rank is late, and its own sidecar
+      judges it. This limit is only for what no sidecar sees: a host that is gone, or a kernel that never ends.
+    - idle: everything else. A process that a signal has stopped is always idle.
 
-    A patience that the rank has announced raises all three. Invariant: a rank that gave a sign, or worked, within its
-    limits is never reported. Only time in which the sidecar itself ran is counted: if a whole job is suspended, no rank
-    is late afterwards.
+    A patience that the rank has announced raises all three limits. Invariant: a rank that stays within its limits is
+    never reported. Only time in which the sidecar itself ran counts, so a job that was suspended as a whole has no late
+    rank afterwards.
     """
 
     def __init__(self, limits: Mapping[Activity, float]) -> None:
@@ -81,13 +82,13 @@ class SilenceTimer:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the last sign of life, of all kinds."""
+        """Return the seconds since the last sign of life, of all kinds together."""
         return sum(self._silent.values())
 
-    def too_long(self, pulse: Pulse, *, elapsed: float, activity: Activity = "idle") -> Activity | None:
-        """Return the kind of silence that is too long now; None if there is none.
+    def exceeded(self, pulse: Pulse, *, elapsed: float, activity: Activity = "idle") -> Activity | None:
+        """Return the kind of time that is above its limit; None if there is none.
 
-        Call it every second or so. `elapsed` is in seconds, since the last call; `activity` is how the rank spent them.
+        Call it about every second. `elapsed` is the seconds since the last call, and `activity` what the rank did then.
         """
         before, self._last = self._last, (pulse.beats, pulse.signs)
         if self._last != before:
@@ -102,28 +103,28 @@ class Rank:
 
     def __init__(self, pid: int, *, stacks: int) -> None:
         self.pid, self._stacks = pid, stacks
-        self._used: dict[str, float] = {}  # seconds of processor that each thread or process had used
+        self._used: dict[str, float] = {}  # seconds of processor time of each thread or process
         try:
-            self.ends: int | None = os.pidfd_open(pid)
+            self.pidfd: int | None = os.pidfd_open(pid)
         except OSError:  # a kernel before 5.3, or a process that is dead already
-            self.ends = None
+            self.pidfd = None
 
     @property
     def is_alive(self) -> bool:
         return os.getppid() == self.pid
 
     def send(self, number: int) -> None:
-        if self.is_alive:  # otherwise another process may have its id by now
+        if self.is_alive:  # otherwise its id may now belong to another process
             os.kill(self.pid, number)
 
     def state(self) -> str:
         return _state(self.pid)
 
     def activity(self, pulse: Pulse, *, elapsed: float, thorough: bool = True) -> Activity:
-        """Return what it did in the `elapsed` seconds since the last call.
+        """Return what the rank did in the `elapsed` seconds since the last call.
 
-        Its main thread counts. While it reads, its other threads and its data workers count too, if `thorough`: to find
-        them costs some milliseconds.
+        Looks at the main thread. While the rank reads, it also looks at the other threads and the data workers if
+        `thorough`, because finding them takes some milliseconds.
         """
         paths = [f"/proc/{self.pid}/task/{self.pid}"]
         if thorough and pulse.stage == READING:
@@ -139,25 +140,25 @@ class Rank:
         return "working" if runs or max(used, default=0.0) >= WORKING_SHARE * elapsed > 0 else "idle"
 
     def exit_signal(self) -> int:
-        """Return the signal that ended it; 0 if there was none, or if its parent has collected it already."""
+        """Return the signal that ended the rank; 0 if there was none, or if its parent has collected it already."""
         fields = _stat(f"/proc/{self.pid}")
         return int(fields[-1]) & 0x7F if fields and fields[0] == "Z" else 0
 
-    def last_words(self) -> str:
-        """Return the stacks that it wrote itself on a request to end."""
+    def own_dump(self) -> str:
+        """Return the stacks that the rank wrote itself on a request to end."""
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
     def dump(self) -> str:
-        """Return the Python stacks of all its threads, and of the processes that it forked, such as data workers.
+        """Return the Python stacks of all threads of the rank, and of processes that it forked, such as data workers.
 
-        faulthandler needs no Python lock for this. A stopped process cannot answer, so it is woken for a moment.
+        faulthandler needs no Python lock for this. Continues a stopped process for a moment, because it cannot answer.
         """
         state = self.state()
         text = self._dump_one(self.pid, was_stopped=state == _STATES["T"])
-        parts = [text or self.last_words() or f"no stacks: the process is {state}, and did not answer\n"]
+        parts = [text or self.own_dump() or f"no stacks: the process is {state}, and did not answer\n"]
         deadline = time.monotonic() + CHILDREN_SECONDS
         for child in _forks(self.pid):
-            if time.monotonic() < deadline and _catches(child, DUMP_SIGNAL):
+            if time.monotonic() < deadline and _handles_signal(child, DUMP_SIGNAL):
                 state = _state(child)
                 text = self._dump_one(child, was_stopped=state == _STATES["T"])
                 parts.append(f"process {child}, started by {self.pid}: {state}\n{text or 'no stacks'}")
@@ -183,7 +184,7 @@ class Rank:
 
 
 def _stat(directory: str) -> list[str]:
-    """Return the fields of a process's or thread's `stat` from the state on; none if it is gone."""
+    """Return the fields of the `stat` of a process or thread, from the state on; none if it is gone."""
     try:
         return Path(f"{directory}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -191,7 +192,7 @@ def _stat(directory: str) -> list[str]:
 
 
 def _processor_seconds(fields: Sequence[str]) -> float:
-    """Return the processor time of `_stat`'s process, in itself and in the system, in seconds."""
+    """Return the processor time from the fields of `_stat`, user and system together, in seconds."""
     return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
 
 
@@ -206,13 +207,13 @@ def _forks(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         fields = _stat(str(path))
         if fields and int(fields[1]) == pid:
-            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            with contextlib.suppress(OSError):  # it has ended since, or belongs to another user
                 if (path / "exe").samefile(f"/proc/{pid}/exe"):
                     found.append(int(path.name))
     return sorted(found)
 
 
-def _catches(pid: int, number: int) -> bool:
+def _handles_signal(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal, so that the signal does not end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -223,9 +224,10 @@ def _catches(pid: int, number: int) -> bool:
 
 
 class Sidecar:
-    """Watches a rank until it closes its watchdog or dies, or until some rank has to be reported.
+    """The watch over a rank until it closes its watchdog or dies, or until some rank has to be reported.
 
-    Only threads touch the run directory, and nothing here waits for them longer than its limit: the disk may hang.
+    Only threads touch the run directory, and the main thread waits for them only up to a limit, because the disk may
+    hang.
     """
 
     def __init__(self, task: Mapping[str, str | int | float]) -> None:
@@ -245,12 +247,12 @@ class Sidecar:
     def run(self) -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._note_the_end)  # batch systems send it to all processes of a job
-        threading.Thread(target=self._look_for_the_alarm, daemon=True).start()
+        signal.signal(signal.SIGTERM, self._note_end_request)  # batch systems send it to all processes of a job
+        threading.Thread(target=self._wait_for_alarm, daemon=True).start()
         why = self._watch()
         if not why:
             return
-        threading.Thread(target=self._raise_the_alarm, daemon=True).start()
+        threading.Thread(target=self._raise_alarm, daemon=True).start()
         self._report(why)
         if why == "ended":
             deadline = time.monotonic() + ENDING_SECONDS
@@ -259,11 +261,11 @@ class Sidecar:
         self._rank.send(signal.SIGKILL)
 
     def _watch(self) -> str:
-        """Return why there is to be a report, as in `RankReport`; "" if there is to be none."""
+        """Watch the rank. Return the reason for a report, as in `RankReport.why`; "" for no report."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        if self._rank.ends is not None:
-            poll.register(self._rank.ends, select.POLLIN)
+        if self._rank.pidfd is not None:
+            poll.register(self._rank.pidfd, select.POLLIN)
         before = time.monotonic()
         while True:
             poll.poll(1000 * self._tick)
@@ -277,13 +279,13 @@ class Sidecar:
             now = time.monotonic()
             elapsed, before = min(now - before, 2 * self._tick), now
             activity = self._rank.activity(pulse, elapsed=elapsed, thorough=self._silence.seconds > 2 * self._tick)
-            self._exceeded = self._silence.too_long(pulse, elapsed=elapsed, activity=activity)
+            self._exceeded = self._silence.exceeded(pulse, elapsed=elapsed, activity=activity)
             if self._exceeded is not None and self._rank.state() != _STATES["t"]:
                 return "silent"
 
     def _judge_death(self) -> str:
         number = self._rank.exit_signal()
-        if self._rank.last_words() or self._was_asked_to_end or number in ENDING:
+        if self._rank.own_dump() or self._was_asked_to_end or number in ENDING:
             self._end = "dead (it was asked to end)"
         else:
             self._end = f"dead ({_signal_name(number)})"
@@ -297,10 +299,10 @@ class Sidecar:
         if pulse.ending:
             stacks = f"no stacks: it was ending with\n{pulse.ending}\n"
         elif not self._rank.is_alive:
-            stacks = self._rank.last_words() or "no stacks: the process is gone\n"
+            stacks = self._rank.own_dump() or "no stacks: the process is gone\n"
         else:
             if state == _STATES["T"]:
-                time.sleep(DUMP_SECONDS)  # while it is still stopped, the others dump where they wait for it
+                time.sleep(DUMP_SECONDS)  # the dump wakes it; before, the others dump where they wait for it
             stacks = self._rank.dump()
         own = RankReport(
             rank=self._number,
@@ -323,9 +325,9 @@ class Sidecar:
             print(f"{self._directory} does not answer\n{merge([own], world_size=self._world_size)}", file=sys.stderr)
 
     def _file(self, own: RankReport) -> None:
-        """Write this rank's report. The first rank with a report joins all of them, and prints the summary."""
+        """Write this rank's report. The first rank with a report joins all reports and prints the summary."""
         try:
-            self._raise_the_alarm()
+            self._raise_alarm()
             _write(self._path(own.rank), own.text())
             deadline = time.monotonic() + COLLECT_SECONDS
             while time.monotonic() < deadline and len(self._written()) < self._world_size:
@@ -354,17 +356,17 @@ class Sidecar:
     def _written(self) -> list[int]:
         return [rank for rank in range(self._world_size) if self._path(rank).exists()]
 
-    def _raise_the_alarm(self) -> None:
-        """Make the directory that the sidecars of the other ranks watch for."""
-        with contextlib.suppress(OSError):  # printed when the report cannot be written
+    def _raise_alarm(self) -> None:
+        """Make the directory that the sidecars of the other ranks wait for."""
+        with contextlib.suppress(OSError):  # `_file` prints the error when it cannot write the report
             self._directory.mkdir(parents=True, exist_ok=True)
 
-    def _look_for_the_alarm(self) -> None:
+    def _wait_for_alarm(self) -> None:
         while not self._directory.exists():
             time.sleep(self._tick)
         self._alarm.set()
 
-    def _note_the_end(self, _number: int, _frame: FrameType | None) -> None:
+    def _note_end_request(self, _number: int, _frame: FrameType | None) -> None:
         self._was_asked_to_end = True
 
 
@@ -376,12 +378,12 @@ def _write(path: Path, text: str) -> None:
 
 def _signal_name(number: int) -> str:
     if number == 0:
-        return "killed, or it left without a word"
+        return "killed, or it left without a message"
     name = signal.Signals(number).name
-    note = ", which the system sends where memory has run out" if number == signal.SIGKILL else ""
+    note = ", which the system sends when memory has run out" if number == signal.SIGKILL else ""
     return f"killed by {name}{note}"
 
 
 def main() -> None:
-    """Run the sidecar whose task is in the first argument of the command line, as JSON."""
+    """Run the sidecar with the task in the first argument of the command line, as JSON."""
     Sidecar(json.loads(sys.argv[1])).run()

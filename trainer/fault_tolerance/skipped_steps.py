@@ -1,7 +1,7 @@
-"""Count skipped steps, record the first of them for replay, and end a run that skips too many.
+"""Count skipped steps, record the first few for replay, and end a run that skips too many.
 
-`trainer.fault_tolerance.skipping` decides which steps are skipped. All ranks make the same calls in the same order, so
-a run that fails raises `UserError` on every rank at the same step.
+`trainer.fault_tolerance.skipping` decides which steps are skipped. All ranks must make the same calls in the same
+order, so a run that fails raises `UserError` on every rank at the same step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SkipCounter:
     """The number of skipped steps of a run, over all its starts.
 
     Attributes:
-        counts: starts from `before`, the counts in the checkpoint of `saved_step`.
+        counts: the counts so far; they start from `before`, the counts in the checkpoint of `saved_step`.
         saved_step: the step of the checkpoint from which the run would go on; 0 if there is none.
     """
 
@@ -46,7 +46,7 @@ class SkipCounter:
         self._has_learned = False  # since that checkpoint
 
     def add(self, step: int, *, skipped: bool) -> None:
-        """Count step `step`. Call it for every step, in order.
+        """Count a step. Call it for every step, in order.
 
         Raises `UserError` if `max_in_a_row` steps in a row were skipped.
         """
@@ -62,20 +62,23 @@ class SkipCounter:
     def may_save(self, step: int) -> bool:
         """Return whether a checkpoint after `step` steps would hold anything new; if so, count it as saved.
 
-        If every step since the last checkpoint was skipped, a new one would let a restart continue past the fault.
+        If every step since the last checkpoint was skipped, a new checkpoint would let a restart go on past the fault.
         """
         if not self._has_learned:
             logger.warning(
-                "no checkpoint of step %d: every step since that of step %d was skipped", step, self.saved_step
+                "no checkpoint at step %d: every step since the checkpoint of step %d was skipped",
+                step,
+                self.saved_step,
             )
             return False
         self.saved_step, self._has_learned = step, False
         return True
 
     def check_end(self, num_steps: int, *, overflows_by_design: bool) -> None:
-        """Raise `UserError` if more steps of the run were skipped than taken. Call it before the last save.
+        """Raise `UserError` if more steps of the run were skipped than taken. Call it before the last checkpoint.
 
-        `overflows_by_design`: the search for float16's loss scale skips steps too, more than a short run takes.
+        Does not raise with `overflows_by_design`: the search for the loss scale of float16 skips steps too, and in a
+        short run more than half of them.
         """
         total, in_a_row = self.counts.total, self.counts.in_a_row
         if 2 * total > num_steps and not overflows_by_design:
@@ -84,7 +87,7 @@ class SkipCounter:
                 f"{self._advice()}"
             )
         if in_a_row:
-            logger.warning("the run ends in a row of %d skipped steps: look at what it has learned", in_a_row)
+            logger.warning("the last %d steps of the run were skipped: check what it has learned", in_a_row)
 
     def _advice(self) -> str:
         recorded = recorded_steps(self._run_dir)
@@ -94,7 +97,7 @@ class SkipCounter:
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step of which the host does not know yet whether it was skipped: `skipped` may be read after `known`."""
+    """A step that may have been skipped: `skipped` may be read after the event `known`."""
 
     step: int
     epoch: int
@@ -106,14 +109,10 @@ class _PendingStep:
 
 
 class SkippedSteps:
-    """Counts skipped steps in `counter`, and records the first of them, without waiting for the GPU.
+    """A counter and recorder of skipped steps that does not wait for the GPU.
 
-    On the CPU it is known at once whether a step was skipped. On a GPU it is asked for when the next step is under way,
-    so the recorded state may be one step later.
-
-    adversary: of the config; in the alternating game one of the two players may have stepped in a skipped step.
-    precision, seed: of the config. In float16 only a step with a loss that is not finite is recorded.
-    command, train_manifest_sha256: for the records.
+    On a CPU it is known at once whether a step was skipped. On a GPU it is read when the next step has begun, so the
+    recorded state may be one step later. `counter` holds the counts.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class SkippedSteps:
         self._pending: deque[_PendingStep] = deque()
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
-        """Take note of a step. Raises `UserError` if too many in a row were skipped."""
+        """Add a step. Raises `UserError` if too many steps in a row were skipped."""
         skipped, known = _copy_to_host(output.skipped)
         self._pending.append(
             _PendingStep(batch.step, batch.epoch, batch.index_B, skipped, known, output.metrics, learning_rates)
@@ -147,10 +146,10 @@ class SkippedSteps:
             self._judge(self._pending.popleft(), num_done=batch.step + 1)
 
     def may_save(self, num_done: int, *, num_steps: int) -> bool:
-        """Return whether the state after `num_done` of `num_steps` steps is to be saved; if so, count it as saved.
+        """Return whether to save the state after `num_done` of `num_steps` steps; if so, count it as saved.
 
-        Waits for the last step. The last state of a run is always saved, unless the run has failed: raises `UserError`
-        if too many steps were skipped.
+        Waits for the last step. The last state of a run is always saved. Raises `UserError` if the run has failed,
+        because too many steps were skipped.
         """
         self.flush()
         if num_done < num_steps:
@@ -159,17 +158,17 @@ class SkippedSteps:
         return True
 
     def flush(self) -> None:
-        """Judge every step that was added; waits for the GPU."""
+        """Count every step that was added; waits for the GPU."""
         while self._pending:
             pending = self._pending.popleft()
             self._judge(pending, num_done=pending.step + 1)
 
     def _judge(self, pending: _PendingStep, *, num_done: int) -> None:
-        """Count a step, and record it if it was skipped; the training has done `num_done` steps."""
+        """Count a step, and record it if it was skipped. Training has done `num_done` steps."""
         if pending.known is not None:
             pending.known.synchronize()
         skipped = bool(pending.skipped)
-        # In float16 gradients overflow by design until the scale of the loss is found.
+        # In float16, gradients overflow by design until the loss scale is found.
         if skipped and (
             self._precision != "float16" or any_rank(not math.isfinite(float(pending.metrics["train/loss"])))
         ):
@@ -182,7 +181,7 @@ class SkippedSteps:
         self.counter.add(pending.step, skipped=skipped)
 
     def _record(self, pending: _PendingStep, *, num_done: int) -> bool:
-        """Write the record of a skipped step, with the state as it is now; return False if there is no room for it."""
+        """Write the record of a skipped step, with the present state. Return False if there is no room for it."""
         if not broadcast_object(rank() == 0 and has_room(self._run_dir, pending.step)):
             return False
         is_as_before = num_done == pending.step + 1 and self._is_undone(pending)
@@ -216,9 +215,9 @@ def _replay_command(run_dir: RunDir, step: int) -> str:
 
 
 def _copy_to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Begin to copy a flag to the host; return the copy and the event after which it may be read.
+    """Start to copy a flag to the host. Return the copy and the event after which it may be read.
 
-    A copy that begins later would wait for all kernels that were queued in between.
+    A copy that starts later would wait for all kernels that are queued until then.
     """
     if flag.device.type == "cpu":
         return flag, None

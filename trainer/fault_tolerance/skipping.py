@@ -1,7 +1,7 @@
-"""Skip a step whose gradient is not finite: decide it, and undo what the step has changed.
+"""Skip a step whose gradient is not finite: detect it, and undo the changes of the step.
 
 A gradient also counts as not finite if its numbers are finite but its length overflows float32. The optimizers square
-gradients in float32: such a step would leave inf in the moments of Adam, and these parameters would never move again.
+gradients in float32: such a step would leave inf in the moments of Adam, and the parameters would never change again.
 
 Every flag is a bool scalar on the training device. Guarantees: the host never waits for a GPU here, except for LAMB.
 """
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 
 def any_not_finite(norms: Iterable[Tensor]) -> Tensor:
-    """Return whether one of these scalars is inf or nan, as a bool scalar on their device."""
+    """Return whether any of these scalars is inf or nan, as a bool scalar on their device."""
     return ~torch.stack(list(norms)).isfinite().all()
 
 
 class StateSnapshot:
-    """The state that a forward changes without a gradient: batch norm's statistics, queues, banks, momentum encoders.
+    """A copy of the state that a forward pass changes: statistics of batch norm, queues, banks, momentum encoders.
 
     Parameters that are frozen after this object was made are not in it.
     """
@@ -31,15 +31,15 @@ class StateSnapshot:
         self._copies: list[Tensor] = []
 
     def take(self) -> None:
-        """Copy the state as it is now; drops the previous copy."""
+        """Copy the present state; drop the previous copy."""
         self._copies = [tensor.clone() for tensor in self._tensors()]
 
     def restore(self, skip: Tensor) -> None:
-        """Write the copies back if `skip` is true."""
+        """Write the copy back if `skip` is true."""
         _restore(self._tensors(), self._copies, skip)
 
     def _tensors(self) -> list[Tensor]:
-        """Return the tensors in a fixed order, listed anew: a module may replace a buffer by a new tensor."""
+        """Return the tensors in a fixed order. Lists them at each call, because a module may replace a buffer."""
         buffers = [buffer for module in self._modules for buffer in module.buffers()]
         return [tensor.detach() for tensor in [*buffers, *self._untrained]]
 
@@ -51,11 +51,11 @@ def step_unless(
     gradient_scale: Tensor | None = None,
     step: Callable[[], object] | None = None,
 ) -> None:
-    """Take one step unless `skip` is true; then parameters and optimizer state stay as they are.
+    """Take one step, unless `skip` is true; then parameters and optimizer state do not change.
 
-    `gradient_scale` is a float32 scalar by which gradients are divided first. `step` is called instead of
-    `optimizer.step`. A fused kernel reads both scalars itself. Any other optimizer on a GPU takes the step and takes it
-    back, which needs memory for a copy of parameters and state. LAMB counts its steps on the host, which has to wait.
+    `gradient_scale` is a float32 scalar by which gradients are divided first. `step` replaces `optimizer.step`. A fused
+    kernel reads both scalars itself. Any other optimizer on a GPU takes the step and undoes it, which needs memory for
+    a copy of parameters and state. LAMB counts its steps on the host, which has to wait.
     """
     step = optimizer.step if step is None else step
     if optimizer.defaults.get("fused"):
@@ -76,11 +76,11 @@ def step_unless(
         if not skip:
             step()
     else:
-        _step_and_take_back(step, tensors, skip)
+        _step_and_undo(step, tensors, skip)
 
 
-def _step_and_take_back(step: Callable[[], object], tensors: Sequence[Tensor], skip: Tensor) -> None:
-    """Call `step`, which changes no more than `tensors`, and undo it if `skip` is true."""
+def _step_and_undo(step: Callable[[], object], tensors: Sequence[Tensor], skip: Tensor) -> None:
+    """Call `step`, which changes only `tensors`, and undo it if `skip` is true."""
     copies = [tensor.detach().clone() for tensor in tensors]
     step()
     _restore(tensors, copies, skip)
@@ -88,6 +88,6 @@ def _step_and_take_back(step: Callable[[], object], tensors: Sequence[Tensor], s
 
 @torch.no_grad()
 def _restore(tensors: Sequence[Tensor], copies: Sequence[Tensor], skip: Tensor) -> None:
-    if skip.device.type != "cpu" or skip:  # on the CPU the flag can be read for free
+    if skip.device.type != "cpu" or skip:  # only on the CPU can the flag be read without waiting
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.copy_(torch.where(skip, copy, tensor))

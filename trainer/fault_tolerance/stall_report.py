@@ -1,6 +1,6 @@
-"""Reports of ranks that stand still or died: one of each rank, and one sentence and table for all.
+"""Reports of ranks that froze or died: one for each rank, and a summary of one sentence and a table.
 
-Imports only the standard library, as `trainer.fault_tolerance.sidecar` needs.
+Imports only the standard library, because `trainer.fault_tolerance.sidecar` imports it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 _PARSERS: dict[object, Callable[[str], Any]] = {"int": int, "float": float, "str": str}  # by annotation
-# The frames of a rank that waits for others: in a collective, in a backward that sends gradients, for its GPU.
+# Frames of a rank that waits: in a collective, in a backward pass that sends gradients, or for its GPU.
 _WAITS = re.compile(r"torch/distributed/|distributed/collectives|deepspeed/comm/|torch/cuda/|in _engine_run_backward")
 
 
@@ -22,12 +22,12 @@ class RankReport:
 
     Attributes:
         why: `silent`, `dead` (it was killed), `ended` (by an exception, or on request), or `asked` (it was well, but
-            another rank raised the alarm).
+            the sidecar of another rank raised the alarm).
         state: the state of the process, or how it ended.
-        beats: as in `Pulse`; equal for ranks that are equally far.
+        beats: the `beats` of `Pulse`; equal for ranks that are equally far.
         silent: seconds since its last sign of life.
-        stacks: the Python stacks of all its threads and of the processes that read for it, or why there are none.
-        limit: the setting that a silent rank exceeded: "watchdog.limit_seconds=40".
+        stacks: the Python stacks of all its threads and of its data workers, or why there are none.
+        limit: the setting that a silent rank exceeded, such as "watchdog.limit_seconds=40".
     """
 
     rank: int
@@ -56,13 +56,13 @@ class RankReport:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether the main thread, which is the last of the first process, waits for other ranks."""
+        """Return whether the main thread, the last thread of the first process, waits for other ranks."""
         threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", self.stacks.partition("\nprocess ")[0], flags=re.M)
         return _WAITS.search(threads[-1]) is not None
 
 
-def name_the_culprits(reports: Sequence[RankReport], *, world_size: int) -> str:
-    """Return a sentence: which ranks hold up the others, how that is known, and what to set if they are only slow."""
+def describe_culprits(reports: Sequence[RankReport], *, world_size: int) -> str:
+    """Return a sentence that names the ranks that hold up the others, with the evidence and the setting to raise."""
     exceeded = sorted({report.limit for report in reports if report.why == "silent" and report.limit})
     advice = f"; if the run is only slow, raise {' and '.join(exceeded)}" if exceeded else ""
     return _culprits(reports, world_size=world_size) + advice
@@ -78,7 +78,7 @@ def _culprits(reports: Sequence[RankReport], *, world_size: int) -> str:
         "is": [report for report in reports if report.why == "dead"]
         or [report for report in alive if report.state.startswith("stopped")],
         "is behind the others:": [report for report in alive if report.beats < most],
-        "does not wait for the others, as they do for it:": [
+        "does not wait for the others, which wait for it:": [
             report for report in alive if waiting and report not in waiting
         ],
     }
@@ -91,8 +91,8 @@ def _culprits(reports: Sequence[RankReport], *, world_size: int) -> str:
         report = reports[0]
         return f"rank 0 on {report.host} shows no sign of life for {report.silent:.0f} s: {_place(report)}"
     if missing:
-        return f"{_ranks(missing)} left no report, and the others wait: a host that died, or that others cannot reach"
-    return "all ranks stand still, and none of them stands out; their stacks say where"
+        return f"{_ranks(missing)} left no report, and the others wait: a host that died or cannot be reached"
+    return "all ranks stand still, and none of them stands out; their stacks show where"
 
 
 def _place(report: RankReport) -> str:
@@ -109,7 +109,7 @@ def merge(reports: Sequence[RankReport], *, world_size: int) -> str:
 
 
 def summary(reports: Sequence[RankReport], *, world_size: int) -> str:
-    """Return the sentence of `name_the_culprits`, and a table of the ranks."""
+    """Return the sentence of `describe_culprits`, and a table of the ranks."""
     header = ("rank", "host", "process", "found", "state", "step", "doing", "silent for", "open shards")
     by_rank = {report.rank: report for report in reports}
     rows = [header]
@@ -124,7 +124,7 @@ def summary(reports: Sequence[RankReport], *, world_size: int) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     written = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"{name_the_culprits(reports, world_size=world_size)}\n\n" + "\n".join(table) + f"\n\nwritten {written}\n"
+    return f"{describe_culprits(reports, world_size=world_size)}\n\n" + "\n".join(table) + f"\n\nwritten {written}\n"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

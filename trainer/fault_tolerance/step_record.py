@@ -1,6 +1,6 @@
-"""Records of skipped steps, for `python -m trainer.replay`.
+"""Write and read records of skipped steps, for `python -m trainer.replay`.
 
-RUN_DIR/nonfinite/step_00000123/ holds record.json and the state of each module and of the objective, as safetensors
+RUN_DIR/nonfinite/step_00000123/ holds record.json, and the states of all modules and of the objective as safetensors
 files. Invariant: a run keeps at most `MAX_RECORDS` records, so they cannot fill a disk.
 """
 
@@ -28,7 +28,7 @@ Value = float | Literal["inf", "-inf", "nan"]  # JSON has no numbers for the las
 
 
 class RankValues(Schema):
-    """The part of one rank in a step: the keys of its samples, and its loss and other metrics."""
+    """The values of one rank in a step: the keys of its samples, its loss and other metrics."""
 
     keys: tuple[str, ...]
     metrics: dict[str, Value]
@@ -46,14 +46,14 @@ class RankValues(Schema):
 
 
 class NonFiniteRecord(Schema):
-    """record.json: a skipped step.
+    """The content of record.json: a skipped step.
 
     Attributes:
-        step: from 0, as in `Batch.step`.
-        state_step: the number of steps done in the recorded state. It is above `step` if the loop had gone on before it
-            knew, or if the encoder had taken its step before the viewmaker's was skipped.
-        train_manifest_sha256: of the dataset of the samples.
-        ranks: in rank order; their keys together are the global batch.
+        step: the number of the step, from 0, like `Batch.step`.
+        state_step: the number of steps done in the recorded state. It is above `step` if the loop had already taken the
+            next step, or if the encoder had taken the step before the viewmaker skipped it.
+        train_manifest_sha256: the sha256 of the train set's manifest; None in records of an earlier version.
+        ranks: the values of the ranks, in rank order; their keys together are the global batch.
     """
 
     step: int
@@ -68,23 +68,23 @@ class NonFiniteRecord(Schema):
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the global batch, in its order."""
+        """Return the keys of the global batch, in its order."""
         return [key for values in self.ranks for key in values.keys]
 
     @property
     def bad_ranks(self) -> list[int]:
-        """The ranks whose own loss was not finite; empty if only a gradient was not."""
+        """Return the ranks whose own loss was not finite; an empty list if only a gradient was not finite."""
         return [number for number, values in enumerate(self.ranks) if isinstance(values.metrics["train/loss"], str)]
 
 
 def has_room(run_dir: RunDir, step: int) -> bool:
-    """Return whether a record of `step` is to be written: it has none yet, and the run has fewer than `MAX_RECORDS`."""
+    """Return whether to write a record of `step`: it has none yet, and the run has fewer than `MAX_RECORDS` records."""
     recorded = recorded_steps(run_dir)
     return step not in recorded and len(recorded) < MAX_RECORDS
 
 
 def write_record(run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write a record whole or not at all; `states` is by module name, with "objective" among them."""
+    """Write a record, whole or not at all. `states` holds the state of each module by name, and of "objective"."""
     directory = _directory(run_dir, record.step)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -103,10 +103,10 @@ def recorded_steps(run_dir: RunDir) -> list[int]:
 
 
 def read_record(run_dir: RunDir, step: int) -> tuple[NonFiniteRecord, dict[str, dict[str, Tensor]]]:
-    """Return the record of a step and its states, as in `write_record`. Raises `UserError` if there is none."""
+    """Return the record of a step and the states of `write_record`. Raises `UserError` if there is no record."""
     directory, steps = _directory(run_dir, step), recorded_steps(run_dir)
     if step not in steps:
-        have = f"it has those of steps {', '.join(map(str, steps))}" if steps else "no step of it was skipped"
+        have = f"it has records of steps {', '.join(map(str, steps))}" if steps else "none of its steps was skipped"
         raise UserError(f"{run_dir.path} has no record of step {step}; {have}")
     try:
         record = NonFiniteRecord.model_validate_json((directory / _RECORD_NAME).read_text())

@@ -1,11 +1,11 @@
 """Report a rank that freezes or dies, with its host, step, shards and stacks; then end all ranks.
 
-The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step every
+The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step, every
 stage and every block of a network gives a sign of life (`trainer.fault_tolerance.liveness`). A small process beside
-each rank reads them (`trainer.fault_tolerance.sidecar`). If they stop and the rank does not work either, or if the
-rank is killed, all ranks report and are ended, so that the launcher ends the job.
+each rank, its sidecar, reads the signs (`trainer.fault_tolerance.sidecar`). If they stop and the rank does no work, or
+if the rank is killed, all sidecars report and kill their ranks, so that the launcher ends the job.
 
-Invariant: no run that gives signs of life is ended, and none waits for ever. The rule is in
+Invariant: a run that gives signs of life is never ended, and a frozen run never waits forever. The limits are in
 `trainer.fault_tolerance.sidecar.SilenceTimer`.
 """
 
@@ -43,15 +43,15 @@ _START_SIDECAR = (
 
 
 class WatchdogConfig(Schema):
-    """The time that a rank may give no sign of life before all ranks are reported and ended.
+    """The limits on the time without a sign of life of a rank. Above a limit, all ranks are reported and ended.
 
     Attributes:
-        enabled: set it to false while you stop in a debugger.
-        limit_seconds: if it neither works nor waits for another rank: it is frozen.
-        waiting_seconds: if it waits for other ranks or for its GPU. Keep it below the 300 s after which a collective
-            fails by itself.
-        working_seconds: if it uses the processor all the time: one large operation, or an endless loop.
-        startup_seconds: until the first step is done, at least this long whatever it does.
+        enabled: set it to false while debugging.
+        limit_seconds: the limit while the rank neither works nor waits for another rank, so it is frozen.
+        waiting_seconds: the limit while it waits for other ranks or for its GPU. Keep it below 300 s, after which a
+            collective fails by itself.
+        working_seconds: the limit while it uses the processor: one large operation, or an endless loop.
+        startup_seconds: the least value of all limits until the first step is done.
     """
 
     enabled: bool = True
@@ -62,7 +62,7 @@ class WatchdogConfig(Schema):
 
 
 def start_watchdog(run_dir: RunDir, config: WatchdogConfig) -> Watchdog:
-    """Return the watchdog of this rank. Every rank calls this at the same time, once the process group is there."""
+    """Start the watchdog of this rank. Every rank must call this at the same time, after the process group is made."""
     start = broadcast_object(f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(2)}")
     return Watchdog(run_dir, config, rank=rank(), world_size=world_size(), start=start)
 
@@ -70,8 +70,8 @@ def start_watchdog(run_dir: RunDir, config: WatchdogConfig) -> Watchdog:
 class Watchdog:
     """A watch over this process until it is closed; a context manager. Does nothing on systems other than Linux.
 
-    `start` names this start of the run: the same on all ranks, and never used before. The reports of each start lie in
-    RUN_DIR/stalled/START; RUN_DIR/stalled.txt is the last one.
+    `start` names this start of the run: equal on all ranks, and never used before. The reports of each start lie in
+    RUN_DIR/stalled/START. RUN_DIR/stalled.txt is the last report.
     """
 
     def __init__(self, run_dir: RunDir, config: WatchdogConfig, *, rank: int, world_size: int, start: str) -> None:
@@ -89,7 +89,7 @@ class Watchdog:
         if sys.platform != "linux":
             logger.info("no watchdog on %s: a rank that freezes will not be reported", sys.platform)
             return
-        # Memory without a name is freed with the last process that holds it, and lies on no file system that may hang.
+        # Anonymous memory is freed when the last process that holds it ends, and needs no file system, which may hang.
         memory, self._stacks = os.memfd_create("watchdog"), os.memfd_create("stacks")
         os.ftruncate(memory, pulse.MEMORY_BYTES)
         self._memory = mmap.mmap(memory, pulse.MEMORY_BYTES)
@@ -115,7 +115,7 @@ class Watchdog:
             "working_seconds": config.working_seconds,
         }
         self._sidecar = subprocess.Popen(
-            # -I and -S: no environment, no site-packages, so that it starts fast and stays small.
+            # -I and -S leave out the environment and site-packages, so that it starts fast and stays small.
             [sys.executable, "-I", "-S", "-c", _START_SIDECAR, str(Path(__file__).parents[2]), json.dumps(task)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -126,19 +126,19 @@ class Watchdog:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that watches; None if there is none."""
+        """Return the process id of the sidecar; None if there is none."""
         return None if self._memory is None else self._sidecar.pid
 
     def beat(
         self, step: int, *, doing: str, shards: Sequence[str] | None = None, may_take_seconds: float = 0.0
     ) -> None:
-        """Note that this rank begins a part of a step, such as "reading". Costs a few microseconds.
+        """Note that this rank begins a part of a step, such as "reading". Takes a few microseconds.
 
-        All ranks make the same calls, so the number of calls tells which rank is behind.
+        All ranks make the same calls, so the number of calls shows which rank is behind.
 
         Args:
-            shards: those that it reads from now on; None if they stay the same.
-            may_take_seconds: announces a silence of this length until the next beat, as `patience` does.
+            shards: the shards that it reads from now on; None if they stay the same.
+            may_take_seconds: the time without a sign of life that is allowed until the next beat, as in `patience`.
         """
         if self._startup_patience:
             if self._first_step is None:
@@ -151,7 +151,7 @@ class Watchdog:
         self._write(doing, shards)
 
     def sign(self) -> None:
-        """Note that the step goes on; see `trainer.fault_tolerance.liveness`. Costs less than a microsecond."""
+        """Note that the step goes on; see `trainer.fault_tolerance.liveness`. Takes less than a microsecond."""
         self._signs += 1
         if self._memory is not None:
             pulse.write_sign(self._memory, self._signs, self._waits, self._stage_bytes)
@@ -163,14 +163,14 @@ class Watchdog:
         self.sign()
         return before
 
-    def step_at_hand(self) -> str:
-        """Return which step is under way, its stage and for how long: "first step: forward, 120 s"."""
+    def describe_step(self) -> str:
+        """Return the present step, its stage and its duration: "first step: forward, 120 s"."""
         which = "first step" if self._startup_patience else f"step {self._step + 1}"
         return f"{which}: {self.stage or self._doing}, {time.monotonic() - self._step_began:.0f} s"
 
     @contextlib.contextmanager
     def patience(self, seconds: float, doing: str) -> Iterator[None]:
-        """Allow `seconds` without a sign of life inside, for a checkpoint, a probe or a compilation."""
+        """Allow `seconds` without a sign of life inside the block, for a checkpoint, a probe or a compilation."""
         before, self._patience = self._patience, max(self._patience, seconds)
         self._write(doing)
         try:
@@ -180,7 +180,7 @@ class Watchdog:
             self._write(f"after {doing}")
 
     def close(self, *, ending: str = "") -> None:
-        """End the watch. `ending` is the exception with which this rank leaves, if any; a report of others shows it."""
+        """End the watch. `ending` is the exception with which this rank leaves, if any; the reports show it."""
         liveness.stop_listening(self)
         if self._memory is None:
             return
@@ -192,7 +192,7 @@ class Watchdog:
         self._memory.close()
         self._memory = None
         if ending:
-            return  # the sidecar may ask for the stacks until this process has left
+            return  # the sidecar may request the stacks until this process has ended
         try:
             self._sidecar.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -200,7 +200,7 @@ class Watchdog:
             self._sidecar.wait()
         faulthandler.unregister(sidecar.DUMP_SIGNAL)
         for number in self._asked:
-            if signal.getsignal(number) == signal.SIG_DFL:  # else another handler was set meanwhile, and it stays
+            if signal.getsignal(number) == signal.SIG_DFL:  # do not remove a handler that was set since
                 faulthandler.unregister(number)
         os.close(self._stacks)
 

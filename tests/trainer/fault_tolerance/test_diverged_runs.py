@@ -106,8 +106,8 @@ def test_no_checkpoint_is_written_of_skipped_steps_alone(
         start(run_dir, configure(data, "checkpoint_every_steps=1", num_steps=8))
     assert saved_steps(run_dir) == [1, 2, 6, 7, 8]  # the last one all the same, for the run is finished
     assert saved_counts(run_dir) == SkipCounts(total=4, in_a_row=1)
-    assert "no checkpoint of step 5: every step since that of step 2 was skipped" in caplog.text
-    assert "the run ends in a row of 1 skipped steps" in caplog.text
+    assert "no checkpoint at step 5: every step since the checkpoint of step 2 was skipped" in caplog.text
+    assert "the last 1 steps of the run were skipped" in caplog.text
     assert json.loads(run_dir.provenance.read_text())["finished_step"] == 8
 
 

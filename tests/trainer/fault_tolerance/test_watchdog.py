@@ -34,7 +34,7 @@ from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.fault_tolerance.pulse import Pulse, read_pulse
 from trainer.fault_tolerance.sidecar import Activity, Rank, SilenceTimer
-from trainer.fault_tolerance.stall_report import RankReport, name_the_culprits
+from trainer.fault_tolerance.stall_report import RankReport, describe_culprits
 from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
 from trainer.profiling import stage
 from trainer.run_dir import RunDir
@@ -207,7 +207,7 @@ def test_an_end_that_is_not_a_stall_is_quiet(
     [
         (toy_ranks.freeze, "rank 0 on {host} shows no sign of life for 1 s: sleeping, in step 2 (step)", -9),
         (toy_ranks.be_killed, "rank 0 on {host} is dead (killed", -9),
-        (toy_ranks.leave_without_a_word, "rank 0 on {host} is dead (killed, or it left without a word)", 3),
+        (toy_ranks.leave_without_a_word, "rank 0 on {host} is dead (killed, or it left without a message)", 3),
     ],
 )
 def test_a_rank_alone(tmp_path: Path, body: Callable[[Watchdog], None], said: str, status: int) -> None:
@@ -262,7 +262,7 @@ def test_an_announced_silence_ends_with_the_next_beat(tmp_path: Path) -> None:
         assert (pulse.patience, pulse.place) == (0, "training")
         with stage("forward"):
             assert read_pulse(watchdog._memory).place == "training, forward"
-            assert watchdog.step_at_hand() == "step 2: forward, 0 s"
+            assert watchdog.describe_step() == "step 2: forward, 0 s"
 
 
 @pytest.mark.process
@@ -300,20 +300,20 @@ ELSEWHERE = 'Thread 0x2 (most recent call first):\n  File "torch/distributed/x.p
         ({"why": "dead", "state": "dead (killed)", "beats": 9}, "rank 1 on b is dead (killed), in step 10 (step)"),
         ({"state": "stopped by a signal", "stacks": "x"}, "rank 1 on b is stopped by a signal, in step 10"),
         ({"beats": 20, "doing": "data"}, "rank 1 on b is behind the others: sleeping, in step 10 (data), reading s"),
-        ({"stacks": ELSEWHERE}, "rank 1 on b does not wait for the others, as they do for it: sleeping, in step 10"),
+        ({"stacks": ELSEWHERE}, "rank 1 on b does not wait for the others, which wait for it: sleeping, in step 10"),
         ({}, "all ranks stand still, and none of them stands out"),
     ],
 )
 def test_who_holds_up_the_others(odd: dict[str, Any], sentence: str) -> None:
     reports = [WELL, replace(WELL, rank=1, host="b", **odd), replace(WELL, rank=2, host="c")]
-    assert name_the_culprits(reports, world_size=3).startswith(sentence)
+    assert describe_culprits(reports, world_size=3).startswith(sentence)
     assert [RankReport.parse(report.text()) for report in reports] == reports
 
 
 def test_who_left_no_report_is_named() -> None:
-    assert name_the_culprits([WELL, replace(WELL, rank=3)], world_size=4).startswith("ranks 1, 2 left no report")
+    assert describe_culprits([WELL, replace(WELL, rank=3)], world_size=4).startswith("ranks 1, 2 left no report")
     stopped = replace(WELL, rank=3, state="stopped by a signal")
-    assert name_the_culprits([WELL, stopped], world_size=4).endswith("; ranks 1, 2 left no report")
+    assert describe_culprits([WELL, stopped], world_size=4).endswith("; ranks 1, 2 left no report")
 
 
 LIMITS: dict[Activity, float] = {"idle": 10, "waiting": 50, "working": 100}
@@ -322,29 +322,29 @@ PULSE = Pulse(beats=1, step=0, patience=0.0, closed=False, doing="", shards="", 
 
 def test_an_announced_patience_raises_the_limit_until_the_next_beat() -> None:
     timer, patient = SilenceTimer(LIMITS), replace(PULSE, patience=600)
-    timer.too_long(patient, elapsed=0)
-    assert not timer.too_long(patient, elapsed=600)
-    assert timer.too_long(patient, elapsed=0.1) == "idle"
-    assert not timer.too_long(replace(PULSE, beats=2), elapsed=1)
-    assert not timer.too_long(replace(PULSE, beats=2), elapsed=10)
-    assert timer.too_long(replace(PULSE, beats=2), elapsed=0.1) == "idle"
+    timer.exceeded(patient, elapsed=0)
+    assert not timer.exceeded(patient, elapsed=600)
+    assert timer.exceeded(patient, elapsed=0.1) == "idle"
+    assert not timer.exceeded(replace(PULSE, beats=2), elapsed=1)
+    assert not timer.exceeded(replace(PULSE, beats=2), elapsed=10)
+    assert timer.exceeded(replace(PULSE, beats=2), elapsed=0.1) == "idle"
 
 
 def test_a_sign_of_life_ends_a_silence_without_a_beat() -> None:
     timer = SilenceTimer(LIMITS)
     for signs in range(10):
-        assert not timer.too_long(replace(PULSE, signs=signs), elapsed=8)
+        assert not timer.exceeded(replace(PULSE, signs=signs), elapsed=8)
     assert timer.seconds == 0
 
 
 @pytest.mark.parametrize("activity", LIMITS)
 def test_each_kind_of_silence_has_its_own_limit(activity: Activity) -> None:
     timer = SilenceTimer(LIMITS)
-    timer.too_long(PULSE, elapsed=0)
-    assert not timer.too_long(PULSE, elapsed=LIMITS[activity], activity=activity)
+    timer.exceeded(PULSE, elapsed=0)
+    assert not timer.exceeded(PULSE, elapsed=LIMITS[activity], activity=activity)
     for other in LIMITS.keys() - {activity}:
-        assert not timer.too_long(PULSE, elapsed=LIMITS[other], activity=other)
-    assert timer.too_long(PULSE, elapsed=0.1, activity=activity) == activity
+        assert not timer.exceeded(PULSE, elapsed=LIMITS[other], activity=other)
+    assert timer.exceeded(PULSE, elapsed=0.1, activity=activity) == activity
 
 
 @pytest.mark.slow
