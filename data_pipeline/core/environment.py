@@ -25,7 +25,7 @@ def variable(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def forget_empty_variables(prefix: str) -> None:
+def unset_empty_variables(prefix: str) -> None:
     """Unset the empty variables of this process that begin with `prefix`, for a library that cannot read them."""
     for name, value in list(os.environ.items()):
         if name.startswith(prefix) and not value:

@@ -1,1 +1,1 @@
-"""Save and restore the whole state of a run."""
+"""Save and restore the whole state of a run in checkpoints."""

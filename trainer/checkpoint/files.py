@@ -1,8 +1,8 @@
-"""The files of a checkpoint: tensors, and an index that tells whether they are whole.
+"""Write and read the files of a checkpoint: tensors, and an index that shows whether they are whole.
 
-Input: states, tensors by name. Output: a directory of safetensors files and `checkpoint.json`, which is written last
-and holds each file's size and SHA-256. Invariants: reading a file runs nothing that is written in it; a file that was
-cut or changed is never loaded.
+Input: states, which are tensors by name. Output: a directory of safetensors files and `checkpoint.json`, which is
+written last and holds the size and SHA-256 of each file. Invariants: reading a file never runs code from it; a file
+that was cut or changed is never loaded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from data_pipeline.core.schema import Schema
 from trainer.checkpoint.run_state import RunState
 from trainer.run_dir import RunDir, steps_in
 
-FORMAT_VERSION = 2  # 1 had no `run` in its index
+FORMAT_VERSION = 2  # format 1 had no `run` in its index
 INDEX_NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
-OBJECTIVE, RUN = "objective", "run"  # names of files, beside those of the trained modules
+OBJECTIVE, RUN = "objective", "run"  # file names, besides the names of the trained modules
 
 _WRITE_BUFFER = 1 << 20
 _DTYPE_NAMES = {
@@ -45,16 +45,16 @@ _DTYPE_NAMES = {
 
 
 class FileRecord(Schema):
-    """The size and the hash that a file must have."""
+    """The expected size and hash of a file."""
 
     num_bytes: NonNegativeInt
     sha256: str
 
 
 class CheckpointIndex(Schema):
-    """The content of `checkpoint.json`; `files` is by name in the same directory.
+    """The content of `checkpoint.json`; `files` holds the files of the same directory by name.
 
-    `run` is None in format 1, which had no such field, and if the caller has no such state.
+    `run` is None in format 1, and if the caller has no such state.
     """
 
     format_version: PositiveInt
@@ -64,13 +64,13 @@ class CheckpointIndex(Schema):
 
 
 class DamagedError(Exception):
-    """A checkpoint is not whole. The message names the file and the reason, as a part of a sentence."""
+    """A checkpoint is not whole. The message is a part of a sentence, with the file and the reason."""
 
 
 def write_files(
     directory: Path, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None = None
 ) -> int:
-    """Write each state as `NAME.safetensors`, then the index, and flush all to the disk; return the number of bytes.
+    """Write each state as `NAME.safetensors`, then the index, and flush them to the disk; return the number of bytes.
 
     Tensors must be contiguous and on the CPU.
     """
@@ -88,10 +88,10 @@ def write_files(
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write contiguous CPU tensors as a safetensors file, and flush it to the disk.
 
-    Unlike the library's own writer, it makes no second copy of the tensors, hashes while it writes, does not block the
-    training thread by Python's lock, and reports a full disk as `OSError`.
+    Unlike the library's own writer, it makes no second copy of the tensors, computes the hash while it writes, does not
+    block the training thread with Python's lock, and reports a full disk as `OSError`.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # this aligns all tensors
     header: dict[str, object] = {}
     end = 0
     for name in names:
@@ -117,7 +117,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 def read_index(directory: Path) -> CheckpointIndex:
     """Return the index of a checkpoint.
 
-    Raises `DamagedError` if there is none or it cannot be read, `UserError` if a newer version wrote it.
+    Raises `DamagedError` if it is missing or cannot be read, and `UserError` if a newer version wrote it.
     """
     path = directory / INDEX_NAME
     try:
@@ -130,58 +130,58 @@ def read_index(directory: Path) -> CheckpointIndex:
             )
         index = CheckpointIndex.model_validate(value)
     except FileNotFoundError:
-        raise DamagedError(f"{INDEX_NAME} is not there" if directory.is_dir() else "it is not there") from None
+        raise DamagedError(f"{INDEX_NAME} is missing" if directory.is_dir() else "it is missing") from None
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError):
         raise DamagedError(f"{INDEX_NAME} cannot be read") from None
     if odd := [name for name in index.files if Path(name).name != name]:
-        raise DamagedError(f"{INDEX_NAME} names {odd[0]!r}, which is no file beside it")
+        raise DamagedError(f"{INDEX_NAME} names {odd[0]!r}, which is not a file beside it")
     return index
 
 
 def check_sizes(directory: Path) -> CheckpointIndex:
-    """Return the index if every file is there with its size; raises as `read_index` does, also if one is not."""
+    """Return the index if every file is there with its size. Raises `DamagedError` if not, and like `read_index`."""
     index = read_index(directory)
     for name, record in index.files.items():
         try:
             num_bytes = (directory / name).stat().st_size
         except OSError:
-            raise DamagedError(f"{name} is not there") from None
+            raise DamagedError(f"{name} is missing") from None
         if num_bytes != record.num_bytes:
-            raise DamagedError(f"{name} has {num_bytes:,} bytes where {record.num_bytes:,} were written")
+            raise DamagedError(f"{name} has {num_bytes:,} bytes, but {record.num_bytes:,} were written")
     return index
 
 
 def check_whole(directory: Path, *, only: Collection[str] | None = None) -> CheckpointIndex:
-    """Return the index if every file is there, and every byte is the one that was written.
+    """Return the index if every file is there and no byte has changed since it was written.
 
-    `only` limits the check of bytes to these files. Raises as `read_index` does, also if the check fails.
+    `only` limits the check of bytes to these files. Raises `DamagedError` if the check fails, and like `read_index`.
     """
     index = check_sizes(directory)
     for name in index.files if only is None else only:
         if (record := index.files.get(name)) is None:
-            raise DamagedError(f"{name} is not there")
+            raise DamagedError(f"{name} is missing")
         try:
             with (directory / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise DamagedError(f"{name} cannot be read: {error.strerror}") from None
         if found != record.sha256:
-            raise DamagedError(f"{name} holds other bytes than were written")
+            raise DamagedError(f"{name} has changed since it was written")
         check_readable(directory / name)
     return index
 
 
 def check_readable(path: Path) -> None:
-    """Raise `DamagedError` unless there is a safetensors file at `path`; reads only its header."""
-    with _explained(path), safetensors.safe_open(path, framework="pt"):
+    """Raise `DamagedError` if there is no safetensors file at `path`. Reads only its header."""
+    with _explain_errors(path), safetensors.safe_open(path, framework="pt"):
         pass
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file; raises `DamagedError` if it is none. Nothing in it is run."""
-    with _explained(path):
+    """Return the tensors of a safetensors file. Raises `DamagedError` if it cannot be read. Runs no code from it."""
+    with _explain_errors(path):
         state: dict[str, Tensor] = safetensors.torch.load_file(path)
         return state
 
@@ -196,11 +196,11 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise DamagedError(f"{path.name} is not there") from None
+        raise DamagedError(f"{path.name} is missing") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise DamagedError(f"{path.name} cannot be read: {str(error).splitlines()[0]}") from None
 
@@ -215,7 +215,7 @@ def all_steps(run_dir: RunDir) -> list[int]:
 
 
 def latest_step(run_dir: RunDir) -> int | None:
-    """Return the step that LATEST names; None if there is no such file, or if a failing disk damaged it."""
+    """Return the step in LATEST; None if there is no such file, or if a failing disk damaged it."""
     try:
         return run_dir.latest_step()
     except ValueError:

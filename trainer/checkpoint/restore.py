@@ -1,4 +1,4 @@
-"""Load checkpoints: whole runs for training to go on, or modules alone for probes and analyses."""
+"""Load checkpoints: the whole state of a run to continue training, or only modules for probes and analyses."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that a run goes on from: its step, and the run's state besides tensors.
+    """The checkpoint from which a run goes on: its step, and the state of the run besides tensors.
 
-    At the start of a run the step is 0 and there is no state. A checkpoint of format 1 has no state either.
+    At the start of a run, the step is 0 and there is no state. A checkpoint of format 1 has no state either.
     """
 
     step: int
     run: RunState | None
 
     def trained_on(self, run_dir: RunDir) -> DataIdentity | None:
-        """Return the datasets behind the checkpoint; None if there is no checkpoint, or nothing is known of them."""
+        """Return the datasets that the checkpoint was trained on; None if there is no checkpoint, or if unknown."""
         if self.step == 0:
             return None
         return identity_in_provenance(run_dir) if self.run is None else self.run.data
@@ -66,11 +66,11 @@ def restore(
 ) -> Restored:
     """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
 
-    Returns its step and state; the step is 0 if there is none yet. A damaged checkpoint is passed over with a warning.
+    Returns its step and state; the step is 0 if there is no checkpoint yet. Skips a damaged checkpoint with a warning.
 
     Raises:
-        UserError: on one rank, if none is whole, or if the newest is of a newer version of this project or of another
-            architecture.
+        UserError: on one rank, if no checkpoint is whole, or if the newest one is from a newer version of this project
+            or has another architecture.
         SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
     """
 
@@ -111,17 +111,17 @@ def restore(
 def load_weights(
     run_dir: RunDir, modules: Mapping[str, nn.Module], *, step: int | None = None
 ) -> tuple[int, DataIdentity | None]:
-    """Load the weights of modules at `step` (None: the newest whole checkpoint); step 0 leaves them as they are.
+    """Load the weights of modules at `step` (None: the newest whole checkpoint); step 0 does not change them.
 
-    Returns the step, and the datasets behind it (None if they are not known). Training may go on meanwhile. Raises
-    `UserError` if there is no such step, or if it cannot be loaded.
+    Returns the step, and the datasets that it was trained on (None if unknown). Training may go on at the same time.
+    Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
     if step is None:
         step = _load_newest(run_dir, modules)
     elif step > 0:
         if not run_dir.checkpoint(step).is_dir():
             steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
-            raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has those of steps {steps}")
+            raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has checkpoints of steps {steps}")
         try:
             _check_modules(run_dir.checkpoint(step), modules)
             _load_modules(run_dir.checkpoint(step), modules)
@@ -131,19 +131,19 @@ def load_weights(
 
 
 def _trained_on(run_dir: RunDir, step: int) -> DataIdentity | None:
-    """Return the datasets behind a checkpoint that is read; None if they are not known, or training has pruned it."""
+    """Return the datasets that a checkpoint was trained on; None if unknown, or if training has pruned it."""
     try:
         return Restored(step, read_index(run_dir.checkpoint(step)).run if step > 0 else None).trained_on(run_dir)
-    except DamagedError:  # a checkpoint from before there was an index is read all the same
+    except DamagedError:  # an old checkpoint without an index
         return identity_in_provenance(run_dir)
 
 
 def _load_newest(run_dir: RunDir, modules: Mapping[str, nn.Module]) -> int:
-    """Load the newest checkpoint that is whole, and return its step; one that training prunes meanwhile is no error."""
+    """Load the newest whole checkpoint, and return its step. If training prunes it meanwhile, load the next one."""
     latest = latest_step(run_dir)
     step = _newest_whole(run_dir, only=modules)
     if step is None:
-        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
+        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
     try:
         _load_modules(run_dir.checkpoint(step), modules)
     except DamagedError as error:
@@ -154,7 +154,7 @@ def _load_newest(run_dir: RunDir, modules: Mapping[str, nn.Module]) -> int:
 
 
 def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
-    """Raises `DamagedError`, or `UserError` if the checkpoint is of other modules."""
+    """Load modules. Raises `DamagedError`, or `UserError` if the checkpoint has other modules."""
     for name, module in modules.items():
         state = read_tensors(directory / f"{name}{SUFFIX}")
         _check_fits(directory / f"{name}{SUFFIX}", state, module.state_dict())
@@ -162,9 +162,7 @@ def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _check_modules(directory: Path, names: Collection[str]) -> None:
-    """Raise `DamagedError` unless these modules can be read. A checkpoint from before there was an index has none to be
-    checked by; its files are taken as they are.
-    """
+    """Raise `DamagedError` if these modules cannot be read. An old checkpoint has no index, so check its headers."""
     files = [f"{name}{SUFFIX}" for name in names]
     if (directory / INDEX_NAME).is_file():
         check_whole(directory, only=files)
@@ -173,7 +171,7 @@ def _check_modules(directory: Path, names: Collection[str]) -> None:
 
 
 def _steps_by_preference(run_dir: RunDir) -> list[int]:
-    """Return the steps of all checkpoints: the one that `LATEST` names, then the others from the newest on."""
+    """Return the steps of all checkpoints: the step in `LATEST` first, then the others from the newest on."""
     latest = latest_step(run_dir)
     others = [step for step in reversed(all_steps(run_dir)) if step != latest]
     return others if latest is None else [latest, *others]
@@ -182,8 +180,8 @@ def _steps_by_preference(run_dir: RunDir) -> list[int]:
 def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
     """Return the step of the first whole checkpoint by preference; None if there are no checkpoints.
 
-    `only` limits the check to these modules. Logs which checkpoints were passed over, and why. Raises `UserError` if
-    none is whole, or if a newer version of this project wrote the first one.
+    `only` limits the check to these modules. Logs the skipped checkpoints with the reasons. Raises `UserError` if no
+    checkpoint is whole, or if a newer version of this project wrote the first one.
     """
     latest = latest_step(run_dir)
     skipped: list[str] = []
@@ -195,17 +193,17 @@ def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> in
             else:
                 _check_modules(directory, only)
         except DamagedError as error:
-            skipped.append(f"that of step {step} is damaged: {error}")
+            skipped.append(f"step {step} is damaged: {error}")
             continue
         break
     else:
         step = 0
-    if skipped and latest_step(run_dir) != latest:  # training replaced it meanwhile
+    if skipped and latest_step(run_dir) != latest:  # training has replaced it since
         return _newest_whole(run_dir, only=only)
     if skipped and not step:
         raise UserError(
-            f"no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(skipped)}); copy one there, or pass another "
-            "--run-dir to start anew"
+            f"no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(skipped)}); copy a whole one there, or pass "
+            "another --run-dir to start again"
         )
     if skipped:
         logger.warning("taking the checkpoint of step %d, because %s", step, "; ".join(skipped))
@@ -220,7 +218,7 @@ def _read_explained(directory: Path, name: str) -> dict[str, Tensor]:
 
 
 def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raise `UserError` with the name of the first tensor that is in one of them only, or has another shape."""
+    """Raise `UserError` with the name of the first tensor that differs in shape, or is in only one of the two."""
 
     def shape(state: Mapping[str, Tensor], name: str) -> str:
         return f"of shape {tuple(state[name].shape)}" if name in state else "absent"
@@ -229,8 +227,8 @@ def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Te
         in_file, in_config = shape(found, name), shape(wanted, name)
         if in_file != in_config:
             raise UserError(
-                f"{path} is of another architecture ({name} is {in_file} there and {in_config} by this config); train "
-                "on with the config that it was made with, or pass another --run-dir"
+                f"{path} has another architecture ({name} is {in_file} there and {in_config} by this config); go on "
+                "with the config that it was trained with, or pass another --run-dir"
             )
 
 
@@ -239,9 +237,9 @@ def _cannot_load(path: Path, reason: str) -> str:
 
 
 def _together(action: Callable[[], T]) -> T:
-    """Return the result of `action` on this rank, unless it raises `UserError` on some rank.
+    """Return the result of `action` on this rank. If it raises `UserError` on some rank, all ranks end.
 
-    Then the first of these ranks raises it, and all others raise SystemExit(2), which prints nothing.
+    The first of these ranks raises its error, and all others raise SystemExit(2), which prints nothing.
     """
     result: list[T] = []
     error: UserError | None = None

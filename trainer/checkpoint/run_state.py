@@ -1,6 +1,6 @@
-"""The state of a run besides its tensors: which datasets it is trained on, and its counters. Checkpoints hold it.
+"""The state of a run besides its tensors: the datasets that it is trained on, and its counters. Checkpoints hold it.
 
-Invariant: a run goes on with the datasets that it was trained on, or the user has named the new ones.
+Invariant: a run goes on with the same datasets, or with new ones that the user has accepted.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class DataIdentity(Schema):
 
     @property
     def name(self) -> str:
-        """A short name of both together, which `--accept-data` takes."""
+        """Return a short name of both together, for `--accept-data`."""
         both = f"{self.train_manifest_sha256} {self.test_manifest_sha256}"
         return hashlib.sha256(both.encode()).hexdigest()[:_NAME_DIGITS]
 
 
 class SkipCounts(Schema):
-    """The number of skipped steps of a run, and of those in a row up to now."""
+    """The number of skipped steps of a run in total, and in a row up to the last step."""
 
     total: NonNegativeInt = 0
     in_a_row: NonNegativeInt = 0
 
 
 class RunState(Schema):
-    """The part of a checkpoint that is not tensors. `bad_samples` are those met up to its step, sorted by index."""
+    """The part of a checkpoint besides tensors. `bad_samples` holds all up to its step, sorted by index."""
 
     data: DataIdentity
     skipped: SkipCounts = SkipCounts()
@@ -48,10 +48,7 @@ class RunState(Schema):
 
 
 def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:
-    """Return the datasets that provenance.json names; None if it names none.
-
-    Checkpoints of format 1 hold no identity of their own, so theirs is taken from here.
-    """
+    """Return the datasets in provenance.json; None if it names none. Checkpoints of format 1 do not hold them."""
     facts = run_dir.read_provenance()
     named = {name: facts[name] for name in DataIdentity.model_fields if facts.get(name)}
     return DataIdentity(**named) if named.keys() == DataIdentity.model_fields.keys() else None
@@ -67,10 +64,10 @@ def check_same_data(
     test_dir: str,
     accepted: Collection[str] = (),
 ) -> bool:
-    """Return whether the data of the checkpoint of `step` were replaced, and the user has accepted the new ones.
+    """Return whether the datasets have changed since the checkpoint of `step`, and the user has accepted the new ones.
 
-    `trained_on` is None if nothing is known of them; then everything is taken. Raises `UserError` for data that are
-    neither those of the checkpoint nor named in `accepted`.
+    `trained_on` None means that the old datasets are unknown; then any datasets are accepted. Raises `UserError` if the
+    datasets have changed and the new ones are not in `accepted`.
     """
     if trained_on is None or trained_on == now:
         return False
@@ -83,22 +80,22 @@ def check_same_data(
     )
     raise UserError(
         f"{where} holds another dataset (manifest {manifest[:_NAME_DIGITS]}) than the one with which {run_dir.path} "
-        f"came to step {step} (manifest {before[:_NAME_DIGITS]}); put that back, pass another --run-dir, or go on with "
-        f"the new data by --accept-data {now.name}"
+        f"came to step {step} (manifest {before[:_NAME_DIGITS]}); put that one back, pass another --run-dir, or go on "
+        f"with the new data by --accept-data {now.name}"
     )
 
 
 def other_data(
     trained_on: DataIdentity | None, *, which: Literal["train", "test"], sha256: str, location: str
 ) -> str | None:
-    """Return a warning if the dataset that is read is not that of the training; None if it is, or that is not known.
+    """Return a warning if the run was trained on another dataset; None if not, or if that is unknown.
 
-    `sha256` is that of the manifest at `location`.
+    `sha256` is the hash of the manifest at `location`.
     """
     before = None if trained_on is None else getattr(trained_on, f"{which}_manifest_sha256")
     if before in {None, sha256}:
         return None
     return (
         f"{location} holds another dataset (manifest {sha256[:_NAME_DIGITS]}) than the one with which the run was "
-        f"trained (manifest {before[:_NAME_DIGITS]}); the numbers are of what it holds now"
+        f"trained (manifest {before[:_NAME_DIGITS]}); the numbers belong to the present dataset"
     )

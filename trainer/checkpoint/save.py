@@ -1,17 +1,18 @@
-"""Save checkpoints: the whole state of a run at a step, complete or not there at all.
+"""Save checkpoints: the whole state of a run at a step.
 
     checkpoints/step_00000500/  encoder.safetensors    encoder_optimizer.safetensors
                                 viewmaker.safetensors  viewmaker_optimizer.safetensors  (if the views are learned)
                                 objective.safetensors  objective_optimizer.safetensors  (if it has state, if it learns)
-                                run.safetensors        (if the loop has tensors of its own: a loss scale)
+                                run.safetensors        (if the loop has tensors: a loss scale)
                                 checkpoint.json        (each file's size and SHA-256; the datasets and the counters)
     LATEST                      step_00000500
 
-Training stops for a copy to host memory. A thread of the first rank writes that copy to a temporary directory, flushes
-it to the disk and renames it. Then it replaces `LATEST`, and then it prunes older checkpoints. So a kill at any moment
-leaves the previous checkpoint or the new one. State is whole and filed by name, so any number of ranks and any kind of
-engine can load it. The stream needs no state of its own: its position is the step. Nothing in a checkpoint is code, and
-loading one runs none.
+Training stops for a copy to host memory. A thread of the first rank writes the copy to a temporary directory, flushes
+it to the disk and renames it. Then it replaces `LATEST`, and then it prunes older checkpoints.
+
+Guarantees: a kill at any moment leaves the previous checkpoint or the new one. State is whole and filed by name, so any
+number of ranks and any kind of engine can load it. A checkpoint holds no code, and loading it runs none. The stream has
+no state, because its position is the step.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from trainer.run_dir import RunDir, write_atomically
 logger = logging.getLogger(__name__)
 
 
-_ALIGNMENT = 64  # bytes, of a tensor in the host's copy
-# Ranks that do not write wait in collectives. A new one every minute, so that none times out behind a slow disk.
+_ALIGNMENT = 64  # bytes, of a tensor in the copy in host memory
+# The ranks that do not write wait in a collective, a new one every minute, so that none times out if the disk is slow.
 _WAIT_SECONDS = 60.0
 
 
@@ -58,7 +59,7 @@ _WAIT_SECONDS = 60.0
 class HostCopy:
     """A copy of states in host memory, complete once `wait` has returned.
 
-    `device_seconds` is then the time that the GPU needed for it.
+    `device_seconds` is then the time that the GPU needed for the copy.
     """
 
     states: Mapping[str, Mapping[str, Tensor]]
@@ -74,13 +75,13 @@ class HostCopy:
 
 
 class HostMemory:
-    """One block of host memory for all copies: allocated once, and pinned if tensors come from a GPU."""
+    """A block of host memory for all copies. It is allocated once, and pinned if tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, states: Mapping[str, Mapping[str, Tensor]]) -> HostCopy:
-        """Begin a contiguous copy, which overwrites the previous one.
+        """Start a contiguous copy, which overwrites the previous one.
 
         Copies from a GPU are queued in its current stream, before all later kernels.
         """
@@ -105,18 +106,18 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The outcome of a write, for the other ranks; `error` is None if there was none."""
+    """The outcome of a write, for the other ranks; `error` is None if it succeeded."""
 
     error: str | None
     is_user_error: bool
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints in the background, one at a time, and keeps the newest `keep`.
+    """A writer of a run's checkpoints in the background, one at a time, which keeps the newest `keep`.
 
-    Every rank has one, and calls `save` and `close` at the same steps. An error in the thread of the first rank is
-    raised by the next of these calls, on every rank. As a context manager it closes itself; after an exception in the
-    loop it still finishes the checkpoint that is being written.
+    Every rank has one, and must call `save` and `close` at the same steps. If the thread of the first rank fails, the
+    next of these calls raises its error on every rank. As a context manager, it closes itself; after an exception in
+    the loop, it still finishes the checkpoint that is being written.
     """
 
     def __init__(self, run_dir: RunDir, *, keep: int) -> None:
@@ -136,18 +137,18 @@ class CheckpointWriter:
         extra: Mapping[str, Tensor] | None = None,
         run: RunState | None = None,
     ) -> None:
-        """Begin to write the state after `step` steps; return after a copy to the host.
+        """Start to write the state after `step` steps; return after a copy to host memory.
 
-        Waits for the previous save first. If that failed, older checkpoints stay as they are.
+        Waits for the previous save first. If that failed, older checkpoints do not change.
 
         Args:
-            objective_state: `Objective.saved_state()`.
-            extra: the loop's own tensors, equal on all ranks, of fixed shapes.
-            run: the loop's other state.
+            objective_state: the result of `Objective.saved_state`.
+            extra: the tensors of the loop, equal on all ranks, with fixed shapes.
+            run: the other state of the loop.
 
         Raises:
-            UserError: on the first rank, if the disk had no room for the previous save or refused it, or if that state
-                was not finite.
+            UserError: on the first rank, if the previous save failed because the disk had no room or refused it, or
+                because the state was not finite.
             SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
         """
         began = time.perf_counter()
@@ -158,7 +159,7 @@ class CheckpointWriter:
         self._step = step
         try:
             copy = self._memory.copy(states)
-        except Exception as error:  # the other ranks train on; they learn of it at the next save
+        except Exception as error:  # the other ranks train on; the next save tells them
             self._in_flight = Future()
             self._in_flight.set_exception(error)
             return
@@ -166,7 +167,7 @@ class CheckpointWriter:
         self._in_flight = self._thread.submit(self._write, step, copy, run, waited_seconds)
 
     def close(self) -> None:
-        """Wait until everything is written; raises as `save` does. A second call does nothing."""
+        """Wait until everything is written. Raises like `save`. A second call does nothing."""
         try:
             self._flush()
         finally:
@@ -181,14 +182,14 @@ class CheckpointWriter:
         if error is None:
             self.close()
             return
-        # Runs no collectives here, since the other ranks may be anywhere; the original exception is kept.
+        # Runs no collectives, because the other ranks may be anywhere; keeps the original exception.
         self._thread.shutdown()
         failure = self._in_flight.exception() if self._in_flight is not None else None
         if failure is not None:
             logger.warning("%s", failure)
 
     def _flush(self) -> None:
-        """Wait until the checkpoint in flight is written; raise its error on every rank."""
+        """Wait until the checkpoint in flight is written. Raise its error on every rank."""
         while (outcome := broadcast_object(self._outcome())) is None:
             pass
         in_flight, self._in_flight = self._in_flight, None
@@ -202,7 +203,7 @@ class CheckpointWriter:
         raise RuntimeError(f"the first rank could not write a checkpoint: {outcome.error}")
 
     def _outcome(self) -> _Outcome | None:
-        """Return the outcome of the checkpoint in flight; None if it is still being written after a while."""
+        """Wait for the checkpoint in flight, and return its outcome; None if it is not written after a minute."""
         if self._in_flight is None:
             return _Outcome(None, is_user_error=False)
         try:
@@ -228,10 +229,10 @@ class CheckpointWriter:
 def _states_of(
     engines: Mapping[str, Engine], objective_state: Mapping[str, Tensor], extra: Mapping[str, Tensor]
 ) -> dict[str, Mapping[str, Tensor]]:
-    """Return states by the name of their file; every rank calls this at the same time."""
+    """Return all states by file name. Every rank must call this at the same time."""
     states: dict[str, Mapping[str, Tensor]] = {}
     for name, engine in engines.items():
-        if name != OBJECTIVE:  # its whole state is filed below
+        if name != OBJECTIVE:  # its whole state is added below
             states[name] = engine.module_state()
         states[f"{name}_optimizer"] = engine.optimizer_state()
     rest = {OBJECTIVE: objective_state, RUN: extra}
@@ -241,8 +242,8 @@ def _states_of(
 def refuse_link(run_dir: RunDir) -> None:
     """Raise `UserError` if the directory in which checkpoints are written and pruned is a symbolic link.
 
-    The files behind it may belong to another run. A single checkpoint may be a link: it is read, and pruning removes
-    only the link. The whole run directory may be a link, too.
+    The files behind it may belong to another run. A single checkpoint may be a link, because pruning removes only the
+    link. The whole run directory may be a link too.
     """
     path = run_dir.checkpoints
     if path.is_symlink():
@@ -255,10 +256,10 @@ def refuse_link(run_dir: RunDir) -> None:
 def _write(
     run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None, keep: int
 ) -> int:
-    """Write a checkpoint, name it in `LATEST`, and prune; return its number of bytes.
+    """Write a checkpoint, put its name into `LATEST`, and prune; return its number of bytes.
 
-    Raises `UserError` if the state is not finite, or if the disk has no room or fails; older checkpoints are then
-    unchanged.
+    Raises `UserError` if the state is not finite, or if the disk has no room or fails; then older checkpoints do not
+    change.
     """
     final = run_dir.checkpoint(step)
     partial = final.with_name(f".{final.name}.partial")
@@ -279,7 +280,7 @@ def _write(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
-        going_on = f"start again: the run goes on from {_newest_in_words(run_dir)}"
+        going_on = f"start again: the run goes on from {_describe_newest(run_dir)}"
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
         raise UserError(f"cannot write {where} ({error}); repair that and {going_on}") from error
@@ -287,10 +288,10 @@ def _write(
 
 
 def _check_finite(run_dir: RunDir, step: int, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raise `UserError` with the name of the first tensor that has a value which is inf or nan.
+    """Raise `UserError` with the name of the first tensor that has an inf or a nan.
 
-    Gradients are checked in every step, but a step can still overflow: a parameter by its rate, the moments of Adam by
-    their squares. With such a moment a parameter would never move again, and nothing else would show it.
+    Gradients are checked in every step, but a step can still overflow: a parameter because of the learning rate, or the
+    moments of Adam because of their squares. Then a parameter would never change again, and nothing else would show it.
     """
     for file, state in states.items():
         for name, tensor in state.items():
@@ -299,17 +300,17 @@ def _check_finite(run_dir: RunDir, step: int, states: Mapping[str, Mapping[str, 
                 raise UserError(
                     f"the state after step {step} is not saved, because it is not finite: {num_bad} of "
                     f"{tensor.numel()} values of {name} ({file}) are inf or nan; lower the learning rate with another "
-                    f"--run-dir, or start again from {_newest_in_words(run_dir)}"
+                    f"--run-dir, or start again from {_describe_newest(run_dir)}"
                 )
 
 
-def _newest_in_words(run_dir: RunDir) -> str:
+def _describe_newest(run_dir: RunDir) -> str:
     step = latest_step(run_dir)
     return f"step {step}" if step else "the start"
 
 
 def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
-    """Remove all but `keep` checkpoints up to step `newest`; damaged ones are removed and do not count."""
+    """Remove all but `keep` checkpoints up to step `newest`. Damaged checkpoints are removed and do not count."""
     whole = []
     for step in all_steps(run_dir):
         if step <= newest:
@@ -323,9 +324,9 @@ def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a checkpoint, so that a kill leaves it whole or not there.
+    """Remove a checkpoint; a kill meanwhile leaves it whole or removed.
 
-    If it is a symbolic link, made to keep the checkpoint on another disk, only the link is removed.
+    If it is a symbolic link to another disk, only the link is removed.
     """
     if directory.is_dir() or directory.is_symlink():
         gone = directory.with_name(f".{directory.name}.gone")
@@ -334,7 +335,7 @@ def _remove(directory: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory, a file or a symbolic link; the target of a link stays."""
+    """Delete a directory, a file or a symbolic link, but not the target of a link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

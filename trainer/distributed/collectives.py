@@ -1,7 +1,7 @@
-"""Collectives: thin, typed, differentiable where a gradient makes sense; the identity without a process group.
+"""Call collectives, with types and gradients; without a process group they are the identity.
 
 They use the default process group, on gloo (CPU) or NCCL (GPU). Every rank must call them in the same order with
-tensors of equal shape; the caller asserts that.
+tensors of equal shape; the caller is responsible for this.
 
 Shapes: B rows of this rank, G = W * B rows of all W ranks, D columns.
 """
@@ -20,7 +20,7 @@ from trainer.profiling import stage
 
 T = TypeVar("T")
 
-_SHORT = 1 << 16  # numbers
+_SHORT = 1 << 16  # numbers, up to which a CPU sums a tensor by gathering
 
 
 def is_distributed() -> bool:
@@ -29,7 +29,7 @@ def is_distributed() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this process among all; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -41,7 +41,7 @@ def world_size() -> int:
 def all_gather_rows(x_BD: Tensor) -> Tensor:
     """Return the rows of all ranks, (W * B, D), in rank order.
 
-    The gradients that all ranks have for a row are summed at the rank that owns it.
+    The gradients of all ranks for a row are summed at the rank that owns it.
     """
     if not is_distributed():
         return x_BD
@@ -52,7 +52,7 @@ def all_gather_rows(x_BD: Tensor) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """Return the sum of `x` over all ranks, on every rank; the gradient is the sum of all ranks' gradients."""
+    """Return the sum of `x` over all ranks, on every rank; its gradient is the sum of the gradients of all ranks."""
     if not is_distributed():
         return x
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -62,9 +62,9 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 
 
 def all_reduce_mean_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return the mean of each scalar over the ranks, for logging: one collective, no gradient.
+    """Return the mean of each scalar over the ranks, for logging, with one collective and without gradient.
 
-    All ranks pass the same keys.
+    All ranks must pass the same keys.
     """
     names = sorted(scalars)
     if not names:
@@ -84,20 +84,20 @@ def any_rank(flag: bool) -> bool:
 
 
 class AnyRank:
-    """Asks step by step whether a flag is true on any rank; the answer comes one step late, so that no rank waits.
+    """A repeated question whether a flag is true on any rank. The answer comes one call later, so that no rank waits.
 
-    It has a gloo process group of its own, so the question does not queue behind the collectives of training.
+    It has its own gloo process group, so the question does not queue behind the collectives of training.
     """
 
     def __init__(self) -> None:
-        """Make the process group; every rank does so at the same time."""
+        """Make the process group. Every rank must do so at the same time."""
         self._group = dist.new_group(backend="gloo") if is_distributed() else None
         self._asked: tuple[Tensor, Any] | None = None
 
     def next(self, flag: bool) -> bool:
-        """Return the answer to the question of the previous call, the same on every rank; the first call returns False.
+        """Return whether `flag` was true on any rank at the previous call; the first call returns False.
 
-        A single process answers at once.
+        Every rank gets the same answer. A single process gets the answer for this call.
         """
         if self._group is None:
             return flag
@@ -113,7 +113,7 @@ class AnyRank:
 
 
 def broadcast_object(value: T, *, source: int = 0) -> T:
-    """Return the picklable `value` of rank `source` on every rank; the values of the other ranks are ignored."""
+    """Return the picklable `value` of rank `source` on every rank; ignore the values of the other ranks."""
     if not is_distributed():
         return value
     box = [value]
@@ -157,9 +157,9 @@ def barrier() -> None:
 
 
 def sum_in_rank_order(x: Tensor) -> Tensor:
-    """Return the sum of `x` over all ranks, without gradient; each number is added up in the order of the ranks.
+    """Return the sum of `x` over all ranks, without gradient, with each number added up in rank order.
 
-    A backend's own sum uses an order that depends on where the number stands in the tensor.
+    The order in a backend's own sum depends on the position of the number in the tensor.
     """
     parts = x.new_empty((world_size(), x.numel()))
     with stage("communication"):
@@ -207,8 +207,8 @@ def _gathered_rows(x_BD: Tensor) -> Tensor:
 def _sum_over_ranks(x: Tensor) -> Tensor:
     """Return the sum, without gradient.
 
-    On the CPU a short tensor is gathered and added up here: gloo gathers some hundred numbers in half of the time that
-    it needs to sum them, and batch norm asks for a sum in every layer.
+    On a CPU, a short tensor is gathered and added up here: gloo gathers some hundred numbers in half of the time that
+    it needs to sum them, and batch norm needs a sum in every layer.
     """
     if x.device.type == "cpu" and x.numel() * world_size() <= _SHORT:
         return sum_in_rank_order(x)

@@ -1,4 +1,4 @@
-"""A process group with a single real rank, for counting what a step would compute and send on many."""
+"""Make a process group with a single real rank, to count what a step on many ranks would compute and send."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from trainer.distributed import collectives
 
 @contextmanager
 def fake_ranks(world_size: int, *, sums_by_gathering: bool = True) -> Iterator[None]:
-    """Make this process rank 0 of `world_size` ranks while open; collectives send nothing and leave outputs unchanged.
+    """Make this process rank 0 of `world_size` ranks inside the block; collectives send nothing and do not set outputs.
 
-    With `world_size` 1 there is no process group, as in a real run. Must not be opened inside a process group.
+    With `world_size` 1 there is no process group, as in a real run. Do not use it inside a process group.
 
     Args:
-        sums_by_gathering: sum short tensors by gathering them, as gloo's ranks do; otherwise reduce, as NCCL's do.
+        sums_by_gathering: whether short tensors are summed by gathering them, as on gloo, or by a reduction, as on
+            NCCL.
     """
     assert not dist.is_initialized()
     if world_size == 1:

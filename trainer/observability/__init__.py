@@ -1,1 +1,1 @@
-"""Metrics, alarms and pictures of a run, and where they go besides metrics.jsonl."""
+"""Metrics, alarms and pictures of a run, and the places where they go besides metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""Alarms: one sentence if the logged metrics show that training goes on but no longer learns.
+"""Raise alarms: a sentence in the log if the metrics show that training goes on but no longer learns.
 
 Reads the metrics of views (`trainer.views.health`, under "views/") and of embeddings (`trainer.objectives.health`,
 under "embeddings/"). Guarantees: an alarm never changes the run.
@@ -16,14 +16,17 @@ from data_pipeline.core.schema import Count, Schema, Share
 
 
 class AlarmConfig(Schema):
-    """Limits of the metrics of the same name, and for how many steps a metric must be beyond its limit.
+    """The limits of the metrics, and the number of steps that a metric must be beyond its limit.
 
-    min_view_change: for "budget_spent" and "diversity", in units of pictures in [0, 1]; half a grey level of 255.
+    after_steps: the number of steps beyond a limit that sets off an alarm.
+    min_view_change: the limit of "budget_spent" and "diversity", for pictures in [0, 1]; half a grey level of 255.
 
-    Healthy runs stay far from the limits: SimCLR on small pictures had a uniformity of at most -0.4 from the first step
-    on, an effective rank of at least 18, and an evenness of at most 0.33. A random encoder may start beyond them.
-    Metrics of views are means over all views. They are divided by "changed_share", to judge only views that differ from
-    their picture. With a `dropout_rate` below 1, two views of a picture differ even if the viewmaker has lost its
+    The other limits belong to the metric of the same name. Healthy runs stay far from the limits: SimCLR on small
+    pictures had a uniformity of at most -0.4 from the first step on, an effective rank of at least 18, and an evenness
+    of at most 0.33. A random encoder may start beyond them.
+
+    Metrics of views are means over all views. They are divided by "changed_share", so that only views which differ from
+    their picture count. With a `dropout_rate` below 1, two views of a picture differ even if the viewmaker has lost its
     randomness.
     """
 
@@ -37,7 +40,7 @@ class AlarmConfig(Schema):
 
 @dataclass(frozen=True)
 class _Rule:
-    """A limit of a metric; `meaning` says what has happened if the metric is on the `wrong_side` of it."""
+    """A limit of a metric, with a sentence that explains a metric on its wrong side."""
 
     metric: str
     wrong_side: Literal["below", "above"]
@@ -60,13 +63,13 @@ def _rules(config: AlarmConfig) -> tuple[_Rule, ...]:
             "embeddings/effective_rank",
             "below",
             config.min_effective_rank,
-            "the encoder has collapsed to few directions: all embeddings lie along them",
+            "the encoder has collapsed to few directions, along which all embeddings lie",
         ),
         _Rule(
             "views/budget_spent",
             "below",
             config.min_view_change,
-            "the views have become the identity: they are the pictures themselves",
+            "the views have become the identity: they equal their pictures",
         ),
         _Rule(
             "views/diversity",
@@ -78,26 +81,26 @@ def _rules(config: AlarmConfig) -> tuple[_Rule, ...]:
             "views/evenness",
             "above",
             config.max_evenness,
-            "the viewmaker is saturated: it changes every entry of a picture by as much, and has next to no gradient",
+            "the viewmaker is saturated: it changes every entry of a picture equally, and has almost no gradient",
         ),
         _Rule(
             "views/clamped_share",
             "above",
             config.max_clamped_share,
-            "the views are saturated: the clamp cuts short what most entries change by; lower views.budget",
+            "the views are saturated: the clamp cuts the change of most entries; lower views.budget",
         ),
     )
 
 
 def _per_changed_view(metric: str, metrics: Mapping[str, float]) -> float:
-    """Return a metric; a metric of views is turned into the mean over the views that differ from their picture."""
+    """Return a metric; for a metric of views, the mean over the views that differ from their picture."""
     changed_share = metrics.get("views/changed_share", 1.0) if metric.startswith("views/") else 1.0
     return metrics[metric] / changed_share if changed_share > 0 else metrics[metric]
 
 
 @dataclass
 class _Watch:
-    """A rule, the step since which it is broken (None: it is not), and whether that was reported."""
+    """A rule, the step since which it is broken (None if it is not), and whether that was reported."""
 
     rule: _Rule
     since: int | None = None
@@ -106,7 +109,7 @@ class _Watch:
 
 @dataclass
 class Alarms:
-    """Checks the metrics of every logged step, in order."""
+    """The alarms of a run. They check the metrics of every logged step, in order."""
 
     config: AlarmConfig = field(default_factory=AlarmConfig)
 
@@ -114,10 +117,10 @@ class Alarms:
         self._watches = [_Watch(rule) for rule in _rules(self.config)]
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
-        """Return the alarms that `step` sets off, one sentence each.
+        """Return the alarms at `step`, one sentence each.
 
         An alarm goes off when its metric was beyond the limit at every check for `after_steps` steps. It can go off
-        again only after the metric was back inside. A missing metric changes nothing; NaN counts as inside.
+        again only after the metric was back inside the limit. A missing metric changes nothing; NaN counts as inside.
         """
         alarms = []
         for watch in self._watches:

@@ -1,4 +1,4 @@
-"""Figures as PNG, and grids of pictures: inputs, their views and the differences.
+"""Draw grids of pictures (inputs, their views and the differences), and write figures as PNG.
 
 Shapes: N pictures (columns of the grid), H height, W width.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-# Sizes of the grid in pixels: a picture (about), the gaps, and the room for the titles.
+# Sizes of the grid in pixels: a picture (approximately), the gaps, and the room for the titles.
 PICTURE_SIZE, GAP, LEFT, TOP, DPI = 128, 6, 128, 44, 100
 
 GAINS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
@@ -21,7 +21,7 @@ GAINS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
 
 @dataclass(frozen=True)
 class GridRow:
-    """One row of the grid: a title and one picture (H, W, 3) float in [0, 1] for each column."""
+    """One row of the grid: a title, and one picture (H, W, 3) float in [0, 1] for each column."""
 
     title: str
     pictures_NHWC: NDArray[np.float32]
@@ -40,7 +40,7 @@ def difference_pictures(difference_NHWC: NDArray[np.float32], *, gain: int) -> N
 
 
 def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> bytes:
-    """Return a PNG of the rows, one below the other. Every pixel of a picture is the same whole number of pixels wide.
+    """Return a PNG of the rows, one below the other. Pictures are enlarged by a whole factor.
 
     A pixel that is nan is black. Equal input gives equal bytes.
     """

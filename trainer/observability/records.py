@@ -1,6 +1,6 @@
 """Read the records of a run, metrics.jsonl and provenance.json, for restart, report and status.
 
-Guarantees: no content of these files raises. Damaged parts are left out, and named by file and line.
+Guarantees: no content of these files raises an error. Damaged parts are left out, and reported by file and line.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-MOST = 2**53  # of a step and of other counts: above it, a float does not hold every whole number
-_LARGEST = 1e100  # of a metric; larger ones cannot be drawn, and count as not finite
-_NUM_NAMED = 5  # damaged lines that a message names
+MOST = 2**53  # for a step and other counts: above it, a float does not hold every whole number
+_LARGEST = 1e100  # for a metric: larger numbers cannot be drawn, and count as not finite
+_NUM_NAMED = 5  # damaged lines in a message
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Entries by ascending step, {"step": int, "epoch": int, "train/loss": float, ...}, with finite numbers only.
+    """The entries of metrics.jsonl by ascending step, {"step": int, "epoch": int, "train/loss": float, ...}.
 
-    `problems` are sentences that say what was left out, and where.
+    All numbers are finite. `problems` holds sentences that say what was left out, and where.
     """
 
     entries: list[dict[str, Any]]
@@ -31,18 +31,18 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The facts of provenance.json; known facts have the right type. `problems` as in `Metrics`."""
+    """The facts of provenance.json. Known facts have the right type. `problems` says what was left out, and where."""
 
     facts: dict[str, Any]
     problems: tuple[str, ...]
 
 
 class _DamagedError(Exception):
-    """Damage; the message says what is wrong, as the end of a sentence."""
+    """A part of a file is damaged; the message is the end of a sentence."""
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a metrics.jsonl; a missing file has no entries.
+    """Read a metrics.jsonl; a missing file gives no entries.
 
     A last line that a kill cut short is not damage. If a restart repeated a step, its last line counts.
     """
@@ -62,11 +62,11 @@ def read_metrics(path: Path) -> Metrics:
             continue
         damaged += [f"line {number} {text}" for text in wrong]
         by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
-    return Metrics([by_step[step] for step in sorted(by_step)], _told(path, damaged))
+    return Metrics([by_step[step] for step in sorted(by_step)], _in_one_sentence(path, damaged))
 
 
 def read_provenance(path: Path) -> Provenance:
-    """Read a provenance.json; a missing file has no facts."""
+    """Read a provenance.json; a missing file gives no facts."""
     if not path.is_file():
         return Provenance({}, ())
     try:
@@ -86,7 +86,7 @@ def read_provenance(path: Path) -> Provenance:
             else:
                 wrong.append(f"has no facts in start {number}")
         facts["starts"] = starts
-    return Provenance(facts, _told(path, wrong))
+    return Provenance(facts, _in_one_sentence(path, wrong))
 
 
 def _parse(data: bytes) -> Any:
@@ -101,15 +101,15 @@ def _parse(data: bytes) -> Any:
 
 
 def _entry(value: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the numbers of one line, and what is wrong with those that are left out."""
+    """Return the numbers of one line, and the problems of the numbers that are left out."""
     if not isinstance(value, dict):
         raise _DamagedError("holds no object of metrics")
     if "step" not in value:
         raise _DamagedError("has no step")
     if not _is_count(value["step"]):
-        raise _DamagedError(f"has the step {_shown(value['step'])}, which is no whole number from 0 to 2^53")
+        raise _DamagedError(f"has the step {_shown(value['step'])}, which is not a whole number from 0 to 2^53")
     wrong = [
-        f"has {_shown(name)}: {_shown(number)}, which is no number"
+        f"has {_shown(name)}: {_shown(number)}, which is not a number"
         for name, number in value.items()
         if number is not None and not _is_number(number)
     ]
@@ -117,14 +117,14 @@ def _entry(value: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _checked(value: Mapping[str, Any], known: Mapping[str, Callable[[Any], bool]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the facts that are unknown or of the right type, and what is wrong with the others."""
+    """Return the facts that are unknown or have the right type, and the problems of the others."""
     bad = {name for name, fact in value.items() if fact is not None and name in known and not known[name](fact)}
-    wrong = [f"has {name}: {_shown(value[name])}, which it cannot be" for name in value if name in bad]
+    wrong = [f"has {name}: {_shown(value[name])}, which is not valid" for name in value if name in bad]
     return {name: fact for name, fact in value.items() if name not in bad}, wrong
 
 
-def _told(path: Path, wrong: list[str]) -> tuple[str, ...]:
-    """Return one sentence, or none."""
+def _in_one_sentence(path: Path, wrong: list[str]) -> tuple[str, ...]:
+    """Return one sentence about all problems, or an empty tuple."""
     if not wrong:
         return ()
     more = f", and {len(wrong) - _NUM_NAMED} more" if len(wrong) > _NUM_NAMED else ""
@@ -132,7 +132,7 @@ def _told(path: Path, wrong: list[str]) -> tuple[str, ...]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value, which may be hostile, in short printable ASCII."""
+    """Return a value, which may be hostile, as short printable ASCII."""
     try:
         text = ascii(value)
     except (RecursionError, ValueError):  # a whole number with more digits than Python writes
@@ -161,7 +161,7 @@ def _is_texts_by_name(value: Any) -> bool:
 
 
 def _is_instant(value: Any) -> bool:
-    """Return whether a value is a time with a time zone, in the ISO format."""
+    """Return whether a value is a time with a time zone, in ISO format."""
     try:
         return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:

@@ -1,6 +1,6 @@
-"""Pictures of training for W&B and TensorBoard: what the view policy does at a step, as a grid and as a histogram.
+"""Draw what the view policy does during training, for W&B and TensorBoard, as a grid and as a histogram.
 
-The samples are some of the test set, the same each time. Guarantees: no weight, gradient, mode or random state of
+The samples come from the test set and are always the same. Guarantees: no weight, gradient, mode or random state of
 training changes.
 """
 
@@ -24,9 +24,9 @@ NUM_SHOWN, NUM_MEASURED = 8, 64
 def step_pictures(
     config: TrackingConfig, view_policy: nn.Module, *, data: DataConfig, seed: int, device: torch.device
 ) -> Callable[[int], StepPictures | None]:
-    """Return a function of the number of steps done, which returns the pictures that are then due, or None.
+    """Return a function that takes the number of steps done, and returns the pictures to log then, or None.
 
-    Reads the samples of the pictures now, if the config wants any. Raises `UserError` if they cannot be read.
+    Reads the samples at once, if the config asks for pictures. Raises `UserError` if they cannot be read.
     """
     every = config.pictures_every_steps
     if every is None or not (config.wandb != "disabled" or config.tensorboard):

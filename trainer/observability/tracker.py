@@ -1,4 +1,4 @@
-"""Write metrics: always to RUN_DIR/metrics.jsonl, and to Weights & Biases and TensorBoard if the config wants them."""
+"""Write metrics to RUN_DIR/metrics.jsonl, and to Weights & Biases and TensorBoard if the config asks for them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Writes the metrics of one run. Only the first rank has one.
+    """The writer of the metrics of a run. Only the first rank has one.
 
     Args:
-        name: of the run; W&B groups runs by it.
+        name: the name of the run, by which W&B groups runs.
         settings: the whole config, which W&B shows beside the metrics.
         start_step: the step from which a restart goes on.
     """
@@ -31,14 +31,14 @@ class Tracker:
     def __init__(
         self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any], start_step: int
     ) -> None:
-        _forget_steps_after(run_dir, start_step)
+        _drop_steps_after(run_dir, start_step)
         self._path = run_dir.metrics
         self._file = run_dir.metrics.open("a")
         self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tensorboard else None
         self._wandb = _wandb_run(run_dir, config, name, settings) if uses_wandb(config) else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics after `step` steps, one line in metrics.jsonl; names are paths such as train/loss."""
+        """Write the metrics after `step` steps as one line of metrics.jsonl; names are paths such as train/loss."""
         with filename_in_errors(self._path):
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
             self._file.flush()
@@ -49,7 +49,7 @@ class Tracker:
             self._wandb.log(step, metrics)
 
     def log_pictures(self, step: int, pictures: StepPictures) -> None:
-        """Send pictures to W&B and TensorBoard; to be called after the metrics of the same step."""
+        """Send pictures to W&B and TensorBoard. Call it after `log` of the same step."""
         pictures = pictures.finite()
         if self._tensorboard is not None:
             for name, array_HWC in pictures.images.items():
@@ -75,7 +75,7 @@ def _wandb_run(run_dir: RunDir, config: TrackingConfig, name: str, settings: Map
 
 
 def _tensorboard_writer(run_dir: RunDir, start_step: int) -> SummaryWriter | None:
-    """Return a writer; if TensorBoard is not installed, log that and return None."""
+    """Return a writer; log and return None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError:
@@ -84,12 +84,12 @@ def _tensorboard_writer(run_dir: RunDir, start_step: int) -> SummaryWriter | Non
             "(`pip install -e '.[tensorboard]'`)"
         )
         return None
-    # Purge the steps that a restart repeats, so that each is shown once.
+    # Purge the steps that a restart repeats, so that each step is shown once.
     return SummaryWriter(str(run_dir.path / "tensorboard"), purge_step=start_step + 1, flush_secs=30)
 
 
-def _forget_steps_after(run_dir: RunDir, step: int) -> None:
-    """Remove the lines of steps after `step`, which a restart repeats, so that metrics.jsonl has each step once."""
+def _drop_steps_after(run_dir: RunDir, step: int) -> None:
+    """Remove the steps after `step` from metrics.jsonl, because a restart repeats them."""
     if run_dir.metrics.is_file():
         lines = [json.dumps(entry) + "\n" for entry in run_dir.read_metrics() if entry["step"] <= step]
         write_atomically(run_dir.metrics, "".join(lines))

@@ -20,7 +20,7 @@ def _check_project(name: str) -> str:
     return name
 
 
-# As W&B limits them.
+# The limits of W&B.
 Project = Annotated[Line, AfterValidator(_check_project), Field(max_length=128)]
 Tag = Annotated[Line, Field(max_length=64)]
 
@@ -29,9 +29,10 @@ class TrackingConfig(Schema):
     """Where metrics go besides metrics.jsonl.
 
     wandb: "auto" is online if the user is logged in (`wandb login`, WANDB_API_KEY), otherwise offline.
-    tags: labels of the W&B run, such as the study that it belongs to. Its group is the run's name, which seeds share.
+    wandb_project: the name of the W&B project.
+    tags: labels of the W&B run, such as its study. The group of the W&B run is the run's name, which seeds share.
     tensorboard: also write RUN_DIR/tensorboard (needs the extra "tensorboard").
-    pictures_every_steps: how often a grid of views and a histogram of their changes go to both; None means never.
+    pictures_every_steps: the steps between two grids of views with histograms of their changes; None means never.
     """
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -43,18 +44,18 @@ class TrackingConfig(Schema):
 
 @dataclass(frozen=True)
 class StepPictures:
-    """The pictures of a step, by name: images (H, W, 3) uint8, and values (N,) to make histograms of."""
+    """The pictures of a step, by name: images (H, W, 3) uint8, and values (N,) for histograms."""
 
     images: Mapping[str, NDArray[np.uint8]]
     histograms: Mapping[str, NDArray[np.float32]]
 
     def finite(self) -> StepPictures:
-        """Return these without inf and nan, which have no bin, and without histograms that are then empty."""
+        """Return the pictures without inf and nan, which have no bin, and without histograms that are then empty."""
         finite = {name: values[np.isfinite(values)] for name, values in self.histograms.items()}
         return StepPictures(self.images, {name: values for name, values in finite.items() if len(values)})
 
 
 def uses_wandb(config: TrackingConfig) -> bool:
-    """Return whether a run has a W&B run. WANDB_MODE=disabled or WANDB_MODE=offline overrides the config."""
+    """Return whether to use W&B. WANDB_MODE=disabled or WANDB_MODE=offline overrides the config."""
     mode = variable("WANDB_MODE")
     return mode != "disabled" and (config.wandb != "disabled" or mode == "offline")

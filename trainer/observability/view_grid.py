@@ -1,4 +1,4 @@
-"""The grid of pictures, their views and what the views changed.
+"""Draw a grid of pictures, their views and the changes of the views.
 
 Shapes: N pictures, C channels, H height, W width.
 """
@@ -30,7 +30,7 @@ def draw_views(
 
 
 def choose_pictures(pictures: Pictures, num: int) -> Tensor:
-    """Return the rows of up to `num` pictures: the first of each class, then the second of each, and so on."""
+    """Return the rows of up to `num` pictures: the first of each class, then the second of each class, and so on."""
     seen: dict[int, int] = {}
     turn: list[tuple[int, int, int]] = []
     for row, label in enumerate(pictures.label_base_N.tolist()):
@@ -44,8 +44,8 @@ def view_grid(
 ) -> tuple[bytes, int]:
     """Return the grid as PNG, and the gain of its difference rows.
 
-    The rows are: picture, view 1, difference, view 2, difference. Spectrograms are shown in grey, from black for the
-    lowest value to white for the highest, with low bands below; the gain then refers to that range.
+    The rows are: picture, view 1, difference, view 2, difference. Spectrograms are grey, from black for the lowest
+    value to white for the highest, with low bands at the bottom; their gain refers to that range.
     """
     picture_NCHW, first_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=0, device=device)
     _, second_NCHW = draw_views(policy, pictures, rows_N, seed=seed, view=1, device=device)
@@ -63,7 +63,7 @@ def view_grid(
 
 
 def _title(pictures: Pictures, row: int) -> str:
-    """Return the class of the picture, and the class of the overlay on it."""
+    """Return the class of the picture and of its overlay."""
     base = pictures.class_names("base")[int(pictures.label_base_N[row])]
     overlay = pictures.class_names("overlay")
     return f"{base} · {overlay[int(pictures.label_overlay_N[row])]}" if overlay else base

@@ -1,7 +1,7 @@
-"""The Weights & Biases run of a run directory, which may fail without harm to training.
+"""Send the metrics of a run directory to Weights & Biases, whose failures do not harm training.
 
-There is one W&B run for all ranks (rank 0 has it) and for all restarts (RUN_DIR/wandb_run_id keeps its id). W&B's own
-process writes in blocks, and dies of the signals that end a job. The next start sends it what was lost, from
+A run directory has one W&B run for all ranks (rank 0 has it) and all restarts (RUN_DIR/wandb_run_id keeps its id). The
+process of W&B writes in blocks, and the signals that end a job kill it. The next start sends the lost steps from
 metrics.jsonl. Guarantees: W&B gets each step exactly once.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import wandb
 from wandb.util import get_core_path
 
-from data_pipeline.core.environment import forget_empty_variables, variable
+from data_pipeline.core.environment import unset_empty_variables, variable
 from trainer.fault_tolerance.preemption import WARNINGS
 from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
 from trainer.run_dir import RunDir, write_atomically
@@ -29,52 +29,52 @@ from trainer.run_dir import RunDir, write_atomically
 logger = logging.getLogger(__name__)
 
 INIT_SECONDS = 30.0  # the time limit for the first answer of W&B's server
-FINISH_SECONDS = 20.0  # the time limit for sending what is left at the end; W&B itself has none
+FINISH_SECONDS = 20.0  # the time limit for sending the rest at the end; W&B itself has none
 _READ_SECONDS = 60
-_HEAD_CHARACTERS = 80  # of a line of W&B's reader; they contain its type
+_HEAD_CHARACTERS = 80  # the beginning of a line from W&B's reader, which contains its type
 
 
 class WandbRun:
-    """The W&B side of one run. No method raises: the first failure is logged and ends W&B for this process."""
+    """The W&B run of a training. No method raises: the first failure is logged and ends W&B for this process."""
 
     def __init__(self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any]) -> None:
-        """Start the W&B run or resume it, and send what it lacks of metrics.jsonl."""
-        forget_empty_variables("WANDB_")
+        """Start the W&B run or resume it, and send the steps of metrics.jsonl that it lacks."""
+        unset_empty_variables("WANDB_")
         self._run_dir, self._config = run_dir, config
         self._name, self._all_settings = name, dict(settings)
         self._run: wandb.Run | None = None
-        self._last_step = 0  # that W&B has
+        self._last_step = 0  # the last step that W&B has
         if not run_dir.wandb_run_id.is_file():
             write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
-        if not (_mode(config) == "online" and self._goes_online()):
+        if not (_mode(config) == "online" and self._start_online()):
             self._guard(lambda: self._start("offline"))
         for entry in run_dir.read_metrics():
             self.log(entry["step"], {name: value for name, value in entry.items() if name != "step"})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send metrics, unless W&B has this step already, because the run went back to a checkpoint."""
+        """Send metrics. Do nothing if W&B has this step already, because the run went back to a checkpoint."""
         if self._run is not None and step > self._last_step:
             run, self._last_step = self._run, step
             self._guard(lambda: run.log(dict(metrics), step=step))
 
     def log_pictures(self, step: int, pictures: StepPictures) -> None:
-        """Send pictures; to be called after the metrics of the same step."""
+        """Send pictures. Call it after `log` of the same step."""
         if self._run is not None and step >= self._last_step:
             run = self._run
             self._guard(lambda: run.log(_media(pictures), step=step))
 
     def close(self) -> None:
-        """End the run; what the server has not taken after `FINISH_SECONDS` stays in RUN_DIR/wandb."""
+        """End the run. Steps that the server has not received after `FINISH_SECONDS` stay in RUN_DIR/wandb."""
         if self._run is not None:
             run = self._run
-            self._guard(lambda: run.finish(), going_on="what it lacks lies in RUN_DIR/wandb, for `wandb sync`")
+            self._guard(lambda: run.finish(), going_on="the missing steps are in RUN_DIR/wandb, for `wandb sync`")
             if run.offline:
-                self._tell_how_to_sync("Weights & Biases: the run is in")
+                self._log_sync_command("Weights & Biases: the run is in")
 
     def _start(self, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
             self._last_step = _last_offline_step(self._run_dir)
-        # W&B's own process inherits the blocked signals, so a warning to all processes of a job does not end it.
+        # The process of W&B inherits the blocked signals, so a warning to all processes of a job does not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         _leave_inherited_process()
         try:
@@ -93,29 +93,29 @@ class WandbRun:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if mode == "online":  # after a resume the server says where to go on
+        if mode == "online":  # after a resume, the server knows the last step
             self._last_step = self._run.starting_step - 1
         else:
-            self._tell_how_to_sync("Weights & Biases is offline and writes to")
+            self._log_sync_command("Weights & Biases is offline and writes to")
 
-    def _tell_how_to_sync(self, what: str) -> None:
-        """Log where the files of this run are, and the command that sends them to the server."""
+    def _log_sync_command(self, what: str) -> None:
+        """Log the place of the files of this run, and the command that sends them to the server."""
         folder = self._run_dir.path.absolute() / "wandb"
         found = sorted(folder.glob("offline-run-*"))
         where = shlex.quote(str(found[0])) if len(found) == 1 else f"{shlex.quote(str(folder))}/offline-run-*"
-        logger.info("%s %s; from a machine that reaches the server: wandb sync %s", what, folder, where)
+        logger.info("%s %s; on a machine that reaches the server, run: wandb sync %s", what, folder, where)
 
-    def _goes_online(self) -> bool:
+    def _start_online(self) -> bool:
         try:
             self._start("online")
         except Exception as error:
             logger.warning("Weights & Biases does not answer (%s); going on offline", " ".join(str(error).split()))
-            wandb.teardown()  # its process keeps the run's id from the next start
+            wandb.teardown()  # otherwise its process blocks the run's id for the next start
             return False
         return True
 
     def _guard(self, call: Callable[[], None], *, going_on: str = "going on with metrics.jsonl alone") -> None:
-        """Make a call to W&B; the first failure is logged and ends W&B for this process."""
+        """Call W&B. Log the first failure, and end W&B for this process."""
         try:
             call()
         except Exception as error:
@@ -141,13 +141,13 @@ def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
         return "online"
     try:
         return "online" if wandb.login(prompt=False) else "offline"
-    except Exception as error:  # W&B raises many kinds if no server answers
-        logger.warning("Weights & Biases does not take the login (%s); going on offline", error)
+    except Exception as error:  # W&B raises many kinds of errors if no server answers
+        logger.warning("Weights & Biases does not accept the login (%s); going on offline", error)
         return "offline"
 
 
 def _last_offline_step(run_dir: RunDir) -> int:
-    """Return the last step in W&B's files; 0 if there is none. A start may have died before it wrote a step."""
+    """Return the last step in W&B's files; 0 if there is none. The newest file may have no step yet."""
     run_id = run_dir.wandb_run_id.read_text().strip()
     files = run_dir.path.glob(f"wandb/*run-*/run-{run_id}.wandb")  # online starts too
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -157,22 +157,22 @@ def _last_offline_step(run_dir: RunDir) -> int:
 
 
 def _leave_inherited_process() -> None:
-    """Make W&B start a process of its own for this one.
+    """Make W&B start a new process for this one.
 
-    The W&B process of a parent, such as a notebook or a test, outlives a run that is killed, and then keeps its id from
-    the next start.
+    The W&B process of a parent, such as a notebook or a test, would outlive a run that is killed, and block the run's
+    id for the next start.
     """
     os.environ.pop("WANDB_SERVICE", None)
 
 
 def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, float]) -> None:
-    """Write numbers that were measured after training, such as probe accuracies, into the summary of the W&B run.
+    """Write numbers from after training, such as probe accuracies, into the summary of the W&B run.
 
     Does nothing if there is no W&B run. A failure is only logged.
     """
     if not (uses_wandb(config) and run_dir.wandb_run_id.is_file()):
         return
-    forget_empty_variables("WANDB_")
+    unset_empty_variables("WANDB_")
     _leave_inherited_process()
     try:
         with wandb.init(
@@ -185,7 +185,7 @@ def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, flo
         ) as run:
             run.summary.update(dict(numbers))
     except Exception as error:
-        logger.warning("Weights & Biases did not take the summary (%s)", error)
+        logger.warning("Weights & Biases did not accept the summary (%s)", error)
 
 
 def offline_steps(path: Path) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 import wandb
 from PIL import Image
 
-from data_pipeline.core.environment import forget_empty_variables, variable
+from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.reports.as_markdown import sections
@@ -48,7 +48,7 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     With WANDB_MODE=offline this makes only the run, in the `wandb` directory beside the page, for `wandb sync`. Raises
     `UserError` without a login, without wandb-workspaces, or if the server refuses the report.
     """
-    forget_empty_variables("WANDB_")
+    unset_empty_variables("WANDB_")
     runs = runs_of_arms(arms)
     offline = variable("WANDB_MODE") == "offline"
     written = f"the report itself is written: {page}"

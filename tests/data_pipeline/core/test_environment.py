@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from data_pipeline.core.environment import forget_empty_variables, set_variables, variable
+from data_pipeline.core.environment import set_variables, unset_empty_variables, variable
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_only_the_empty_variables_of_a_prefix_are_forgotten(monkeypatch: pytest.
     monkeypatch.setenv("FEATURE_DROPOUT_TEST_EMPTY", "")
     monkeypatch.setenv("FEATURE_DROPOUT_TEST_FULL", "x")
     monkeypatch.setenv("OTHER_FEATURE_DROPOUT_TEST", "")
-    forget_empty_variables("FEATURE_DROPOUT_TEST_")
+    unset_empty_variables("FEATURE_DROPOUT_TEST_")
     assert "FEATURE_DROPOUT_TEST_EMPTY" not in os.environ
     assert os.environ["FEATURE_DROPOUT_TEST_FULL"] == "x"
     assert os.environ["OTHER_FEATURE_DROPOUT_TEST"] == ""

@@ -331,11 +331,11 @@ def spoil_index(directory: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, "encoder.safetensors has 100 bytes where"),
-    "lost": (lose, "encoder_optimizer.safetensors is not there"),
-    "flipped": (flip, "encoder_optimizer.safetensors holds other bytes than were written"),
+    "lost": (lose, "encoder_optimizer.safetensors is missing"),
+    "flipped": (flip, "encoder_optimizer.safetensors has changed since it was written"),
     "index_spoilt": (spoil_index, "checkpoint.json cannot be read"),
-    "index_lost": (lambda directory: (directory / "checkpoint.json").unlink(), "checkpoint.json is not there"),
-    "gone": (shutil.rmtree, "it is not there"),
+    "index_lost": (lambda directory: (directory / "checkpoint.json").unlink(), "checkpoint.json is missing"),
+    "gone": (shutil.rmtree, "it is missing"),
 }
 
 
@@ -348,7 +348,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_why(
     save(run_dir, 10, 20, 30, engines=engines, keep=3)
     act(run_dir.checkpoint(30))
     assert restore_tiny(run_dir) == 20
-    assert "taking the checkpoint of step 20, because that of step 30 is damaged: " + reason in caplog.text
+    assert "taking the checkpoint of step 20, because step 30 is damaged: " + reason in caplog.text
     save(run_dir, 30, engines=engines, keep=3)  # the run comes there again
     assert restore_tiny(run_dir) == 30
     act(run_dir.checkpoint(10))
@@ -396,7 +396,7 @@ def test_another_architecture_is_named_by_its_first_tensor_and_both_shapes(tmp_p
     with pytest.raises(UserError, match=r"\(bias is of shape \(2,\) there and absent by this config\)"):
         restore(run_dir, bare, NTXent(NTXentConfig()))
     both = {"viewmaker": tiny()["encoder"]}
-    with pytest.raises(UserError, match=r"viewmaker\.safetensors is not there"):
+    with pytest.raises(UserError, match=r"viewmaker\.safetensors is missing"):
         restore(run_dir, both, NTXent(NTXentConfig()))
 
 
@@ -405,7 +405,7 @@ def test_players_of_another_architecture_are_named_too(config: RunConfig, tmp_pa
     save(run_dir, 1, engines=start(run_dir, config))
     other = resolve_recipe("debug:viewmaker", ["encoder.embedding_size=24"])
     write_json(run_dir.config, other.model_dump(mode="json"))
-    with pytest.raises(UserError, match=r"encoder\.safetensors is of another architecture \(.* \(24, "):
+    with pytest.raises(UserError, match=r"encoder\.safetensors has another architecture \(.* \(24, "):
         load_modules(run_dir)
 
 
@@ -478,7 +478,7 @@ def test_a_strangers_code_is_not_run(form: str, config: RunConfig, tmp_path: Pat
             load()
     index["files"]["../../secret"] = {"num_bytes": 0, "sha256": ""}
     (run_dir.checkpoint(1) / "checkpoint.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"names '\.\./\.\./secret', which is no file beside it"):
+    with pytest.raises(UserError, match=r"names '\.\./\.\./secret', which is not a file beside it"):
         restored_step(run_dir, config)
     (run_dir.checkpoint(1) / "checkpoint.json").write_bytes(pickle.dumps(Trap(canary)))
     with pytest.raises(UserError, match=r"checkpoint\.json cannot be read"):

@@ -114,12 +114,12 @@ def untouched(viewmaker: Viewmaker) -> None:
         (identity, 0.05, None, ["become the identity", "lost their randomness"]),
         (deaf, 0.05, None, ["lost their randomness"]),
         (saturated, 0.05, None, ["viewmaker is saturated"]),
-        (untouched, 3.0, None, ["clamp cuts short"]),
+        (untouched, 3.0, None, ["clamp cuts the change"]),
         (untouched, 0.05, None, []),
         (identity, 0.05, 0.2, ["become the identity", "lost their randomness"]),
         (nearly_identity, 0.05, 0.2, ["become the identity"]),
         (saturated, 0.05, 0.2, ["viewmaker is saturated"]),
-        (untouched, 3.0, 0.2, ["clamp cuts short"]),
+        (untouched, 3.0, 0.2, ["clamp cuts the change"]),
         (untouched, 0.006, 0.2, []),  # a fifth of this budget is below the limit
     ],
 )
@@ -149,7 +149,7 @@ def test_an_alarm_is_one_sentence_with_numbers_and_comes_once() -> None:
     alarms, collapsed = Alarms(AlarmConfig(after_steps=30)), {"views/budget_spent": 1e-4}
     assert [alarms.check(collapsed, step) for step in (10, 20, 30)] == [[], [], []]
     assert alarms.check(collapsed, 40) == [
-        "the views have become the identity: they are the pictures themselves "
+        "the views have become the identity: they equal their pictures "
         "(views/budget_spent is 0.0001 at step 40, below 0.00196 since step 10)"
     ]
     assert alarms.check(collapsed, 50) == []

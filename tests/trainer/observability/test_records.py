@@ -36,16 +36,16 @@ DAMAGED = {
     b"null": "holds no object of metrics",
     b"5": "holds no object of metrics",
     b'{"epoch": 1}': "has no step",
-    b'{"step": "a"}': "has the step 'a', which is no whole number from 0 to 2^53",
-    b'{"step": -1}': "has the step -1, which is no whole number",
-    b'{"step": true}': "has the step True, which is no whole number",
-    b'{"step": 1e3}': "has the step 1000.0, which is no whole number",
+    b'{"step": "a"}': "has the step 'a', which is not a whole number from 0 to 2^53",
+    b'{"step": -1}': "has the step -1, which is not a whole number",
+    b'{"step": true}': "has the step True, which is not a whole number",
+    b'{"step": 1e3}': "has the step 1000.0, which is not a whole number",
     b'{"step": 1' + b"0" * 30 + b"}": "has the step 1000000000000000000000000000000, which",
     b'{"step": 1' + b"0" * 5000 + b"}": "is not JSON",
     b"[" * 100_000: "is nested too deeply",
     b'{"step": 4, "train/lo': "is not JSON",
-    b'{"step": 4, "train/loss": "low"}': "has 'train/loss': 'low', which is no number",
-    b'{"step": 4, "train/loss": [1]}': "has 'train/loss': [1], which is no number",
+    b'{"step": 4, "train/loss": "low"}': "has 'train/loss': 'low', which is not a number",
+    b'{"step": 4, "train/loss": [1]}': "has 'train/loss': [1], which is not a number",
 }
 
 
@@ -125,10 +125,10 @@ def test_restart_report_and_status_name_the_line_and_go_on(
         (b"\xff", "is not UTF-8"),
         (b"[]", "holds no object of facts"),
         (b"[" * 100_000, "is nested too deeply"),
-        (b'{"wall_seconds": "long", "command": "python"}', "has wall_seconds: 'long', which it cannot be"),
+        (b'{"wall_seconds": "long", "command": "python"}', "has wall_seconds: 'long', which is not valid"),
         (b'{"starts": [5, {"started_at": "noon"}], "command": "python"}', "has no facts in start 1"),
-        (b'{"starts": "none", "command": "python"}', "has starts: 'none', which it cannot be"),
-        (b'{"wall_seconds": 1e400, "command": "python"}', "has wall_seconds: inf, which it cannot be"),
+        (b'{"starts": "none", "command": "python"}', "has starts: 'none', which is not valid"),
+        (b'{"wall_seconds": 1e400, "command": "python"}', "has wall_seconds: inf, which is not valid"),
     ],
 )
 def test_a_damaged_provenance_is_named_and_what_is_whole_of_it_is_used(

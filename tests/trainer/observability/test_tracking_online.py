@@ -125,7 +125,7 @@ def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
     started = time.perf_counter()
     tracker.close()
     assert time.perf_counter() - started < 20
-    assert "what it lacks lies in RUN_DIR/wandb, for `wandb sync`" in caplog.text
+    assert "the missing steps are in RUN_DIR/wandb, for `wandb sync`" in caplog.text
 
 
 @pytest.mark.process

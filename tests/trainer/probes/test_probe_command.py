@@ -473,13 +473,13 @@ def test_wrong_input_is_said_in_one_sentence(data: Path, tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="is not a run directory"):
         call(monkeypatch, tmp_path / "nothing")
     run_dir = make_run(tmp_path / "run", data)
-    with pytest.raises(UserError, match=r"no checkpoint of step 99; it has those of steps 0, 10"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 99; it has checkpoints of steps 0, 10"):
         call(monkeypatch, run_dir.path, "--step", 99)
     bare = make_run(tmp_path / "bare", data)
     shutil.rmtree(bare.checkpoints)
     bare.latest.unlink()
     for which in ((), ("--all-steps",)):
-        with pytest.raises(UserError, match=r"bare has no checkpoint yet; train it, or ask for step 0"):
+        with pytest.raises(UserError, match=r"bare has no checkpoint yet; train it, or use step 0"):
             call(monkeypatch, bare.path, *which)
     gone = make_run(tmp_path / "gone", tmp_path / "no_data")
     with pytest.raises(UserError, match=r"no_data/train does not exist; build it with"):
