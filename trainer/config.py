@@ -103,7 +103,7 @@ class RunConfig(Schema):
         if isinstance(self.engine, DeepSpeedConfig):
             deepspeed_engine.check(
                 self.engine,
-                num_players=len(self.module_optimizers),
+                num_modules=len(self.module_optimizers),
                 precision=self.precision,
                 optimizer_kinds=[optimizer.kind for optimizer in self.engine_optimizers.values()],
                 copies_encoder=isinstance(self.objective, MoCoConfig),

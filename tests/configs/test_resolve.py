@@ -151,7 +151,7 @@ def test_the_recipes_of_sounds_have_the_published_numbers() -> None:
 
 
 def test_a_queue_that_the_batch_does_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match=r"objective.queue_size 4096 is no multiple of global_batch_size 500"):
+    with pytest.raises(UserError, match=r"objective.queue_size 4096 is not a multiple of global_batch_size 500"):
         resolve_recipe("moco:cifar10", ["global_batch_size=500"])
 
 

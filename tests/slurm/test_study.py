@@ -146,7 +146,7 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
     assert provenance["snapshot_sha256"].startswith(code.name)
     assert provenance["world_size"] == 2
     few = len(os.sched_getaffinity(0)) < 4
-    assert ("fewer cores than the job asked for (SLURM_CPUS_PER_TASK): rank 0 (" in log) == few
+    assert ("fewer cores than the job requested (SLURM_CPUS_PER_TASK): rank 0 (" in log) == few
 
 
 def test_a_job_that_is_cancelled_while_it_waits(

@@ -1,9 +1,9 @@
 """Read the rank of this process from the variables of torchrun or Slurm, and join the process group.
 
 Input: environment variables. Output: a `WorldEnv`, and from it the process group. Invariants: no two processes take the
-same rank; no rank waits for ranks that were never started. So a half-set environment is refused. Slurm's variables
-count only in a task that srun started: a batch script and an interactive allocation have SLURM_NTASKS too, but are a
-single process.
+same rank; no rank waits for ranks that were never started. An environment with only some of the variables is therefore
+refused. Slurm's variables count only in a task that srun started: a batch script and an interactive allocation also
+have SLURM_NTASKS, but are a single process.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from trainer.distributed import rendezvous
 logger = logging.getLogger(__name__)
 
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# slurm.h numbers steps that srun did not start (batch script, interactive shell, extern) downward from 0xFFFFFFFF.
+# slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-# Below Linux's ephemeral range (from 32768), so that no outgoing connection holds the port.
+# Below Linux's ephemeral range (from 32768), so that no outgoing connection uses the port.
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
 _NUM_PORTS_TRIED, _NEXT_PORT = 16, 769  # far from the ports of the next job ids
-# Set by a launcher that proposes MASTER_PORT: a token that all ranks of this start share, and no other process has.
+# A token that all ranks of this start share, and no other process has; set by a launcher that proposes MASTER_PORT.
 _RENDEZVOUS_NAME = "FEATURE_DROPOUT_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
 class WorldEnv:
-    """The place of this process among all ranks.
+    """The number of this process among all ranks, and the address of rank 0.
 
     Attributes:
-        rank: of `world_size` ranks.
-        local_rank: of the `local_world_size` ranks on node `node_rank`.
-        master_addr, master_port: where rank 0 listens; "" and 0 for a single process.
+        rank: the number among all `world_size` ranks.
+        local_rank: the number among the `local_world_size` ranks on node `node_rank`.
+        master_addr, master_port: the address at which rank 0 listens; "" and 0 for a single process.
+        launcher: the program whose variables were read; "none" for a single process.
         sources: for each of the fields above, the variable that it was read from.
-        start: a token that tells this start of a job from all others. It is set if the port was derived from a Slurm
-            job or proposed by a launcher; then rank 0 may listen at any of `ports`.
-        cpus_asked_for: cores per task that Slurm was asked for; None if that is not known.
+        start: a token that differs between all starts of all jobs. It is set if the port was derived from a Slurm job
+            or proposed by a launcher; then rank 0 may listen at any of `ports`.
+        cpus_asked_for: the cores per task that the Slurm job requested; None if unknown.
     """
 
     rank: int
@@ -65,7 +66,7 @@ class WorldEnv:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports at which rank 0 may listen, in the order in which it tries them."""
+        """Return the ports at which rank 0 may listen, in the order in which it tries them."""
         if not self.start:
             return (self.master_port,)
         offset = self.master_port - _FIRST_SLURM_PORT
@@ -77,10 +78,10 @@ _WITHOUT_SOURCE = {"launcher", "sources", "start", "cpus_asked_for"}
 
 
 def read_env(environ: Mapping[str, str]) -> WorldEnv:
-    """Read the variables of torchrun, or else of a Slurm step; if there are none, return a single process.
+    """Read the variables of torchrun, or else of a Slurm step; without any, return a single process.
 
     Raises `UserError` if a variable is missing or not a number, if the numbers contradict each other, or if RANK and
-    SLURM_PROCID disagree. One torchrun per Slurm task is allowed: each task is then a node of torchrun.
+    SLURM_PROCID disagree. One torchrun in each Slurm task is allowed: each task is then a node of torchrun.
     """
     environ = set_variables(environ)
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & environ.keys():
@@ -99,9 +100,9 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
 def choose_device(world: WorldEnv) -> torch.device:
     """Return cuda:local_rank if there are GPUs, else the CPU.
 
-    Slurm may show each task only its own GPU (--gpus-per-task); that one is cuda:0 for every local rank. Raises
-    `UserError` if ranks would have to share a GPU, or if the environment names GPUs but torch sees none: training on
-    the CPU would be a slow surprise.
+    Slurm may show each task only its own GPU (--gpus-per-task), which is cuda:0 for every local rank. Raises
+    `UserError` if ranks would have to share a GPU, or if the environment names GPUs but torch sees none, because
+    training would be unexpectedly slow on the CPU.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
@@ -109,16 +110,16 @@ def choose_device(world: WorldEnv) -> torch.device:
             if os.environ.get(name, "") not in {"", "-1", "NoDevFiles"}:
                 raise UserError(
                     f"{name}={os.environ[name]} names GPUs, but torch {torch.__version__} sees none on "
-                    f"{socket.gethostname()}; look at nvidia-smi, or set CUDA_VISIBLE_DEVICES= for the CPU"
+                    f"{socket.gethostname()}; check nvidia-smi, or set CUDA_VISIBLE_DEVICES= for the CPU"
                 )
-            if name == "CUDA_VISIBLE_DEVICES" and name in os.environ:  # set to nothing: the user wants the CPU
+            if name == "CUDA_VISIBLE_DEVICES" and name in os.environ:  # empty: the user wants the CPU
                 break
         return torch.device("cpu")
     if world.launcher == "slurm" and num_gpus == 1:
         return torch.device("cuda", 0)
     if world.local_world_size > num_gpus:
         raise UserError(
-            f"{world.local_world_size} ranks on {socket.gethostname()} but {num_gpus} GPU(s) visible there; "
+            f"{world.local_world_size} ranks on {socket.gethostname()}, but {num_gpus} GPU(s) are visible there; "
             f"start at most {num_gpus} rank(s) a node, or hide the GPUs with CUDA_VISIBLE_DEVICES="
         )
     return torch.device("cuda", world.local_rank)
@@ -128,15 +129,15 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
     """Join all ranks (gloo on the CPU, NCCL on GPUs), then log the rank table on rank 0.
 
     A single process joins nothing, so it needs no port and no network. `timeout_seconds` limits the wait for the other
-    ranks here, and each collective later. If a derived port is in use, the next one is tried. Rank 0 warns of ranks
-    that have fewer cores than Slurm was asked for. Raises `UserError` if a given port is in use, if not all ranks
-    connect in time, or if NCCL does not start.
+    ranks here, and each collective later. If a derived port is in use, tries the next one. Rank 0 warns of ranks with
+    fewer cores than the Slurm job requested. Raises `UserError` if a given port is in use, if not all ranks connect in
+    time, or if NCCL does not start.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.world_size > 1:
         try:
-            store = _meet(world, timeout_seconds=timeout_seconds) if world.start else None
+            store = _join_store(world, timeout_seconds=timeout_seconds) if world.start else None
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 init_method=None if store else f"tcp://{world.master_addr}:{world.master_port}",
@@ -151,7 +152,7 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
         except dist.DistBackendError as error:
             raise UserError(
                 f"rank {world.rank} of {world.world_size} on {socket.gethostname()} could not start NCCL on {device} "
-                f"({_last_line(error)}); see that every rank has its own GPU, and look at the log of NCCL_DEBUG=INFO"
+                f"({_last_line(error)}); check that every rank has its own GPU, and read the log of NCCL_DEBUG=INFO"
             ) from error
     row = _RankRow(
         rank=world.rank,
@@ -179,10 +180,10 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
                 logger.info(hint)
 
 
-def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
-    """Return the TCPStore of all ranks, once all have connected.
+def _join_store(world: WorldEnv, *, timeout_seconds: float) -> Any:
+    """Return the TCPStore of all ranks when all ranks have connected.
 
-    On rank 0 it listens at a port that the system chose. The other ranks learn that port at one of `world.ports`.
+    Rank 0 listens at a port that the system chose. The other ranks learn this port at one of `world.ports`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # absent from torch's annotations
@@ -191,7 +192,7 @@ def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
         store = tcp_store(world.master_addr, port, world.world_size, is_master=False, timeout=timeout)
         store.set(f"met/{world.rank}", "")
         return store
-    # Rank 0 must not wait for the others before they can learn its port.
+    # Rank 0 must answer the others before it waits for them, because they have to learn its port.
     store = tcp_store(world.master_addr, 0, world.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     with rendezvous.answering(world.ports, token=world.start, answer=store.port) as port:
         if port != world.master_port:
@@ -203,10 +204,10 @@ def _meet(world: WorldEnv, *, timeout_seconds: float) -> Any:
 
 @contextlib.contextmanager
 def process_group(world: WorldEnv, device: torch.device) -> Iterator[None]:
-    """Join the process group inside, and leave it at the end.
+    """Join the process group inside the block, and leave it at the end.
 
-    A rank that leaves by an exception does not take down NCCL's group: that would wait for the other ranks, which may
-    wait for this one, and the exception would not be printed. The end of the process takes it down.
+    After an exception, a rank does not destroy a process group of NCCL: that would wait for the other ranks, which may
+    wait for this one, and the exception would not be printed. The end of the process destroys it.
     """
     init_process_group(world, device)
     try:
@@ -241,16 +242,16 @@ class _RankRow:
 def _too_few_cores(rows: list[_RankRow]) -> str:
     ranks = ", ".join(f"{row.rank} ({row.cpus} of {row.cpus_asked_for} on {row.host})" for row in rows)
     return (
-        f"fewer cores than the job asked for (SLURM_CPUS_PER_TASK): rank {ranks}; the data will come more slowly: srun "
-        "needs --cpus-per-task too, and the node that many cores"
+        f"fewer cores than the job requested (SLURM_CPUS_PER_TASK): rank {ranks}; reading data will be slower: give "
+        "--cpus-per-task to srun too, and use nodes with that many cores"
     )
 
 
 def threads_hint(num_threads: int, *, cpus: int, num_ranks: int) -> str:
-    """Return what to set so that the ranks of a machine use all its cores; empty if they do.
+    """Return the setting with which the ranks of a machine use all its cores; an empty text if they do already.
 
-    torchrun gives each of several ranks one thread unless it is told otherwise. Results on the CPU depend on the number
-    of threads in their last bits, so it is left as it is.
+    torchrun gives each of several ranks one thread by default. The last bits of results on a CPU depend on the number
+    of threads, so the number is not changed here.
 
     Examples:
         >>> threads_hint(1, cpus=16, num_ranks=2)
@@ -274,7 +275,7 @@ def _describe(sources: Mapping[str, str]) -> str:
 
 
 def _rank_table(rows: list[_RankRow], launcher: str) -> list[str]:
-    """Return the table in lines, then the sources of its numbers, once for all ranks that read the same variables."""
+    """Return the lines of the table, and a line with the sources of its numbers for each group of equal ranks."""
     header = ("rank", "node", "host", "local rank", "device", "cpus")
     cells = [header, *(tuple(str(getattr(row, name.replace(" ", "_"))) for name in header) for row in rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
@@ -324,7 +325,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
-    """Read the counts of the step, not of the job: `srun --ntasks 2` may run in an allocation of four tasks."""
+    """Read the numbers of the step and not of the job: `srun --ntasks 2` may run in an allocation of four tasks."""
     names = {
         "rank": "SLURM_PROCID",
         "world_size": "SLURM_STEP_NUM_TASKS",
@@ -337,19 +338,19 @@ def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
     missing = [name for name in names.values() if name not in environ]
     if missing:
         raise UserError(
-            f"this is a Slurm step (SLURM_STEP_ID is set) but {', '.join(missing)} is not set; start every rank with "
+            f"this is a Slurm step (SLURM_STEP_ID is set), but {', '.join(missing)} is not set; start every rank with "
             "srun, or unset SLURM_STEP_ID to run as one process"
         )
     node_rank = _whole(environ, "SLURM_NODEID")
     tasks_per_node = expand_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     if node_rank >= len(tasks_per_node):
         raise UserError(
-            f"SLURM_NODEID={node_rank} lies outside SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']}; "
+            f"SLURM_NODEID={node_rank} is not in SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']}; "
             "start every rank with srun"
         )
     if "MASTER_PORT" in environ:
         master_port = _whole(environ, "MASTER_PORT")
-    else:  # Every rank derives the same port, and jobs that share a node derive different ones.
+    else:  # every rank derives the same port, and jobs on the same node derive different ports
         offset = _whole(environ, "SLURM_JOB_ID") + 1_000 * _whole(environ, "SLURM_STEP_ID")
         master_port = _FIRST_SLURM_PORT + offset % _NUM_SLURM_PORTS
     return WorldEnv(
@@ -386,7 +387,7 @@ def first_host(nodelist: str) -> str:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Return the tasks of each node from Slurm's short form.
+    """Return the number of tasks on each node from Slurm's short form.
 
     Examples:
         >>> expand_tasks_per_node("2(x3),1")
@@ -396,13 +397,13 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} is not of Slurm's form, such as 2(x3),1")
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} does not have Slurm's form, such as 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def _check_agrees_with_slurm(world: WorldEnv, environ: Mapping[str, str]) -> None:
-    """Raise `UserError` if RANK differs from SLURM_PROCID, unless this task's own torchrun has set it."""
+    """Raise `UserError` if RANK differs from SLURM_PROCID, unless a torchrun inside this Slurm task has set it."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in environ
     if "SLURM_PROCID" not in environ or (under_torchrun and not _in_slurm_step(environ)):
         return
@@ -444,7 +445,7 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error, in which NCCL names the cause."""
+    """Return the last line of an error, where NCCL names the cause."""
     return str(error).strip().splitlines()[-1].rstrip(".")
 
 

@@ -1,8 +1,8 @@
-"""Let the ranks of a job find rank 0 even if another program holds the port that they all derive.
+"""Let the ranks of a job find rank 0, even if another program uses the port that they derive.
 
-Rank 0 listens at the first free one of several derived ports, and tells every caller the port of the real store, which
-the system chose. The other ranks ask at these ports in turn. An answer counts only with the token of this start.
-Another job, an earlier start of this one, or any other server there is passed over.
+Rank 0 listens at the first free port of several derived ports, and tells every caller the port of the real store, which
+the system chose. The other ranks ask at these ports in turn. They accept an answer only with the token of this start,
+and ignore another job, an earlier start of this job, or any other server.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MAX_ANSWER_BYTES = 200
 
 @contextlib.contextmanager
 def answering(ports: Sequence[int], *, token: str, answer: int) -> Iterator[int]:
-    """Tell every caller at the first free one of `ports` the port `answer`, while open; yields that free port.
+    """Inside the block, tell every caller at the first free port of `ports` the port `answer`. Yields the free port.
 
-    Raises `UserError` if none of them is free.
+    Raises `UserError` if no port is free.
     """
     with _listen(ports) as listener:
         threading.Thread(target=_answer_all, args=(listener, f"{token} {answer}\n".encode()), daemon=True).start()
@@ -36,9 +36,9 @@ def answering(ports: Sequence[int], *, token: str, answer: int) -> Iterator[int]
 
 
 def ask(host: str, ports: Sequence[int], *, token: str, timeout_seconds: float) -> int:
-    """Return the port that `answering` with the same token tells at `host`.
+    """Return the port that `answering` with the same token sends from `host`.
 
-    Raises `TimeoutError` if there is no such answer in time.
+    Raises `TimeoutError` if no such answer comes in time.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:

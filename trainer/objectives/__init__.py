@@ -1,8 +1,8 @@
 """Objectives: the losses that train the embeddings of two views.
 
-In: this rank's embeddings of two views, (B, D) each, of any length and float type. Out: this rank's loss and scalars to
-log. The mean of the losses over the ranks is the loss of the global batch. Each file holds one objective: its config,
-its pure loss function and a small class. The union below is the registry.
+Input: this rank's embeddings of two views, (B, D) each, of any length and float type. Output: this rank's loss, and
+scalars to log. The mean of the losses over the ranks is the loss of the global batch. Each file holds one objective:
+its config, its pure loss function and a small class. The union below is the registry.
 
 Invariant: neither loss nor gradient depends on the number of ranks, on the chunk size or on autocast.
 """
@@ -68,7 +68,7 @@ __all__ = [
 def build_objective(
     config: ObjectiveConfig, *, encoder: Encoder, embedding_size: int, num_samples: int, seed: int
 ) -> Objective:
-    """Return the objective of a config for an encoder and a dataset; its weights come from torch's generator."""
+    """Return the objective of a config for an encoder and a dataset. Draws its weights from torch's generator."""
     match config:
         case NTXentConfig():
             return NTXent(config)

@@ -1,10 +1,10 @@
 """Barlow Twins (Zbontar et al. 2021): drive the cross-correlation of the two views' embeddings towards the identity.
 
-Statistics are taken over the batch of all ranks. Each rank correlates its own share of the first view's dimensions with
-all dimensions of the second view, which divides time and memory for the matrix by the number of ranks.
+Statistics are computed over the batch of all ranks. Each rank correlates its own share of the first view's dimensions
+with all dimensions of the second view, which divides time and memory for the matrix by the number of ranks.
 
-Shapes: B pictures of this rank, G pictures of all ranks, D dimensions of an embedding, I of them this rank's share,
-F = 2 D.
+Shapes: B pictures of this rank, G pictures of all ranks, D dimensions of an embedding, I dimensions in the share of
+this rank, F = 2 D.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
     """Return the sum of (1 - C_ii)^2 and of `off_diagonal_weight` C_ij^2, a scalar (Zbontar et al. 2021, equation 1).
 
     C_ij is the mean over the batch of dimension i of the first view times dimension j of the second. Both are
-    standardised by the batch's mean and unbiased standard deviation, so C_ii is (G - 1) / G if the views coincide. A
-    dimension that is constant over the batch counts as uncorrelated. No row is normalised.
+    standardised with the batch's mean and unbiased standard deviation, so C_ii is (G - 1) / G if the views coincide. A
+    dimension that is constant over the batch counts as uncorrelated. Rows are not normalised.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank. The mean
-    of the ranks' losses is exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives
-    its gradient. A single rank's value has no meaning.
+    of the losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks
+    gives its gradient. The value of a single rank has no meaning.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any float type; computed in float32 at least, even under autocast.
-        off_diagonal_weight: see above.
+        off_diagonal_weight: the weight of each squared correlation with i different from j.
 
     Raises:
-        ValueError: for embeddings that are not (B, D) and alike, or a batch of a single picture.
+        ValueError: if the embeddings are not (B, D) with equal shapes, or if the batch is a single picture.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
@@ -56,7 +56,10 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
 
 
 class BarlowTwins(Objective):
-    """Barlow Twins. It logs `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2, unweighted."""
+    """The objective of Barlow Twins.
+
+    Also logs the two parts without weights: `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2.
+    """
 
     def __init__(self, config: BarlowTwinsConfig) -> None:
         super().__init__()
@@ -86,13 +89,13 @@ def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, 
         correlation_ID = (a_GI / len(a_GI)).T @ b_GD
         diagonal_I = correlation_ID.diagonal(start)
         invariance = (1 - diagonal_I).square().sum()
-        # A norm needs no second matrix; zeroing the diagonal instead would take a quarter more time.
+        # A norm needs no second matrix; setting the diagonal to zero instead takes a quarter more time.
         redundancy = torch.linalg.vector_norm(correlation_ID).square() - diagonal_I.square().sum()
         return num_ranks * invariance, num_ranks * redundancy
 
 
 def _standardised(x_GD: Tensor) -> Tensor:
-    """Return columns of mean 0 and unbiased deviation 1; columns constant up to rounding become 0, without gradient."""
+    """Return columns with mean 0 and unbiased deviation 1. Columns that are constant up to rounding become 0."""
     std_D, mean_D = torch.std_mean(x_GD, dim=0)
     constant_D = std_D <= torch.finfo(x_GD.dtype).eps * mean_D.abs()
     return (x_GD - mean_D) / std_D.masked_fill(constant_D, torch.inf)

@@ -1,4 +1,4 @@
-"""Shared parts of contrastive objectives: unit embeddings, the candidates of all ranks, a softmax of linear memory.
+"""Shared parts of contrastive objectives: unit embeddings, candidates of all ranks, a softmax with linear memory.
 
 Shapes: B pictures of this rank, N anchors of this rank, G candidates of all ranks, V views of a picture, D dimensions;
 I and J rows and columns of one tile.
@@ -20,11 +20,11 @@ from data_pipeline.core.schema import BatchSize, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.objectives.objective import BaseObjectiveConfig
 
-# Tiles are summed without subtracting a maximum, which saves a pass over each. Similarities lie in [-1 / t, 1 / t], and
-# exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
+# Tiles are summed without subtracting a maximum, which saves a pass over each tile. Similarities lie in
+# [-1 / t, 1 / t]. exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
 MIN_TILED_TEMPERATURE = 0.02
 
-_SHORTEST = 1e-12  # shorter vectors are divided by this and stay short, as with F.normalize
+_SHORTEST = 1e-12  # a shorter vector is divided by this, so it stays short, like in F.normalize
 
 
 class ContrastiveConfig(BaseObjectiveConfig):
@@ -40,36 +40,36 @@ class ContrastiveConfig(BaseObjectiveConfig):
 
 
 def check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:
-    """Raise `ValueError` unless the embeddings of the two views are (B, D) and alike."""
+    """Raise `ValueError` if the embeddings of the two views are not (B, D) with equal shapes."""
     if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
         shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
-        raise ValueError(f"the two views' embeddings must be (B, D) and alike, got {shapes}")
+        raise ValueError(f"the embeddings of the two views must be (B, D) with equal shapes, got {shapes}")
 
 
 def unit_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both views' embeddings at unit length, in float32 (float64 stays). Raises as `check_pair`."""
+    """Return the embeddings of both views at unit length, in float32 (float64 stays). Raises like `check_pair`."""
     check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
     return F.normalize(z_a_BD.to(dtype), dim=1), F.normalize(z_b_BD.to(dtype), dim=1)
 
 
 def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tensor:
-    """Return the rows of `unit_pair` times `scale`, (2 B, D), the first view's rows first.
+    """Return the rows of `unit_pair` times `scale`, (2 B, D), with the rows of the first view first.
 
-    Differentiable once, with little memory: backward keeps the result only.
+    Differentiable once, with little memory: the backward pass keeps only the result.
     """
     check_pair(z_a_BD, z_b_BD)
     dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
-    if not isinstance(scale, Tensor):  # filled on the device: a copy from the host would wait for its queued work
+    if not isinstance(scale, Tensor):  # made on the device: a copy from the host would wait for queued work
         scale = torch.full((), scale, dtype=dtype, device=z_a_BD.device)
     u_ND: Tensor = _UnitRows.apply(z_a_BD.to(dtype), z_b_BD.to(dtype), scale)  # type: ignore[no-untyped-call]
     return u_ND
 
 
 def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | Tensor:
-    """Return 1 / sqrt(temperature): the length of embeddings whose inner products are the logits.
+    """Return 1 / sqrt(temperature): with embeddings of this length, inner products are the logits.
 
-    Raises `ValueError` for a temperature or chunk size out of range.
+    Raises `ValueError` if the temperature or the chunk size is out of range.
     """
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not value > 0:
@@ -82,33 +82,34 @@ def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | 
 
 
 def own_rows_first(x_ND: Tensor) -> Tensor:
-    """Return the rows of all ranks, (G, D), this rank's rows first; differentiable."""
-    if rank() == 0:  # already first: a roll would be a copy
+    """Return the rows of all ranks, (G, D), with this rank's rows first; differentiable."""
+    if rank() == 0:  # its rows are first already, and a roll would copy
         return all_gather_rows(x_ND)
     return torch.roll(all_gather_rows(x_ND), -rank() * len(x_ND), 0)
 
 
 def candidates(*views_BD: Tensor) -> Tensor:
-    """Return V views of the samples of all ranks, (V G, D), this rank's views first, one after the other.
+    """Return V views of the samples of all ranks, (V G, D), with this rank's views first, one after the other.
 
-    They hold the negatives of losses that name their negatives. Differentiable. Raises `ValueError` if the global batch
-    is a single sample, which has no negative.
+    Losses take their negatives from them. Differentiable. Raises `ValueError` if the global batch is a single sample,
+    which has no negative.
     """
     rows = own_rows_first(torch.cat(views_BD))
     if len(rows) < 2 * len(views_BD):
-        raise ValueError("a global batch of 1 sample holds no negatives; it needs at least 2 samples")
+        raise ValueError("a global batch of 1 sample has no negatives; it needs at least 2 samples")
     return rows
 
 
 def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_size: int | None) -> Tensor:
     """Return the log of the softmax over an anchor's inner products with all candidates, at its positive; (N,).
 
-    The first N of the candidates `u_GD` are the anchors. `positive_N` numbers their positives among the candidates.
-    `with_self` keeps an anchor in its own denominator.
+    The first N of the candidates `u_GD` are the anchors. `positive_N` holds the numbers of their positives among the
+    candidates. `with_self` keeps an anchor in its own denominator.
 
-    Without `chunk_size` the N by G matrix is in memory. With it only one square tile of that many rows is in memory,
-    computed once forward and once backward. A tile of anchors with anchors serves its mirror image too. No inner
-    product may then exceed 1 / MIN_TILED_TEMPERATURE. Backward adds the gradient, a tensor of the size of `u_GD`.
+    Without `chunk_size`, the N by G matrix is in memory. With it, only one square tile of that many rows is in memory,
+    computed once in the forward pass and once in the backward pass. A tile of anchors with anchors also counts for its
+    mirror image. Then no inner product may exceed 1 / MIN_TILED_TEMPERATURE. The backward pass needs one more tensor of
+    the size of `u_GD`, for the gradient.
     """
     if chunk_size is not None:
         log_probability_N: Tensor = _TiledLogProbability.apply(  # type: ignore[no-untyped-call]
@@ -117,13 +118,13 @@ def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_
         return log_probability_N
     logits_NG = u_GD[: len(positive_N)] @ u_GD.T
     if not with_self:
-        with torch.no_grad():  # a probability of 0 has no gradient either, so autograd need not know
+        with torch.no_grad():  # a probability of 0 has no gradient, so autograd need not know about this
             logits_NG.fill_diagonal_(-torch.inf)
     return -F.cross_entropy(logits_NG, positive_N, reduction="none")
 
 
 class _UnitRows(torch.autograd.Function):
-    """`F.normalize` and `torch.cat` without the copies that their backward keeps and makes."""
+    """`F.normalize` and `torch.cat` without the copies for their backward pass."""
 
     @staticmethod
     def forward(ctx: Any, z_a_BD: Tensor, z_b_BD: Tensor, scale: Tensor) -> Tensor:
@@ -153,7 +154,10 @@ class _UnitRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Tile:
-    """exp(inner products) of the anchors `rows` with the candidates `columns`; `mirrored`: these are later anchors."""
+    """The exp of the inner products of the anchors `rows` with the candidates `columns`.
+
+    `mirrored` says that the columns are later anchors, so the tile also counts for its mirror image.
+    """
 
     rows: slice
     columns: slice
@@ -162,7 +166,7 @@ class _Tile:
 
 
 class _TiledLogProbability(torch.autograd.Function):
-    """`log_probability`: the inner product with the positive, less the log of the sum of exp over the candidates."""
+    """`log_probability` in tiles: the inner product with the positive minus the log of the sum over the candidates."""
 
     @staticmethod
     def forward(ctx: Any, u_GD: Tensor, positive_N: Tensor, with_self: bool, chunk_size: int) -> Tensor:
@@ -195,9 +199,9 @@ class _TiledLogProbability(torch.autograd.Function):
 
 
 def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Iterator[_Tile]:
-    """Yield the tiles of anchors with themselves, with later anchors, and with candidates that are no anchors.
+    """Yield the tiles of anchors with themselves, with later anchors, and with candidates that are not anchors.
 
-    All tiles share one memory: a tile is valid until the next one is requested.
+    All tiles share one buffer: a tile is valid until the next one is requested.
     """
     anchors = _slices(0, num_anchors, chunk_size)
     others = _slices(num_anchors, len(u_GD), chunk_size)

@@ -1,4 +1,4 @@
-"""Cheap metrics that show whether the encoder has collapsed, to a point or to a few directions.
+"""Compute cheap metrics that show whether the encoder has collapsed to a point or to a few directions.
 
 Shapes: B pictures of this rank, G pictures of all ranks, N rows, D dimensions.
 """
@@ -18,21 +18,21 @@ MAX_PICTURES = 256
 def embedding_health(z_a_BD: Tensor, z_b_BD: Tensor) -> dict[str, Tensor]:
     """Return scalars of the embeddings of both views at unit length, float64 on their device.
 
-    effective_rank: `effective_rank` of the embeddings of both views, from 1 to D or their number.
-    mean_norm: length of the mean embedding, 1 if all coincide.
-    alignment: mean cosine of the two views of a picture, 1 if they coincide: 1 - half of the squared distance that
-        Wang and Isola (2020) call alignment.
-    uniformity: mean of the `uniformity` of each view's embeddings.
+    effective_rank: the `effective_rank` of the embeddings of both views, from 1 to the smaller of D and their number.
+    mean_norm: the length of the mean embedding, 1 if all coincide.
+    alignment: the mean cosine of the two views of a picture, 1 if they coincide. It is 1 minus half of the squared
+        distance that Wang and Isola (2020) call alignment.
+    uniformity: the mean of the `uniformity` of each view's embeddings.
 
-    Every rank calls this at the same time, with equally many pictures, and gets the same values. One collective gathers
-    the pictures of all ranks. If there are more than `MAX_PICTURES`, it gathers the first few of each rank, so that the
-    cost does not grow with the batch. The values need at least two pictures.
+    Every rank must call this at the same time, with equally many pictures, and gets the same values. One collective
+    gathers the pictures of all ranks. Above `MAX_PICTURES` pictures, it gathers only the first few of each rank, so
+    that the cost does not grow with the batch. The values need at least two pictures.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type.
 
     Raises:
-        ValueError: for embeddings that are not (B, D) and alike.
+        ValueError: if the embeddings are not (B, D) with equal shapes.
     """
     with torch.autocast(z_a_BD.device.type, enabled=False):
         num_rows = max(1, MAX_PICTURES // world_size())
@@ -50,8 +50,8 @@ def embedding_health(z_a_BD: Tensor, z_b_BD: Tensor) -> dict[str, Tensor]:
 def effective_rank(x_ND: Tensor) -> Tensor:
     """Return exp(entropy of the singular values, scaled to a sum of 1), a scalar (Roy and Vetterli 2007); not centred.
 
-    It is k for k equal singular values, 1 for a matrix of zeros, and NaN if an entry is not finite. Pass float64: the
-    values come from the eigenvalues of the smaller of `x @ x.T` and `x.T @ x`, which squares them.
+    It is k for k equal singular values, 1 for a matrix of zeros, and NaN if an entry is not finite. Pass float64,
+    because the eigenvalues of the smaller of `x @ x.T` and `x.T @ x` are the squares of the singular values.
     """
     gram_KK = x_ND @ x_ND.T if len(x_ND) < x_ND.shape[1] else x_ND.T @ x_ND
     singular_K = torch.linalg.eigvalsh(gram_KK.nan_to_num()).clamp_min(0).sqrt()
@@ -63,6 +63,6 @@ def effective_rank(x_ND: Tensor) -> Tensor:
 def uniformity(u_ND: Tensor) -> Tensor:
     """Return the log of the mean over all pairs of exp(-2 |u_i - u_j|^2), a scalar (Wang and Isola 2020, with t = 2).
 
-    It is 0 if all rows coincide, and near -4 for unit vectors in random directions of many dimensions.
+    It is 0 if all rows coincide, and near -4 for random unit vectors in many dimensions.
     """
     return torch.pdist(u_ND).square().mul(-2).exp().mean().log()

@@ -1,12 +1,12 @@
-"""InfoNCE with one negative, as Huang et al. 2023 analyse it (section 4), and its exact split into two terms.
+"""InfoNCE with one negative, which Huang et al. 2023 analyse (section 4), and its exact split into two terms.
 
-Each first view must tell the second view of its own sample from the second view of one other sample. The paper draws
-the other sample at random. Here it is the next sample of the global batch, and the first sample for the last one.
-Batches are shuffled, so this is a random sample too. It needs no further draw, every sample is a negative once, and the
+Each first view must distinguish the second view of its own sample from the second view of one other sample. The paper
+draws the other sample at random. Here it is the next sample of the global batch, and the first sample for the last one.
+Batches are shuffled, so this sample is random too. It needs no further draw, every sample is a negative once, and the
 number of ranks does not matter.
 
-Shapes: B samples of this rank, D dimensions. Similarities: positive_B with the own second view, negative_B with the
-other sample's.
+Shapes: B samples of this rank, D dimensions. positive_B is the similarity with the own second view, negative_B with the
+second view of the other sample.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class InfoNCEConfig(BaseObjectiveConfig):
 
 
 def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Return InfoNCE with one negative, a scalar: mean of -log(exp(p) / (exp(p) + exp(n))), p and n cosines.
+    """Return InfoNCE with one negative, a scalar: the mean of -log(exp(p) / (exp(p) + exp(n))) with cosines p and n.
 
     It is the sum of `alignment` and `divergence`. With a process group, `z_a_BD` and `z_b_BD` are this rank's part of
-    the batch, equally large on every rank, and negatives come from all ranks. The mean of the ranks' losses is exactly
-    the loss of the whole batch, and averaging parameter gradients over the ranks gives its gradient.
+    the batch, equally large on every rank, and negatives come from all ranks. The mean of the losses of the ranks is
+    exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives its gradient.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
 
     Raises:
-        ValueError: for embeddings that are not (B, D) and alike, or a single sample over all ranks.
+        ValueError: if the embeddings are not (B, D) with equal shapes, or if all ranks together have a single sample.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [-0.96, -0.28]])
@@ -51,10 +51,10 @@ def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 
 
 def alignment(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Return half the mean squared distance of a sample's two views on the unit sphere, less 1.
+    """Return half the mean squared distance of a sample's two views on the unit sphere, minus 1.
 
-    It is -1 if they coincide, and at most 1. The first part of `info_nce_loss`, with the same arguments, types and
-    errors.
+    It is -1 if they coincide, and at most 1. It is the first part of `info_nce_loss`, with the same arguments, types
+    and errors.
     """
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
@@ -64,13 +64,16 @@ def alignment(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 def divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Return the mean of log(exp(p) + exp(n)), which is small if samples are far apart.
 
-    The second part of `info_nce_loss`, with the same arguments, types, errors and meaning of a rank's part.
+    It is the second part of `info_nce_loss`, with the same arguments, types, errors and mean over the ranks.
     """
     return torch.logaddexp(*_similarities(z_a_BD, z_b_BD)).mean()
 
 
 class InfoNCE(Objective):
-    """InfoNCE with one negative. Also logs `divergence`; the other part of the loss is minus the logged alignment."""
+    """The objective of InfoNCE with one negative.
+
+    Also logs `divergence`, one part of the loss. The other part is minus the logged alignment.
+    """
 
     def __init__(self, config: InfoNCEConfig) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """Instance discrimination with a memory bank (Wu et al. 2018), in the form published with Tamkin et al. 2022.
 
-A picture must be nearer to its own row of the bank than to rows drawn at random. The second view is used for the log
-only.
+A picture must be nearer to its own row of the bank than to rows drawn at random. The second view is used only for the
+log.
 
 Row i of the bank lies on rank i modulo W, so a bank may be larger than one device. The bank is constant within a step,
-so the gradient is known as soon as the loss is. Each rank sums value and gradient over the rows that it holds, for the
-pictures of all ranks, and backward needs no collective.
+so the gradient can be computed together with the loss. Each rank sums value and gradient over its own rows, for the
+pictures of all ranks, and the backward pass needs no collective.
 
 Shapes: B pictures of this rank, G = B W pictures of all W ranks, N rows in the bank, R rows of this rank, K rows drawn
 for each picture, D dimensions; I pictures at a time.
@@ -27,8 +27,8 @@ from data_pipeline.core.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
 from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
 
-_FIRST_ROWS, _NOISE = 200, 201  # purposes of `data_pipeline.core.counter_rng`
-_MAX_ENTRIES = 1 << 22  # of the matrix of pictures times rows that is in memory at once
+_FIRST_ROWS, _NOISE = 200, 201  # `purpose` in `data_pipeline.core.counter_rng`
+_MAX_ENTRIES = 1 << 22  # entries in memory at once, of the matrix of pictures times rows
 
 
 class InstanceDiscriminationConfig(BaseObjectiveConfig):
@@ -45,13 +45,13 @@ def instance_discrimination_loss(
 ) -> Tensor:
     """Return a scalar: minus the mean over B of log(exp(z . own row / t) / mean over K of exp(z . drawn row / t)).
 
-    With a process group, all but `shard_RD` is this rank's part of the batch, equally large on every rank. The mean of
-    the ranks' losses is the loss of the whole batch, and averaging parameter gradients over the ranks gives its
-    gradient. The own row is in the denominator only if it was drawn.
+    With a process group, all arguments but `shard_RD` are this rank's part of the batch, equally large on every rank.
+    The mean of the losses of the ranks is the loss of the whole batch, and averaging parameter gradients over the ranks
+    gives its gradient. The own row is in the denominator only if it was drawn.
 
     Args:
         z_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
-        shard_RD: (R, D) unit vectors: rows rank, rank + W, rank + 2 W, ... of the bank.
+        shard_RD: (R, D) unit vectors: the rows rank, rank + W, rank + 2 W, ... of the bank.
         index_B: (B,) int64, the pictures' own rows in the bank.
         noise_BK: (B, K) int64, the rows drawn for each picture.
 
@@ -66,7 +66,7 @@ def instance_discrimination_loss(
 
 def drawn_rows(index_B: Tensor, num_negatives: int, *, num_samples: int, seed: int, step: int) -> Tensor:
     """Draw (B, K) int64 rows of the bank, uniformly with replacement, as a function of (seed, step, sample index)."""
-    keys = DrawKeys(seed=seed, epoch=step, index_B=index_B, view=0)  # the step stands where an epoch would
+    keys = DrawKeys(seed=seed, epoch=step, index_B=index_B, view=0)  # the step in place of the epoch
     return integers(keys, num_negatives, num_samples, purpose=_NOISE)
 
 
@@ -74,11 +74,11 @@ def drawn_rows(index_B: Tensor, num_negatives: int, *, num_samples: int, seed: i
 def updated_rows(shard_RD: Tensor, z_BD: Tensor, index_B: Tensor, *, momentum: float) -> Tensor:
     """Return this rank's rows, (R, D), with each row m of a picture set to normalise(momentum m + (1 - momentum) z).
 
-    The pictures are those of all ranks, and z is normalised first. No picture may be in a global batch twice.
+    Counts the pictures of all ranks, and normalises z first. No picture may be in a global batch twice.
     """
     u_GD = F.normalize(all_gather_rows(z_BD.detach().to(shard_RD.dtype)), dim=1)
     is_mine_G, row_G = _place(all_gather_rows(index_B))
-    # Rows of other ranks go into a spare row that is dropped: selecting this rank's rows would wait for the GPU.
+    # Rows of other ranks go into a spare row that is dropped: a selection of this rank's rows would wait for the GPU.
     with_spare_RD = torch.cat([shard_RD, shard_RD[:1]])
     row_G = torch.where(is_mine_G, row_G, len(shard_RD))
     new_GD = F.normalize(momentum * with_spare_RD[row_G] + (1 - momentum) * u_GD, dim=1)
@@ -86,10 +86,10 @@ def updated_rows(shard_RD: Tensor, z_BD: Tensor, index_B: Tensor, *, momentum: f
 
 
 class InstanceDiscrimination(Objective):
-    """Instance discrimination. Its state is the bank, which starts with a random direction for each sample.
+    """The objective of instance discrimination. Its state is the bank, which starts with random directions.
 
-    The first directions are a function of (seed, sample index), the drawn rows of (seed, step, sample index). Both are
-    the same on any number of ranks.
+    The first directions are a function of (seed, sample index), and the drawn rows of (seed, step, sample index). Both
+    are equal on any number of ranks.
     """
 
     shard_RD: Tensor
@@ -115,7 +115,7 @@ class InstanceDiscrimination(Objective):
         log_ratio_B = _log_ratio(z_a_BD, self.shard_RD, pair.index_B, noise_BK, self._config.temperature)
         if pair.updates_state:
             self.shard_RD = updated_rows(self.shard_RD, z_a_BD, pair.index_B, momentum=self._config.momentum)
-        # For the log: the probability of the own row among itself and the drawn rows.
+        # For the log: the probability of the own row among the own row and the drawn rows.
         log_probability_B = F.logsigmoid(log_ratio_B - math.log(self._config.num_negatives))
         return contrastive_output(-log_ratio_B.mean(), log_probability_B, z_a_BD, z_b_BD)
 
@@ -131,7 +131,7 @@ class InstanceDiscrimination(Objective):
 
 
 def _log_ratio(z_BD: Tensor, shard_RD: Tensor, index_B: Tensor, noise_BK: Tensor, temperature: float) -> Tensor:
-    """Return log(exp(z . own row / t) / mean over K of exp(z . drawn row / t)) of each picture, (B,)."""
+    """Return log(exp(z . own row / t) / mean over K of exp(z . drawn row / t)) for each picture, (B,)."""
     with torch.autocast(z_BD.device.type, enabled=False):
         u_BD = F.normalize(z_BD.to(torch.promote_types(z_BD.dtype, torch.float32)), dim=1)
         with torch.no_grad():
@@ -149,7 +149,7 @@ def _fetch(shard_RD: Tensor, index_B: Tensor) -> Tensor:
 
 
 def _noise_log_sum(u_BD: Tensor, shard_RD: Tensor, noise_BK: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log sum over K of exp(u . drawn row / t), (B,), and its gradient by u, (B, D)."""
+    """Return the log of the sum over K of exp(u . drawn row / t), (B,), and its gradient by u, (B, D)."""
     num_pictures = max(1, _MAX_ENTRIES // len(shard_RD))
     parts = [
         _noise_part(u_ID, shard_RD, noise_IK, temperature)
@@ -166,22 +166,22 @@ def _noise_log_sum(u_BD: Tensor, shard_RD: Tensor, noise_BK: Tensor, temperature
 
 
 def _noise_part(u_ID: Tensor, shard_RD: Tensor, noise_IK: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the same, (I,) and (I, D), over the rows of this rank; -inf and 0 if it holds none of the drawn rows.
+    """Do `_noise_log_sum`, (I,) and (I, D), for the rows of this rank; -inf and 0 if it has none of the drawn rows.
 
-    Multiplies all rows and picks the drawn ones from the products. For 256 pictures and a bank of 50,000 this takes a
-    fifth of the time, on CPUs, of a lookup of K rows for each picture.
+    Multiplies with all rows and picks the drawn rows from the products. For 256 pictures and a bank of 50,000 rows on a
+    CPU, this takes a fifth of the time of a lookup of K rows for each picture.
     """
     is_mine_IK, row_IK = _place(noise_IK)
     products_IR = u_ID @ shard_RD.T
     logits_IK = products_IR.gather(1, row_IK).div_(temperature).masked_fill_(~is_mine_IK, -torch.inf)
     log_sum_I = logits_IK.logsumexp(1)
-    weight_IK = (logits_IK - log_sum_I[:, None]).exp_().nan_to_num_(0)  # -inf - -inf without own rows
+    weight_IK = (logits_IK - log_sum_I[:, None]).exp_().nan_to_num_(0)  # -inf - -inf is nan if it has none
     weight_IR = products_IR.zero_().scatter_add_(1, row_IK, weight_IK)
     return log_sum_I, (weight_IR @ shard_RD).div_(temperature)
 
 
 def _place(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether this rank holds the bank's rows `index`, and their places in its shard; 0 for rows of others."""
+    """Return whether this rank holds the rows `index` of the bank, and their positions in its shard (0 if not)."""
     is_mine = index % world_size() == rank()
     return is_mine, index // world_size() * is_mine
 
@@ -191,7 +191,7 @@ def _own_part(x_GX: Tensor, num_rows: int) -> Tensor:
 
 
 class _WithSlope(torch.autograd.Function):
-    """Returns `value_B`, a function of the rows of `u_BD` whose gradient is `slope_BD`."""
+    """A function of the rows of `u_BD` with the value `value_B` and the gradient `slope_BD`."""
 
     @staticmethod
     def forward(ctx: Any, u_BD: Tensor, value_B: Tensor, slope_BD: Tensor) -> Tensor:

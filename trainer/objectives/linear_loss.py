@@ -1,9 +1,9 @@
-"""The linear loss: InfoNCE with the logarithm and the exponential left out (Huang et al. 2023).
+"""The linear loss: InfoNCE without the logarithm and the exponential (Huang et al. 2023).
 
-InfoNCE tends to it, up to scale, as its temperature grows. It only asks that the embeddings of all samples have mean
-zero. A few directions suffice for that, so embeddings may collapse onto them.
+InfoNCE tends to it, up to scale, as its temperature grows. It only requires that the embeddings of all samples have
+mean zero. A few directions are enough for this, so embeddings may collapse onto them.
 
-Shapes: B samples of this rank, G = B W of all W ranks, D dimensions.
+Shapes: B samples of this rank, G = B W samples of all W ranks, D dimensions.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> 
     The negatives of a first view are the second views of all other samples. Time and memory are linear in the batch,
     because the mean over them is one product with the sum of all second views. With a process group, `z_a_BD` and
     `z_b_BD` are this rank's part of the batch, equally large on every rank, and negatives come from all ranks. The mean
-    of the ranks' losses is exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives
-    its gradient.
+    of the losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks
+    gives its gradient.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
         divergence_weight: lambda in the paper.
 
     Raises:
-        ValueError: for embeddings that are not (B, D) and alike, or a single sample over all ranks.
+        ValueError: if the embeddings are not (B, D) with equal shapes, or if all ranks together have a single sample.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -52,7 +52,7 @@ def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> 
 
 
 class LinearLoss(Objective):
-    """The linear loss. It logs the mean cosine of positives as alignment, of negatives as divergence."""
+    """The objective of the linear loss. Logs the mean cosine of positives as alignment, of negatives as divergence."""
 
     def __init__(self, config: LinearLossConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LinearLoss(Objective):
 
 
 def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each first view's cosine with its positive, and its mean cosine with all negatives; (B,) each."""
+    """Return the cosine of each first view with its positive, and its mean cosine with all negatives; (B,) each."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         v_GD = candidates(v_BD)

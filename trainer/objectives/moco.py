@@ -1,13 +1,13 @@
-"""MoCo: each view must find the other view's key among a queue of keys of earlier batches (He et al. 2020).
+"""MoCo: each view must find the key of the other view among a queue of keys of earlier batches (He et al. 2020).
 
 Keys come from a momentum copy of the encoder and carry no gradient. The symmetric form follows Huang et al. 2023: the
 copy takes a step towards the encoder before it encodes the keys of each view, and keys join the queue after their use.
-So when the second view queries, the first key of the same picture is already among its negatives, as published.
+As published, the first key of a picture is therefore already a negative when its second view is the query.
 
 If batch norm is not synchronised, the views are shuffled over the batch of all ranks before the key encoder, and their
-keys are put back in order. Otherwise a picture and its key would share the statistics of one group, which would give
-the key away (He et al. 2020, section 3.3; Huang et al. 2023). Synchronised statistics do not depend on the order. With
-`batch_norm="local"` in the encoder, keys depend on the number of ranks, as embeddings do.
+keys are put back in order. Otherwise a picture and its key would share the statistics of one group, from which the key
+could be recognised (He et al. 2020, section 3.3; Huang et al. 2023). Synchronised statistics do not depend on the
+order. With `batch_norm="local"` in the encoder, keys depend on the number of ranks, like embeddings.
 
 Shapes: B pictures of this rank, G = B W pictures of all W ranks, Q keys in the queue, D dimensions.
 """
@@ -29,16 +29,16 @@ from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
 
-_ORDER_PURPOSE = 200  # of `data_pipeline.core.counter_rng`
+_ORDER_PURPOSE = 200  # `purpose` in `data_pipeline.core.counter_rng`
 
 
 class MoCoConfig(BaseObjectiveConfig):
     """Settings of MoCo.
 
-    `momentum` applies at every step of the key encoder towards the encoder. The symmetric form takes two in each
-    training step.
-    `direction`: with "one_way" the first view queries and the second is the key. The embeddings of the second view are
-    then not trained.
+    momentum: the share of the old weights at every step of the key encoder towards the encoder. The symmetric form
+        takes two such steps in each training step.
+    direction: with "one_way", the first view is the query and the second is the key. The embeddings of the second view
+        are then not trained.
     """
 
     kind: Literal["moco"] = "moco"
@@ -49,27 +49,27 @@ class MoCoConfig(BaseObjectiveConfig):
 
 
 def check(config: MoCoConfig, global_batch_size: int) -> None:
-    """Raise `UserError` unless the queue holds a whole number of global batches."""
+    """Raise `UserError` if the queue size is not a multiple of the global batch size."""
     if config.queue_size % global_batch_size:
         nearest_size = max(1, round(config.queue_size / global_batch_size)) * global_batch_size
         raise UserError(
-            f"objective.queue_size {config.queue_size} is no multiple of global_batch_size {global_batch_size}; "
-            f"{nearest_size} is the nearest"
+            f"objective.queue_size {config.queue_size} is not a multiple of global_batch_size {global_batch_size}; the "
+            f"nearest is {nearest_size}"
         )
 
 
 def moco_loss(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: float) -> Tensor:
-    """Return a scalar: the mean over B of -log softmax of a picture's own key, among that key and the queue's keys.
+    """Return a scalar: the mean over B of -log softmax of a picture's own key, among this key and the queue.
 
-    With a process group, `z_BD` and `keys_BD` are this rank's part of the batch, and the queue is the same on all
-    ranks. The mean of the ranks' losses is the loss of the whole batch. Keys and queue get no gradient.
+    With a process group, `z_BD` and `keys_BD` are this rank's part of the batch, and the queue is equal on all ranks.
+    The mean of the losses of the ranks is the loss of the whole batch. Keys and queue get no gradient.
 
     Args:
         z_BD, keys_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
         queue_QD: (Q, D) unit vectors.
 
     Raises:
-        ValueError: for embeddings that are not (B, D) and alike.
+        ValueError: if the embeddings are not (B, D) with equal shapes.
 
     Examples:
         >>> z, key = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]])
@@ -80,30 +80,30 @@ def moco_loss(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: f
 
 
 def enqueue(queue_QD: Tensor, keys_BD: Tensor) -> Tensor:
-    """Return a new queue, oldest key first: without its first G keys, with the keys of all ranks at its end.
+    """Return a new queue, oldest key first: without its first G keys, and with the keys of all ranks at its end.
 
-    The new keys stand in rank order. `keys_BD` may have any length; keys of the queue are unit vectors. Raises
+    The new keys are in rank order. `keys_BD` may have any length; keys in the queue are unit vectors. Raises
     `ValueError` if G does not divide Q.
     """
     keys_GD = F.normalize(all_gather_rows(keys_BD.detach().to(queue_QD.dtype)), dim=1)
     if len(queue_QD) % len(keys_GD):
-        raise ValueError(f"a queue of {len(queue_QD)} keys holds no whole number of batches of {len(keys_GD)}")
+        raise ValueError(f"a queue of {len(queue_QD)} keys is not a multiple of a batch of {len(keys_GD)}")
     return torch.cat([queue_QD[len(keys_GD) :], keys_GD])
 
 
 def shuffled_order(index_G: Tensor, *, step: int, view: int) -> Tensor:
     """Return a permutation of a global batch, (G,) int64, drawn from dataset indices, step and view.
 
-    Every rank draws the same permutation, and so does a single process.
+    Every rank, and a single process, draws the same permutation.
     """
     keys = DrawKeys(seed=0, epoch=step, index_B=index_G, view=view)
     return integers(keys, 1, (1 << 31) - 1, purpose=_ORDER_PURPOSE)[:, 0].argsort(stable=True)
 
 
 class MoCo(Objective):
-    """MoCo. Its state is the key encoder and the queue, equal on all ranks and for any number of ranks.
+    """The objective of MoCo. Its state is the key encoder and the queue, equal on all and on any number of ranks.
 
-    The queue starts with random directions from torch's default generator: give it the same seed on all ranks.
+    The queue starts with random directions from torch's default generator, which must have the same seed on all ranks.
     """
 
     queue_QD: Tensor
@@ -125,13 +125,13 @@ class MoCo(Objective):
         return super().saved_state()
 
     def _query(self, z_BD: Tensor, pair: ViewPair, *, key_view: int) -> Tensor:
-        """Return the log-probability of the own keys, and add these to the queue."""
+        """Return the log-probability of the own keys, and add these keys to the queue."""
         if pair.updates_state:
             self.key_encoder.follow()
         keys_BD = self._keys(pair, key_view)
         log_probability_B = _log_probability_of_own_key(z_BD, keys_BD, self.queue_QD, self._config.temperature)
         if pair.updates_state:
-            self.queue_QD = enqueue(self.queue_QD, keys_BD)  # a new tensor: backward still needs the old one
+            self.queue_QD = enqueue(self.queue_QD, keys_BD)  # a new tensor: the backward pass still needs the old one
         return log_probability_B
 
     def _keys(self, pair: ViewPair, view: int) -> Tensor:

@@ -18,6 +18,8 @@ from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, c
 
 
 class NTXentConfig(ContrastiveConfig):
+    """The config of NT-Xent."""
+
     kind: Literal["nt_xent"] = "nt_xent"
     temperature: Temperature = 0.5
 
@@ -25,20 +27,20 @@ class NTXentConfig(ContrastiveConfig):
 def nt_xent_loss(
     z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
 ) -> Tensor:
-    """Return NT-Xent, a scalar: the mean over 2 B anchors of -log softmax of the positive, self excluded.
+    """Return NT-Xent, a scalar: the mean over 2 B anchors of -log softmax of the positive, without the anchor itself.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the ranks' losses is exactly the loss of the whole batch, and averaging
-    parameter gradients over the ranks gives its gradient.
+    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
+    averaging parameter gradients over the ranks gives its gradient.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
         temperature: above 0, and at least 0.02 with a `chunk_size`. A 0-d tensor gets a gradient.
-        chunk_size: rows of a tile of the similarity matrix, for memory linear in B. The value is the same. 512 is
+        chunk_size: the rows of a tile of the similarity matrix, for memory linear in B; the loss is the same. 512 is
             fastest on CPUs. None keeps the whole matrix.
 
     Raises:
-        ValueError: for a temperature or chunk size out of range, or embeddings that are not (B, D) and alike.
+        ValueError: if temperature or chunk size is out of range, or if the embeddings are not (B, D) with equal shapes.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -50,6 +52,8 @@ def nt_xent_loss(
 
 
 class NTXent(Objective):
+    """The objective of SimCLR."""
+
     def __init__(self, config: NTXentConfig) -> None:
         super().__init__()
         self._config = config

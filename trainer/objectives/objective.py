@@ -1,4 +1,4 @@
-"""The interface of objectives: a module from the embeddings of two views to a loss and scalars to log."""
+"""The interface of objectives: a module that turns the embeddings of two views into a loss and scalars to log."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from data_pipeline.core.schema import Schema
 
 @dataclass(frozen=True)
 class ViewPair:
-    """The inputs behind the embeddings, for objectives that need more than embeddings.
+    """The inputs of a step, for objectives that need more than embeddings.
 
     Attributes:
         views_a_BCHW, views_b_BCHW: the two views of this rank's part of the batch.
         index_B: (B,) int64, dataset indices of the samples.
         step: the training step, from 0.
-        updates_state: whether this call may change the objective's own state (queue, bank, momentum encoder). False
-            when the viewmaker takes a step of its own, on views from which the encoder does not learn.
+        updates_state: whether this call may change the state of the objective (queue, bank, momentum encoder). False
+            if only the viewmaker learns from these views.
     """
 
     views_a_BCHW: Tensor
@@ -33,10 +33,10 @@ class ViewPair:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """The result of a call.
+    """The result of an objective.
 
-    `loss` is a scalar with gradient, of this rank's part of the batch: the mean over the ranks is the global loss.
-    `metrics` are scalars without gradient, of the same part, on the device of the loss.
+    `loss` is a scalar with gradient for this rank's part of the batch. Its mean over the ranks is the global loss.
+    `metrics` are scalars without gradient for the same part, on the device of the loss.
     """
 
     loss: Tensor
@@ -47,12 +47,12 @@ class BaseObjectiveConfig(Schema):
     """The base of the configs of objectives."""
 
     def note(self, *, global_batch_size: int) -> str | None:
-        """Return what a reader of the log must know to read the loss, in one sentence; None if nothing is unusual."""
+        """Return a sentence for the log that explains an unusual loss; None if the loss is as expected."""
         return None
 
 
 class Objective(nn.Module, ABC):
-    """A loss that every rank calls with embeddings (B, D) of both views of its part of the batch, in any float type.
+    """A loss. Every rank calls it with embeddings (B, D) of both views of its part of the batch, in any float type.
 
     Parameters with a gradient (a predictor) are trained together with the encoder. Buffers and frozen modules (a queue,
     a bank, a momentum encoder) are state, which every checkpoint saves.
@@ -62,18 +62,18 @@ class Objective(nn.Module, ABC):
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput: ...
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return all state, the same on any number of ranks. Every rank calls this at the same time."""
+        """Return all state, equal on any number of ranks. Every rank must call this at the same time."""
         return self.state_dict()
 
     def load_saved(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `saved_state` returned, on any number of ranks."""
+        """Restore the result of `saved_state`, on any number of ranks."""
         self.load_state_dict(state)
 
 
 def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Return the mean cosine of the two views' embeddings, a scalar without gradient.
+    """Return the mean cosine of the embeddings of the two views, a scalar without gradient.
 
-    Every objective logs it as alignment. It is 1 if the views coincide (Wang and Isola 2020, up to an offset).
+    Every objective logs it as alignment. It is 1 if the views coincide (Wang and Isola 2020, up to scale and offset).
     """
     return F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean()
 
@@ -81,8 +81,8 @@ def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 def contrastive_output(loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
     """Return the loss with the metrics of every contrastive objective.
 
-    alignment: `mean_cosine` of the two views.
-    positive_probability: mean softmax probability that an anchor gives its positive; chance is 1 / candidates.
+    alignment: the `mean_cosine` of the two views.
+    positive_probability: the mean softmax probability of an anchor's positive; chance is 1 / number of candidates.
     """
     metrics = {
         "alignment": mean_cosine(z_a_BD, z_b_BD),

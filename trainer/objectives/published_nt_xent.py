@@ -1,8 +1,8 @@
-"""NT-Xent as the code published with Tamkin et al. 2022 computes it, which differs from the form of SimCLR.
+"""NT-Xent in the form of the code published with Tamkin et al. 2022, which differs from SimCLR.
 
-Only the first view's embeddings are anchors. An anchor's similarity with itself stays in its denominator, where it adds
-exp(1 / t) and no gradient. The loss subtracts log(number of candidates). So it is negative when SimCLR's loss is near
-0, and the softmax probability of the positive never exceeds one half.
+Only the embeddings of the first view are anchors. An anchor's similarity with itself stays in its denominator, where it
+adds exp(1 / t) and no gradient. The loss subtracts log(number of candidates). It is therefore negative when SimCLR's
+loss is near 0, and the softmax probability of the positive never exceeds one half.
 
 Shapes: B pictures of this rank, G = 2 B W candidates of all W ranks, D dimensions.
 """
@@ -21,6 +21,8 @@ from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, c
 
 
 class PublishedNTXentConfig(ContrastiveConfig):
+    """The config of the published NT-Xent."""
+
     kind: Literal["nt_xent_published"] = "nt_xent_published"
     temperature: Temperature = 0.07
 
@@ -35,7 +37,7 @@ class PublishedNTXentConfig(ContrastiveConfig):
 
 
 def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
-    """Return the loss if both views of every picture have one embedding, orthogonal to those of all other pictures.
+    """Return the loss if both views of every picture coincide, orthogonal to the embeddings of all other pictures.
 
     Examples:
         >>> round(floor_of_loss(temperature=0.07, num_candidates=512), 4)
@@ -47,16 +49,18 @@ def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
 def published_nt_xent_loss(
     z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
 ) -> Tensor:
-    """Return the published form, a scalar: mean over B anchors of -log softmax of the positive, minus log of G.
+    """Return the published form, a scalar: the mean over B anchors of -log softmax of the positive, minus log of G.
 
-    Its least value is log(2 exp(1 / t) + G - 2) - 1 / t - log G: -5.5450 at t = 0.07, G = 512. Arguments, types, errors
-    and the meaning of a rank's loss are as in `nt_xent_loss`.
+    Its value in `floor_of_loss` is log(2 exp(1 / t) + G - 2) - 1 / t - log G: -5.5450 at t = 0.07, G = 512. Arguments,
+    types, errors and the mean over the ranks are as in `nt_xent_loss`.
     """
     log_probability_B, num_candidates = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
     return -log_probability_B.mean() - math.log(num_candidates)
 
 
 class PublishedNTXent(Objective):
+    """The objective of the published NT-Xent."""
+
     def __init__(self, config: PublishedNTXentConfig) -> None:
         super().__init__()
         self._config = config

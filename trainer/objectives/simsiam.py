@@ -1,4 +1,4 @@
-"""SimSiam (Chen and He 2021): the prediction from each view must point in the direction of the other's embedding.
+"""SimSiam (Chen and He 2021): the prediction from each view must point in the direction of the other embedding.
 
 Shapes: B pictures of this rank, D dimensions.
 """
@@ -20,9 +20,9 @@ from trainer.objectives.objective import BaseObjectiveConfig, Objective, Objecti
 class SimSiamConfig(BaseObjectiveConfig):
     """Settings of SimSiam.
 
-    `predictor`: maps embeddings to embeddings; its batch norm is over the batch of all ranks.
-    `predictor_rate`: "of_encoder" follows the encoder's learning rate. "constant" keeps the encoder's first learning
-    rate throughout (Chen and He 2021, section 4.1).
+    predictor: the network from embeddings to predictions; its batch norm is over the batch of all ranks.
+    predictor_rate: "of_encoder" follows the encoder's learning rate. "constant" keeps the encoder's first learning rate
+        (Chen and He 2021, section 4.1).
     """
 
     kind: Literal["simsiam"] = "simsiam"
@@ -33,15 +33,15 @@ class SimSiamConfig(BaseObjectiveConfig):
 def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Return minus the mean cosine of each prediction with the other view's embedding (Chen and He 2021, eq. 4).
 
-    The embeddings get no gradient. With a process group this is the loss of this rank's part of the batch. The mean of
-    equally large parts is the loss of the whole batch.
+    The embeddings get no gradient. With a process group, this is the loss of this rank's part of the batch. The mean
+    over equally large parts is the loss of the whole batch.
 
     Args:
-        p_a_BD, p_b_BD: (B, D) predictions of any length and float type, made from `z_a_BD` and `z_b_BD`.
+        p_a_BD, p_b_BD: (B, D) predictions of any length and float type, computed from `z_a_BD` and `z_b_BD`.
         z_a_BD, z_b_BD: (B, D) embeddings. All are normalised here, in float32 at least, even under autocast.
 
     Raises:
-        ValueError: if a prediction and its embedding are not (B, D) and alike.
+        ValueError: if a prediction and its embedding are not (B, D) with equal shapes.
 
     Examples:
         >>> p_a, p_b = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
@@ -53,9 +53,10 @@ def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor)
 
 
 class SimSiam(Objective):
-    """SimSiam with its predictor, which is trained and whose running statistics are state. Each view passes it alone.
+    """The objective of SimSiam with its predictor, which is trained; the running statistics of batch norm are state.
 
-    Weights come from torch's default generator. A call that may not update state keeps the running statistics.
+    Each view passes the predictor alone. Weights come from torch's default generator. A call that may not update state
+    does not change the running statistics.
     """
 
     def __init__(self, config: SimSiamConfig, *, embedding_size: int) -> None:

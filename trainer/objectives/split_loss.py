@@ -1,10 +1,10 @@
 """The split loss: alignment and divergence as two terms, each with its own weight (Huang et al. 2023).
 
-With weight 2 t on the divergence, t the temperature, it is a constant plus 2 t times InfoNCE without the positive in
-the denominator. InfoNCE has no counterpart of other weights.
+With weight 2 t on the divergence, where t is the temperature, it is a constant plus 2 t times InfoNCE without the
+positive in the denominator. For other weights, there is no such form of InfoNCE.
 
-Shapes: B samples of this rank, G = B W of all W ranks, V views of a sample among the candidates, K = V G candidates of
-all ranks, N rows of a chunk of anchors, D dimensions.
+Shapes: B samples of this rank, G = B W samples of all W ranks, V views of a sample among the candidates, K = V G
+candidates of all ranks, N rows of a chunk of anchors, D dimensions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class SplitLossConfig(BaseObjectiveConfig):
     """Settings of the split loss.
 
     Attributes:
-        temperature: of the divergence.
+        temperature: the temperature of the divergence.
         divergence_weight: lambda in the paper, which does not give its value. 0.4 is twice the temperature, so that the
             gradient is nearly the gradient of InfoNCE.
-        negatives: the negatives of a first view: the second views of all other samples, or both their views.
-        chunk_size: number of first views that are compared with all candidates at a time. It makes memory linear in
-            the batch, and similarities are computed twice. None: all at once.
+        negatives: the negatives of a first view: the second views of all other samples, or both views of them.
+        chunk_size: the number of first views that are compared with all candidates at a time. Memory is then linear in
+            the batch, but similarities are computed twice. None compares all at once.
     """
 
     kind: Literal["split"] = "split"
@@ -53,20 +53,20 @@ def split_loss(
 ) -> Tensor:
     """Return the split loss, a scalar.
 
-    That is the mean squared distance of a sample's two views on the unit sphere + `divergence_weight` * mean over first
-    views of log sum exp(cosine with a negative / temperature).
+    It is the mean squared distance of a sample's two views on the unit sphere, plus `divergence_weight` times the mean
+    over first views of log sum exp(cosine with a negative / temperature).
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the ranks' losses is exactly the loss of the whole batch, and averaging
-    parameter gradients over the ranks gives its gradient.
+    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
+    averaging parameter gradients over the ranks gives its gradient.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
         temperature, divergence_weight, negatives, chunk_size: as in `SplitLossConfig`.
 
     Raises:
-        ValueError: for a temperature or chunk size out of range, embeddings that are not (B, D) and alike, or a single
-            sample over all ranks.
+        ValueError: if temperature or chunk size is out of range, if the embeddings are not (B, D) with equal shapes, or
+            if all ranks together have a single sample.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -79,7 +79,10 @@ def split_loss(
 
 
 class SplitLoss(Objective):
-    """The split loss. It also logs `divergence`, the mean log sum; the distance is 2 - 2 * the logged alignment."""
+    """The objective of the split loss.
+
+    Also logs `divergence`, the mean log sum. The distance is 2 - 2 * the logged alignment.
+    """
 
     def __init__(self, config: SplitLossConfig) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class SplitLoss(Objective):
 def _parts(
     z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, negatives: Negatives, chunk_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each sample's squared distance of its views, and its log sum exp over its negatives; (B,) each."""
+    """Return the squared distance of each sample's views, and the log sum exp over its negatives; (B,) each."""
     scale_of(temperature, chunk_size=None)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
@@ -111,7 +114,7 @@ def _parts(
 
 
 def _log_sums(anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int | None) -> Tensor:
-    """Return each anchor's log sum exp of inner products with all candidates but its own sample's, `own_BV`; (B,)."""
+    """Return the log sum exp of each anchor's inner products with all candidates except `own_BV`, (B,)."""
     if chunk_size is None:
         return _logits(anchors_BD, candidates_KD, own_BV).logsumexp(1)
     sums_B: Tensor = _ChunkedLogSums.apply(  # type: ignore[no-untyped-call]
@@ -122,12 +125,12 @@ def _log_sums(anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_s
 
 def _logits(anchors_ND: Tensor, candidates_KD: Tensor, own_NV: Tensor) -> Tensor:
     logits_NK = anchors_ND @ candidates_KD.T
-    with torch.no_grad():  # a term of 0 has no gradient, so autograd may miss it
+    with torch.no_grad():  # a term of 0 has no gradient, so autograd need not know about this
         return logits_NK.scatter_(1, own_NV, -torch.inf)
 
 
 class _ChunkedLogSums(torch.autograd.Function):
-    """`_log_sums`, one chunk of anchors at a time: logits are computed once forward and once backward."""
+    """`_log_sums` for one chunk of anchors at a time: each pass, forward and backward, computes the logits."""
 
     @staticmethod
     def forward(ctx: Any, anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int) -> Tensor:

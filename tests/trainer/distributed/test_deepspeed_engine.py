@@ -586,7 +586,7 @@ def test_what_deepspeed_is_told() -> None:
 
 
 FINE: dict[str, Any] = {
-    "num_players": 1,
+    "num_modules": 1,
     "precision": "bfloat16",
     "optimizer_kinds": ["sgd", "adam"],
     "copies_encoder": False,
@@ -594,9 +594,9 @@ FINE: dict[str, Any] = {
 
 
 def test_what_deepspeed_can_train_passes() -> None:
-    for stage, num_players in itertools.product((0, 1, 2, 3), (1, 2)):
-        if num_players == 1 or stage in {1, 2}:
-            check(DeepSpeedConfig(zero_stage=stage), **FINE | {"num_players": num_players})
+    for stage, num_modules in itertools.product((0, 1, 2, 3), (1, 2)):
+        if num_modules == 1 or stage in {1, 2}:
+            check(DeepSpeedConfig(zero_stage=stage), **FINE | {"num_modules": num_modules})
     check(DeepSpeedConfig(zero_stage=2), **FINE | {"copies_encoder": True})
     check(DeepSpeedConfig(zero_stage=0), **FINE | {"optimizer_kinds": ["lars"]})
 
@@ -604,8 +604,8 @@ def test_what_deepspeed_can_train_passes() -> None:
 @pytest.mark.parametrize(
     ("stage", "change", "words"),
     [
-        (0, {"num_players": 2}, "zero_stage 0 trains one player.*engine.zero_stage=1 or 2, or engine.kind=ddp"),
-        (3, {"num_players": 2}, "zero_stage 3 trains one player"),
+        (0, {"num_modules": 2}, "zero_stage 0 trains only one module.*engine.zero_stage=1 or 2, or engine.kind=ddp"),
+        (3, {"num_modules": 2}, "zero_stage 3 trains only one module"),
         (3, {"copies_encoder": True}, "momentum copy.*engine.zero_stage=2"),
         (2, {"precision": "float16"}, "precision float16.*engine.kind=ddp"),
         (2, {"precision": "float64"}, "precision float64"),

@@ -140,7 +140,7 @@ def test_the_class_is_the_function_and_logs_its_terms() -> None:
 
 def test_refusals() -> None:
     z_BD = torch.rand(4, 3)
-    with pytest.raises(ValueError, match=r"must be \(B, D\) and alike, got \(4, 3\) and \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"must be \(B, D\) with equal shapes, got \(4, 3\) and \(3, 3\)"):
         barlow_twins_loss(z_BD, z_BD[:3])
     with pytest.raises(ValueError, match="at least 2 pictures"):
         barlow_twins_loss(z_BD[:1], z_BD[:1])

@@ -86,7 +86,7 @@ def test_numbers_that_are_not_finite_give_nan_and_no_error(value: float) -> None
 
 
 def test_views_that_are_not_alike_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be \(B, D\) and alike"):
+    with pytest.raises(ValueError, match=r"must be \(B, D\) with equal shapes"):
         embedding_health(torch.rand(4, 3), torch.rand(4, 5))
 
 

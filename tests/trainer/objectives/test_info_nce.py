@@ -92,7 +92,7 @@ def test_the_objective_gives_the_loss_and_logs_its_parts() -> None:
 def test_wrong_input_is_refused() -> None:
     z_BD = torch.randn(4, 3)
     for loss in (info_nce_loss, divergence):
-        with pytest.raises(ValueError, match="a global batch of 1 sample holds no negatives"):
+        with pytest.raises(ValueError, match="a global batch of 1 sample has no negatives"):
             loss(z_BD[:1], z_BD[:1])
     for loss in (info_nce_loss, divergence, alignment):
         with pytest.raises(ValueError, match=r"\(4, 3\) and \(3, 3\)"):

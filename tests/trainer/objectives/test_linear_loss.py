@@ -105,7 +105,7 @@ def test_the_objective_gives_the_loss_and_logs_its_parts() -> None:
 
 def test_wrong_input_is_refused() -> None:
     z_BD = torch.randn(4, 3)
-    with pytest.raises(ValueError, match="a global batch of 1 sample holds no negatives"):
+    with pytest.raises(ValueError, match="a global batch of 1 sample has no negatives"):
         linear_loss(z_BD[:1], z_BD[:1], divergence_weight=1.0)
     with pytest.raises(ValueError, match=r"\(4, 3\) and \(3, 3\)"):
         linear_loss(z_BD, z_BD[:3], divergence_weight=1.0)

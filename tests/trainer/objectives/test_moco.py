@@ -93,7 +93,7 @@ def test_the_queue_forgets_the_oldest_keys() -> None:
     longer = enqueue(queue_QD, 3 * torch.eye(8)[6:])
     assert torch.equal(longer, torch.eye(8)[2:])
     assert torch.equal(queue_QD, torch.eye(8)[:6])
-    with pytest.raises(ValueError, match="a queue of 6 keys holds no whole number of batches of 4"):
+    with pytest.raises(ValueError, match="a queue of 6 keys is not a multiple of a batch of 4"):
         enqueue(queue_QD, torch.randn(4, 8))
 
 
@@ -101,10 +101,10 @@ def test_a_queue_that_the_batch_does_not_divide_is_refused() -> None:
     check(MoCoConfig(), 512)
     check(MoCoConfig(queue_size=512), 512)
     with pytest.raises(
-        UserError, match=r"queue_size 4096 is no multiple of global_batch_size 100; 4100 is the nearest"
+        UserError, match=r"queue_size 4096 is not a multiple of global_batch_size 100; the nearest is 4100"
     ):
         check(MoCoConfig(), 100)
-    with pytest.raises(UserError, match=r"queue_size 64 .* global_batch_size 256; 256 is the nearest"):
+    with pytest.raises(UserError, match=r"queue_size 64 .* global_batch_size 256; the nearest is 256"):
         check(MoCoConfig(queue_size=64), 256)
 
 

@@ -118,7 +118,7 @@ def test_autocast_changes_nothing_and_low_precision_is_raised() -> None:
 
 def test_embeddings_that_differ_in_shape_are_refused() -> None:
     z_a, z_b = rows(9, 5, number=2)
-    with pytest.raises(ValueError, match=r"must be \(B, D\) and alike, got \(9, 5\) and \(8, 5\)"):
+    with pytest.raises(ValueError, match=r"must be \(B, D\) with equal shapes, got \(9, 5\) and \(8, 5\)"):
         objective()(z_a, z_b[:8], pair())
 
 

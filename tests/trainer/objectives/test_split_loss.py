@@ -160,7 +160,7 @@ def test_wrong_input_is_refused() -> None:
     z_BD = torch.randn(4, 3)
     loss = partial(split_loss, divergence_weight=0.4)
     for negatives in NEGATIVES:
-        with pytest.raises(ValueError, match="a global batch of 1 sample holds no negatives"):
+        with pytest.raises(ValueError, match="a global batch of 1 sample has no negatives"):
             loss(z_BD[:1], z_BD[:1], temperature=0.2, negatives=negatives)
     with pytest.raises(ValueError, match=r"\(4, 3\) and \(3, 3\)"):
         loss(z_BD, z_BD[:3], temperature=0.2)

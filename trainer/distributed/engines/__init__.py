@@ -1,4 +1,4 @@
-"""Turn a loss into one step of a module over all ranks: DistributedDataParallel or DeepSpeed."""
+"""Turn a loss into one step of a module over all ranks, with DistributedDataParallel or DeepSpeed."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""A trained module under torch's DistributedDataParallel; in one process, the bare module."""
+"""Train a module with torch's DistributedDataParallel; in a single process, train the bare module."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
 
 class DDPConfig(Schema):
-    """torch's DistributedDataParallel: every rank keeps everything."""
+    """The config of DistributedDataParallel: every rank keeps all parameters, gradients and optimizer state."""
 
     kind: Literal["ddp"] = "ddp"
 
 
 class DDPEngine:
-    """An `Engine` that averages gradients over the ranks while backward runs."""
+    """An `Engine` that averages gradients over the ranks during the backward pass."""
 
     def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig) -> None:
         self.module = module
         self._optimizer = build_optimizer(optimizer, module)
         self._parallel: DistributedDataParallel | None = None
         if world_size() > 1:
-            # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank, and a
-            # broadcast between the two forwards of a step would change a tensor that backward still needs.
+            # Buffers need no broadcast: synchronised batch norm computes the same statistics on every rank. A broadcast
+            # between the two forward passes of a step would change a tensor that the backward pass still needs.
             device = next(module.parameters()).device
             self._parallel = parallel = DistributedDataParallel(
                 module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
             )
             if device.type == "cpu":
-                # A filter of one pixel has the same strides in both memory formats; torch's kernel for this processor
-                # decides which one its gradient reports.
+                # A filter of one pixel has the same strides in both memory formats, and torch's kernel for the
+                # processor decides which one its gradient reports.
                 warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
                 parallel.register_comm_hook(None, lambda _, bucket: _average_in_rank_order(bucket))
         self._frozen = False
@@ -94,16 +94,16 @@ class DDPEngine:
         state = self.optimizer_state()
         if state.keys() != optimizer_state.keys():
             odd = sorted(state.keys() ^ optimizer_state.keys())
-            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is on one side only")
+            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is in only one of the two")
         for name, value in state.items():
             value.copy_(optimizer_state[name])
 
 
 def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Return the mean of a bucket over the ranks; each number is added up in the order of the ranks.
+    """Return the mean of a bucket over the ranks, with each number added up in rank order.
 
-    After its first step DDP packs gradients into other buckets, and the order of gloo's own sum depends on the place in
-    the bucket. With it, a restarted run would end in other bits than an undisturbed one.
+    After its first step, DDP packs gradients into other buckets. The order in gloo's own sum depends on the position in
+    the bucket, so with that sum, the bits of a restarted run would differ from an uninterrupted run.
     """
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(sum_in_rank_order(bucket.buffer()) / world_size())

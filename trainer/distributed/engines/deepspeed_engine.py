@@ -1,8 +1,8 @@
-"""A trained module under DeepSpeed's ZeRO (Rajbhandari et al. 2020), on any number of ranks.
+"""Train a module with DeepSpeed's ZeRO (Rajbhandari et al. 2020), on any number of ranks.
 
-Stage 0 keeps everything on every rank, as DDP does. Stage 1 partitions the optimizer's state over the ranks, stage 2
-the gradients as well, stage 3 the parameters as well. DeepSpeed is used as a library: precision, accumulation and the
-choice of steps to skip are up to the caller, so a step means the same under every engine.
+Stage 0 keeps everything on every rank, like DDP. Stage 1 partitions the optimizer's state over the ranks, stage 2 also
+the gradients, and stage 3 also the parameters. DeepSpeed is used as a library: the caller decides on precision,
+accumulation and skipped steps, so a step means the same under every engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
-_STEP_COUNT = "step"  # the only optimizer state that is one number per parameter
+_STEP_COUNT = "step"  # the only optimizer state that is a single number for each parameter
 
 
 class DeepSpeedConfig(Schema):
-    """ZeRO. `offload_optimizer` keeps the optimizer's state in host memory and computes its steps there."""
+    """The config of ZeRO. `offload_optimizer` keeps the optimizer's state and computes its steps in host memory."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 2
@@ -47,37 +47,37 @@ class DeepSpeedConfig(Schema):
 def check(
     config: DeepSpeedConfig,
     *,
-    num_players: int,
+    num_modules: int,
     precision: str,
     optimizer_kinds: Iterable[str],
     copies_encoder: bool,
 ) -> None:
-    """Raise `UserError` for a run that DeepSpeed cannot train. DeepSpeed need not be installed for this call.
+    """Raise `UserError` for a run that DeepSpeed cannot train, or if DeepSpeed is not installed.
 
     Args:
-        num_players: 2 if the views are learned, else 1.
+        num_modules: 2 if the views are learned, else 1.
         optimizer_kinds: the `kind` of each optimizer.
         copies_encoder: whether the objective keeps a momentum copy of the encoder.
     """
     stage = config.zero_stage
-    if num_players > 1 and stage in {0, 3}:
+    if num_modules > 1 and stage in {0, 3}:
         raise UserError(
-            f"engine.zero_stage {stage} trains one player, and a viewmaker is a second one; set engine.zero_stage=1 or "
-            "2, or engine.kind=ddp"
+            f"engine.zero_stage {stage} trains only one module, and a viewmaker is a second one; set "
+            "engine.zero_stage=1 or 2, or engine.kind=ddp"
         )
     if copies_encoder and stage == 3:
         raise UserError(
-            "engine.zero_stage 3 leaves no rank a whole encoder, and the objective keeps a momentum copy of it; set "
+            "with engine.zero_stage 3 no rank has a whole encoder, but the objective keeps a momentum copy of it; set "
             "engine.zero_stage=2"
         )
     if precision in {"float16", "float64"}:
         raise UserError(
-            f"precision {precision} is for engine.kind=ddp alone; set that, or precision=float32 or bfloat16, which "
-            "DeepSpeed serves"
+            f"precision {precision} needs engine.kind=ddp; set that, or precision=float32 or bfloat16, which DeepSpeed "
+            "supports"
         )
     if stage > 0 and (by_layer := sorted({"lars", "lamb"} & set(optimizer_kinds))):
         raise UserError(
-            f"optimizer {by_layer[0]} needs the length of whole layers, and engine.zero_stage {stage} cuts them into "
+            f"optimizer {by_layer[0]} needs the norms of whole layers, but engine.zero_stage {stage} cuts layers into "
             "pieces; set engine.zero_stage=0, engine.kind=ddp or another optimizer"
         )
     if importlib.util.find_spec("deepspeed") is None:
@@ -85,9 +85,9 @@ def check(
 
 
 def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of a run, as in a DeepSpeed JSON file.
+    """Return the DeepSpeed configuration of a run, in the form of a DeepSpeed JSON file.
 
-    It overrides every default that would change the numbers, or make the host wait for the GPU.
+    Overrides every default that would change the results, or make the host wait for the GPU.
     """
     stage = config.zero_stage
     zero: dict[str, Any] = {"stage": stage}
@@ -95,13 +95,13 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
         zero |= {
             "contiguous_gradients": True,
             "overlap_comm": stage == 3,
-            # In numbers: the default of 5e8 takes 2 GB on every rank.
+            # Counted in numbers: the default of 5e8 takes 2 GB on every rank.
             "reduce_bucket_size": 1 << 24,
             "allgather_bucket_size": 1 << 24,
         }
     if stage in {1, 2}:
-        # DeepSpeed's norm is needed only for its own clipping and skipping, but offloading requires it. Each piece of a
-        # gradient is summed at the rank that keeps it. The default, all on all ranks, sends twice as much.
+        # DeepSpeed's norm is needed only for its own clipping and skipping, but offloading requires it. Without
+        # multi-rank buckets, each piece of a gradient is summed only at its own rank, which sends half as much.
         zero |= {"compute_grad_norm": config.offload_optimizer, "use_multi_rank_bucket_allreduce": False}
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": 1 << 24, "stage3_param_persistence_threshold": 10_000}
@@ -110,8 +110,8 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
     return {
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": global_batch_size // num_ranks,
-        "gradient_accumulation_steps": 1,  # or it divides the loss
-        "gradient_clipping": 0.0,  # or it clips at 1
+        "gradient_accumulation_steps": 1,  # otherwise it divides the loss
+        "gradient_clipping": 0.0,  # otherwise it clips at 1
         "fp16": {"enabled": False},
         "bf16": {"enabled": False},
         "zero_optimization": zero,
@@ -125,7 +125,7 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
 class _Piece:
     """The part of a parameter that this rank keeps: `length` numbers from `start` of the flattened parameter.
 
-    They lie at `flat_start` in `flat`, the tensor that the optimizer steps instead of a group of parameters.
+    They begin at `flat_start` of `flat`, the tensor that the optimizer updates in place of a group of parameters.
     """
 
     flat: Tensor
@@ -141,12 +141,12 @@ class _Piece:
 
 
 class DeepSpeedEngine:
-    """An `Engine` on DeepSpeed. Stages 2 and 3 send gradients while backward runs, the others after it.
+    """An `Engine` with DeepSpeed. Stages 2 and 3 send gradients during the backward pass, the others after it.
 
-    The module does not run through DeepSpeed's own engine, which expects one forward for each backward; a step has two
-    views and two trained modules. DeepSpeed's hooks on the parameters run all the same. Its work at the end of backward
-    is done when gradients are first needed. Stage 3 and offloading also skip steps that are not finite on their own.
-    The parameters are made contiguous, because DeepSpeed accepts no channels_last ones.
+    The forward pass does not go through DeepSpeed's own engine, which expects one forward pass for each backward pass,
+    because a step has two views and may have two trained modules. DeepSpeed's hooks on the parameters still run. Its
+    work at the end of the backward pass is done when gradients are first needed. Stage 3 and offloading also skip steps
+    that are not finite by themselves. Parameters are made contiguous, because DeepSpeed does not accept channels_last.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class DeepSpeedEngine:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         if self._stage == 0:
-            yield  # nothing is sent before the gradients are needed
+            yield  # gradients are only sent when they are needed
             return
-        # DeepSpeed's own context manager sends everything at its end; here the last part of the batch comes after it.
+        # DeepSpeed's own context manager sends everything at its end, but the last part of the batch comes after it.
         self._zero._coalesce_grad_reduction = True
         try:
             yield
@@ -202,12 +202,12 @@ class DeepSpeedEngine:
         return all_reduce_sum(torch.nn.utils.get_total_norm(gradients).to(device).square()).sqrt()
 
     def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
-        assert gradient_scale is None, "float16, which scales its loss, is refused by `check`"
+        assert gradient_scale is None, "`check` refuses float16, which scales its loss"
         self._average_gradients()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._skip = skip.cpu() if skip is not None and self._offloads else skip  # where the step is computed
-        self._engine.step()  # which clears the gradients
+        self._engine.step()  # also clears the gradients
         self._skip = None
         self._is_averaged = False
 
@@ -247,13 +247,13 @@ class DeepSpeedEngine:
         self._load_optimizer(optimizer_state)
 
     def _average_gradients(self) -> None:
-        """Finish the last backward of a step, once, however often the gradients are needed."""
+        """Finish the last backward pass of a step; later calls in the same step do nothing."""
         if not self._is_averaged:
             self._engine.allreduce_gradients()
             self._is_averaged = True
 
     def _gradients(self) -> list[Tensor]:
-        """Return the averaged gradients that this rank keeps: all of them in stage 0, else those of its pieces."""
+        """Return the averaged gradients that this rank keeps: all gradients in stage 0, else only of its pieces."""
         if self._stage == 0:
             return [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
         if self._offloads:
@@ -261,13 +261,13 @@ class DeepSpeedEngine:
         return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
 
     def _step_unless_skipped(self, closure: None = None) -> None:
-        """Stand in for the optimizer's step, which DeepSpeed calls once for each flat tensor."""
+        """Replace the optimizer's step, which DeepSpeed calls once for each flat tensor."""
         step_unless(self._optimizer, self._skip, step=self._take_optimizer_step)
 
     def _cut_optimizer_state(self) -> dict[str, _Piece]:
-        """Replace the optimizer's state of the parameters by a state of its flat tensors; return the pieces by name.
+        """Replace the optimizer state of the parameters by a state of the flat tensors; return the pieces by name.
 
-        DeepSpeed would make the state in the first step that is taken.
+        DeepSpeed itself would make this state in the first step.
         """
         names = {id(parameter): name for name, parameter in self._trained.items()}
         state = self._optimizer.state
@@ -314,7 +314,7 @@ class DeepSpeedEngine:
         }
         if own.keys() != given.keys():
             odd = sorted(own.keys() ^ given.keys())
-            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is on one side only")
+            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is in only one of the two")
         for path, (name, value) in own.items():
             is_count = path.startswith(f"{_STEP_COUNT}/")
             if given[path].shape != (value.shape if is_count else self._shapes[name]):
@@ -326,10 +326,10 @@ class DeepSpeedEngine:
                 piece.of_flat(value).copy_(piece.of_whole(given[path]))
         for path, (_, value) in own.items():
             if path.startswith(f"{_STEP_COUNT}/") and value.item() != given[path].item():
-                raise RuntimeError(f"the optimizer's state does not fit: {path} is not what others of its group have")
+                raise RuntimeError(f"the optimizer's state does not fit: {path} differs within its group")
 
     def _gathered(self, *, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """Gather whole parameters on every rank while open; at the end all ranks keep those of `modifier_rank`."""
+        """Gather whole parameters on every rank inside the block; then all ranks keep the values of `modifier_rank`."""
         if self._stage < 3:
             return nullcontext()
         gathered: AbstractContextManager[None] = self._deepspeed.zero.GatheredParameters(
@@ -339,15 +339,15 @@ class DeepSpeedEngine:
 
 
 def _join(device: torch.device) -> Any:
-    """Return DeepSpeed, set up on the current process group; a single process gets a group of its own."""
+    """Return DeepSpeed, set up on the present process group; a single process gets its own group."""
     if not dist.is_initialized():
         backend, store = "nccl" if device.type == "cuda" else "gloo", dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    # It reads its device from the environment: on import, when an engine is made, and in stage 3 at each step.
+    # DeepSpeed reads its device from the environment: on import, when an engine is made, and in stage 3 at each step.
     os.environ |= {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It would compile an operator for inference on the CPU: half a minute, and a compiler on every machine.
+    # Otherwise it compiles an operator for inference on the CPU, which takes half a minute and needs a compiler.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
     return deepspeed
