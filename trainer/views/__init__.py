@@ -1,10 +1,10 @@
 """Views: the random changes of a picture or a sound before the encoder sees it.
 
-In: pictures (B, C, H, W) float32 in [0, 1], or waveforms (B, T), and the keys that fix every random draw. Out: one view
-of each. A view of a picture has its shape and is not normalised, because the encoder normalises. A view of a sound is a
-normalised log-mel spectrogram (B, 1, M, N). All policies are batched and run on the training device.
+Input: pictures (B, C, H, W) float32 in [0, 1], or waveforms (B, T), and the keys of all random draws. Output: one view
+of each. A view of a picture has the same shape and is not normalised, because the encoder normalises. A view of a sound
+is a normalised log-mel spectrogram (B, 1, M, N). All policies work on whole batches, on the training device.
 
-Invariant: no draw comes from global random state, so a view is the same in one process and in many.
+Invariant: no draw comes from global random state, so views are equal in one process and in many.
 """
 
 from trainer.views.policy import ViewPolicy, ViewsConfig, build_view_policy, check_views_fit

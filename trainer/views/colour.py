@@ -1,7 +1,7 @@
-"""Colour jitter of a batch of pictures, each picture by its own amounts and in its own order.
+"""Colour jitter of a batch of pictures, with amounts and an order for each picture.
 
-Brightness, contrast and saturation are one formula with different coefficients. So a random order costs six cheap
-passes and a single change of hue.
+Brightness, contrast and saturation are one formula with different coefficients. A random order therefore needs only six
+cheap passes and a single change of hue.
 
 Legend: B samples, C = 3 channels, H rows, W columns.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 from trainer.views.resampling import per_picture
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as PIL; torchvision's tensors use 0.2989
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL; torchvision's tensors use 0.2989
 
 
 @dataclass(frozen=True)
 class JitterDraws:
-    """Amounts and order of the colour changes.
+    """The amounts and the order of the colour changes.
 
     Attributes:
-        factor_B4: factor of brightness, contrast and saturation (1: unchanged), shift of hue in turns (0: unchanged).
-        order_B4: int64, which of the four is applied first, second, third, fourth.
+        factor_B4: factors of brightness, contrast and saturation (1: unchanged), shift of hue in turns (0: unchanged).
+        order_B4: int64, the numbers of the four changes in the order in which they are applied.
     """
 
     factor_B4: Tensor
@@ -35,8 +35,8 @@ class JitterDraws:
 def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tensor:
     """Apply torchvision's ColorJitter in place, with factors and an order for each sample (see `JitterDraws`).
 
-    Three of the four operations are blends. Hue changes once. Blends that precede hue in a sample's order run before
-    it, the others after it, and a blend that is not due has the factor 1.
+    Three of the four operations are blends. Blends that come before hue in a sample's order run before the single
+    change of hue, the others after it. A blend with the factor 1 changes nothing.
     """
     in_turn_B4 = factor_B4.gather(1, order_B4)
     is_hue_B4 = order_B4 == HUE
@@ -54,7 +54,7 @@ def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tenso
 def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
     """Set x to `factor * x + (1 - factor) * reference`, clamped to [0, 1], in place.
 
-    The reference is black (BRIGHTNESS), the picture's mean luma (CONTRAST) or each pixel's own luma (SATURATION).
+    The reference is black (BRIGHTNESS), the picture's mean luma (CONTRAST) or the luma of each pixel (SATURATION).
     """
     reference_B1HW = luma(x_BCHW)
     mean_B = reference_B1HW.mean(dim=(1, 2, 3)) * (1 - factor_B) * (operation_B == CONTRAST)
@@ -63,18 +63,18 @@ def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
 
 
 def luma(x_BCHW: Tensor) -> Tensor:
-    """Return the brightness as the eye weighs it, (B, 1, H, W)."""
+    """Return the brightness, weighted as the eye perceives it, (B, 1, H, W)."""
     red, green, blue = LUMA
     return (x_BCHW[:, :1] * red).add_(x_BCHW[:, 1:2], alpha=green).add_(x_BCHW[:, 2:], alpha=blue)
 
 
 def shift_hue_(x_BCHW: Tensor, turns_B: Tensor) -> Tensor:
-    """Turn the hue by `turns` of the colour circle in HSV, in place; value and saturation stay unchanged.
+    """Turn the hue by `turns` of the colour circle in HSV, in place; value and saturation do not change.
 
-    So the largest and the smallest channel keep their values. Only the place of each channel between the two is
-    computed anew, a trapezoid over the hue. The hue is counted in sixths of a turn from red, from -3 to 3. Its size has
-    one formula in all six sectors, |hue| = (most - 2 least + green + blue - red) / (most - least). For example, with
-    green > red > blue it is 2 - (red - least) / (most - least). Its sign is the sign of green - blue.
+    The largest and the smallest channel therefore keep their values. Only the position of each channel between the two
+    is computed again; over the hue, it is a trapezoid. The hue is in sixths of a turn from red, from -3 to 3. Its size
+    has one formula in all six sectors, |hue| = (most - 2 least + green + blue - red) / (most - least). For example,
+    with green > red > blue it is 2 - (red - least) / (most - least). Its sign is the sign of green - blue.
     """
     red_BHW, green_BHW, blue_BHW = x_BCHW.unbind(dim=1)
     least_BHW = torch.minimum(green_BHW, blue_BHW).minimum(red_BHW)

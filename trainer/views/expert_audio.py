@@ -1,11 +1,11 @@
-"""Expert views of sounds after Tamkin et al. (2022): on the spectrogram, or on the waveform before it.
+"""Expert views of sounds of Tamkin et al. (2022), which change the spectrogram or the waveform.
 
-In: waveforms and the keys of their draws. Out: normalised log-mel spectrograms of one channel, the input of the
+Input: waveforms and the keys of their draws. Output: normalised log-mel spectrograms of one channel, the input of the
 encoder. `Spectral` silences a range of mel bands and a range of frames, and adds noise to the normalised decibels.
-`Waveform` silences everything outside a crop and adds white noise, in random order. Before that it can change speed and
-pitch, which the paper names and its published code leaves out.
+`Waveform` silences everything outside a crop and adds white noise, in random order. Before that, it can change speed
+and pitch; the paper mentions these changes, but its published code does not have them.
 
-Legend: B samples, T points of a waveform, K of them up to the middle (or tries of a mask), M mel bands, N frames.
+Legend: B samples, T points of a waveform, K points up to the middle (or tries of a mask), M mel bands, N frames.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
 from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare, Schema
 from trainer.views.speed_and_pitch import change_pitch, change_speed
 
-# Of `data_pipeline.core.counter_rng`: above those of a viewmaker, which may come after `augment` with the same keys.
+# `purpose` in `data_pipeline.core.counter_rng`, above the purposes of a viewmaker, which may use the same keys.
 _MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE, _SPEED_AND_PITCH = range(90, 95)
-_POINTS_ON_CPU: Final = 1 << 19  # of the waveforms that are augmented at once: 2 MiB in float32
+_POINTS_ON_CPU: Final = 1 << 19  # points that a CPU augments at once: 2 MiB in float32, which fits its cache
 
 Speed = Annotated[float, Field(ge=0.5, le=2)]
 Semitones = Annotated[float, Field(ge=-12, le=12)]
 
 
 class SpectralConfig(Schema):
-    """The widest mask along either axis, and the standard deviation of the noise on the normalised spectrogram.
+    """The config of views of spectrograms: masks of bands and frames, and noise.
 
-    A mask's width is uniform from 0 to its maximum. A maximum of 0 switches the mask off, and a `noise_std` of 0 the
-    noise. A mask that changes nothing, because its width is 0 or because it covers silence only, is drawn again, up to
-    `mask_tries` draws: 4 as published, 1 for a single draw.
+    The width of a mask is uniform from 0 to its maximum; a maximum of 0 switches the mask off. A mask that changes
+    nothing, because its width is 0 or because it covers only silence, is drawn again, up to `mask_tries` draws: 4 as
+    published, 1 for a single draw.
+
+    noise_std: the standard deviation of the noise on the normalised spectrogram; 0 switches it off.
     """
 
     kind: Literal["spectral"] = "spectral"
@@ -49,14 +51,14 @@ class SpectralConfig(Schema):
 
 
 class WaveformConfig(Schema):
-    """The share of the points that a crop keeps, uniform (None: no crop), and the standard deviation of the noise.
+    """The config of views of waveforms: a crop, noise, and changes of speed and pitch.
 
-    The published noise is the inverse Fourier transform of normal numbers. Its deviation over 50,000 points is the
-    default here. It does not change with the number of points, and neither do the background sounds.
-
-    speed: the factor of speed, and of pitch with it, uniform (None: unchanged). A sound that becomes longer loses its
-        end.
-    semitones: the change of pitch at the same speed, uniform (None: unchanged).
+    kept: the share of the points that a crop keeps, drawn uniformly from this range; None for no crop.
+    noise_std: the standard deviation of the noise. The published noise is the inverse Fourier transform of normal
+        numbers; the default is its deviation over 50,000 points, for any number of points.
+    speed: the factor of the speed, which also changes the pitch, drawn uniformly; None for no change. A sound that
+        becomes longer loses its end.
+    semitones: the change of pitch at the same speed, drawn uniformly; None for no change.
     """
 
     kind: Literal["waveform"] = "waveform"
@@ -75,7 +77,7 @@ class WaveformConfig(Schema):
 
 @dataclass(frozen=True)
 class MaskDraws:
-    """Silenced ranges, (B,) each, in whole bands and frames, int64."""
+    """The ranges that are silenced, in whole bands and frames, (B,) int64 each."""
 
     first_band_B: Tensor
     num_bands_B: Tensor
@@ -85,12 +87,12 @@ class MaskDraws:
 
 @dataclass(frozen=True)
 class WaveformDraws:
-    """Random parameters of the views of waveforms.
+    """The random parameters of views of waveforms.
 
     Attributes:
         speed_B, semitones_B: float64; None if switched off.
-        first_B, length_B: int64, the points that the crop keeps.
-        crops_last_B: bool, whether the crop comes after the noise and cuts it too.
+        first_B, length_B: int64, the range of points that the crop keeps.
+        crops_last_B: bool, whether the crop comes after the noise, so that it crops the noise too.
     """
 
     speed_B: Tensor | None
@@ -111,9 +113,9 @@ class WaveformDraws:
 
 
 class Spectral(nn.Module):
-    """A module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`, without parameters.
+    """A view policy on spectrograms: a module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN` without parameters.
 
-    Its draws depend on `keys` and on which frames of the sound are silent.
+    Its draws depend on `keys` and on the silent frames of the sound.
 
     Raises:
         ValueError: if a mask may cover all bands or all frames.
@@ -136,7 +138,7 @@ class Spectral(nn.Module):
         Ignores masks, because sounds have none.
 
         Raises:
-            ValueError: if the waveforms do not have the points of the spectrogram.
+            ValueError: if the number of points T is not `mel.num_points`.
         """
         check_waveforms(waveforms_BT, self.mel)
         audible_BN = audible_frames(waveforms_BT, self.mel) if self.config.mask_tries > 1 else None
@@ -151,9 +153,10 @@ class Spectral(nn.Module):
 
 
 class Waveform(nn.Module):
-    """A module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN`; no parameters, `keys` alone fix its draws.
+    """A view policy on waveforms: a module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN` without parameters.
 
-    It changes the speed, then the pitch. Then it crops and adds noise, in random order.
+    It changes the speed, then the pitch. Then it crops and adds noise, in random order. Its draws depend on `keys`
+    alone.
     """
 
     def __init__(self, config: WaveformConfig, mel: MelConfig) -> None:
@@ -169,7 +172,7 @@ class Waveform(nn.Module):
         Ignores masks, because sounds have none.
 
         Raises:
-            ValueError: if the waveforms do not have the points of the spectrogram.
+            ValueError: if the number of points T is not `mel.num_points`.
         """
         check_waveforms(waveforms_BT, self.mel)
         draws = draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1])
@@ -181,10 +184,10 @@ class Waveform(nn.Module):
 
     @torch.no_grad()
     def augment(self, waveforms_BT: Tensor, keys: DrawKeys) -> Tensor:
-        """Return the waveforms of the views, of the same shape and dtype, for a policy that follows this one.
+        """Return the changed waveforms, with the same shape and dtype, for a policy that follows this one.
 
         Raises:
-            ValueError: if the waveforms do not have the points of the spectrogram.
+            ValueError: if the number of points T is not `mel.num_points`.
         """
         check_waveforms(waveforms_BT, self.mel)
         return self._augment(waveforms_BT, keys, draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1]))
@@ -193,7 +196,7 @@ class Waveform(nn.Module):
         if waveforms_BT.device.type != "cpu":
             x_BT = self._change(waveforms_BT, draws)
             return crop_and_add(x_BT, self._noise(keys, x_BT.dtype), draws)
-        # On a CPU a few at a time, so that their numbers stay in the cache: twice as fast.
+        # A CPU does a few at a time, so that their numbers stay in the cache: twice as fast.
         views_BT = torch.empty_like(waveforms_BT)
         size = max(1, _POINTS_ON_CPU // waveforms_BT.shape[1])
         for first in range(0, len(waveforms_BT), size):
@@ -231,7 +234,7 @@ def clean_spectrogram(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:
 
 
 def check_waveforms(waveforms_BT: Tensor, mel: MelConfig) -> None:
-    """Raise `ValueError` unless the waveforms are (B, T) with the T of the spectrogram."""
+    """Raise `ValueError` if the waveforms are not (B, T) with T = `mel.num_points`."""
     if waveforms_BT.dim() != 2 or waveforms_BT.shape[1] != mel.num_points:
         raise ValueError(f"views of sounds need waveforms (B, {mel.num_points}), got {tuple(waveforms_BT.shape)}")
 
@@ -239,14 +242,14 @@ def check_waveforms(waveforms_BT: Tensor, mel: MelConfig) -> None:
 def draw_masks(
     config: SpectralConfig, keys: DrawKeys, mel: MelConfig, *, audible_BN: Tensor | None = None
 ) -> MaskDraws:
-    """Draw one view's masks for each key.
+    """Draw the masks of one view for each key.
 
-    Widths are uniform from 0 to the maximum, first cells uniform from 0 to size - width - 1. So, as published, the last
-    band and the last frame are never masked.
+    Widths are uniform from 0 to the maximum, and first cells are uniform from 0 to size - width - 1. As published, the
+    last band and the last frame are therefore never masked.
 
-    The first of `config.mask_tries` draws that changes the spectrogram counts, or the very first if none does. A mask
-    of bands changes it unless its width is 0; a mask of frames unless all its frames are silent. `audible_BN` marks the
-    frames that are not silent (bool; None: all).
+    Takes the first of `config.mask_tries` draws that changes the spectrogram, or the first draw if none does. A mask of
+    bands changes it if its width is above 0, and a mask of frames if it covers a frame that is not silent. `audible_BN`
+    marks the frames that are not silent (bool; None: all).
     """
     shares_BK4 = uniform(keys, 4 * config.mask_tries, purpose=_MASKS).double().view(-1, config.mask_tries, 4)
     band_width_BK, band_BK, frame_width_BK, frame_BK = shares_BK4.unbind(dim=2)
@@ -256,9 +259,9 @@ def draw_masks(
     first_frame_BK = _pick(frame_BK, mel.num_frames - num_frames_BK)
     num_audible_BK = num_frames_BK
     if audible_BN is not None:
-        before_BX = F.pad(audible_BN.long().cumsum(dim=1), (1, 0))  # the audible frames before a frame
+        before_BX = F.pad(audible_BN.long().cumsum(dim=1), (1, 0))  # the number of audible frames before a frame
         num_audible_BK = before_BX.gather(1, first_frame_BK + num_frames_BK) - before_BX.gather(1, first_frame_BK)
-    band_try_B1, frame_try_B1 = _first_that_is(num_bands_BK > 0), _first_that_is(num_audible_BK > 0)
+    band_try_B1, frame_try_B1 = _first_true(num_bands_BK > 0), _first_true(num_audible_BK > 0)
     return MaskDraws(
         first_band_B=first_band_BK.gather(1, band_try_B1)[:, 0],
         num_bands_B=num_bands_BK.gather(1, band_try_B1)[:, 0],
@@ -268,7 +271,7 @@ def draw_masks(
 
 
 def mask_power(power_BMN: Tensor, draws: MaskDraws) -> Tensor:
-    """Return the power, which must be finite, with 0 in the drawn bands and frames, in new memory; (B, M, N)."""
+    """Return a copy of the power, (B, M, N), with 0 in the drawn bands and frames. The power must be finite."""
     _, M, N = power_BMN.shape
     kept_BM = (~_inside(draws.first_band_B, draws.num_bands_B, M)).to(power_BMN.dtype)
     kept_BN = (~_inside(draws.first_frame_B, draws.num_frames_B, N)).to(power_BMN.dtype)
@@ -276,10 +279,10 @@ def mask_power(power_BMN: Tensor, draws: MaskDraws) -> Tensor:
 
 
 def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) -> WaveformDraws:
-    """Draw one view's parameters for each key, for waveforms of `num_points`.
+    """Draw the parameters of one view for each key, for waveforms of `num_points`.
 
-    A crop's first point is uniform from 0 to num_points - length - 1. So, as published, no crop holds the last point,
-    unless it has the whole length and begins at 0.
+    The first point of a crop is uniform from 0 to num_points - length - 1. As published, no crop therefore holds the
+    last point, unless it has the whole length and begins at 0.
     """
     share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
     speed_B, semitones_B = uniform(keys, 2, purpose=_SPEED_AND_PITCH).double().unbind(dim=1)
@@ -297,21 +300,21 @@ def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tenso
     """Return mirrored noise, (B, T = num_points), from standard normal numbers, (B, K = T // 2 + 1).
 
     It has the distribution of the published noise, the inverse Fourier transform of as many real normal numbers: it is
-    the same backwards, and its points are normal with deviation `std` (sqrt(2) `std` for the first point and the middle
-    one, which are their own mirror images).
+    equal when played backwards, and its points are normal with deviation `std` (sqrt(2) `std` for the first point and
+    the middle point, which are their own mirror images).
 
-    Nothing is transformed. If the points were independent, the constant and the part that alternates from point to
-    point would have twice the variance of the published noise, so both are scaled down. The result goes to `out_BT` if
-    it is given.
+    No transform is computed. With independent points, the constant part and the part that alternates from point to
+    point would have twice the variance of the published noise, so both are scaled down. The result is written to
+    `out_BT` if it is given.
     """
     num_half = normal_BK.shape[1]
     noise_BT = normal_BK.new_empty(len(normal_BK), num_points) if out_BT is None else out_BT
     half_BK = torch.mul(normal_BK, std, out=noise_BT[:, :num_half])
-    # Even points have a mean of their own, and so have odd ones: a pair of them is one complex number.
+    # Even points and odd points have separate means: a pair of them is one complex number.
     if num_points % 2:
         own_mirrors_BX, parts_BX = half_BK[:, :1], half_BK
     else:
-        noise_BT[:, num_half : num_half + num_half % 2] = 0  # so that every point has a partner
+        noise_BT[:, num_half : num_half + num_half % 2] = 0  # completes the last pair
         own_mirrors_BX = half_BK[:, :: num_points // 2]
         parts_BX = torch.view_as_complex(noise_BT[:, : num_half + num_half % 2].view(len(noise_BT), -1, 2))
     own_mirrors_BX *= math.sqrt(2) / 2  # they occur once, all others twice
@@ -324,7 +327,7 @@ def white_noise(normal_BK: Tensor, num_points: int, *, std: float, out_BT: Tenso
 
 
 def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws) -> Tensor:
-    """Return the waveforms with 0 outside the crop, plus the noise, which is cropped too if the crop comes last."""
+    """Return the waveforms with 0 outside the crop, plus the noise, which is also cropped if the crop comes last."""
     kept_BT = _inside(draws.first_B, draws.length_B, waveforms_BT.shape[1]).to(waveforms_BT.dtype)
     cropped_BT = waveforms_BT * kept_BT
     if noise_BT is None:
@@ -334,10 +337,10 @@ def crop_and_add(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformD
 
 
 def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: WaveformDraws, *, out_BT: Tensor) -> None:
-    """Run `crop_and_add` for one waveform after the other, on a CPU, touching only the points that are kept.
+    """Do `crop_and_add` for one waveform after the other, on a CPU, only on the points that are kept.
 
-    This is several times as fast. The result goes to `out_BT`, which may be the memory of the noise, but not the memory
-    of the waveforms.
+    This is several times as fast. The result is written to `out_BT`, which may be the memory of the noise, but not of
+    the waveforms.
     """
     if noise_BT is None:
         out_BT.zero_()
@@ -345,7 +348,7 @@ def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: Wa
         out_BT.copy_(noise_BT)
     clears_B = draws.crops_last_B if noise_BT is not None else torch.zeros_like(draws.crops_last_B)
     ranges = zip(draws.first_B.tolist(), (draws.first_B + draws.length_B).tolist(), clears_B.tolist(), strict=True)
-    # NumPy's views of the same memory: a slice takes a fifth of torch's time.
+    # NumPy views of the same memory: a slice takes a fifth of torch's time.
     for view_T, waveform_T, (first, end, clears) in zip(out_BT.numpy(), waveforms_BT.numpy(), ranges, strict=True):
         view_T[first:end] += waveform_T[first:end]
         if clears:
@@ -354,12 +357,12 @@ def crop_and_add_by_row(waveforms_BT: Tensor, noise_BT: Tensor | None, draws: Wa
 
 
 def _normals(keys: DrawKeys, num: int, *, purpose: int) -> Tensor:
-    """Return (B, num) standard normal float32 in the order in which they are made, which noise does not care about."""
+    """Return (B, num) standard normal float32 numbers in an order that differs from `normal`, which is faster."""
     return normal_pairs(keys, (num + 1) // 2, purpose=purpose).flatten(1)[:, :num]
 
 
 def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
-    """Return whether each cell is one of `length` cells from `first` on, (B, size) bool."""
+    """Return whether each cell is one of the `length_B` cells from `first_B` on, (B, size) bool."""
     cell_X = torch.arange(size, device=first_B.device, dtype=torch.int32)  # half the memory of int64, and faster
     return (cell_X >= first_B[:, None].int()) & (cell_X < (first_B + length_B)[:, None].int())
 
@@ -370,10 +373,10 @@ def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:
 
 
 def _pick(share_X: Tensor, num: int | Tensor) -> Tensor:
-    """Return int64 from 0 to num - 1, in the shape of the shares, equally likely for shares uniform in [0, 1)."""
+    """Turn shares, uniform in [0, 1), into int64 numbers from 0 to num - 1, equally likely."""
     return torch.floor(share_X * num).long()
 
 
-def _first_that_is(is_so_BK: Tensor) -> Tensor:
-    """Return the first true place of each row, (B, 1) int64; 0 if there is none."""
-    return is_so_BK.to(torch.uint8).argmax(dim=1, keepdim=True)
+def _first_true(flags_BK: Tensor) -> Tensor:
+    """Return the column of the first True in each row, (B, 1) int64; 0 if there is none."""
+    return flags_BK.to(torch.uint8).argmax(dim=1, keepdim=True)

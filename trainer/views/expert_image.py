@@ -1,12 +1,12 @@
-"""Expert views of pictures: crop, flip, colour jitter, grayscale and blur of a whole batch at once, or some of them.
+"""Expert views of pictures: crop, flip, colour jitter, grayscale and blur of a whole batch at once, or some of these.
 
-The default policy is the one of contrastive learning (Chen et al. 2020) in the strength of "Feature Dropout" (Tamkin et
-al. 2022). `huang_views` returns the policies of Huang et al. (2023), who compare the transforms alone and composed.
-Every operation means the same as torchvision's transform of that name, in floating point: nothing is rounded to 256
-levels between operations, as it would be in a chain of PIL pictures.
+The default policy is the usual one of contrastive learning (Chen et al. 2020) with the strengths of "Feature Dropout"
+(Tamkin et al. 2022). `huang_views` returns the policies of Huang et al. (2023), which compare single and composed
+transforms. Every operation means the same as torchvision's transform of that name, in floating point: nothing is
+rounded to 256 levels between operations, unlike in a chain of PIL pictures.
 
 `trainer.views.resampling` and `trainer.views.colour` hold the operations. An operation that the config switches off is
-neither drawn nor computed, and the draws of the others stay the same.
+neither drawn nor computed, and the draws of the others do not change.
 
 Legend: B samples, C = 3 channels, H rows, W columns.
 """
@@ -36,7 +36,7 @@ from trainer.views.resampling import (
 )
 
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
-Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square divides
+Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square is a denominator
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
 
@@ -54,15 +54,15 @@ _PURPOSE = 0
 
 
 class ExpertImageConfig(Schema):
-    """Settings of the five operations; a probability of 0 switches an operation off.
+    """The config of the five operations; a probability of 0 switches an operation off.
 
-    `area` is the crop's share of the picture (None: no crop), and `aspect` its width / height, log-uniform.
-    `brightness`, `contrast`, `saturation` and `hue` are the strengths of torchvision's ColorJitter.
-
-    `blur`: "pil", as published by Tamkin et al. (2022), is PIL's GaussianBlur without its rounding. "gaussian" has the
-    weights of a true Gaussian at whole pixels, which blurs less below a sigma of 0.5. Both draw sigma, in pixels,
-    uniformly from `blur_sigma`. "constant" is PIL's blur with radius 1: the published code of Huang et al. (2023) draws
-    a radius of 1.28 to 1.92 for pictures of 32 pixels, but rounds it down.
+    area: the crop's share of the picture; None for no crop.
+    aspect: the crop's width / height, log-uniform.
+    brightness, contrast, saturation, hue: the strengths of torchvision's ColorJitter.
+    blur: "pil", as published by Tamkin et al. (2022), is PIL's GaussianBlur without its rounding. "gaussian" has the
+        weights of a true Gaussian at whole pixels, which blurs less if sigma is below 0.5. Both draw sigma, in pixels,
+        uniformly from `blur_sigma`. "constant" is PIL's blur with radius 1: the published code of Huang et al. (2023)
+        draws a radius of 1.28 to 1.92 for pictures of 32 pixels, but rounds it down.
     """
 
     kind: Literal["expert_image"] = "expert_image"
@@ -95,19 +95,20 @@ class ExpertImageConfig(Schema):
 
 
 def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: float = 0.8) -> ExpertImageConfig:
-    """Return the policy of some transforms of Huang et al. (2023), named by their letters in any order.
+    """Return the policy with some transforms of Huang et al. (2023), given by their letters in any order.
 
     - a: crop of 0.08 to 1 of the area
-    - b: blur with probability 0.5, constant as in the published code
+    - b: blur with probability 0.5, with a constant radius as in the published code
     - c: grayscale with probability 0.2
     - d: colour jitter; `strength` multiplies its strengths 0.8, 0.8, 0.8 and 0.2
     - e: flip with probability 0.5
 
-    They are applied in the order a, e, d, c, b. The paper's table of colour strengths uses the letters "ad", the jitter
-    probability 1, and the strengths 1, 1/2, 1/4 and 1/8.
+    They are applied in the order a, e, d, c, b. The paper's table of colour strengths uses the letters "ad", a jitter
+    probability of 1, and the strengths 1, 1/2, 1/4 and 1/8.
 
     Raises:
-        ValueError: for other letters, a letter twice or none; for a strength that is not above 0 and at most 1.25.
+        ValueError: if there is another letter, a letter twice or no letter, or if the strength is not above 0 and at
+            most 1.25.
     """
     if not letters or len(set(letters)) < len(letters) or not set(letters) <= set(HUANG_LETTERS):
         raise ValueError(f'the views must be one or more letters of "{HUANG_LETTERS}", each once, got "{letters}"')
@@ -127,7 +128,7 @@ def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: floa
     )
 
 
-# Both views are the picture itself.
+# Both views equal the picture.
 NO_VIEWS: Final = ExpertImageConfig(
     area=None, jitter_probability=0.0, grayscale_probability=0.0, blur_probability=0.0, flip_probability=0.0
 )
@@ -135,12 +136,12 @@ NO_VIEWS: Final = ExpertImageConfig(
 
 @dataclass(frozen=True)
 class ExpertDraws:
-    """All random parameters of one view of each sample; None for an operation that is switched off.
+    """The random parameters of one view of each sample; None for an operation that is switched off.
 
     Attributes:
         crop, jitter: see their classes.
         flip_B, gray_B: bool.
-        pil_sigma_B, sigma_B: sigma of PIL's blur and of the Gaussian blur, in pixels; 0 for a picture without blur.
+        pil_sigma_B, sigma_B: the sigma of PIL's blur and of the Gaussian blur, in pixels; 0 for a picture without blur.
         constant_blur_B: bool. At most one of the three blurs is not None.
     """
 
@@ -154,7 +155,7 @@ class ExpertDraws:
 
 
 def check_image_size(*, height: int, width: int) -> None:
-    """Raise `ValueError` unless pictures of that size are square."""
+    """Raise `ValueError` if pictures of that size are not square."""
     if height != width:
         raise ValueError(
             f"expert image views need square pictures, got {height} x {width} pixels; build them with --image-size"
@@ -162,7 +163,10 @@ def check_image_size(*, height: int, width: int) -> None:
 
 
 class ExpertImage(nn.Module):
-    """A module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, `keys` alone fix its draws."""
+    """The expert view policy: a module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW` without parameters.
+
+    Its draws depend on `keys` alone.
+    """
 
     def __init__(self, config: ExpertImageConfig) -> None:
         super().__init__()
@@ -170,7 +174,7 @@ class ExpertImage(nn.Module):
 
     @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture: (B, 3, S, S) float32 in [0, 1] to the same, not normalised.
+        """Return one view of each picture, (B, 3, S, S) float32 in [0, 1] like the pictures, not normalised.
 
         Ignores the masks. Do not call it under autocast.
 
@@ -184,7 +188,7 @@ class ExpertImage(nn.Module):
 
 
 def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws:
-    """Draw one view's parameters for each key, for pictures of (size, size) pixels."""
+    """Draw the parameters of one view for each key, for pictures of (size, size) pixels."""
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
 
@@ -226,11 +230,11 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
 
 
 def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
-    """Return the views that `draws` describe: (B, 3, S, S) float32 in [0, 1] to the same, in new memory.
+    """Return the views with these parameters, (B, 3, S, S) float32 in [0, 1] like the pictures, in new memory.
 
-    The order is crop, flip, jitter, grayscale, blur. The source of the default policy flips last, which is the same: a
-    flip commutes with all but the crop. A blur commutes with grayscale, but not with the jitter, which clamps. Without
-    a jitter, a CPU merges the blur from column to column into the crop.
+    The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the same
+    result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the jitter,
+    which clamps. Without a jitter, a CPU merges the blur along rows into the crop.
     """
     blurs_while_cropping = draws.crop is not None and draws.jitter is None and images_BCHW.device.type == "cpu"
     blurred_columns_B = draws.constant_blur_B if blurs_while_cropping else None
@@ -244,6 +248,6 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
     if draws.sigma_B is not None:
         x_BCHW = blur_(x_BCHW, draws.sigma_B, gaussian_blur_matrix)
     if draws.constant_blur_B is not None:
-        constantly_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
-        x_BCHW = constantly_(x_BCHW, draws.constant_blur_B)
+        constant_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
+        x_BCHW = constant_(x_BCHW, draws.constant_blur_B)
     return x_BCHW

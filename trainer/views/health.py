@@ -1,4 +1,4 @@
-"""Cheap metrics of views that show whether the viewmaker has stopped changing pictures, or lost its freedom to.
+"""Compute cheap metrics of views that show whether the viewmaker has stopped changing pictures, or has saturated.
 
 Shapes: B pictures of this rank, C channels, H height, W width.
 """
@@ -22,24 +22,25 @@ def view_health(
 ) -> dict[str, Tensor]:
     """Return scalars of this rank's part of the batch, on its device, without waiting for it.
 
-    changed_share: share of the first views that differ from their picture in any bit. For a working viewmaker this is
-        its `dropout_rate`, or 1 without one; for a viewmaker that does nothing, 0. The means below include unchanged
-        views. Divide them by `changed_share` to get the means of the changed views.
-    budget_spent: mean |view - picture|, after any clamp.
-    clamped_share, if `bounded`: share of entries that lie inside (0, 1) in the picture and at or beyond these limits in
-        the view, so that a clamp cut their change short. (Of entries on a limit, half of all changes would be cut.)
-    evenness: mean over the pictures of mean |view - picture| / max |view - picture|. It is q if a share q of the
-        entries carries the change, and 1 if all change by as much, as behind a saturated tanh.
-    diversity, with `views_b_BCHW`: mean difference between the two views of a picture.
-    inside_over_outside, with `masks_BHW`: mean change inside the boxes of the drawn objects over the mean change
-        outside, of changed views only; 1 if there is nothing to compare. It is above 1 for a viewmaker that destroys
+    changed_share: the share of the first views that differ from their picture in any bit. For a working viewmaker, this
+        is its `dropout_rate`, or 1 without one; for a viewmaker that does nothing, 0. The means below include unchanged
+        views. Divide them by `changed_share` to get the means over changed views.
+    budget_spent: the mean of |view - picture|, after any clamp.
+    clamped_share, if `bounded`: the share of entries that are inside (0, 1) in the picture and at or beyond the limits
+        in the view, so that a clamp has cut their change. (Entries on a limit do not count: a clamp cuts half of all
+        their changes anyway.)
+    evenness: the mean over the pictures of mean |view - picture| / max |view - picture|. It is q if a share q of the
+        entries changes equally, and 1 if all entries do, as after a saturated tanh.
+    diversity, with `views_b_BCHW`: the mean difference between the two views of a picture.
+    inside_over_outside, with `masks_BHW`: the mean change inside the boxes of the drawn objects over the mean change
+        outside, for changed views only; 1 if there is nothing to compare. It is above 1 for a viewmaker that destroys
         objects (Tamkin et al. 2022).
 
     Args:
-        views_a_BCHW, views_b_BCHW: first and second views; the second None if there is one view only.
-        images_BCHW: the pictures behind the first views.
-        masks_BHW: uint8, in the levels of `data_pipeline.core.sample`, of the same pictures; None without masks.
-        bounded: whether the pictures lie in [0, 1]; normalised spectrograms do not.
+        views_a_BCHW, views_b_BCHW: the first and the second views; None for the second if there is only one view.
+        images_BCHW: the pictures of the first views.
+        masks_BHW: uint8 masks of the same pictures, in the levels of `data_pipeline.core.sample`; None without masks.
+        bounded: whether the pictures are in [0, 1], unlike normalised spectrograms.
     """
     change_BCHW = (views_a_BCHW - images_BCHW).abs()
     change_BP = change_BCHW.flatten(1)
@@ -61,9 +62,9 @@ def view_health(
 
 
 def _inside_over_outside(change_BHW: Tensor, inside_BHW: Tensor, changed_B: Tensor) -> Tensor:
-    """Return the mean change where `inside_BHW` over the mean elsewhere, both of the pictures in `changed_B`.
+    """Return the mean change inside `inside_BHW` over the mean change outside, for the pictures in `changed_B`.
 
-    1 if either part is empty, or if nothing changes outside.
+    Returns 1 if either part is empty, or if nothing changes outside.
     """
     changed_B11 = changed_B[:, None, None]
     inside = (change_BHW * inside_BHW).sum() / (inside_BHW & changed_B11).sum()

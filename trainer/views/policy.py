@@ -1,4 +1,4 @@
-"""The interface of view policies, and their union, which is the registry."""
+"""Build view policies from their configs. The unions below are the registry."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy", "check_image_size",
 
 
 def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfig | None = None) -> ViewPolicy:
-    """Return the policy of a config, an `nn.Module`: `policy(images_BCHW, keys, masks_BHW=None) -> views_BCHW`.
+    """Return the policy of a config, a module `policy(images_BCHW, keys, masks_BHW=None) -> views_BCHW`.
 
-    With `mel` it is a policy for sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`. Its views are
+    With `mel`, it is a policy for sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`. Its views are
     normalised log-mel spectrograms in the dtype of the waveforms.
 
-    `masks_BHW` (uint8, the levels of `data_pipeline.core.sample`) mark the objects on the pictures. Every policy takes
-    them. Only a masked viewmaker reads them, and raises `ValueError` if there are none.
+    `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) marks the objects on the pictures. Every policy
+    accepts it. Only a masked viewmaker reads it, and raises `ValueError` if it is None.
 
-    Raises `ValueError` as `check_views_fit` does.
+    Raises `ValueError` like `check_views_fit`.
     """
     check_views_fit(config, mel)
     if mel is None:
@@ -55,7 +55,7 @@ def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfi
 
 
 def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
-    """Raise `ValueError`, in one sentence, if views do not fit sounds of this spectrogram, or pictures (None)."""
+    """Raise `ValueError`, with one sentence, if views do not fit sounds with this spectrogram, or pictures (None)."""
     if isinstance(config, ExpertImageConfig | RandomMaskConfig) and mel is not None:
         raise ValueError(
             f'views of kind "{config.kind}" are for pictures, not for sounds; use spectral, waveform or viewmaker'
@@ -63,19 +63,19 @@ def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
     if isinstance(config, SpectralConfig | WaveformConfig) and mel is None:
         raise ValueError(
             f'views of kind "{config.kind}" are for sounds, not for pictures; use expert_image, random_mask or '
-            "viewmaker, or say with data.sample_rate that the data are sounds"
+            "viewmaker, or set data.sample_rate if the data are sounds"
         )
     if isinstance(config, SpectralConfig) and mel is not None:
-        Spectral(config, mel)  # refuses masks as wide as the spectrogram
+        Spectral(config, mel)  # raises if a mask is as wide as the spectrogram
     if isinstance(config, ViewmakerConfig):
         if mel is not None:
             check_for_sounds(config)
         elif config.waveform is not None:
-            raise ValueError("views.waveform changes sounds, and these are pictures; set views.waveform=null")
+            raise ValueError("views.waveform changes sounds, but these are pictures; set views.waveform=null")
 
 
 def check_image_size(config: ViewsConfig, *, height: int, width: int) -> None:
-    """Raise `ValueError`, in one sentence, if views cannot be made of pictures or spectrograms of that size."""
+    """Raise `ValueError`, with one sentence, if views cannot be made of pictures or spectrograms of that size."""
     match config:
         case ExpertImageConfig():
             expert_image.check_image_size(height=height, width=width)

@@ -1,9 +1,9 @@
-"""Random mask and its complement: each of the two views keeps the numbers of a picture that the other one loses.
+"""Random mask and its complement: each of the two views keeps the numbers of a picture that the other view loses.
 
 The views of a picture x are 2 D x and 2 (I - D) x. D is diagonal, with independent entries that are 0 or 1 with
-probability 1/2 each. Wen and Li (2021) prove for this augmentation what contrastive learning finds: dense noise has
-nothing in common in two disjoint halves of a picture, a sparse feature has. Their negatives are pictures without a
-mask. Here the negatives are the views that the objective compares.
+probability 1/2 each. For this augmentation, Wen and Li (2021) prove what contrastive learning finds: two disjoint
+halves of a picture have a sparse feature in common, but not dense noise. Their negatives are pictures without a mask.
+Here the negatives are the views that the objective compares.
 
 Legend: B samples, C channels, H rows, W columns; N integers of T bits.
 """
@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.schema import ImageSize, Schema
 
-_PURPOSE: Final = 0  # of `data_pipeline.core.counter_rng`
-_BITS: Final = 30  # of one draw of `integers`
+_PURPOSE: Final = 0  # `purpose` in `data_pipeline.core.counter_rng`
+_BITS: Final = 30  # bits of one draw of `integers`
 
 
 class RandomMaskConfig(Schema):
-    """Settings of the random mask.
+    """The config of the random mask.
 
-    unit: "value" draws for every number of the raw picture, as in the paper; "pixel" for all channels of a pixel.
-    patch_size: rows and columns of squares that share a draw; the paper has 1.
-    rescale: multiply views by 2, so that a view's expectation is the picture; views are then in [0, 2].
+    unit: "value" draws for every number of the raw picture, as in the paper; "pixel" draws once for all channels of a
+        pixel.
+    patch_size: the rows and columns of squares that share a draw; 1 in the paper.
+    rescale: whether to multiply views by 2, so that the expectation of a view is the picture; views are then in [0, 2].
     """
 
     kind: Literal["random_mask"] = "random_mask"
@@ -48,7 +49,10 @@ def check_image_size(config: RandomMaskConfig, *, height: int, width: int) -> No
 
 
 class RandomMask(nn.Module):
-    """A module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`; no parameters, `keys` alone fix its draws."""
+    """The view policy of the random mask: a module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`.
+
+    It has no parameters, and its draws depend on `keys` alone.
+    """
 
     def __init__(self, config: RandomMaskConfig) -> None:
         super().__init__()
@@ -56,10 +60,10 @@ class RandomMask(nn.Module):
 
     @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture: (B, C, H, W) of any float dtype to the same.
+        """Return one view of each picture, with the shape and float dtype of the pictures, (B, C, H, W).
 
-        Views number 2k and 2k + 1 of a sample are complements. Each k has its own mask. `masks_BHW`, of drawn objects,
-        are ignored.
+        The views 2k and 2k + 1 of a sample are complements, and each k has its own mask. Ignores `masks_BHW`, which are
+        masks of drawn objects.
 
         Raises:
             ValueError: if `check_image_size` refuses the pictures.
@@ -76,7 +80,7 @@ class RandomMask(nn.Module):
 
 
 def draw_mask(keys: DrawKeys, *, shape: tuple[int, int, int], patch_size: int = 1) -> Tensor:
-    """Draw (B, *shape) bool, true with probability 1/2, independent for each square of `patch_size` in each channel.
+    """Draw (B, *shape) bool, True with probability 1/2, independently for each square of `patch_size` in each channel.
 
     `shape` is (channels, rows, columns); rows and columns are multiples of `patch_size`.
     """
@@ -91,7 +95,7 @@ def draw_mask(keys: DrawKeys, *, shape: tuple[int, int, int], patch_size: int = 
 
 
 def coins(keys: DrawKeys, num: int) -> Tensor:
-    """Draw (B, num) independent bools, true with probability 1/2, from the bits of integers."""
+    """Draw (B, num) independent bools, True with probability 1/2, from the bits of integers."""
     words_BN = integers(keys, math.ceil(num / _BITS), 1 << _BITS, purpose=_PURPOSE).to(torch.int32)
     bit_T = 1 << torch.arange(_BITS, dtype=torch.int32, device=words_BN.device)
     return (words_BN[:, :, None] & bit_T).flatten(1)[:, :num] != 0

@@ -1,11 +1,11 @@
-"""Crop, flip and blur of a batch of pictures, each picture by its own amounts.
+"""Crop, flip and blur of a batch of pictures, with amounts for each picture.
 
 All three are linear along rows and columns, so each is a (size, size) matrix for every sample. The batch needs a few
-batched matrix products instead of gathers. A CPU sums rows from the few rows with a weight above 0, and leaves out
+batched matrix products instead of gathers. A CPU adds up only the few rows with a weight above 0, and leaves out
 pictures without blur.
 
 Legend: B samples, C channels, H rows, W columns, P pixels of an axis before an operation, Q after it, T rows that add
-up to one row, S samples of a batch to which an operation applies.
+up to one row, S samples of a batch that are blurred.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONSTANT_BLUR_REACH = 3  # pixels to either side
 
 @dataclass(frozen=True)
 class CropDraws:
-    """Crop boxes, (B,) each, in whole pixels, float32."""
+    """The boxes of crops in whole pixels, (B,) float32 each."""
 
     top_B: Tensor
     left_B: Tensor
@@ -33,8 +33,8 @@ class CropDraws:
 def crop_matrix(start_B: Tensor, length_B: Tensor, *, size: int, mirror_B: Tensor | None = None) -> Tensor:
     """Return (B, size, size) weights that stretch pixels start .. start + length - 1 of an axis over the whole axis.
 
-    Bilinear with half-pixel centres; edge pixels are repeated. A crop is never larger than its picture, so the axis is
-    only stretched, and antialiasing as in torchvision and PIL would change nothing. `mirror_B` (bool) reverses it.
+    They are bilinear with half-pixel centres, and edge pixels are repeated. A crop is never larger than its picture, so
+    the antialiasing of torchvision and PIL would change nothing. `mirror_B` (bool) reverses the axis.
     """
     source_BQ = _crop_source(start_B, length_B, size=size)
     if mirror_B is not None:
@@ -44,9 +44,9 @@ def crop_matrix(start_B: Tensor, length_B: Tensor, *, size: int, mirror_B: Tenso
 
 
 def crop_taps(start_B: Tensor, length_B: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
-    """Return the two pixels that each row of `crop_matrix` weighs, (B, size, 2) int64, and their weights.
+    """Return the two pixels with weights in each row of `crop_matrix`, (B, size, 2) int64, and their weights.
 
-    The last pixel of the axis has no next one: there the second weight is 0.
+    For the last pixel of the axis, the second weight is 0.
     """
     source_BQ = _crop_source(start_B, length_B, size=size)
     tap_BQT = torch.stack([source_BQ.floor(), source_BQ.floor() + 1], dim=2)
@@ -55,7 +55,7 @@ def crop_taps(start_B: Tensor, length_B: Tensor, *, size: int) -> tuple[Tensor, 
 
 
 def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
-    """Return the places on the axis, in pixels, from which a crop's pixels are read, (B, size)."""
+    """Return the positions on the axis, in pixels, from which the pixels of a crop are read, (B, size)."""
     pixel_Q = torch.arange(size, device=start_B.device, dtype=start_B.dtype)
     centre_BQ = (pixel_Q + 0.5) * (length_B / size)[:, None] - 0.5
     return centre_BQ.clamp_min(0).minimum((length_B - 1)[:, None]) + start_B[:, None]
@@ -64,7 +64,7 @@ def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
 def gaussian_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     """Return the (B, size, size) weights of a Gaussian along one axis; the identity for a sigma of 0.
 
-    The weights are the values of the true Gaussian at whole pixels, to float32's precision. Edge pixels are repeated.
+    The weights are the values of the true Gaussian at whole pixels, in float32 precision. Edge pixels are repeated.
     """
     distance_P = torch.arange(size, device=sigma_B.device, dtype=sigma_B.dtype)
     exponent_BP = distance_P.square() * (-0.5 / sigma_B.clamp_min(1e-3).square())[:, None]
@@ -76,8 +76,8 @@ def gaussian_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
 def pil_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     """Return the (B, size, size) weights of PIL's `GaussianBlur(radius=sigma)` along one axis; the identity for 0.
 
-    PIL applies three box filters, each with a third of the Gaussian's variance (Gwosdek et al. 2011). A box reaches a
-    whole number of pixels and a fraction of the next one to either side. Each box repeats the edge pixels anew.
+    PIL applies three box filters, each with a third of the Gaussian's variance (Gwosdek et al. 2011). A box covers, on
+    either side, a whole number of pixels and a fraction of the next pixel. Each box repeats the edge pixels again.
     """
     variance_B = sigma_B.square() / 3
     whole_B = torch.floor((torch.sqrt(12 * variance_B + 1) - 1) / 2)
@@ -86,15 +86,15 @@ def pil_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     reach_B1 = (whole_B + fraction_B)[:, None]
     distance_P = torch.arange(size, device=sigma_B.device, dtype=sigma_B.dtype)
     weight_BP = (reach_B1 + 1 - distance_P).clamp_min_(0)
-    weight_BP[:, :-1].clamp_max_(1)  # the last weight covers all greater distances too, which fall on the edge pixel
+    weight_BP[:, :-1].clamp_max_(1)  # the last weight also covers all greater distances, which fall on the edge pixel
     box_BQP = _matrix_of_filter(weight_BP / (2 * reach_B1 + 1))
     return box_BQP @ box_BQP @ box_BQP
 
 
 def _matrix_of_filter(weight_BP: Tensor) -> Tensor:
-    """Return the (B, P, P) weights of a symmetric filter with repeated edge pixels, given the weight of each distance.
+    """Return the (B, P, P) weights of a symmetric filter with repeated edge pixels, from the weights of distances.
 
-    `weight_BP` (B, P): the last weight covers all distances from P - 1 on. P is at least 2.
+    The last entry of `weight_BP` (B, P) covers all distances from P - 1 on. P is at least 2.
     """
     size = weight_BP.shape[1]
     both_sides_BD = torch.cat([weight_BP.flip(1)[:, :-1], weight_BP], dim=1)
@@ -108,8 +108,8 @@ def _matrix_of_filter(weight_BP: Tensor) -> Tensor:
 def constant_blur_matrix(*, size: int, device: torch.device | None = None) -> Tensor:
     """Return the (size, size) weights of PIL's `GaussianBlur(radius=1)` along one axis.
 
-    PIL applies three box filters whose variances add up to the Gaussian's. For radius 1 the box is 3/2 pixels wide and
-    has the weights 1/6, 2/3, 1/6. Each box repeats the edge pixels anew.
+    PIL applies three box filters, whose variances add up to the variance of the Gaussian. For radius 1 the box is 3/2
+    pixels wide and has the weights 1/6, 2/3, 1/6. Each box repeats the edge pixels again.
     """
     identity_QP = torch.eye(size, device=device)
     pixel_Q = torch.arange(size, device=device)
@@ -119,9 +119,9 @@ def constant_blur_matrix(*, size: int, device: torch.device | None = None) -> Te
 
 
 def band_taps(matrix_QP: Tensor, *, reach: int) -> tuple[Tensor, Tensor]:
-    """Return the pixels within `reach` of each row's own, (Q, T) int64, and their weights in a square matrix.
+    """Return the pixels within `reach` of each row, (Q, T) int64, and their weights in a square matrix.
 
-    Beyond the edge it returns the edge pixel with the weight 0.
+    A pixel beyond the edge is replaced by the edge pixel with the weight 0.
     """
     size, device = len(matrix_QP), matrix_QP.device
     tap_QT = torch.arange(size, device=device)[:, None] + torch.arange(-reach, reach + 1, device=device)
@@ -144,7 +144,7 @@ def apply_to_columns(x_BCHW: Tensor, columns_BQP: Tensor) -> Tensor:
 def sum_rows(x_BCHW: Tensor, tap_BQT: Tensor, weight_BQT: Tensor) -> Tensor:
     """Return `rows @ channel` for few weights: row q is the sum over t of `weight[q, t]` times row `tap[q, t]`.
 
-    Equals the matrix product to the last bits of float32, without multiplying its zeros.
+    Equals the matrix product up to the last bits of float32, but does not multiply its zeros.
     """
     B, C, H, W = x_BCHW.shape
     _, Q, T = tap_BQT.shape  # B may be 1 if all samples have the same taps
@@ -159,7 +159,7 @@ def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> 
     """Blur each picture with its own sigma (0: no blur), on a CPU in place.
 
     `matrix_of` is `pil_blur_matrix` or `gaussian_blur_matrix`. A CPU leaves out pictures without blur, which gives the
-    same bits. Other devices multiply all pictures, because choosing some would make the host wait for the device.
+    same bits. Other devices multiply all pictures, because a selection would make the host wait for the device.
     """
     size = x_BCHW.shape[-1]
     if x_BCHW.device.type != "cpu":
@@ -171,9 +171,9 @@ def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> 
 
 
 def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
-    """Blur some of the pictures as PIL's `GaussianBlur(radius=1)` does, on a CPU in place.
+    """Blur the pictures in `blurred_B` like PIL's `GaussianBlur(radius=1)`, on a CPU in place.
 
-    A CPU leaves the others out; other devices multiply all pictures, as in `blur_`.
+    A CPU leaves out the others. Other devices multiply all pictures, as in `blur_`.
     """
     matrix_QP = constant_blur_matrix(size=x_BCHW.shape[-1], device=x_BCHW.device)
     if x_BCHW.device.type != "cpu":
@@ -185,7 +185,7 @@ def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
 
 
 def constant_blur_rows_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
-    """Blur some of the pictures from row to row only, on a CPU, in place: one half of `constant_blur_`."""
+    """Blur the pictures in `blurred_B` along columns only, on a CPU, in place: one half of `constant_blur_`."""
     matrix_QP, some_S = constant_blur_matrix(size=x_BCHW.shape[-1]), blurred_B.nonzero()[:, 0]
     return x_BCHW.index_copy_(0, some_S, _blur_rows(x_BCHW.index_select(0, some_S), matrix_QP))
 
@@ -200,7 +200,7 @@ def crop_and_flip(
 ) -> Tensor:
     """Return the pictures cropped and flipped, in new contiguous memory even if nothing changes.
 
-    On a CPU the crop can also blur some pictures from column to column: the other half of `constant_blur_`.
+    On a CPU, the crop can also blur the pictures in `blurred_columns_B` along rows: the other half of `constant_blur_`.
     """
     if crop is not None:
         size = images_BCHW.shape[-1]

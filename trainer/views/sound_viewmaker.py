@@ -1,7 +1,8 @@
-"""The viewmaker for sounds, which changes their spectrograms as it changes pictures.
+"""The viewmaker for sounds, which changes their spectrograms like pictures.
 
-In: waveforms and the keys of its noise. Out: normalised log-mel spectrograms plus a perturbation whose mean size per
-entry is the budget, in units of the normalised spectrogram (Tamkin et al. 2022: 0.125, without a clamp).
+Input: waveforms and the keys of its noise. Output: normalised log-mel spectrograms plus a perturbation. The mean size
+of the perturbation per entry is the budget, in units of the normalised spectrogram (Tamkin et al. 2022: 0.125, without
+a clamp).
 
 Shapes: B sounds, T points of a waveform, M mel bands, N frames.
 """
@@ -17,10 +18,10 @@ from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 
 class SoundViewmaker(Viewmaker):
-    """The policy `viewmaker(waveforms_BT, keys) -> views_B1MN`; its parameters have the names of a `Viewmaker`'s."""
+    """The policy `viewmaker(waveforms_BT, keys) -> views_B1MN`; its parameters have the same names as a `Viewmaker`."""
 
     def __init__(self, config: ViewmakerConfig, mel: MelConfig) -> None:
-        """Build the network for one channel. Raises `ValueError` as `check_for_sounds`."""
+        """Build the network for one channel. Raises `ValueError` like `check_for_sounds`."""
         check_for_sounds(config)
         super().__init__(config, image_channels=1)
         self.mel = mel
@@ -29,7 +30,7 @@ class SoundViewmaker(Viewmaker):
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return views (B, 1, M, N) of waveforms (B, T), in their dtype. Ignores masks, because sounds have none.
 
-        Raises `ValueError` if the waveforms do not have the points of the spectrogram.
+        Raises `ValueError` if the number of points T is not `mel.num_points`.
         """
         if self.waveform is not None:
             waveforms_BT = self.waveform.augment(waveforms_BT, keys)
@@ -39,8 +40,8 @@ class SoundViewmaker(Viewmaker):
 def check_for_sounds(config: ViewmakerConfig) -> None:
     """Raise `ValueError` if the config has a setting that does not fit spectrograms."""
     if config.clamp:
-        raise ValueError("views.clamp holds views in [0, 1], and spectrograms lie outside; set views.clamp=false")
+        raise ValueError("views.clamp keeps views in [0, 1], but spectrograms lie outside; set views.clamp=false")
     if config.mask != "none":
         raise ValueError(
-            f"views.mask={config.mask} protects objects in pictures; sounds have none: set views.mask=none"
+            f"views.mask={config.mask} protects objects in pictures, but sounds have none; set views.mask=none"
         )

@@ -1,9 +1,9 @@
-"""Play sounds faster or slower, higher or lower, each sound of a batch by its own amount.
+"""Play sounds faster or slower, higher or lower, with an amount for each sound of a batch.
 
 Both functions compute for a whole batch, on any device, what torchaudio computes for one amount at a time.
 
-Legend: B samples, T points of a waveform, L points of a stretched one, R points of a reconstructed one, K frequencies,
-N frames before stretching, Q after it.
+Legend: B samples, T points of a waveform, L points of a stretched waveform, R points of a frame, K frequencies, N
+frames before stretching, Q after it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ZERO_CROSSINGS: Final = 6  # of the sinc on either side, and the share of the band that it keeps: torchaudio's defaults
-_ROLLOFF: Final = 0.99
-_SMALLEST: Final = 1e-12  # angle, of which the sine is the angle itself in float32 and float64
-_WINDOW: Final = 512  # points of the phase vocoder's frames, and from one to the next: torchaudio's defaults
-_HOP: Final = 128
+# The defaults of torchaudio.
+_ZERO_CROSSINGS: Final = 6  # of the sinc on either side
+_ROLLOFF: Final = 0.99  # the share of the band that the sinc keeps
+_WINDOW: Final = 512  # points of a frame of the phase vocoder
+_HOP: Final = 128  # points from one frame to the next
+_SMALLEST: Final = 1e-12  # an angle that equals its sine in float32 and float64
 
 
 def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -> Tensor:
-    """Play each waveform `factor` times as fast, and as many times higher: (B, T) of any float dtype to the same.
+    """Play each waveform `factor` times as fast, and as many times higher. Returns the same shape and dtype, (B, T).
 
     A sound that becomes shorter is followed by zeros; a sound that becomes longer loses its end. `factor_B` is (B,)
-    float64, positive and at most `max_factor`. Equals `torchaudio.functional.speed`, which only takes factors with a
-    whole new rate, and whose memory grows with the square of that rate if it shares no large divisor with the old one.
+    float64, positive and at most `max_factor`. Equals `torchaudio.functional.speed`, which accepts a factor only if the
+    new rate is a whole number, and whose memory grows with the square of the new rate if the rates have no large common
+    divisor.
     """
     num_points = waveforms_BT.shape[1]
     length_B = torch.full_like(factor_B, num_points)
@@ -35,7 +37,7 @@ def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -
 
 
 def change_pitch(waveforms_BT: Tensor, semitones_B: Tensor, *, sample_rate: int, max_semitones: float) -> Tensor:
-    """Play each waveform `semitones` higher at the same speed: (B, T) of any float dtype to the same.
+    """Play each waveform `semitones` higher at the same speed. Returns the same shape and dtype, (B, T).
 
     `semitones_B` is (B,) float64, at most `max_semitones` in magnitude; T is above 256. A phase vocoder stretches the
     sound, and resampling plays it faster or slower. Equals `torchaudio.functional.pitch_shift`, whose resampling has
@@ -63,7 +65,7 @@ def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int,
     is_heard_BT = at_BT < length_B[:, None]
     past_BT = (at_BT - before_BT).mul_(math.pi * band_B1).to(x_BL.dtype)
     index_BT = before_BT.long().clamp_(max=x_BL.shape[1] - 1)
-    # The sine of the sinc and the cosine of the window at one tap follow from another tap by a sum of angles.
+    # The sine of the sinc and the cosine of the window at one tap follow from another tap by the sum of two angles.
     sin_BT, cos_BT = _sin_cos(past_BT, x_BL.dtype)
     slow_sin_BT, slow_cos_BT = _sin_cos(past_BT / _ZERO_CROSSINGS, x_BL.dtype)
     sum_BT = torch.zeros_like(past_BT)
@@ -78,13 +80,13 @@ def _resample(x_BL: Tensor, factor_B: Tensor, length_B: Tensor, num_points: int,
             weight_BT = (sin_BT * cos_B1).addcmul_(cos_BT, sin_B1, value=-1)
         weight_BT.div_(angle_BT)
         weight_BT.mul_((slow_cos_BT * slow_cos_B1).addcmul_(slow_sin_BT, slow_sin_B1).add_(1))
-        if not -_ZERO_CROSSINGS < tap <= _ZERO_CROSSINGS:  # it may lie beyond the window
+        if not -_ZERO_CROSSINGS < tap <= _ZERO_CROSSINGS:  # the tap may be beyond the window
             weight_BT.masked_fill_(angle_BT.abs_() > _ZERO_CROSSINGS * math.pi, 0)
         sum_BT.addcmul_(weight_BT, padded_BL[:, tap + reach :].gather(1, index_BT), value=0.5)
     sum_BT.mul_(band_B1.to(x_BL.dtype)).mul_(is_heard_BT)
-    # A sound at its own speed stays as it is, as in torchaudio: the filter would cut the top of its band.
-    as_it_was_BT = F.pad(x_BL, (0, max(0, num_points - x_BL.shape[1])))[:, :num_points]
-    return torch.where(factor_B[:, None] == 1, as_it_was_BT, sum_BT)
+    # With a factor of 1 the sound does not change, as in torchaudio; the filter would cut the top of its band.
+    unchanged_BT = F.pad(x_BL, (0, max(0, num_points - x_BL.shape[1])))[:, :num_points]
+    return torch.where(factor_B[:, None] == 1, unchanged_BT, sum_BT)
 
 
 def _sin_cos(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -92,10 +94,10 @@ def _sin_cos(angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _stretch(waveforms_BT: Tensor, rate_B: Tensor, length_B: Tensor, *, slowest: float) -> Tensor:
-    """Stretch each sound to 1 / rate of its time at its own pitch: (B, L), 0 from its `length` on.
+    """Stretch each sound to 1 / rate of its duration at the same pitch: (B, L), with 0 from its `length` on.
 
-    Rates are at least `slowest`. The phase vocoder (Flanagan and Golden 1966) takes a frame every `rate` frames.
-    Magnitudes are interpolated between two frames, and phases advance as from one frame of the sound to the next.
+    Rates are at least `slowest`. The phase vocoder (Flanagan and Golden 1966) takes a frame every `rate` frames. It
+    interpolates magnitudes between two frames, and advances phases as between these frames of the sound.
     """
     window = torch.hann_window(_WINDOW, device=waveforms_BT.device, dtype=waveforms_BT.dtype)
     spectrum_BKN = torch.stft(

@@ -1,14 +1,14 @@
-"""The viewmaker: a network that learns to make views, bounded by a budget on how far it may change a picture.
+"""The viewmaker: a network that learns to make views, with a budget for the change of a picture.
 
-In: pictures in [0, 1] and the keys of their noise. Out: the pictures plus a perturbation whose mean size per entry is
-the budget. The network is the one of Tamkin et al. (2021, "Viewmaker Networks") as used in "Feature Dropout" (2022): a
-stem, residual blocks on a map a quarter as wide, and two upsamplings. A channel of uniform noise is appended before the
-stem and before each residual block.
+Input: pictures in [0, 1] and the keys of their noise. Output: the pictures plus a perturbation, whose mean size per
+entry is the budget. The network is from Tamkin et al. (2021, "Viewmaker Networks"), in the form of "Feature Dropout"
+(2022): a stem, residual blocks on a map a quarter as wide, and two upsamplings. A channel of uniform noise is appended
+before the stem and before each residual block.
 
 Invariants: no noise comes from global random state, and no perturbation exceeds the budget.
 
-Options: the network may see a smaller picture (`downsample_to`) or its cosine transform (`domain`). It may be kept away
-from the object drawn on the picture (`mask`), and it may get some of the views only (`dropout_rate`).
+Options: the network can see a smaller picture (`downsample_to`) or its cosine transform (`domain`). It can be kept away
+from the object drawn on the picture (`mask`), and it can change only some of the views (`dropout_rate`).
 
 Two convolutions are computed in another order than in the paper, with equal results: see `upsample_convolve` and
 `convolve_to_few_channels`.
@@ -34,7 +34,7 @@ from data_pipeline.core.schema import ImageSize, PositiveShare, Schema
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.views.expert_audio import WaveformConfig
 
-_ATTACK_PURPOSE = 0  # of `data_pipeline.core.counter_rng`
+_ATTACK_PURPOSE = 0  # `purpose` in `data_pipeline.core.counter_rng`
 _FIRST_NOISE_PURPOSE = 1
 _STRIDE = 4  # of the stem
 _MIN_SIZE = 8  # the stem pads by 4 reflected pixels, a residual block by 1
@@ -44,28 +44,29 @@ Pairing = Literal["independent", "exclusive"]
 
 
 class ViewmakerConfig(Schema):
-    """Settings of the viewmaker. `budget` is the mean absolute change per entry of a picture in [0, 1].
+    """The config of the viewmaker.
 
-    Width 32 is the published network (channels 32, 64, 128). The paper clamps views to [0, 1]. The published configs of
-    the original code do not. Inputs that are not pictures (spectrograms) must not be clamped.
-
+    budget: the mean absolute change per entry of a picture in [0, 1].
+    clamp: whether views are clamped to [0, 1], as in the paper; the published configs of the original code do not
+        clamp. Inputs that are not pictures (spectrograms) must not be clamped.
+    base_width: the width of the network; 32 is the published network (channels 32, 64, 128).
     domain: what the network reads and changes. "frequency" is the picture's cosine transform (`cosine_transform`). The
         budget is then the mean absolute change of a coefficient, which changes the picture much less: for 32 x 32
-        pixels about 1 / 80 of the budget if all coefficients change alike, and 1 / 4 if only the mean changes.
-    downsample_to: the network works on the picture shrunk to that many rows and columns. Its perturbation is stretched
-        over the picture (both bilinear), which spends the budget at most.
-    mask: protects the "box" around the drawn object, or the pixels of the "object" (Tamkin et al. 2022, the masked
-        viewmaker). The finished perturbation is masked, so the outside does not change and the budget on the masked
-        part is lost.
-    reproject: mask the perturbation before it is scaled, so that the whole budget goes to the outside.
+        pixels about 1 / 80 of the budget if all coefficients change equally, and 1 / 4 if only the mean changes.
+    downsample_to: the rows and columns of a smaller picture for the network. Its perturbation is stretched over the
+        picture (both bilinear), which spends at most the budget.
+    mask: what is protected: the "box" around the drawn object, or the pixels of the "object" (the masked viewmaker of
+        Tamkin et al. 2022). The finished perturbation is masked: the change outside stays the same, and the budget on
+        the masked part is lost.
+    reproject: whether to mask the perturbation before it is scaled, so that the whole budget goes to the outside.
     dropout_rate: the share of the views that the viewmaker may change, drawn for each view (`attacked_views`). The
-        others are the pictures themselves. It is an upper bound on how often any feature is dropped. None: the
-        viewmaker changes every view, and only the budget limits how often a feature is dropped.
+        other views equal their pictures. It is an upper bound on how often any feature is dropped. None: the viewmaker
+        changes every view, and only the budget limits how often a feature is dropped.
     dropout_pairing: "independent" draws for each view of a pair, so a share `dropout_rate ** 2` of the pairs is changed
         in both views. "exclusive" (for rates up to 1/2) changes at most one view of a pair, so a share
         `2 * dropout_rate` of the pairs is changed.
     waveform: for sounds only, the change of the waveform before the viewmaker sees its spectrogram. None follows the
-        paper. In training, the published code used the default settings here without saying so.
+        paper. The published code used the default settings in training, which the paper does not mention.
     """
 
     kind: Literal["viewmaker"] = "viewmaker"
@@ -88,10 +89,10 @@ class ViewmakerConfig(Schema):
                 f"downsample_to is {self.downsample_to}; it must be a multiple of {_STRIDE}, at least {_MIN_SIZE}"
             )
         if self.reproject and self.mask == "none":
-            raise ValueError("reproject spends what a mask forbids elsewhere; it needs mask=box or mask=object")
+            raise ValueError("reproject moves the budget of the masked part; it needs mask=box or mask=object")
         if self.reproject and (self.domain != "pixel" or self.downsample_to is not None):
             raise ValueError(
-                "reproject needs a budget that is spent on the picture's own pixels: domain=pixel, no downsample_to"
+                "reproject needs a perturbation of the picture's own pixels: set domain=pixel and no downsample_to"
             )
         if self.dropout_pairing == "exclusive" and (self.dropout_rate is None or self.dropout_rate > 0.5):
             raise ValueError(
@@ -122,7 +123,7 @@ def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
     """Squash `r` and scale it to the budget: mean |delta| = budget (Tamkin et al. 2021).
 
     delta = budget * tanh(r) / (mean |tanh(r)| + 1e-4), with one mean for each sample. The budget is never exceeded, and
-    a share of 1e-4 / (mean + 1e-4) stays unspent. Computed in float32 at least.
+    a share of 1e-4 / (mean + 1e-4) is not spent. Computed in float32 at least.
     """
     u_BCHW = torch.tanh(r_BCHW.to(torch.promote_types(r_BCHW.dtype, torch.float32)))
     return budget * u_BCHW / (u_BCHW.abs().mean(dim=(1, 2, 3), keepdim=True) + 1e-4)
@@ -131,8 +132,8 @@ def project(r_BCHW: Tensor, *, budget: float) -> Tensor:
 def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independent") -> Tensor:
     """Draw which views a viewmaker may change, (B,) bool on the device of the keys, each with probability `rate`.
 
-    A function of the keys alone. Views 2 n and 2 n + 1 of a sample are a pair. They are drawn independently, or from
-    one number: a low one chooses the first view and a high one the second, so never both (`rate` at most 1/2).
+    Depends on the keys alone. The views 2 n and 2 n + 1 of a sample are a pair. They are drawn independently, or from
+    one number: a low number chooses the first view and a high number the second, so never both (`rate` is at most 1/2).
     """
     if pairing == "independent":
         return uniform(keys, 1, purpose=_ATTACK_PURPOSE)[:, 0] < rate
@@ -144,8 +145,8 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
 def cosine_transform(x_BCHW: Tensor) -> Tensor:
     """Return the two-dimensional DCT-II of each channel, not normalised: a constant picture of 1 gives 4 H W at (0, 0).
 
-    Keeps shape and type of `x_BCHW`, float32 or float64, also under autocast. `scipy.fft.dctn` and the `torch-dct`
-    package have the same convention.
+    Keeps the shape and dtype of `x_BCHW`, float32 or float64, also under autocast. The convention is that of
+    `scipy.fft.dctn` and of the package `torch-dct`.
     """
     return _along_both_axes(x_BCHW, inverse=False)
 
@@ -164,7 +165,7 @@ def _along_both_axes(x_BCHW: Tensor, *, inverse: bool) -> Tensor:
 
 
 def _cosine_matrix(size: int, *, inverse: bool, like: Tensor) -> Tensor:
-    """Return the (N, N) matrix 2 cos(pi k (n + 1/2) / N), k its row and n its column, or its inverse."""
+    """Return the (N, N) matrix 2 cos(pi k (n + 1/2) / N) with row k and column n, or its inverse."""
     number_N = torch.arange(size, device=like.device, dtype=torch.float64)
     matrix_NN = 2 * torch.cos(math.pi / size * number_N[:, None] * (number_N + 0.5))
     if inverse:
@@ -176,9 +177,9 @@ def _cosine_matrix(size: int, *, inverse: bool, like: Tensor) -> Tensor:
 def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     """Repeat every pixel 2 x 2, pad by one reflected pixel, convolve 3 x 3: (B, I, H, W) to (B, O, 2H, 2W).
 
-    Computed as one transposed convolution of the small map with stride 2. Its 4 x 4 kernel sums the taps that meet the
-    same small pixel, so four output pixels take 16 products instead of 36. A reflected pixel of the large map repeats
-    the edge of the small one.
+    Computed as one transposed convolution of the small map with stride 2. Its 4 x 4 kernel sums the taps on the same
+    small pixel, so four output pixels need 16 products instead of 36. A reflected pixel of the large map repeats the
+    edge of the small map.
     """
     wide_OIKK = F.pad(weight_OIKK, (1, 1, 1, 1))
     taps_OIKK = wide_OIKK[..., 1:, 1:] + wide_OIKK[..., 1:, :-1] + wide_OIKK[..., :-1, 1:] + wide_OIKK[..., :-1, :-1]
@@ -187,10 +188,10 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 
 
 def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
-    """Convolve K x K with reflection padding, to the same size, for a handful of output channels.
+    """Convolve K x K with reflection padding, to the same size, for only a few output channels.
 
     The K rows of the kernel become output channels of a 1 x K convolution. Its results are added, each shifted by its
-    row. A convolution with 3 output channels leaves most of a processor's lanes empty; 3 K channels fill them.
+    row. A convolution with 3 output channels uses few of a processor's vector lanes; 3 K channels fill them.
     """
     num_out, num_in, K, _ = weight_OIKK.shape
     H = x_BIHW.shape[2]
@@ -204,11 +205,11 @@ def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 
 
 class ConvNorm(nn.Module):
-    """Convolution (reflection padding) and instance norm with scale and shift, without running statistics.
+    """A convolution (reflection padding) and an instance norm with scale and shift, without running statistics.
 
-    The norm cancels the convolution's bias. The published network has that bias, so it exists here, with the weight 0:
-    its gradient is exactly 0. A rounding error in place of 0 would grow to full steps under Adam, which would differ
-    from one number of ranks to the next.
+    The norm cancels the bias of the convolution. The published network has this bias, so it is here too, but multiplied
+    by 0, so that its gradient is exactly 0. Adam would turn a rounding error in place of 0 into full steps, which would
+    differ with the number of ranks.
     """
 
     def __init__(
@@ -227,14 +228,14 @@ class ConvNorm(nn.Module):
         else:
             padded_BCHW = F.pad(x_BCHW, (weight.shape[-1] // 2,) * 4, mode="reflect")
             y_BCHW = F.conv2d(padded_BCHW, weight, stride=2 if self.resize == "down" else 1)
-        # One channel a group is instance norm; the kernel is twice as fast, if the map is contiguous.
+        # With one channel in each group, group norm is instance norm; it is twice as fast if the map is contiguous.
         return F.group_norm(
             y_BCHW.contiguous(), y_BCHW.shape[1], self.norm.weight, self.norm.bias + 0 * bias, self.norm.eps
         )
 
 
 class Residual(nn.Module):
-    """A residual block: x + norm(conv(relu(norm(conv(x))))), with nothing after the sum."""
+    """A residual block, x + norm(conv(relu(norm(conv(x))))), with no activation after the sum."""
 
     def __init__(self, num_channels: int) -> None:
         super().__init__()
@@ -271,13 +272,13 @@ class Viewmaker(nn.Module):
         self.out = nn.Conv2d(width, image_channels, 9)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return views of pictures in [0, 1], of the same shape and type; with `clamp` they stay in [0, 1].
+        """Return views of pictures in [0, 1], with the same shape and dtype; with `clamp` they are in [0, 1] too.
 
-        `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) marks the drawn object. Only a masked
+        `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) marks the drawn object; only a masked
         viewmaker reads it. Other inputs of one or more channels (spectrograms) work too, without the clamp.
 
         Raises:
-            ValueError: if the config has a mask and no masks are given, or `check_image_size` refuses the pictures.
+            ValueError: if the config has a mask but `masks_BHW` is None, or if `check_image_size` refuses the pictures.
         """
         views_BCHW = images_BCHW + self.deltas(images_BCHW, keys, masks_BHW)
         return views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
@@ -286,9 +287,9 @@ class Viewmaker(nn.Module):
         """Return the perturbations before any clamp.
 
         The mean absolute value for each sample is the budget. It is less if the config has a mask without `reproject`,
-        or a `downsample_to`. In the frequency domain it is the mean of the cosine transform. With a `dropout_rate` it
-        is exactly 0 for views that are not changed, which add nothing to any gradient. The network runs on these too:
-        to leave them out, the host would have to wait for their number.
+        or a `downsample_to`. In the frequency domain, the budget is the mean of the cosine transform. With a
+        `dropout_rate`, the perturbation is exactly 0 for views that are not changed, which add nothing to any gradient.
+        The network runs on these views too, because the host would have to wait for their number to leave them out.
         """
         config = self.config
         H, W = images_BCHW.shape[2:]
@@ -334,14 +335,14 @@ class Viewmaker(nn.Module):
 
 
 def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, dtype: torch.dtype) -> Tensor:
-    """Return 1 where the picture may change and 0 elsewhere, (B, 1, H, W)."""
+    """Return 1 for each pixel that may change and 0 for the others, (B, 1, H, W)."""
     if masks_BHW is None:
-        raise ValueError(f"the viewmaker has mask={mask}, but these pictures come without masks of their objects")
+        raise ValueError(f"the viewmaker has mask={mask}, but these pictures have no masks of their objects")
     return (masks_BHW < _FIRST_MASKED_LEVEL[mask]).unsqueeze(1).to(dtype)
 
 
 def append_noise(x_BCHW: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:
-    """Return `x` with one more channel, of uniform noise in [0, 1) drawn from the keys and the layer alone."""
+    """Return `x` with one more channel: uniform noise in [0, 1), drawn from the keys and the layer alone."""
     B, _, H, W = x_BCHW.shape
     noise_BX = uniform(keys, H * W, purpose=_FIRST_NOISE_PURPOSE + layer)
     return torch.cat([x_BCHW, noise_BX.view(B, 1, H, W).to(x_BCHW.dtype)], dim=1)

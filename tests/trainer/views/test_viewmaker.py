@@ -295,7 +295,7 @@ def test_masks_are_read_by_a_masked_viewmaker_only() -> None:
     x = pictures(4)
     with torch.no_grad():
         assert torch.equal(make(base_width=8)(x, keys(4), masks(4)), make(base_width=8)(x, keys(4)))
-    with pytest.raises(ValueError, match="mask=box, but these pictures come without masks"):
+    with pytest.raises(ValueError, match="mask=box, but these pictures have no masks"):
         make(mask="box")(x, keys(4))
 
 
@@ -442,8 +442,8 @@ def test_pictures_that_divide_are_taken(height: int, width: int) -> None:
         ({"dropout_pairing": "exclusive"}, "needs a dropout_rate up to 0.5, got None"),
         ({"dropout_pairing": "exclusive", "dropout_rate": 0.6}, "needs a dropout_rate up to 0.5, got 0.6"),
         ({"reproject": True}, "needs mask=box or mask=object"),
-        ({"reproject": True, "mask": "box", "domain": "frequency"}, "domain=pixel, no downsample_to"),
-        ({"reproject": True, "mask": "box", "downsample_to": 16}, "domain=pixel, no downsample_to"),
+        ({"reproject": True, "mask": "box", "domain": "frequency"}, "domain=pixel and no downsample_to"),
+        ({"reproject": True, "mask": "box", "downsample_to": 16}, "domain=pixel and no downsample_to"),
     ],
 )
 def test_config_refuses_what_makes_no_sense(wrong: dict[str, object], message: str) -> None:
