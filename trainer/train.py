@@ -27,7 +27,7 @@ from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
-from trainer.models.batch_norm import settle_running_statistics
+from trainer.models.batch_norm import average_running_statistics
 from trainer.normalization import normalization_of
 from trainer.preflight import claim, resume
 from trainer.provenance import add_to_provenance, write_provenance
@@ -159,7 +159,7 @@ def _save(
     run = counters.state_to_save(num_done, num_steps=num_steps)
     if run is None:
         return
-    settle_running_statistics(training.modules.encoder)
+    average_running_statistics(training.modules.encoder)
     with watch.saving():
         checkpoints.save(
             num_done,

@@ -1,9 +1,9 @@
 """Encoders and their parts: trunks, heads, batch norm.
 
-In: views (B, C, H, W) of one or three channels. Out: embeddings (B, D) for the objective, features (B, F) for the
-linear probe and pooled features (B, C) for kNN, all float32.
+Input: views (B, C, H, W) with one or three channels. Output: embeddings (B, D) for the objective, features (B, F) for
+the linear probe and pooled features (B, C) for kNN, all float32.
 
-Invariant: batch statistics do not depend on the number of ranks, unless the config asks for `batch_norm="local"`.
+Invariant: batch statistics do not depend on the number of ranks, unless the config has `batch_norm="local"`.
 """
 
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import `load_encoder` at first use: it reads run directories, of which this room knows nothing otherwise."""
+        """Import `load_encoder` at its first use, because it needs modules that import this one."""
         if name != "load_encoder":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from trainer.pretrained import load_encoder

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep the input of every few blocks, and compute the rest again in backward.
+"""Activation checkpointing: keep only the input of every few blocks, and compute the rest again in the backward pass.
 
 It saves memory and changes no gradient (Chen et al. 2016).
 """
@@ -29,12 +29,12 @@ def run_blocks(
 ) -> Tensor:
     """Run `x` through all blocks, one after the other.
 
-    Backward computes segments of blocks again, as `checkpointing` says. The recomputation leaves buffers (running
-    statistics of batch norm) unchanged.
+    The backward pass computes segments of `checkpointing` blocks again. The recomputation does not change buffers
+    (running statistics of batch norm).
 
-    `random`: the blocks draw from torch's generators, so their state is restored for the recomputation.
-    `recompute_context` returns a context for the recomputation, which runs after the context of the first forward has
-    ended.
+    random: whether the blocks draw from torch's generators; then their state is restored for the recomputation.
+    recompute_context: a function that returns a context for the recomputation, which runs when the context of the
+        first forward pass has ended.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return _run(blocks, x)
@@ -69,9 +69,9 @@ def _run(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
 
 @contextmanager
 def buffers_untouched(*modules: nn.Module) -> Iterator[None]:
-    """Redirect all writes to the modules' buffers to copies, which are dropped at the end.
+    """Inside the block, replace the modules' buffers by copies, so that writes do not reach the buffers.
 
-    The buffers themselves are never written, not even to restore them: a graph that waits for backward may hold them.
+    The buffers are never written, not even to restore them, because a graph may need them for its backward pass.
     """
     owners = [inner for module in modules for inner in module.modules() if inner._buffers]
     kept = [dict(owner._buffers) for owner in owners]

@@ -1,14 +1,15 @@
 """Batch normalisation over the batch of all ranks, or over equal groups of it, on CPU and GPU.
 
-`torch.nn.SyncBatchNorm` refuses CPU tensors. The synchronised batch norm here takes one collective forward and one
-backward. Outputs, gradients and running statistics equal `torch.nn.BatchNorm2d` in one process on the whole batch.
+`torch.nn.SyncBatchNorm` refuses CPU tensors. The synchronised batch norm here needs one collective in the forward pass
+and one in the backward pass. Outputs, gradients and running statistics equal `torch.nn.BatchNorm2d` in one process on
+the whole batch.
 
-Split batch norm imitates several devices that each normalise their own part of a batch. It was made to train MoCo on
-one device (He et al. 2020 show CIFAR with 8 splits, and Huang et al. 2023 use 8 too). Its groups are cut from the batch
-of all ranks, so the result is the same on any number of ranks that divides the number of groups.
+Split batch norm imitates several devices that each normalise their own part of a batch. It is used to train MoCo on one
+device (He et al. 2020 show CIFAR with 8 splits, and Huang et al. 2023 use 8 too). Its groups are cut from the batch of
+all ranks, so the result is equal on any number of ranks that divides the number of groups.
 
-The two views of a batch may pass a network together, each with its own statistics (`grouped_statistics`). The numbers
-are the same as one after the other, with half of the collectives.
+The two views of a batch can pass a network together, each with its own statistics (`grouped_statistics`). The results
+are the same as one after the other, with half as many collectives.
 
 Shapes: B rows of this rank, C channels, H by W pixels, R ranks, S groups of this rank.
 """
@@ -30,14 +31,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, is_distributed, world_size
 
-_num_groups = [1]  # of the innermost `grouped_statistics`; shared by threads: backward may recompute in another one
+_num_groups = [1]  # of each open `grouped_statistics`; shared by threads, because a backward pass has its own thread
 
 
 @contextmanager
 def grouped_statistics(num_groups: int) -> Iterator[None]:
-    """Make synchronised batch norm treat its rows as `num_groups` equal runs, each a batch of its own.
+    """Inside the block, let synchronised batch norm treat `num_groups` equal runs of rows as separate batches.
 
-    Outputs, gradients and running statistics equal those of `num_groups` forwards, one after the other.
+    Outputs, gradients and running statistics are the same as with `num_groups` forward passes, one after the other.
     """
     _num_groups.append(num_groups)
     try:
@@ -51,13 +52,13 @@ def reenter_groups() -> Callable[[], AbstractContextManager[None]]:
     return partial(grouped_statistics, _num_groups[-1])
 
 
-@_disable_dynamo  # which cannot follow a collective; torch.compiler.disable would load the compiler here and now
+@_disable_dynamo  # dynamo cannot trace a collective; torch.compiler.disable would load the compiler on import
 def synchronized_batch_norm(
     x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, num_groups: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each channel by the mean and variance over the batches of all ranks (Ioffe and Szegedy 2015).
+    """Normalise each channel with the mean and variance over the batches of all ranks (Ioffe and Szegedy 2015).
 
-    Each of `num_groups` equal runs of rows is a batch of its own, together with the same run of the other ranks.
+    Each of `num_groups` equal runs of rows is a separate batch, together with the same run on the other ranks.
 
     Returns the output, like `x_BCHW`, and the mean and the unbiased variance of each channel, (S, C), without gradient.
     The gradients of weight and bias are this rank's part, like the gradient of every other parameter.
@@ -102,13 +103,14 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm2d):
 
 
 class SplitBatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` that normalises each of `num_splits` groups of the global batch by itself in training mode.
+    """`nn.BatchNorm2d` that normalises each of `num_splits` groups of the global batch separately in training mode.
 
-    The groups are equal runs of rows of the global batch. With R ranks each rank has `num_splits` / R of them and needs
-    no collective. Running statistics are the mean of what each group alone would give. A rank knows its own groups
-    only, until every rank calls `settle_running_statistics`.
+    The groups are equal runs of rows of the global batch. With R ranks, each rank has `num_splits` / R groups and needs
+    no collective. Running statistics are the mean over the groups. A rank only knows its own groups, until every rank
+    calls `average_running_statistics`.
 
-    Forward raises `ValueError` unless the ranks divide `num_splits` and the groups of a rank divide its rows.
+    The forward pass raises `ValueError` if the number of ranks does not divide `num_splits`, or if the number of groups
+    of a rank does not divide its rows.
     """
 
     def __init__(self, num_features: int, *, num_splits: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
@@ -141,32 +143,38 @@ class SplitBatchNorm2d(nn.BatchNorm2d):
 
 
 def check_splits(num_splits: int, *, global_batch_size: int, num_ranks: int, forwards: int = 2) -> None:
-    """Raise `UserError` unless split batch norm gives the same result on that many ranks as in one process.
+    """Raise `UserError` if split batch norm on that many ranks cannot give the same result as in one process.
 
-    `forwards`: the two views pass the encoder in two forwards, or in one, where a rank's rows hold both views.
+    `forwards` is 2 if the two views pass the encoder one after the other, and 1 if a rank's rows hold both views.
     """
     if global_batch_size % num_splits:
         raise UserError(
-            f"encoder.batch_norm=split cuts a batch into {num_splits} equal groups, and global_batch_size "
-            f"{global_batch_size} is no multiple of that; change it, or encoder.batch_norm_splits"
+            f"encoder.batch_norm=split cuts a batch into {num_splits} equal groups, but global_batch_size "
+            f"{global_batch_size} is not a multiple of that; change it, or encoder.batch_norm_splits"
         )
     most_ranks = num_splits if forwards == 2 else num_splits // 2
     if most_ranks % num_ranks:
         raise UserError(
-            f"encoder.batch_norm=split needs a number of ranks that divides {most_ranks} groups, and there are "
+            f"encoder.batch_norm=split needs a number of ranks that divides {most_ranks} groups, but there are "
             f"{num_ranks}; change it, or encoder.batch_norm_splits"
         )
 
 
 def synchronize_batch_norm(module: nn.Module) -> nn.Module:
-    """Replace every `nn.BatchNorm2d` inside `module`, in place; a state_dict fits before and after."""
+    """Replace every `nn.BatchNorm2d` inside `module` by a `SynchronizedBatchNorm2d`, in place.
+
+    A state_dict fits before and after.
+    """
     return _replaced(
         module, lambda norm: SynchronizedBatchNorm2d(norm.num_features, eps=norm.eps, momentum=norm.momentum)
     )
 
 
 def split_batch_norm(module: nn.Module, *, num_splits: int) -> nn.Module:
-    """Replace every `nn.BatchNorm2d` inside `module` by a `SplitBatchNorm2d`, in place; a state_dict fits as before."""
+    """Replace every `nn.BatchNorm2d` inside `module` by a `SplitBatchNorm2d`, in place.
+
+    A state_dict fits before and after.
+    """
     return _replaced(
         module,
         lambda norm: SplitBatchNorm2d(norm.num_features, num_splits=num_splits, eps=norm.eps, momentum=norm.momentum),
@@ -185,16 +193,16 @@ def _replaced(module: nn.Module, twin_of: Callable[[nn.BatchNorm2d], nn.BatchNor
 
 
 def depends_on_row_order(module: nn.Module) -> bool:
-    """Return whether a row's output in training mode depends on the order of the rows or on the row's rank."""
+    """Return whether the output for a row in training mode depends on the order of the rows or on the rank."""
     return any(isinstance(m, _BatchNorm) and not isinstance(m, SynchronizedBatchNorm2d) for m in module.modules())
 
 
 @torch.no_grad()
-def settle_running_statistics(module: nn.Module) -> None:
-    """Replace the running statistics of split batch norms by their mean over the ranks, as one process would have them.
+def average_running_statistics(module: nn.Module) -> None:
+    """Replace the running statistics of split batch norms by their mean over the ranks, which one process would have.
 
-    Every rank calls this before the module is saved or evaluated. It takes one collective for the whole module. A
-    second call, or training after it, changes nothing but rounding. Other batch norms stay unchanged.
+    Every rank must call this before the module is saved or evaluated. It needs one collective for the whole module. A
+    second call changes nothing, and later training changes only by rounding. Other batch norms do not change.
     """
     norms = [norm for norm in module.modules() if isinstance(norm, SplitBatchNorm2d)]
     if not (norms and is_distributed()):
@@ -241,18 +249,18 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         num_groups = len(mean_SC)
         parts = (x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC.unbind(), var_SC.unbind())
         groups = list(zip(*parts, strict=True))
-        none = mean_SC.new_empty(0)  # of training's own statistics; CUDA's kernel does not take None
+        none = mean_SC.new_empty(0)  # no statistics from training; the CUDA kernel does not accept None
         own = []
         for x, grad, mean_C, var_C in groups:
-            # The sums of grad * normalised x and of grad, with the statistics as constants.
+            # The sums of grad * normalised x and of grad, with constant statistics.
             _, *grads_C = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight_C, mean_C, var_C, none, none, False, ctx.eps, [False, True, True]
             )
             own += grads_C
         own_S2C = torch.stack(own).view(num_groups, 2, -1)
         sums_S2C = all_reduce_sum(own_S2C)
-        # weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x), where all but the first
-        # term is itself a batch norm of x.
+        # weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x). All terms but the first
+        # together are a batch norm of x.
         scale_SC = weight_C * torch.rsqrt(var_SC + ctx.eps)
         through_S2C = sums_S2C * (-scale_SC / total)[:, None]
         grad_x_BCHW = torch.empty_like(x_BCHW)
@@ -269,7 +277,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
 def _normalise(
     x: Tensor, mean_C: Tensor, var_C: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, out: Tensor
 ) -> None:
-    """Run `F.batch_norm` with the given statistics into `out`, which may be a part of a tensor."""
-    # Outputs for backward, which nothing reads here; two tensors, because CUDA's kernel reads back what it wrote.
+    """Run `F.batch_norm` with the given statistics and write to `out`, which may be a part of a tensor."""
+    # Two outputs for a backward pass, which are not used. They must be separate: the CUDA kernel reads what it wrote.
     save_mean, save_invstd = mean_C.new_empty(0), mean_C.new_empty(0)
     torch.native_batch_norm(x, weight_C, bias_C, mean_C, var_C, False, 0.0, eps, out=(out, save_mean, save_invstd))

@@ -1,7 +1,7 @@
-"""The encoder: a network without its classifier (the trunk) and a head that makes the embedding.
+"""The encoder: a network without its classifier (the trunk), and a head that computes the embedding.
 
-Pictures come in as (B, C, H, W) in [0, 1], spectrograms as their dataset gives them. The encoder itself normalises
-them, so that no view policy has to know the mean and deviation of the data.
+Inputs are pictures (B, C, H, W) in [0, 1] or spectrograms. The encoder itself normalises them, so that no view policy
+needs the mean and deviation of the data.
 
 Shapes: B pictures, C channels of the picture or of the trunk's last map, H by W pixels, F features, D embedding.
 """
@@ -31,7 +31,7 @@ Trunk: TypeAlias = ConvolutionalTrunk | TimmTrunk
 
 
 class Normalization(Schema):
-    """Mean and standard deviation of each input channel: the encoder subtracts the one and divides by the other."""
+    """The mean of each input channel, which the encoder subtracts, and the standard deviation by which it divides."""
 
     mean: tuple[InputMean, ...]
     std: tuple[InputStd, ...]
@@ -44,14 +44,14 @@ Option: TypeAlias = bool | WholeOption | FloatOption | Line
 
 
 class _Fields(Schema):
-    """Settings of every encoder.
+    """The settings of every encoder.
 
-    `batch_norm`: "synchronized" takes statistics over the global batch. "local" takes them over each rank's part, so
-    results depend on the number of ranks. "split" takes them over `batch_norm_splits` equal groups of the global batch;
-    the head stays synchronised.
-    `mean` and `std` normalise each input channel, for pictures in [0, 1] units. None: the values of the train set's
-    manifest; for spectrograms 0 and 1, because they come normalised.
-    `probe_reads`: the linear probe reads every value of the trunk's last map, or the pooled map.
+    batch_norm: the rows that share statistics. "synchronized" is the global batch. "local" is the part of each rank, so
+        results depend on the number of ranks. "split" is each of `batch_norm_splits` equal groups of the global batch;
+        the head is then still synchronised.
+    mean, std: the normalisation of each input channel, for pictures in [0, 1]. None takes the values in the manifest of
+        the train set; for spectrograms 0 and 1, because they are normalised already.
+    probe_reads: whether the linear probe reads every value of the trunk's last map, or the pooled map.
     """
 
     in_channels: Literal[1, 3] = 3
@@ -68,17 +68,17 @@ class _Fields(Schema):
         if self.mean is None and self.std is None:
             return self
         if self.mean is None or self.std is None:
-            raise ValueError("mean and std belong together; give both, or neither to use the values of the train set")
+            raise ValueError("mean and std belong together; set both, or neither to use the values of the train set")
         if not len(self.mean) == len(self.std) == self.in_channels:
             raise ValueError(
                 f"in_channels is {self.in_channels}, but there are {len(self.mean)} numbers in mean and "
-                f"{len(self.std)} in std; give one a channel (mean=[0], std=[1] for a normalised spectrogram)"
+                f"{len(self.std)} in std; set one for each channel (mean=[0], std=[1] for a normalised spectrogram)"
             )
         return self
 
     @property
     def normalization(self) -> Normalization | None:
-        """Return `mean` and `std`; None if the values of the data are used."""
+        """Return `mean` and `std`; None to use the values of the train set."""
         return None if self.mean is None or self.std is None else Normalization(mean=self.mean, std=self.std)
 
 
@@ -88,17 +88,18 @@ ResNetKind = Literal[
 
 
 class ResNetConfig(_Fields):
-    """A residual network. `kind` decides its depth and its form, and the defaults of `init` and `width`.
+    """A residual network. `kind` sets its depth and its form, and the defaults of `init` and `width`.
 
-    - resnet18, 34, 50: the standard form, as torchvision has it. With one input channel, resnet18 is the sound encoder
-      of Tamkin et al. 2022, who replace the stem of torchvision's network.
-    - resnet18_small, 34, 50: the small form, a 3x3 stem of stride 1 without max-pooling (Chen et al. 2020, appendix
-      B.9). Tamkin et al. 2022 and Huang et al. 2023 train resnet18_small from torch's first weights.
-    - resnet10: the small form with one basic block a stage. At width 16 it has 324,048 parameters, for CPUs. It is the
-      only kind whose width can be set; the others have 64 channels in the first stage.
+    - resnet18, 34, 50: the standard form of torchvision. With one input channel, resnet18 is the sound encoder of
+      Tamkin et al. 2022, a torchvision network with another stem.
+    - resnet18_small, 34, 50: the small form, with a 3x3 stem of stride 1 and no max-pooling (Chen et al. 2020, appendix
+      B.9). Tamkin et al. 2022 and Huang et al. 2023 train resnet18_small with the initial weights of torch.
+    - resnet10: the small form with one basic block in each stage. At width 16 it has 324,048 parameters, for CPUs. Only
+      for this kind can the width be set; the others have 64 channels in the first stage.
 
-    `stem_relu`: False leaves out the ReLU after the stem, as the published code of Huang et al. 2023 does.
-    `init`: the law of the convolutions' first weights, see `trainer.models.resnet.Init`.
+    stem_relu: whether a ReLU follows the stem; the published code of Huang et al. 2023 has none.
+    init: the distribution of the initial weights of convolutions, see `trainer.models.resnet.Init`.
+    width: the number of channels in the first stage.
     """
 
     kind: ResNetKind
@@ -122,7 +123,7 @@ class ResNetConfig(_Fields):
     @model_validator(mode="after")
     def _only_resnet10_has_another_width(self) -> Self:
         if self.width != 64 and self.kind != "resnet10":
-            raise ValueError(f"width is {self.width}, but a {self.kind} has width 64; only a resnet10 can be narrower")
+            raise ValueError(f"width is {self.width}, but a {self.kind} has width 64; only a resnet10 can have another")
         return self
 
     @property
@@ -141,10 +142,12 @@ class WideResNet34x5Config(_Fields):
 
 
 class TimmConfig(_Fields):
-    """A backbone of timm (install the extra "timm"), chosen by its `name` in timm, untrained.
+    """An untrained backbone of timm (install the extra "timm").
 
-    `options` are further arguments of `timm.create_model`, such as {"img_size": 32, "patch_size": 4} for a vision
-    transformer. The tokens of a transformer take the place of the map.
+    name: its name in timm.
+    options: other arguments of `timm.create_model`, such as {"img_size": 32, "patch_size": 4} for a vision transformer.
+
+    The tokens of a transformer replace the map.
     """
 
     kind: Literal["timm"] = "timm"
@@ -164,8 +167,8 @@ class TimmConfig(_Fields):
         taken = sorted(OWN_ARGUMENTS & options.keys())
         if taken:
             raise ValueError(
-                f"{taken[0]} is not free: encoder.in_channels and encoder.head set channels and head, and weights are "
-                "never loaded"
+                f"{taken[0]} cannot be set here: encoder.in_channels and encoder.head set channels and head, and "
+                "weights are never loaded"
             )
         return options
 
@@ -176,8 +179,8 @@ EncoderConfig = Annotated[ResNetConfig | WideResNet34x5Config | TimmConfig, Fiel
 class Encoder(nn.Module):
     """A network from pictures to embeddings. `trunk` ends with the last map, before pooling.
 
-    The parameters of `trunk` have torchvision's names, and the parameters of a timm `trunk.model` have timm's. Under
-    autocast the trunk runs in the autocast type. Normalisation, pooling, head and all outputs are float32.
+    The parameters of `trunk` have torchvision's names, and those of a timm `trunk.model` have timm's names. Under
+    autocast, the trunk runs in the autocast dtype. Normalisation, pooling, head and all outputs are float32.
     """
 
     mean_C11: Tensor
@@ -199,16 +202,16 @@ class Encoder(nn.Module):
         self._probe_reads = probe_reads
         unknown = (math.nan,) * in_channels
         mean, std = (unknown, unknown) if normalization is None else (normalization.mean, normalization.std)
-        # Not in the checkpoint: the config or the run's provenance holds these already.
+        # Not in checkpoints, because the config or the run's provenance holds them.
         self.register_buffer("mean_C11", torch.tensor(mean).reshape(-1, 1, 1), persistent=False)
         self.register_buffer("std_C11", torch.tensor(std).reshape(-1, 1, 1), persistent=False)
 
     def forward(self, views_BCHW: Tensor, num_groups: int = 1) -> Tensor:
-        """Return embeddings (B, D), not of unit length, for an objective to compare.
+        """Return embeddings (B, D) for an objective; they do not have unit length.
 
-        In training, batch norm treats each of `num_groups` equal runs of rows as a batch of its own, one after the
-        other. If batch norm is synchronised over ranks, the groups pass together, which takes fewer collectives and
-        gives the same numbers.
+        In training, batch norm treats each of `num_groups` equal runs of rows as a separate batch, one after the other.
+        If batch norm is synchronised over ranks, the groups pass together, which needs fewer collectives and gives the
+        same results.
         """
         if num_groups == 1:
             return self._embed(views_BCHW)
@@ -224,7 +227,7 @@ class Encoder(nn.Module):
         return embeddings_BD
 
     def features(self, views_BCHW: Tensor) -> Tensor:
-        """Return the input of the linear probe, (B, F): the trunk's last map, flattened, or `pooled`, by the config."""
+        """Return the input of the linear probe, (B, F): the trunk's last map, flattened, or the result of `pooled`."""
         if self._probe_reads == "pooled":
             return self.pooled(views_BCHW)
         return _at_least_float32(self._map(views_BCHW)).flatten(1)
@@ -232,14 +235,14 @@ class Encoder(nn.Module):
     def pooled(self, views_BCHW: Tensor) -> Tensor:
         """Return one vector for each picture, (B, C), the input of kNN.
 
-        That is the mean of the trunk's last map over its pixels, or what a timm model passes to its classifier.
+        It is the mean of the trunk's last map over its pixels, or the input of the classifier of a timm model.
         """
         map_BCHW = _at_least_float32(self._map(views_BCHW))
         with torch.autocast(map_BCHW.device.type, enabled=False):
             return self.trunk.pool(map_BCHW)
 
     def feature_size(self, height: int, width: int) -> int:
-        """Return F for pictures of this size. Raises `UserError` if the trunk cannot take them."""
+        """Return F for pictures of this size. Raises `UserError` if the trunk does not accept them."""
         map_1CHW = copy.deepcopy(self).to("meta").eval()._map_of_size(height, width)
         return self.pooled_size if self._probe_reads == "pooled" else map_1CHW[0].numel()
 
@@ -249,7 +252,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def _map_of_size(self, height: int, width: int) -> Tensor:
-        """Return the map of an input of zeros. Raises `UserError` if the trunk cannot take it."""
+        """Return the map of an input of zeros. Raises `UserError` if the trunk does not accept it."""
         refused = f"the encoder cannot take inputs of {height} x {width}"
         try:
             map_1CHW = self._map(torch.zeros(1, len(self.mean_C11), height, width, device=self.mean_C11.device))
@@ -261,7 +264,7 @@ class Encoder(nn.Module):
         return map_1CHW
 
     def _map(self, views_BCHW: Tensor) -> Tensor:
-        if views_BCHW.shape[1] != len(self.mean_C11):  # otherwise the mean would be broadcast
+        if views_BCHW.shape[1] != len(self.mean_C11):  # otherwise the mean could be broadcast
             raise ValueError(
                 f"the encoder takes {len(self.mean_C11)} channels (in_channels), got views {tuple(views_BCHW.shape)}"
             )
@@ -273,10 +276,10 @@ class Encoder(nn.Module):
 def build_encoder(config: EncoderConfig, *, normalization: Normalization | None = None) -> Encoder:
     """Return an encoder with new weights from torch's default generator.
 
-    `normalization` is the mean and deviation of the data, used if the config names none. If both are None, the encoder
-    has its shapes, but all its outputs are NaN.
+    `normalization` is used if the config has no mean and std. If both are None, the encoder has the right shapes, but
+    all its outputs are NaN.
 
-    Raises `UserError` if timm does not take the options, or if the encoder has no batch norm of the kind in the config.
+    Raises `UserError` if timm refuses the options, or if the encoder does not support the batch norm of the config.
     """
     trunk = _build_trunk(config)
     if config.batch_norm == "split":
@@ -302,10 +305,10 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
 
 
 def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
-    """Raise `UserError` unless an encoder of this config takes inputs of that size.
+    """Raise `UserError` if an encoder of this config does not accept inputs of that size.
 
-    Tries an encoder on the meta device first, which takes no time. Tries a real one only before it refuses, because
-    some models of timm cannot be built or run on the meta device.
+    Tries an encoder on the meta device first, which takes no time. If that fails, tries a real encoder, because some
+    models of timm cannot be built or run on the meta device.
     """
     with contextlib.suppress(UserError), torch.device("meta"):
         build_encoder(config).eval()._map_of_size(height, width)
@@ -315,10 +318,10 @@ def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
 
 
 def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_rows: int, head_rows: int) -> None:
-    """Raise `UserError` if a batch norm would see a single value of each channel, which has no deviation.
+    """Raise `UserError` if a batch norm would get a single value of each channel, which has no deviation.
 
-    `trunk_rows` and `head_rows` are the numbers of rows that share the statistics of a batch norm in the trunk and in
-    the head.
+    `trunk_rows` and `head_rows` are the numbers of rows that share statistics in a batch norm of the trunk and of the
+    head.
     """
     if min(trunk_rows, head_rows) > 1:
         return
@@ -329,7 +332,7 @@ def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_r
             encoder.head(torch.zeros(head_rows, encoder.pooled_size))
         except ValueError:
             raise UserError(
-                f"batch norm needs two values or more of each channel, but {min(trunk_rows, head_rows)} sample of "
+                f"batch norm needs at least two values of each channel, but {min(trunk_rows, head_rows)} sample of "
                 f"{height} x {width} gives one; raise global_batch_size, or lower memory.micro_batches, the number of "
                 "ranks or encoder.batch_norm_splits"
             ) from None

@@ -1,4 +1,4 @@
-"""Heads: the few layers after a trunk (a projector) or after an embedding (a predictor).
+"""Build heads: the few layers after a trunk (a projector) or after an embedding (a predictor).
 
 Shapes: B rows of this rank, C channels.
 """
@@ -16,13 +16,14 @@ from trainer.models.batch_norm import SynchronizedBatchNorm1d
 
 
 class HeadConfig(Schema):
-    """Hidden layers of `hidden_sizes`, each followed by a ReLU, then one linear layer.
+    """The config of a head: hidden layers, each followed by a ReLU, then one linear layer.
 
-    `batch_norm`: after every hidden layer, before its ReLU. `output_batch_norm`: after the last layer, which has no
-    ReLU.
+    hidden_sizes: the numbers of outputs of the hidden layers.
+    batch_norm: whether a batch norm is between every hidden layer and its ReLU.
+    output_batch_norm: whether a batch norm follows the last layer, which has no ReLU.
 
-    The heads of the papers: SimCLR's (512,); SimSiam's projector (2048,) with both batch norms and its predictor (512,)
-    with `batch_norm` (Chen and He 2021); the head of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021).
+    The heads of the papers: SimCLR's (512,); SimSiam's projector (2048,) with both batch norms, and its predictor
+    (512,) with `batch_norm` (Chen and He 2021); the head of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021).
     """
 
     hidden_sizes: Annotated[tuple[LayerSize, ...], Field(max_length=16)] = ()
@@ -32,7 +33,7 @@ class HeadConfig(Schema):
     @model_validator(mode="after")
     def _batch_norm_has_a_place(self) -> Self:
         if self.batch_norm and not self.hidden_sizes:
-            raise ValueError("batch_norm follows hidden layers, and there are none; set hidden_sizes as well")
+            raise ValueError("batch_norm follows hidden layers, but there are none; set hidden_sizes as well")
         return self
 
 
@@ -41,8 +42,8 @@ def build_head(
 ) -> nn.Module:
     """Return a head, (B, num_in) to (B, num_out), with new weights from torch's default generator.
 
-    Every linear layer has a bias, also before a batch norm, as in the published code of Huang et al. 2023.
-    `batch_norm`: statistics over the batch of all ranks, or over each rank's part.
+    Every linear layer has a bias, even before a batch norm, as in the published code of Huang et al. 2023. A
+    `batch_norm` computes statistics over the batch of all ranks ("synchronized") or over each rank's part ("local").
     """
     norm = SynchronizedBatchNorm1d if batch_norm == "synchronized" else nn.BatchNorm1d
     layers: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Residual networks of torchvision's own blocks, without the classifier (He et al. 2016)."""
+"""Build residual networks from torchvision's blocks, without the classifier (He et al. 2016)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from trainer.models.trunk import ConvolutionalTrunk, draw_convolutions
 
 Init: TypeAlias = Literal["torch", "torchvision"]
-"""The distribution of a convolution's first weights.
+"""The distribution of the initial weights of convolutions.
 
-"torch" keeps the draw of `torch.nn.Conv2d`: uniform, with a standard deviation of 1 / sqrt(3 fan_in). "torchvision"
-draws as `torchvision.models.resnet` does: normal, with a standard deviation of sqrt(2 / fan_out) (He et al. 2015).
-torchvision has no stem for one channel, so there the stem keeps torch's weights, as if a user had replaced `conv1`.
-Under batch norm the distribution sets the size of the first steps: the gradient of a weight shrinks as its norm grows.
+"torch" is the distribution of `torch.nn.Conv2d`: uniform, with a standard deviation of 1 / sqrt(3 fan_in).
+"torchvision" is that of `torchvision.models.resnet`: normal, with a standard deviation of sqrt(2 / fan_out) (He et al.
+2015). torchvision has no stem for one channel, so such a stem keeps torch's weights, as if a user had replaced `conv1`.
+With batch norm, the distribution affects the size of the first steps: the larger the weights, the smaller the gradient.
 """
 
 BLOCKS_OF_DEPTH: Final[Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]]] = {
@@ -26,7 +26,7 @@ BLOCKS_OF_DEPTH: Final[Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], t
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
-"""The block of a network of each depth, and how many each stage has."""
+"""For each depth, the block and the number of blocks in each stage."""
 
 
 def resnet_trunk(
@@ -43,8 +43,8 @@ def resnet_trunk(
 
     Every stage but the first halves the map. The standard stem is a 7x7 convolution of stride 2 and a max-pooling, so
     that weights of torchvision's networks load by name. The small stem is a 3x3 convolution of stride 1, for small
-    pictures (Chen et al. 2020, appendix B.9). `stem_relu=False` leaves out the ReLU after the stem, as the published
-    code of Huang et al. 2023 does. `init` is the distribution of the first weights.
+    pictures (Chen et al. 2020, appendix B.9). `stem_relu=False` leaves out the ReLU after the stem, as in the published
+    code of Huang et al. 2023. `init` is the distribution of the initial weights.
     """
     small = form == "small"
     stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False) if small else _large_stem(in_channels, width)

@@ -1,4 +1,4 @@
-"""Any backbone of the package timm (Wightman 2019), which is an optional dependency.
+"""Use any backbone of the package timm (Wightman 2019), which is an optional dependency.
 
 Shapes: B pictures, C channels, H by W pixels.
 """
@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import SynchronizedBatchNorm2d, reenter_groups, synchronize_batch_norm
 
-# The encoder sets the first three. The others would load weights, and a config may come from a stranger.
+# The encoder sets the first three. The others would load weights, but a config may come from a stranger.
 OWN_ARGUMENTS = frozenset(
     {"features_only", "in_chans", "num_classes"}
     | {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
@@ -30,15 +30,15 @@ def check_timm_name(name: str) -> None:
     timm = _timm()
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=1)
-        hint = f'did you mean "{near[0]}"?' if near else "timm.list_models() names what it has"
+        hint = f'did you mean "{near[0]}"?' if near else "timm.list_models() lists the models"
         raise UserError(f'timm {timm.__version__} has no model "{name}"; {hint}')
 
 
 class TimmTrunk(nn.Module):
-    """A timm model without its classifier: (B, `in_channels`, H, W) to its features, a map or tokens.
+    """A timm model without its classifier, from (B, `in_channels`, H, W) to its features, a map or tokens.
 
-    `options` are further arguments of `timm.create_model`, such as img_size and patch_size of a vision transformer.
-    The weights come from torch's default generator. Pretrained weights are never fetched.
+    `options` are other arguments of `timm.create_model`, such as img_size and patch_size of a vision transformer. The
+    weights come from torch's default generator. Pretrained weights are never fetched.
 
     Raises:
         UserError: if timm is not installed, has no such model, or refuses the options.
@@ -58,18 +58,18 @@ class TimmTrunk(nn.Module):
         self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return the model's features. If `checkpointing` is "whole", backward computes all but them again."""
+        """Return the features. If `checkpointing` is "whole", the backward pass computes all layers again."""
         checkpointing = self.checkpointing if self.training else "none"
         blocks = [_Features(self.model)]
         return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, recompute_context=reenter_groups())
 
     def pool(self, features: Tensor) -> Tensor:
-        """Return what the model would pass to its classifier, (B, C): a mean or a class token, after its norms."""
+        """Return the input of the model's classifier, (B, C): a mean or a class token, after its norms."""
         pooled_BC: Tensor = self.model.forward_head(features, pre_logits=True)
         return pooled_BC
 
     def synchronize_batch_norm(self) -> None:
-        """Synchronise every batch norm, also timm's with an activation. Raises `UserError` for any other type."""
+        """Synchronise every batch norm, also timm's batch norm with activation. Raises `UserError` for other types."""
         synchronize_batch_norm(self)
         with_activation = _timm().layers.BatchNormAct2d
         for parent in list(self.modules()):
@@ -86,7 +86,7 @@ class TimmTrunk(nn.Module):
 
 
 class _Features(nn.Module):
-    """The layers of a timm model up to its features, as one block."""
+    """The layers of a timm model up to its features, as one block for checkpointing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

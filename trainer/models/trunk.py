@@ -1,4 +1,4 @@
-"""Trunks of convolutions: from pictures to the last map, and from the map to one vector for each picture.
+"""Trunks of convolutions, from pictures to the last map, and from the map to one vector for each picture.
 
 Shapes: B pictures, C channels of the map, H by W pixels.
 """
@@ -15,10 +15,10 @@ from trainer.models.batch_norm import reenter_groups
 
 
 class ConvolutionalTrunk(nn.Sequential):
-    """Named layers, one after the other: (B, `in_channels`, H, W) to a map (B, `num_channels`, H', W').
+    """Named layers, one after the other, from (B, `in_channels`, H, W) to a map (B, `num_channels`, H', W').
 
-    `checkpointing` says which blocks are computed again for backward. The stem is one block, and each block of a stage
-    is one.
+    `checkpointing` sets the blocks that the backward pass computes again. The stem is a block, and so is each block of
+    a stage.
     """
 
     def __init__(self, layers: OrderedDict[str, nn.Module], *, num_channels: int) -> None:
@@ -37,7 +37,7 @@ class ConvolutionalTrunk(nn.Sequential):
         return map_BCHW.mean((2, 3))
 
     def _blocks(self) -> list[nn.Module]:
-        """Return each block of a stage by itself, and the layers outside the stages (stem, last norm) together."""
+        """Return each block of a stage, and one block for neighbouring layers outside the stages (stem, last norm)."""
         blocks: list[nn.Module] = []
         between: list[nn.Module] = []
         for layer in self:
@@ -50,7 +50,7 @@ class ConvolutionalTrunk(nn.Sequential):
 
 
 def draw_convolutions(trunk: nn.Module, *, except_for: Container[nn.Module] = ()) -> None:
-    """Redraw the weights of every convolution from a normal distribution of variance 2 / fan_out (He et al. 2015).
+    """Draw the weights of every convolution from a normal distribution with variance 2 / fan_out (He et al. 2015).
 
     The convolutions in `except_for` and all other layers keep their weights.
     """

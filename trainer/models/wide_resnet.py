@@ -1,4 +1,4 @@
-"""Wide residual networks for small pictures, without the classifier (Zagoruyko and Komodakis 2016).
+"""Build wide residual networks for small pictures, without the classifier (Zagoruyko and Komodakis 2016).
 
 Shapes: B pictures, C channels, H by W pixels.
 """
@@ -19,7 +19,7 @@ NUM_STAGES = 3
 def wide_resnet_trunk(depth: int, widening: int, *, in_channels: int = 3) -> ConvolutionalTrunk:
     """Return WRN-`depth`-`widening`: a 3x3 stem, three stages of widths 16k, 32k, 64k, a last batch norm and a ReLU.
 
-    Raises `ValueError` unless depth is 6 n + 4: n blocks of two convolutions in each stage, three shortcuts, the stem.
+    Raises `ValueError` if depth is not 6 n + 4: n blocks of two convolutions in each stage, three shortcuts, the stem.
     """
     if depth < 10 or depth % 6 != 4:
         raise ValueError(f"depth is {depth}; it must be 10, 16, 22, ...")
@@ -41,7 +41,7 @@ def wide_resnet_trunk(depth: int, widening: int, *, in_channels: int = 3) -> Con
 class PreActivationBlock(nn.Module):
     """A residual block: batch norm, ReLU and 3x3 convolution, twice, added to the input.
 
-    If the shape changes, the sum is with a 1x1 convolution of the activated input.
+    If the shape changes, the result is added to a 1x1 convolution of the activated input.
     """
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:

@@ -1,4 +1,4 @@
-"""Learning rates: a pure function of config, batch size and step, so no checkpoint needs them."""
+"""Compute learning rates as a pure function of config, batch size and step, so that no checkpoint needs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> 
 
 
 def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, global_batch_size: int) -> float:
-    """Return the rate of step `step` (from 0) of `num_steps`.
+    """Return the learning rate of a step, from 0, in a run of `num_steps`.
 
     Examples:
         >>> from trainer.optim.optimizers import SGDConfig

@@ -1,4 +1,4 @@
-"""The scale of the loss, which keeps float16 gradients from vanishing."""
+"""Scale the loss, so that float16 gradients do not vanish."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _GOOD_STEPS_TO_GROW = 2000
 class LossScale:
     """A factor by which the loss is multiplied, and by which the gradients are divided again.
 
-    The scale halves after a step that overflowed and doubles after 2,000 in a row that did not (Micikevicius et al.
-    2018). Without `enabled` it stays 1. Nothing here makes the host wait for a GPU.
+    The factor halves after a step that overflowed, and doubles after 2,000 steps in a row that did not (Micikevicius et
+    al. 2018). It is always 1 if `enabled` is False. Nothing here makes the host wait for a GPU.
     """
 
     def __init__(self, *, enabled: bool, device: torch.device) -> None:
@@ -23,11 +23,11 @@ class LossScale:
 
     @property
     def scale(self) -> Tensor | None:
-        """A float32 scalar; None if nothing is scaled."""
+        """Return the factor, a float32 scalar; None if nothing is scaled."""
         return self._scale if self._enabled else None
 
     def update(self, skipped: Tensor) -> None:
-        """Take note of a step; `skipped` is a bool scalar."""
+        """Update the factor after a step; `skipped` is a bool scalar."""
         if self._enabled:
             good_steps = torch.where(skipped, 0, self._good_steps + 1)
             grows = good_steps == _GOOD_STEPS_TO_GROW
@@ -35,5 +35,5 @@ class LossScale:
             self._good_steps = torch.where(grows, 0, good_steps)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors in use, to be saved and to be written into; none if nothing is scaled."""
+        """Return the tensors of the state, without a copy, to save them or to write into them; empty if not enabled."""
         return {"loss_scale": self._scale, "good_steps": self._good_steps} if self._enabled else {}

@@ -1,4 +1,4 @@
-"""Optimizers: their configs and their construction."""
+"""Configs of optimizers, and their construction."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Decayed = Literal["all", "matrices"]
 class _Fields(Schema):
     """The settings of every optimizer.
 
-    `scaling`: the rate in use is `learning_rate` itself ("none"), or times r = global batch size /
-    `reference_batch_size` ("linear", Goyal et al. 2017), or times the square root of r (Krizhevsky 2014).
+    scaling: how the learning rate depends on the batch. "none" uses `learning_rate`; "linear" multiplies it with r, the
+        global batch size / `reference_batch_size` (Goyal et al. 2017); "square_root" with the square root of r
+        (Krizhevsky 2014).
     """
 
     schedule: ScheduleConfig = ConstantConfig()
@@ -32,8 +33,8 @@ class _Fields(Schema):
 class SGDConfig(_Fields):
     """SGD with heavy-ball momentum.
 
-    `decay`: weight decay acts on "all" parameters, as published, or on "matrices", the parameters of two dimensions or
-    more, which leaves out biases and norms.
+    decay: the parameters with weight decay: "all", as published, or "matrices", the parameters with two or more
+        dimensions, which leaves out biases and norms.
     """
 
     kind: Literal["sgd"] = "sgd"
@@ -44,7 +45,7 @@ class SGDConfig(_Fields):
 
 
 class AdamConfig(_Fields):
-    """Adam (Kingma & Ba 2015) with L2 weight decay; `decay` as for SGD."""
+    """Adam (Kingma and Ba 2015) with L2 weight decay; `decay` has the meaning of `SGDConfig`."""
 
     kind: Literal["adam"] = "adam"
     learning_rate: LearningRate = 1e-3
@@ -77,11 +78,11 @@ class _FromTimm(_Fields):
 
 
 class LARSConfig(_FromTimm):
-    """SGD whose rate is adapted to each parameter: times `trust` |w| / (|g| + weight_decay |w|) (You et al. 2017).
+    """SGD with a rate for each parameter: times `trust` |w| / (|g| + weight_decay |w|) (You et al. 2017).
 
-    The rate multiplies the momentum, as in torch's SGD, and not the gradient that enters it. At a constant rate the two
-    are the same. A parameter that `decay` leaves out is not adapted either, as in SimCLR (Chen et al. 2020, who scale
-    linearly: 0.3 at a batch of 256).
+    The rate multiplies the momentum, as in torch's SGD, and not the gradient before the momentum. At a constant rate
+    the two are equal. Parameters without weight decay are not adapted either, as in SimCLR (Chen et al. 2020, with
+    linear scaling: 0.3 for a batch of 256).
     """
 
     kind: Literal["lars"] = "lars"
@@ -93,10 +94,10 @@ class LARSConfig(_FromTimm):
 
 
 class LAMBConfig(_FromTimm):
-    """Adam whose step u, weight decay included, is scaled to the length of each parameter: times |w| / |u|.
+    """Adam with its step u, including weight decay, scaled to the norm of each parameter: times |w| / |u|.
 
-    See You et al. 2020, who scale the rate by the square root. A parameter that `decay` leaves out is not adapted. A
-    gradient longer than `max_gradient_norm` is first cut to that length.
+    See You et al. 2020, with square-root scaling of the rate. Parameters without weight decay are not adapted. A
+    gradient with a larger norm than `max_gradient_norm` is first scaled down to it.
     """
 
     kind: Literal["lamb"] = "lamb"
@@ -114,11 +115,11 @@ OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | 
 def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer of a module's trained parameters, with its state already made.
 
-    So a skipped first step, or a checkpoint before the first step, is no special case. All of the state is tensors, by
-    parameter: "momentum_buffer", "step", "exp_avg", "exp_avg_sq".
+    A skipped first step, or a checkpoint before the first step, is therefore not a special case. The state consists of
+    tensors for each parameter: "momentum_buffer", "step", "exp_avg", "exp_avg_sq".
 
-    On a GPU the kernels of SGD, Adam and AdamW are fused, and skip a step on a flag that the CPU need not read. LARS
-    and LAMB have no fused kernels; see `trainer.fault_tolerance.skipping.step_unless`.
+    On a GPU, SGD, Adam and AdamW have fused kernels, which can skip a step by a flag that the host need not read. LARS
+    and LAMB do not; see `trainer.fault_tolerance.skipping.step_unless`.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fused = parameters[0].device.type == "cuda"
@@ -155,7 +156,7 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
 
 
 def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return the parameters with weight decay and those without; a group that would be empty is left out."""
+    """Return the group of parameters with weight decay and the group without, but no empty group."""
     decayed = [parameter for parameter in parameters if config.decay == "all" or parameter.ndim > 1]
     left_out = [parameter for parameter in parameters if not (config.decay == "all" or parameter.ndim > 1)]
     groups: list[dict[str, Any]] = [
@@ -164,7 +165,7 @@ def _groups(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dic
     ]
     if isinstance(config, LARSConfig | LAMBConfig):
         for group, adapted in zip(groups, (True, False), strict=True):
-            group["always_adapt"] = adapted  # otherwise timm adapts nothing if the decay is zero
+            group["always_adapt"] = adapted  # otherwise timm does not adapt if the decay is zero
     return [group for group in groups if group["params"]]
 
 
@@ -185,20 +186,20 @@ def _first_state(config: OptimizerConfig, parameter: nn.Parameter, *, fused: boo
 
 
 def _count_steps_by_parameter(optimizer: torch.optim.Optimizer) -> None:
-    """Keep an optimizer's step count in the state of its parameters, as torch's do, and not in its groups.
+    """Keep the step count of an optimizer in the state of its parameters, like torch's optimizers, not in its groups.
 
-    A checkpoint holds the state of the parameters only. Without the count in it, a run that goes on would correct the
-    bias of young moments a second time.
+    A checkpoint holds only the state of the parameters. Without the count in it, a restarted run would correct the bias
+    of the first moments a second time.
     """
 
-    def tell_groups(*_: object) -> None:
+    def write_groups(*_: object) -> None:
         for group in optimizer.param_groups:
             group["step"] = optimizer.state[group["params"][0]]["step"].clone()
 
-    def ask_groups(*_: object) -> None:
+    def read_groups(*_: object) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["step"].fill_(group["step"])
 
-    optimizer.register_step_pre_hook(tell_groups)
-    optimizer.register_step_post_hook(ask_groups)
+    optimizer.register_step_pre_hook(write_groups)
+    optimizer.register_step_post_hook(read_groups)

@@ -10,9 +10,9 @@ from data_pipeline.core.schema import Schema, ShareBelowOne
 
 
 class ConstantConfig(Schema):
-    """Linear warm-up over the first share of training, then a constant rate.
+    """A linear warm-up over the first share of training, then a constant rate.
 
-    Without warm-up, this is the published image and audio pretraining of Tamkin et al. 2022.
+    Without warm-up, this is the published pretraining on images and sounds of Tamkin et al. 2022.
     """
 
     kind: Literal["constant"] = "constant"
@@ -20,9 +20,9 @@ class ConstantConfig(Schema):
 
 
 class CosineConfig(Schema):
-    """Linear warm-up over the first share of training, then a half cosine to zero (Huang et al. 2023: no warm-up).
+    """A linear warm-up over the first share of training, then a half cosine to zero (Huang et al. 2023: no warm-up).
 
-    The rate falls with every step, where the published code of Huang et al. lowers it once an epoch.
+    The rate falls at every step; in the published code of Huang et al. it falls once an epoch.
     """
 
     kind: Literal["cosine"] = "cosine"

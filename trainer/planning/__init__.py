@@ -1,1 +1,1 @@
-"""Predict what a run needs before it starts: memory, messages, and the fewest micro batches that fit."""
+"""Predict the needs of a run before it starts: memory, messages, and the fewest micro batches that fit."""

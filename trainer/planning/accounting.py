@@ -1,6 +1,6 @@
-"""Count, for any piece of training, the bytes of the tensors that are alive at once, and what collectives send.
+"""Count the bytes of the tensors that are alive at once, and the bytes that collectives send, in any part of training.
 
-Both are counted from the operations that torch runs. So the counts are exact, for real tensors and for those of
+Both are counted from the operations that torch runs, so the counts are exact. They are the same for the tensors of
 `FakeTensorMode`, which have no data: a step can be counted without the memory or the GPUs that it needs.
 """
 
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that counts what happens while it is open.
+    """A context manager that counts the operations inside its block.
 
     Attributes:
-        live_bytes: of the tensors that were made since it was opened and are still alive; shared memory counts once.
+        live_bytes: the bytes of the tensors that were made inside and are still alive; shared memory counts once.
         peak_bytes: the highest value of `live_bytes`.
-        recent_peak_bytes: the same since the last call of `restart_peak`.
-        sent_bytes: by collective, the bytes of the tensors that this process sent.
+        recent_peak_bytes: the highest value since the last call of `restart_peak`.
+        sent_bytes: the bytes of the tensors that this process sent, by collective.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def ignore(self, tensors: Iterator[Tensor]) -> Self:
-        """Do not count these tensors, such as parameters that an operation passes on as views; return the accounts."""
+        """Do not count these tensors, such as parameters that an operation returns as views. Return the accounts."""
         self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
         return self
 
     def restart_peak(self) -> None:
-        """Forget the `recent_peak_bytes` so far."""
+        """Start again to record `recent_peak_bytes`."""
         self.recent_peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
@@ -52,7 +52,7 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             name = func.name().partition("::")[2].strip("_").removesuffix("_base")
             self.sent_bytes[name] += _sent(func, args)
-        # A tensor that `torch.tensor` makes of a Python number is first seen as an argument.
+        # A tensor that `torch.tensor` makes from a Python number appears first as an argument.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
@@ -78,7 +78,7 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _sent(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the input, which is the second argument of some collectives."""
+    """Return the bytes of the input of a collective, which is the second argument of some collectives."""
     takes_output_first = any(word in func.name() for word in ("allgather", "reduce_scatter"))
     given = args[1] if takes_output_first and len(args) > 1 else args[0]
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(given) if isinstance(leaf, Tensor))

@@ -1,4 +1,4 @@
-"""Describe a training plan as a table for people."""
+"""Print a training plan as a table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from trainer.planning.measure import Fit, TrainingPlan
 
 
 def describe(plan: TrainingPlan) -> str:
-    """Return the plan as a table, for people."""
+    """Return the plan as a table."""
     shape = " x ".join(map(str, plan.input_shape))
-    known = "" if plan.input_shape_is_known else ", assumed: the shards are not there"
+    known = "" if plan.input_shape_is_known else ", assumed, because there are no shards"
     rows = [
         ("ranks", f"{plan.world_size}, engine {plan.engine}"),
         ("global batch", f"{plan.global_batch_size:,} samples of {shape}{known}"),
@@ -31,7 +31,7 @@ def describe(plan: TrainingPlan) -> str:
         ("sent by a rank in a step", _bytes(sum(plan.sent_bytes.values()))),
         *((f"  {name}", _bytes(size)) for name, size in sorted(plan.sent_bytes.items())),
         ("", ""),
-        ("samples", "not known: the shards are not there" if plan.num_samples is None else f"{plan.num_samples:,}"),
+        ("samples", "not known, because there are no shards" if plan.num_samples is None else f"{plan.num_samples:,}"),
         (
             "steps",
             "not known" if plan.num_steps is None else f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
@@ -45,18 +45,18 @@ def describe(plan: TrainingPlan) -> str:
 
 def _fit_in_words(plan: TrainingPlan, fit: Fit) -> str:
     if fit.micro_batches is None or fit.peak_bytes is None:
-        return "does not fit, however small the micro batches; take more ranks or a smaller batch"
+        return "does not fit with any number of micro batches; use more ranks or a smaller batch"
     size = plan.rank_batch_size // fit.micro_batches
     return f"memory.micro_batches={fit.micro_batches}: {size:,} samples at once, peak {_bytes(fit.peak_bytes)}"
 
 
 def _not_counted(plan: TrainingPlan) -> list[str]:
     return [
-        "Counted are the bytes of tensors. A GPU also holds the CUDA context, buffers of NCCL, workspaces of cuDNN and",
-        f"what its allocator cannot use; {MARGIN:.0%} of a stated memory is left for them. Not counted either: making",
+        "These are the bytes of tensors. A GPU also holds the CUDA context, buffers of NCCL, workspaces of cuDNN and",
+        f"memory that its allocator cannot use; {MARGIN:.0%} of the memory is left for them. Also not counted: making",
         "expert views and spectrograms, batches that the stream has ready, and a checkpoint while it is copied.",
         *(
-            ["ZeRO 3: parameters count as whole, because a rank may gather them all; what gathering sends is a least."]
+            ["ZeRO 3: all parameters count, because a rank may gather them all; the bytes sent are a lower bound."]
             if plan.engine.endswith("ZeRO 3")
             else []
         ),

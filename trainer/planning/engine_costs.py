@@ -1,4 +1,4 @@
-"""What DDP and DeepSpeed's ZeRO keep and send: the one part of a plan that is formulas."""
+"""Compute what DDP and DeepSpeed's ZeRO keep and send: the only part of a plan that is formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """The bytes that a rank keeps for its engines, with the gradients."""
+    """The bytes that a rank keeps for its engines, including the gradients."""
 
     engine_bytes: int
     optimizer_bytes: int
@@ -35,11 +35,11 @@ def zero_stage_of(config: RunConfig) -> int:
 
 
 def kept_by_engines(config: RunConfig, gradient_bytes: int, optimizer_bytes: int, *, world_size: int) -> KeptBytes:
-    """Return what the engines keep.
+    """Return the bytes that the engines keep.
 
     DDP and ZeRO 0 hold the gradients a second time, in buckets. ZeRO 1 to 3 cut the optimizer's state into pieces; each
     rank has a copy of its piece of the parameters, and a bucket. ZeRO 1 keeps all gradients and a piece of them, ZeRO 2
-    and 3 only the piece, ZeRO 3 also a piece of the parameters.
+    and 3 only the piece. ZeRO 3 also keeps a piece of the parameters.
     """
     engine: Schema = config.engine
     stage = zero_stage_of(config)
@@ -47,8 +47,8 @@ def kept_by_engines(config: RunConfig, gradient_bytes: int, optimizer_bytes: int
         buckets = gradient_bytes if world_size > 1 else 0
         return KeptBytes(buckets, optimizer_bytes, host_bytes=0, gradient_bytes=gradient_bytes)
     piece = -(-gradient_bytes // world_size)
-    told = deepspeed_dictionary(engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
-    bucket: int = told["zero_optimization"]["reduce_bucket_size"] * config.parameter_dtype.itemsize
+    settings = deepspeed_dictionary(engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
+    bucket: int = settings["zero_optimization"]["reduce_bucket_size"] * config.parameter_dtype.itemsize
     state = -(-optimizer_bytes // world_size)
     return KeptBytes(
         engine_bytes=bucket + (0 if engine.offload_optimizer else piece) + (0 if stage == 2 else piece),
@@ -61,7 +61,7 @@ def kept_by_engines(config: RunConfig, gradient_bytes: int, optimizer_bytes: int
 def sent_by_engines(
     config: RunConfig, gradients: Mapping[str, int], *, world_size: int, backend: Backend
 ) -> Counter[str]:
-    """Return what the engines send: the gradients, and with ZeRO the parameters and a number for the norm."""
+    """Return the bytes that the engines send: the gradients, and with ZeRO the parameters and a number for the norm."""
     sent: Counter[str] = Counter()
     if world_size == 1:
         return sent
@@ -80,7 +80,7 @@ def sent_by_engines(
 
 @contextmanager
 def cut_gradients(engines: Mapping[str, Engine], world_size: int) -> Iterator[None]:
-    """Keep a rank's piece of each gradient that is ready, as ZeRO 2 and 3 do."""
+    """Inside the block, keep only a rank's piece of each finished gradient, like ZeRO 2 and 3."""
     pieces: dict[nn.Parameter, Tensor] = {}
 
     def keep_piece(parameter: Tensor) -> None:

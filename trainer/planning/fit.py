@@ -12,7 +12,7 @@ from trainer.planning.engine_costs import Backend
 from trainer.planning.measure import Fit, TrainingPlan, measure
 from trainer.preflight import check_batch, check_batch_norm, check_input_shape
 
-MARGIN = 0.15  # the share of a device that is left for what a plan does not count
+MARGIN = 0.15  # the share of a device's memory that is left for what a plan does not count
 _ASSUMED_SIZE = 32  # height and width of pictures if there is no manifest
 
 
@@ -25,19 +25,19 @@ def plan(
     input_shape: tuple[int, ...] | None = None,
     backend: Backend = "nccl",
 ) -> TrainingPlan:
-    """Return what the run of `config` takes on `world_size` ranks.
+    """Return the memory and messages of the run of `config` on `world_size` ranks.
 
     Leaves no process group, and must not be called inside one.
 
     Args:
-        num_samples: of the train set; None if it is not built yet.
-        device_gigabytes: memory of a device in 10^9 bytes, to which the micro batches are fitted; None fits nothing.
-        input_shape: of a sample, as in the manifest; None takes pictures of 32 x 32. Sounds need none.
-        backend: of the collectives. It changes their names, not their bytes.
+        num_samples: the number of samples in the train set; None if it is not built yet.
+        device_gigabytes: the memory of a device in 10^9 bytes, for which to find micro batches; None finds none.
+        input_shape: the shape of a sample, as in the manifest; None assumes pictures of 32 x 32. Not used for sounds.
+        backend: the backend of the collectives, which changes their names but not their bytes.
 
     Raises:
-        UserError: ranks or micro batches do not divide the batch, a bank needs a number of samples that is not known,
-            or views or encoder cannot take inputs of this size.
+        UserError: ranks or micro batches do not divide the batch, a bank needs the unknown number of samples, or views
+            or encoder do not accept inputs of this size.
     """
     _check(config, world_size=world_size, num_samples=num_samples)
     shape = input_shape
@@ -65,16 +65,16 @@ def plan(
 
 
 def room_on(device_bytes: int) -> int:
-    """Return the bytes of a device that a plan gives to tensors."""
+    """Return the bytes of a device that a plan may use for tensors."""
     return int((1 - MARGIN) * device_bytes)
 
 
 def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> None:
-    # If the dataset is not there, check one batch.
+    # Without a dataset, checks a single batch.
     check_batch(config, num_samples=num_samples or config.global_batch_size, num_ranks=world_size)
     if isinstance(config.objective, InstanceDiscriminationConfig) and num_samples is None:
         raise UserError(
-            "objective.kind=instance_discrimination keeps a row for each sample, and their number is not known; build "
+            "objective.kind=instance_discrimination keeps a row for each sample, but their number is not known; build "
             f"{config.data.train_dir} first"
         )
 
@@ -88,7 +88,7 @@ def _check_input(config: RunConfig, shape: tuple[int, ...], *, world_size: int, 
 
 
 def _find_fit(planned: TrainingPlan, config: RunConfig, at: Callable[[int], TrainingPlan], *, room: int) -> Fit:
-    """Return the fewest micro batches whose peak is within `room`; the next fewer are measured too, and do not fit."""
+    """Return the fewest micro batches with a peak within `room`, after measuring that the next fewer do not fit."""
     choices = [
         number
         for number in range(1, planned.rank_batch_size + 1)
@@ -101,9 +101,9 @@ def _find_fit(planned: TrainingPlan, config: RunConfig, at: Callable[[int], Trai
             peaks[number] = at(number).peak_bytes
         return peaks[number] <= room
 
-    if planned.resident_bytes + planned.loss_bytes > room:  # micro batches make neither smaller
+    if planned.resident_bytes + planned.loss_bytes > room:  # micro batches reduce neither
         return Fit(None, None)
-    # Start from a guess, because many parts take long to measure: activations shrink with the size of a part.
+    # Starts from a guess, because measuring many parts takes long: activations are proportional to the size of a part.
     step_bytes = planned.step_bytes * planned.micro_batches
     guesses = (place for place, number in enumerate(choices) if planned.resident_bytes + step_bytes / number <= room)
     place = next(guesses, len(choices) - 1)
@@ -115,7 +115,7 @@ def _find_fit(planned: TrainingPlan, config: RunConfig, at: Callable[[int], Trai
 
 
 def _can_be_cut(config: RunConfig, rank_batch_size: int, micro_batches: int) -> bool:
-    """Return whether batch norm allows these parts: of two samples or more; if it is split, of whole, equal groups."""
+    """Return whether batch norm allows these parts: at least two samples, and whole, equal groups if it is split."""
     size, left = divmod(rank_batch_size, micro_batches)
     if config.encoder.batch_norm == "split":
         num_ranks = config.global_batch_size // rank_batch_size

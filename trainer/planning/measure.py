@@ -1,11 +1,11 @@
-"""Measure what a training step takes on every rank, without training, data or a GPU.
+"""Measure the memory and messages of a training step on every rank, without training, data or a GPU.
 
 The real modules, objective and step run on fake tensors, which have shapes but no data, as rank 0 of a process group
-whose other ranks do not exist. `Accounts` counts the bytes that are alive and the bytes that are sent. So there are few
-formulas here that could fall behind the code: only for what the engines do between the ranks.
+without other ranks. `Accounts` counts the bytes that are alive and the bytes that are sent. Formulas, which could fall
+behind the code, are needed only for the work of the engines between the ranks.
 
-The step is that of a CPU. Expert views and spectrograms count as given, because how they are made depends on the data.
-If a number of rows depends on the data, the largest is taken.
+The step runs as on a CPU. Only the results of expert views and spectrograms count, because their computation depends on
+the data. If a number of rows depends on the data, the largest number counts.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ class Fit:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training takes on each rank. Bytes are those of tensors; a number that is not known is None.
+    """The memory and messages of a training on each rank. Bytes count tensors; an unknown number is None.
 
     Attributes:
-        micro_batch_size: samples of a rank that are encoded at once.
-        num_parameters: trained parameters, by engine.
+        micro_batch_size: the samples of a rank that are encoded at once.
+        num_parameters: the number of trained parameters, by engine.
         module_bytes: parameters and buffers of the modules, and the objective's parameters, queue, bank, momentum copy.
-        engine_bytes: kept by the engine itself: DDP's buckets, DeepSpeed's copy of its piece of the parameters.
+        engine_bytes: memory of the engine itself: DDP's buckets, or DeepSpeed's copy of its piece of the parameters.
         optimizer_bytes, host_bytes: the optimizer's state, on the device and, if it is offloaded, in host memory.
-        batch_bytes: the batch as it comes from the stream.
-        gradient_bytes: all gradients, as they are kept for the optimizer.
-        activation_bytes: the most that is alive at the end of an encoder forward with gradients: inputs, views, and
-            what backward needs.
-        loss_bytes: the most that the objective adds, forward and backward, to what was alive when it was called.
-        output_bytes: what the last step leaves for the log.
-        step_bytes: the most that a step has alive at once, including gradients, activations and loss.
-        sent_bytes: by collective, what a rank sends in a step.
-        device_bytes, fit: the device of the request, and what fits it.
+        batch_bytes: the batch from the stream.
+        gradient_bytes: all gradients, in the form in which they are kept for the optimizer.
+        activation_bytes: the most bytes alive at the end of a forward pass of the encoder with gradients: inputs,
+            views, and activations for the backward pass.
+        loss_bytes: the most bytes that the objective adds, in its forward and backward pass.
+        output_bytes: the output of the last step, for the log.
+        step_bytes: the most bytes alive at once in a step, including gradients, activations and loss.
+        sent_bytes: the bytes that a rank sends in a step, by collective.
+        device_bytes, fit: the memory of the requested device, and the micro batches that fit it.
     """
 
     name: str
@@ -97,19 +97,19 @@ class TrainingPlan:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that are in use all the time."""
+        """Return the bytes that are in use all the time."""
         return self.module_bytes + self.engine_bytes + self.optimizer_bytes + self.batch_bytes + self.output_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the tensors of a rank take."""
+        """Return the most bytes of all tensors of a rank."""
         return self.resident_bytes + self.step_bytes
 
 
 def measure(
     config: RunConfig, world_size: int, *, num_samples: int | None, shape: tuple[int, ...], backend: Backend
 ) -> TrainingPlan:
-    """Return the plan at the config's own number of micro batches.
+    """Return the plan with the number of micro batches in the config.
 
     Leaves no process group, and must not be called inside one.
     """
@@ -123,7 +123,7 @@ def measure(
     for module in (modules.encoder, modules.view_policy, objective):
         _make_fake(module, mode)
     with mode, answers:
-        # Assembled outside the group, where an engine is the bare module with its optimizer.
+        # Assembled without a process group, so that an engine is the bare module with its optimizer.
         bare = config.model_copy(update={"engine": DDPConfig(), "compile": False})
         training = assemble(bare, modules, objective)
         engines = training.engines
@@ -176,7 +176,7 @@ def measure(
 
 
 def _build_objective(config: RunConfig, encoder: Encoder, num_samples: int | None, mode: FakeTensorMode) -> Objective:
-    """Return the objective: a bank, which may be large, is fake from the start; a momentum encoder needs a real one."""
+    """Return the objective. A bank, which may be large, is fake from the start; other objectives are real here."""
     if not isinstance(config.objective, InstanceDiscriminationConfig):
         return build_run_objective(config, encoder, num_samples=num_samples or 0, device=torch.device("cpu"))
     assert num_samples is not None
@@ -206,7 +206,7 @@ def _fake_policy(config: RunConfig, policy: ViewPolicy) -> ViewPolicy:
 
 
 class _ReadyViews(nn.Module):
-    """A stand-in for expert views: it takes their memory, and does no work."""
+    """A replacement for expert views that takes their memory and does no work."""
 
     def __init__(self, mel: MelConfig | None) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def _batch(config: RunConfig, size: int, shape: tuple[int, ...]) -> Batch:
 
 
 class _Answers(TorchDispatchMode):
-    """Values of tensors without data: a flag is false (no step is skipped), a number is 1, a mask picks every row."""
+    """Values for tensors without data: a flag is False (no step is skipped), a number is 1, a mask selects all rows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ class _Answers(TorchDispatchMode):
             return func(args[0], rows)
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
-            # Fake kernels return statistics in the type of the input, real ones in the type of the weights.
+            # Fake kernels return statistics in the dtype of the input, real kernels in the dtype of the weights.
             result = (result[0], *(statistics.to(args[1].dtype) for statistics in result[1:]))
         return result
 
@@ -299,14 +299,14 @@ class _Phases:
     def _asked(self, _: nn.Module, given: tuple[Any, ...]) -> None:
         self._before_loss = self.accounts.live_bytes
         self.accounts.restart_peak()
-        is_over, is_leaf = False, given[0].is_leaf  # a hook that held the embeddings would keep them alive
+        is_over, is_leaf = False, given[0].is_leaf  # the hook must not hold the embeddings, which would keep them alive
 
         def answered(_: Tensor) -> None:
             nonlocal is_over
             if not is_over:
                 self.loss_bytes = max(self.loss_bytes, self.accounts.recent_peak_bytes - self._before_loss)
-            # When the gradient of the second embedding arrives, that of the first has already passed the encoder.
-            # The embeddings of micro batches are leaves, with no encoder behind them.
+            # When the gradient of the second embedding arrives, the gradient of the first has already passed the
+            # encoder. The embeddings of micro batches are leaves, without an encoder behind them.
             is_over = not is_leaf
 
         for embeddings in given[:2]:
@@ -318,5 +318,5 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of memory behind the tensors; memory that two of them share counts once."""
+    """Return the bytes of memory of the tensors; memory that several tensors share counts once."""
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())

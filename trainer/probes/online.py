@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from trainer.data import DataConfig
 from trainer.models.activation_checkpointing import buffers_untouched
-from trainer.models.batch_norm import settle_running_statistics
+from trainer.models.batch_norm import average_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_accuracies
@@ -82,7 +82,7 @@ class OnlineProbe:
         encoder = self._encoder
         is_half = self._dtype in {torch.bfloat16, torch.float16}
         with buffers_untouched(encoder), frozen(encoder):
-            settle_running_statistics(encoder)  # on copies, which are dropped
+            average_running_statistics(encoder)  # on copies, which are dropped
             with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
                 features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]

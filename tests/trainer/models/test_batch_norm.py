@@ -22,11 +22,11 @@ from trainer.models.batch_norm import (
     SplitBatchNorm2d,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
+    average_running_statistics,
     check_splits,
     depends_on_row_order,
     grouped_statistics,
     reenter_groups,
-    settle_running_statistics,
     split_batch_norm,
     synchronize_batch_norm,
     synchronized_batch_norm,
@@ -43,7 +43,7 @@ def trained(norm: nn.BatchNorm2d, parts: list[Tensor], grads: list[Tensor]) -> d
     assert x.grad is not None
     assert norm.weight.grad is not None
     assert norm.bias.grad is not None
-    settle_running_statistics(norm)
+    average_running_statistics(norm)
     gradients = {"grad_x": x.grad, "grad_weight": norm.weight.grad, "grad_bias": norm.bias.grad}
     return {"out": out.detach(), **gradients, **norm.state_dict(), "eval": norm.eval()(x).detach()}
 
@@ -132,10 +132,10 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
     norm.eval()(torch.randn(6, 3, 2, 2))
     check_splits(8, global_batch_size=512, num_ranks=8)
     check_splits(8, global_batch_size=512, num_ranks=4, forwards=1)
-    with pytest.raises(UserError, match="into 8 equal groups, and global_batch_size 100 is no multiple"):
+    with pytest.raises(UserError, match="into 8 equal groups, but global_batch_size 100 is not a multiple"):
         check_splits(8, global_batch_size=100, num_ranks=1)
     for num_ranks, forwards, groups in ((3, 2, 8), (16, 2, 8), (8, 1, 4)):
-        with pytest.raises(UserError, match=f"divides {groups} groups, and there are {num_ranks}"):
+        with pytest.raises(UserError, match=f"divides {groups} groups, but there are {num_ranks}"):
             check_splits(8, global_batch_size=768, num_ranks=num_ranks, forwards=forwards)
 
 

@@ -334,7 +334,7 @@ def test_one_channel() -> None:
     three = {"mean": CIFAR10.mean, "std": CIFAR10.std}
     with pytest.raises(UserError, match="encoder: in_channels is 1, but there are 3 numbers in mean and 3 in std;"):
         ResNetConfig.parse({"kind": "resnet18", "in_channels": 1} | three, where="encoder")
-    with pytest.raises(UserError, match="encoder: mean and std belong together; give both, or neither"):
+    with pytest.raises(UserError, match="encoder: mean and std belong together; set both, or neither"):
         ResNetConfig.parse({"kind": "resnet18", "mean": CIFAR10.mean}, where="encoder")
 
 

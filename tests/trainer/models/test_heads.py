@@ -47,7 +47,7 @@ def test_layers_and_their_order() -> None:
 
 
 def test_a_batch_norm_without_a_place_is_refused() -> None:
-    with pytest.raises(ValidationError, match="batch_norm follows hidden layers, and there are none"):
+    with pytest.raises(ValidationError, match="batch_norm follows hidden layers, but there are none"):
         HeadConfig(batch_norm=True)
     with pytest.raises(ValidationError):
         HeadConfig(hidden_sizes=(512, 0))

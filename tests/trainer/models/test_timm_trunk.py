@@ -127,8 +127,8 @@ def test_two_ranks_are_one_process() -> None:
     ("settings", "message"),
     [
         ({"name": "test_vitt"}, 'name: timm .* has no model "test_vitt"; did you mean "test_vit'),
-        ({"name": "zzzzzzzzzz"}, r"timm\.list_models\(\) names what it has"),
-        ({"name": "test_vit", "options": {"num_classes": 3}}, "num_classes is not free"),
+        ({"name": "zzzzzzzzzz"}, r"timm\.list_models\(\) lists the models"),
+        ({"name": "test_vit", "options": {"num_classes": 3}}, "num_classes cannot be set here"),
         ({}, "encoder: name is missing"),
     ],
 )
