@@ -1,10 +1,9 @@
-"""Batches to loss to checkpoint to report.
+"""Train, probe, analyse and report: from batches to a loss, a checkpoint and a report.
 
-A batch of pictures becomes two *views*, by an expert policy or by a trained viewmaker. An *encoder* maps the views to
-embeddings, an *objective* compares these, and an *engine* turns the loss into one step of each trained module: the
-encoder, and the viewmaker if there is one. A run writes everything into its run directory. Whatever reads a run (probe,
-analysis, report, restart) reads that directory and nothing else. Invariant: no number depends on how many ranks
-computed it.
+An expert policy or a trained viewmaker turns a batch of pictures into two *views*. An *encoder* maps the views to
+embeddings, an *objective* compares them, and an *engine* turns the loss into one step of each trained module: the
+encoder, and the viewmaker if there is one. A run writes everything into its run directory. Probe, analysis, report and
+restart read only this directory. Invariant: results do not depend on the number of ranks.
 
     batch -> views -> encoder -> objective -> engine -> checkpoint -> probe -> report
 """

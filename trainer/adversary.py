@@ -1,9 +1,9 @@
-"""The second player: how the viewmaker is trained against the encoder.
+"""Train the viewmaker against the encoder, in one of two ways, which are different algorithms.
 
-Simultaneous (the default): one forward and one backward serve both players. The views pass through `reverse_gradient`,
-so the encoder gets the gradient of the loss, and the viewmaker gets the gradient of minus `weight` times the loss.
-Alternating (the published order): the viewmaker steps after the encoder, on new views, with a forward and a backward of
-its own. The two are different algorithms.
+Simultaneous (the default): encoder and viewmaker share one forward and one backward pass. The views pass through
+`reverse_gradient`, so the encoder gets the gradient of the loss, and the viewmaker gets the gradient of minus `weight`
+times the loss. Alternating (the published order): the viewmaker steps after the encoder, on new views, with its own
+forward and backward pass.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from trainer.optim.optimizers import AdamConfig, OptimizerConfig
 
 
 class AdversaryConfig(Schema):
-    """How the viewmaker is trained.
+    """The settings for training the viewmaker.
 
-    weight: of the loss for the viewmaker; the adversarial weight of Tamkin et al. 2021, who take 1.
-    freeze_step: from this step on the viewmaker stays as it is.
-    viewmaker_steps: steps of the viewmaker for one of the encoder, each on new views; in the alternating game only.
+    weight: the weight of the loss for the viewmaker: the adversarial weight of Tamkin et al. 2021, 1 in their paper.
+    freeze_step: the step from which on the viewmaker does not change.
+    viewmaker_steps: the number of steps of the viewmaker for each step of the encoder, on new views each; only with
+        alternating updates.
     """
 
     update: Literal["simultaneous", "alternating"] = "simultaneous"
@@ -36,14 +37,14 @@ class AdversaryConfig(Schema):
     def _only_alternating_takes_several(self) -> Self:
         if self.update == "simultaneous" and self.viewmaker_steps > 1:
             raise ValueError(
-                f"viewmaker_steps is {self.viewmaker_steps}, but in the simultaneous game both players take one step; "
-                "set update=alternating"
+                f"viewmaker_steps is {self.viewmaker_steps}, but with simultaneous updates encoder and viewmaker take "
+                "one step each; set update=alternating"
             )
         return self
 
 
 def reverse_gradient(x: Tensor, weight: float) -> Tensor:
-    """Return `x`; in backward, multiply its gradient by `-weight` (Ganin & Lempitsky 2015)."""
+    """Return `x`; the backward pass multiplies its gradient by `-weight` (Ganin and Lempitsky 2015)."""
     reversed_x: Tensor = _ReverseGradient.apply(x, weight)  # type: ignore[no-untyped-call]
     return reversed_x
 

@@ -1,8 +1,7 @@
-"""RunConfig: every setting that decides the result of a run. Each section's config sits beside the class that uses it.
+"""RunConfig: every setting that affects the result of a run. The config of a section is beside the class that uses it.
 
-A recipe (a function in configs/) returns a RunConfig. It is resolved once, into RUN_DIR/config.json, and nothing is
-written back into it. Values that depend on the machine, such as the batch of a rank, are computed from the config and
-the number of ranks.
+A recipe (a function in configs/) returns a RunConfig. It is resolved once, to RUN_DIR/config.json, and never changed.
+Values that depend on the machine, such as the batch of a rank, are computed from the config and the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,18 +33,21 @@ from trainer.views import ViewsConfig, check_views_fit
 
 
 class RunConfig(Schema):
-    """One run. Set the `global_batch_size`: the number of ranks and nodes does not change the result.
+    """The settings of a run.
 
-    precision: the type of parameters, embeddings and losses. "bfloat16" means float32 with autocast to bfloat16 inside
+    global_batch_size: the samples of a step on all ranks together. The result does not depend on the number of ranks.
+    precision: the dtype of parameters, embeddings and losses. "bfloat16" means float32 with autocast to bfloat16 inside
         encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits. In lower
-        precision, rounding can push a ReLU over zero, and the runs part after some steps, as two runs on one rank do.
-    view_forwards: encode the two views in two forwards, as published, or in one, in which batch norm sees both.
-    compile: compile the encoder with torch.compile; the first step then takes a minute or more. The viewmaker is left
-        out, because the kernels that torch makes of its padding do not run.
-    max_skipped_in_a_row: a step whose loss or gradient is not finite is skipped; this many in a row end training.
-    checkpoint_every_steps, keep_checkpoints: how often a checkpoint is written, besides at the end, and how many of
-        the newest are kept.
-    log_every_steps: how often metrics are logged.
+        precision, rounding can push a ReLU over zero, and the runs diverge after some steps, like two runs on one rank.
+    view_forwards: "two" encodes each view in its own forward pass, as published; in "one" pass, batch norm sees both
+        views together.
+    compile: whether to compile the encoder with torch.compile; the first step then takes a minute or more. The
+        viewmaker is not compiled, because torch cannot run its padding compiled.
+    max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
+        gradient is not finite.
+    checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
+    keep_checkpoints: the number of newest checkpoints to keep.
+    log_every_steps: the steps between two lines of metrics.
     """
 
     name: Name
@@ -78,7 +80,7 @@ class RunConfig(Schema):
         if (self.views.kind == "viewmaker") != (self.adversary is not None):
             raise ValueError(
                 f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} section '
-                "`adversary`, which says how a viewmaker is trained"
+                "`adversary`, which holds the training of a viewmaker"
             )
         return self
 
@@ -87,7 +89,7 @@ class RunConfig(Schema):
         check_views_fit(self.views, self.data.mel)
         if self.data.mel is not None and self.encoder.in_channels != 1:
             raise ValueError(
-                f"spectrograms have one channel but encoder.in_channels is {self.encoder.in_channels}; set "
+                f"spectrograms have one channel, but encoder.in_channels is {self.encoder.in_channels}; set "
                 "encoder.in_channels=1, and encoder.mean and encoder.std to null"
             )
         return self
@@ -125,7 +127,7 @@ class RunConfig(Schema):
             raise ValueError("a timm encoder counts as one block; set memory.encoder_checkpointing to whole or none")
         if self.views.kind != "viewmaker" and self.memory.viewmaker_checkpointing != "none":
             raise ValueError(
-                f'memory.viewmaker_checkpointing needs a viewmaker, and the views are of kind "{self.views.kind}"; '
+                f'memory.viewmaker_checkpointing needs a viewmaker, but the views have kind "{self.views.kind}"; '
                 "set it to none"
             )
         return self
@@ -136,36 +138,36 @@ class RunConfig(Schema):
 
     @property
     def recompile_step(self) -> int | None:
-        """The step at which a compiled encoder is compiled again; None if there is none.
+        """Return the step at which a compiled encoder is compiled again; None if there is none.
 
-        When the viewmaker freezes, the encoder's input needs no gradient any more.
+        It is compiled again when the viewmaker freezes, because its input then needs no gradient.
         """
         return self.adversary.freeze_step if self.compile and self.adversary is not None else None
 
     @property
     def objective_optimizer(self) -> OptimizerConfig:
-        """The optimizer of the modules that the objective itself trains."""
+        """Return the optimizer of the objective's own parameters."""
         if isinstance(self.objective, SimSiamConfig) and self.objective.predictor_rate == "constant":
             return self.optimizer.model_copy(update={"schedule": ConstantConfig()})
         return self.optimizer
 
     @property
     def module_optimizers(self) -> dict[str, OptimizerConfig]:
-        """The optimizers of encoder and viewmaker, by name."""
+        """Return the optimizers of encoder and viewmaker, by name."""
         viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
         return {"encoder": self.optimizer, **viewmaker}
 
     @property
     def engine_optimizers(self) -> dict[str, OptimizerConfig]:
-        """The optimizers of all engines that a run may have, by name."""
+        """Return the optimizers of all engines that a run may have, by name."""
         return self.module_optimizers | {"objective": self.objective_optimizer}
 
 
 def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
-    """Return the RunConfig of a .json or .yaml file.
+    """Return the RunConfig in a .json or .yaml file, such as the config.json of an earlier run.
 
-    The file may come from a stranger. So without `allow_pipe`, reading data from one of its `pipe:` locations raises
-    `UserError`; everything else works. Raises `UserError` if the file cannot be read or is not a config.
+    The file may come from a stranger. Without `allow_pipe`, reading data from one of its `pipe:` locations therefore
+    raises `UserError`; everything else works. Raises `UserError` if the file cannot be read or is not a config.
     """
     return _checked(_read_settings(path), path, allow_pipe=allow_pipe)
 
@@ -209,7 +211,7 @@ def _checked(value: dict[str, Any], path: Path, *, allow_pipe: bool) -> RunConfi
 
 
 def refuse_commands(config: RunConfig) -> None:
-    """Raise `UserError` if a location of the config is a command from a file that was read without `allow_pipe`."""
+    """Raise `UserError` if a location in the config is a command from a file that was read without `allow_pipe`."""
     for location in (config.data.train_dir, config.data.test_dir):
         refuse_untyped_command(location, config.data.remote)
 

@@ -1,7 +1,7 @@
-"""Trade time for memory: what is recomputed instead of kept, and what the process gives back to the system.
+"""Save memory by computing activations again, and keep freed memory for the process.
 
-Activation checkpointing keeps the input of every few blocks, and computes the rest again during backward (Chen et al.
-2016). Micro batches keep the activations of one part of the batch at a time (Gao et al. 2021; see `trainer.step`).
+Activation checkpointing keeps the input of every few blocks, and computes the rest again in the backward pass (Chen et
+al. 2016). Micro batches keep the activations of one part of the batch at a time (Gao et al. 2021; see `trainer.step`).
 Neither changes a gradient.
 """
 
@@ -22,13 +22,13 @@ _LARGEST = 2**31 - 1  # an int of C
 
 
 class MemoryConfig(Schema):
-    """What is recomputed to save memory.
+    """The settings that save memory by computing activations again.
 
-    micro_batches: the batch is encoded in this many parts, with the activations of one part in memory. The loss is
-        still that of the whole batch. Every part is spread over all ranks, so results do not depend on the number of
-        ranks. Batch norm sees one part at a time, so its statistics depend on this setting.
-    encoder_checkpointing, viewmaker_checkpointing: "whole" keeps only the network's input and computes the rest again
-        during backward; n keeps the input of every n-th block.
+    micro_batches: the number of parts in which the batch is encoded, with the activations of one part in memory. The
+        loss is still computed over the whole batch. Every part is spread over all ranks, so results do not depend on
+        the number of ranks. Batch norm sees one part at a time, so its statistics depend on this setting.
+    encoder_checkpointing, viewmaker_checkpointing: "whole" keeps only the input of the network and computes the rest
+        again in the backward pass; n keeps the input of every n-th block.
     """
 
     micro_batches: BatchSize = 1
@@ -42,11 +42,10 @@ def interleave(parts: Sequence[Tensor]) -> Tensor:
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep the memory that it frees, instead of giving it back to the system at once.
+    """Let the process keep the memory that it frees, instead of returning it to the system at once.
 
-    A training step on the CPU frees and allocates the same large blocks again and again. By default glibc maps and
-    unmaps each of them, and clearing the fresh pages takes a quarter of a viewmaker's step. Without glibc this does
-    nothing.
+    A training step on the CPU frees and allocates the same large blocks again and again. By default, glibc maps and
+    unmaps each of them, and clearing the new pages takes a quarter of a viewmaker's step. Does nothing without glibc.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

@@ -17,9 +17,9 @@ from trainer.views.viewmaker import Viewmaker
 
 @dataclass(frozen=True)
 class TrainedModules:
-    """The modules of a run at `step` (0: untrained), with the config that they were built from.
+    """The modules of a run at `step` (0: untrained), with their config.
 
-    `trained_on` are the datasets behind the checkpoint; None for untrained modules, or if they are not known.
+    `trained_on` names the datasets that they were trained on; None for untrained modules, or if unknown.
     """
 
     config: RunConfig
@@ -33,7 +33,7 @@ class TrainedModules:
         return self.view_policy if isinstance(self.view_policy, Viewmaker) else None
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TrainedModules:
-        """Move the modules, in place, with the order in memory that the config asks for, and return them."""
+        """Move the modules in place, with the memory format of the config, and return them."""
         memory_format = torch.channels_last if self.config.channels_last else torch.contiguous_format
         for module in (self.encoder, self.view_policy):
             module.to(device, dtype).to(memory_format=memory_format)  # type: ignore[call-overload]
@@ -41,13 +41,13 @@ class TrainedModules:
 
     @property
     def trained_modules(self) -> dict[str, nn.Module]:
-        """The modules that are trained, by name, in a fixed order: "encoder", and "viewmaker" if there is one."""
+        """Return the trained modules by name, in a fixed order: "encoder", and "viewmaker" if there is one."""
         encoder: dict[str, nn.Module] = {"encoder": self.encoder}
         return encoder | ({"viewmaker": self.viewmaker} if self.viewmaker is not None else {})
 
 
 def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int, device: torch.device) -> Objective:
-    """Return the run's objective, on the `device` of its encoder; the config's seed draws its weights."""
+    """Return the objective of a run, on the `device` of its encoder. Draws its weights with the config's seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         objective = build_objective(
@@ -61,10 +61,10 @@ def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int
 
 
 def build_modules(config: RunConfig, *, normalization: Normalization | None = None) -> TrainedModules:
-    """Return untrained modules: a function of the arguments alone, because the config's seed draws the initial weights.
+    """Return untrained modules. They depend on the arguments alone: the config's seed draws the initial weights.
 
-    `normalization` is that of the train set's pictures. An encoder whose config names none cannot run without it, but
-    has its parameters. Spectrograms are normalised already.
+    `normalization` holds the mean and std of the train set's pictures. Without it, an encoder without mean and std in
+    its config has its parameters, but cannot run. Spectrograms are normalised already.
     """
     if config.data.mel is not None:
         normalization = Normalization(mean=(0.0,), std=(1.0,))

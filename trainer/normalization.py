@@ -1,6 +1,6 @@
-"""The mean and std by which an encoder normalises pictures: those of its config, or else those of the train set.
+"""Find the mean and std with which an encoder normalises pictures: from its config, or else from the train set.
 
-Numbers of the train set are recorded in provenance.json, so that an encoder can be loaded without its data.
+The numbers of the train set are recorded in provenance.json, so that an encoder can be loaded without its data.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def normalization_of(manifest: Manifest) -> Normalization | None:
 
 
 def recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization | None:
-    """Return the mean and std that provenance.json records for the encoder of a run.
+    """Return the mean and std in provenance.json for the encoder of a run.
 
-    None if the config names them, or if the samples are sounds. Raises `UserError` if they are needed and not recorded.
+    Returns None if the config has them, or if the samples are sounds. Raises `UserError` if they are needed but not
+    recorded.
     """
     if config.encoder.normalization is not None or config.data.mel is not None:
         return None
@@ -38,6 +39,6 @@ def recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization 
         raise UserError(
             f'{run_dir.provenance} does not hold "{RECORDED_NORMALIZATION}", the mean and std by which the encoder '
             "normalises its input; restore that file, or set encoder.mean and encoder.std in "
-            f"{run_dir.config} to those in the manifest.json of the train set"
+            f"{run_dir.config} to the values in the manifest.json of the train set"
         )
     return Normalization.parse(value, where=f'"{RECORDED_NORMALIZATION}" in {run_dir.provenance}')

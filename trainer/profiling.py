@@ -1,12 +1,13 @@
-"""Measure where the wall time of the training loop goes: each moment belongs to one stage.
+"""Measure the wall time of the stages of the training loop. Each moment belongs to one stage.
 
     read -> decode -> overlay -> transfer -> views -> forward -> backward -> optimizer;  communication, other
 
-Code enters a `stage` around its work. A stage inside another one takes its time from the outer one. Entering and
+Code enters a `stage` around its work. The time of an inner stage does not count for the outer stage. Entering and
 leaving a stage is also a sign of life (see `trainer.fault_tolerance.liveness`).
-On the CPU a stage is timed by the clock. On a GPU it is timed by events in its stream, so that nothing waits, and only
-in steps that are logged. There "read" is the time that the GPU waits for a batch, and communication that runs beside
-the computation (DDP's sums) counts only while the computation waits for it.
+
+On the CPU, the clock times a stage. On a GPU, events in its stream time a stage, only in steps that are logged, so that
+nothing waits. There, "read" is the time that the GPU waits for a batch, and communication in parallel to computation
+(DDP's sums) counts only while the computation waits for it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def stage(name: Stage) -> Iterator[None]:
 
 
 class Clock:
-    """A clock for a loop over batches. `is_read` returns whether the clock is read after a number of steps."""
+    """A clock for a loop over batches. `is_read` returns whether the clock will be read after a number of steps."""
 
     def __init__(
         self,
@@ -77,11 +78,11 @@ class Clock:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was made."""
         return time.perf_counter() - self._started
 
     def timed(self, stream: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches; the time to get each is divided among the stages that made it, by their shares."""
+        """Yield the batches. Divides the waiting time for a batch among the stages that made it, by their seconds."""
         batches = iter(stream)
         _clocks.append(self)
         try:
@@ -109,7 +110,7 @@ class Clock:
         self._stages.pop()
 
     def read(self, *, num_samples: int) -> dict[str, float]:
-        """Return metrics since the last reading. `num_samples` is the global batch size; the fractions add up to 1."""
+        """Return the metrics since the last reading. `num_samples` is the global batch size. Fractions add up to 1."""
         self._mark()
         self._read_marks()
         now = time.perf_counter()
@@ -126,7 +127,7 @@ class Clock:
         return metrics | {f"perf/{name}_fraction": fraction for name, fraction in fractions.items()}
 
     def _mark(self) -> None:
-        """Count the time since the last mark to the current stage."""
+        """Add the time since the last mark to the present stage."""
         if not self._is_cuda:
             now = time.perf_counter()
             self._seconds[self._stages[-1]] += now - self._last
@@ -161,9 +162,9 @@ def slowest(metrics: dict[str, float]) -> str:
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
-    """Return metrics: the most memory that this process has held so far, in gigabytes of 10^9 bytes.
+    """Return the largest memory of this process so far as metrics, in gigabytes of 10^9 bytes.
 
-    On a GPU also the most that its tensors have held there.
+    On a GPU, also returns the largest memory of its tensors.
     """
     metrics = {"memory/resident_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Record where the numbers of a run come from: code, command, machine, versions, data."""
+"""Record the origin of the numbers of a run: code, command, machine, versions, data."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trainer.run_dir import RunDir, write_json
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SNAPSHOT_FILE = "snapshot.json"  # beside the packages of a snapshot of the code
+SNAPSHOT_FILE = "snapshot.json"  # beside the packages in a snapshot of the code
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
 
 
 @dataclass(frozen=True)
 class Code:
-    """The running code: its commit, the changes since (both None without git), and the hash of a snapshot."""
+    """The running code: its commit, the uncommitted changes (both None without git), and the hash of a snapshot."""
 
     git_commit: str | None
     git_diff: str | None
@@ -40,10 +40,10 @@ class Code:
 
 
 def this_code() -> Code:
-    """Return the running code; a snapshot names its own origin, because the repository may have moved on since."""
-    told = REPOSITORY / SNAPSHOT_FILE
-    if told.is_file():
-        return Code(**json.loads(told.read_text()))
+    """Return the running code. A snapshot records its origin, because the repository may have changed since."""
+    snapshot = REPOSITORY / SNAPSHOT_FILE
+    if snapshot.is_file():
+        return Code(**json.loads(snapshot.read_text()))
     return Code(git_commit=_git("rev-parse", "HEAD"), git_diff=_git("diff", "HEAD"))
 
 
@@ -52,10 +52,10 @@ def write_provenance(
 ) -> None:
     """Write provenance.json; a restart keeps the facts of the first start and adds itself to `starts`.
 
-    Each start has the hashes of its own manifests; those at the top are of the newest start.
+    Each start has the hashes of its manifests. The hashes at the top level belong to the newest start.
     """
     earlier = run_dir.read_provenance()
-    earlier.pop("finished_step", None)  # the run goes on, because new data made it longer
+    earlier.pop("finished_step", None)  # a finished run goes on if new data make it longer
     code = this_code()
     diff = code.git_diff
     start = {
@@ -112,7 +112,7 @@ def cpu_name() -> str:
 
 
 def _slurm_restart_count() -> int | None:
-    """Return how often Slurm has restarted this job; None outside of Slurm."""
+    """Return the number of restarts of this job by Slurm; None outside of Slurm."""
     return int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None
 
 

@@ -1,4 +1,4 @@
-"""The run directory: the only thing that passes from training to probe, analysis, report and restart.
+"""The run directory: the only link from training to probe, analysis, report and restart.
 
 RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled.txt  wandb/  wandb_run_id
          job.json  code/  logs/  (submitted jobs only)  ended.json  (other runs, if they ended early)
@@ -103,19 +103,19 @@ class RunDir:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the entries of metrics.jsonl by ascending step; see `trainer.observability.records`.
 
-        Logs which lines are damaged and left out.
+        Logs the damaged lines, which are left out.
         """
         return _logged(read_metrics(self.metrics)).entries
 
     def read_provenance(self) -> dict[str, Any]:
-        """Return the facts of provenance.json; log which are damaged and left out (`trainer.observability.records`)."""
+        """Return the facts of provenance.json. Logs the damaged facts, which are left out."""
         return _logged(read_provenance(self.provenance)).facts
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Return the steps that have a directory such as step_00000500 in `directory`, ascending.
+    """Return the steps with a directory such as step_00000500 in `directory`, ascending.
 
-    Logs and skips anything else whose name begins with "step_".
+    Logs and skips other names that begin with "step_".
     """
     steps = []
     for path in sorted(directory.glob("step_*")):
@@ -166,9 +166,9 @@ def hold(run_dir: RunDir) -> TextIO:
 
 
 def is_held(run_dir: RunDir) -> bool:
-    """Return whether a process trains in the run directory now, by its lock; changes nothing.
+    """Return whether a process is training in the run directory, by its lock; change nothing.
 
-    False if the directory has no lock file, or if its file system has no locks.
+    Returns False if the directory has no lock file, or if its file system has no locks.
     """
     try:
         # The file may be read-only for this user; O_NONBLOCK, because a pipe in its place would block.
@@ -189,7 +189,7 @@ def is_held(run_dir: RunDir) -> bool:
 
 
 def _lock(file: TextIO) -> None:
-    """Lock a file; raise BlockingIOError if another process keeps the lock longer than `is_held` does."""
+    """Lock a file. Raises BlockingIOError if another process holds the lock for longer than a call of `is_held`."""
     for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,7 +199,7 @@ def _lock(file: TextIO) -> None:
 
 
 def _refusal(run_dir: RunDir, lock: TextIO) -> str:
-    """Return a sentence that names the process in the lock file, and says how to end it."""
+    """Return a sentence with the process in the lock file and the command that ends it."""
     lock.seek(0)
     holder = re.fullmatch(r"(\d+) ([\w.-]+)\n", lock.read(300))
     if holder is None:
@@ -214,17 +214,17 @@ def _refusal(run_dir: RunDir, lock: TextIO) -> str:
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
-def _close_locks_of_the_parent() -> None:
-    """Close the lock files in a forked process, which would otherwise keep the lock after its parent has died."""
+def _close_inherited_locks() -> None:
+    """Close the lock files in a forked process; otherwise it would keep the lock after its parent has ended."""
     for file in _held:
         file.close()
 
 
-os.register_at_fork(after_in_child=_close_locks_of_the_parent)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def open_run(path: Path) -> RunDir:
-    """Return the run directory at `path`; raises `UserError` if there is none."""
+    """Return the run directory at `path`. Raises `UserError` if there is none."""
     run_dir = RunDir(path)
     if not run_dir.config.is_file():
         raise UserError(f"{path} is not a run directory: it has no config.json; pass the --run-dir of a training run")
@@ -232,7 +232,7 @@ def open_run(path: Path) -> RunDir:
 
 
 def runs_of(paths: Sequence[Path]) -> list[Path]:
-    """Return the paths; a directory of run directories (a study) is replaced by these, in the order of their names."""
+    """Return the paths, with a directory of run directories (a study) replaced by its run directories, by name."""
     found: list[Path] = []
     for path in paths:
         inner = [] if RunDir(path).config.is_file() else sorted(config.parent for config in path.glob("*/config.json"))
@@ -248,12 +248,12 @@ def places_of_probes(run_dirs: Sequence[RunDir], directory: Path) -> list[RunDir
     names = [run_dir.path.resolve().name for run_dir in run_dirs]
     for run_dir, name in zip(run_dirs, names, strict=True):
         if names.count(name) > 1:
-            raise UserError(f"{run_dir.path} is not the only run called {name}; give each run a directory of its own")
+            raise UserError(f"{run_dir.path} is not the only run called {name}; give each run its own name")
     return [replace(run_dir, probes_at=directory / name) for run_dir, name in zip(run_dirs, names, strict=True)]
 
 
 def read_object(path: Path, *, mend: str) -> dict[str, Any]:
-    """Return the JSON object in a file; raise `UserError`, which ends with the advice `mend`, if there is none."""
+    """Return the JSON object in a file. Raises `UserError`, which ends with the advice `mend`, if there is none."""
     if not path.is_file():
         raise UserError(f"{path} is not a file; {mend}")
     try:
@@ -267,10 +267,10 @@ def read_object(path: Path, *, mend: str) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write `content` so that a reader sees the old file or the new one, never a part, even after a power cut.
+    """Write `content` so that a reader sees the old file or the new file, never a part, even after a power cut.
 
     Characters that UTF-8 cannot encode, such as odd bytes of a file name, are written with backslashes. An `OSError`
-    names `path`.
+    has `path` as its file name.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -291,5 +291,5 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object as `write_atomically` does."""
+    """Write a JSON object with `write_atomically`."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")

@@ -1,10 +1,11 @@
-"""One training step: two views of each sample, their embeddings, the objective, one step of each player.
+"""Take one training step: two views of each sample, their embeddings, the objective, one step of each trained module.
 
-A sample is a picture, or a waveform whose views are spectrograms, which are pictures of one channel.
+A sample is a picture, or a waveform; the views of a waveform are spectrograms, which are pictures of one channel.
 
-The two views are encoded in two forwards, as published, so batch norm sees each view's batch by itself (see
-`Encoder.forward` for how ranks then communicate); or in one forward, if the config says so, which is faster.
-Shape suffixes: B samples of this rank, C channels, H height, W width, D embedding size.
+The two views are encoded in two forward passes, as published, so that batch norm treats each view as a separate batch
+(see `Encoder.forward` for the communication). With `view_forwards="one"` they are encoded in one pass, which is faster.
+
+Shapes: B samples of this rank, C channels, H height, W width, D embedding size.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class InputPair:
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """One backward of a step: which views it uses, and the weight of the loss for each module.
+    """One backward pass of a step: the views that it uses, and the weight of the loss for each module.
 
     Attributes:
-        engine: one of those that learn from the loss.
-        first_view: the views are number `first_view` and `first_view + 1`.
-        loss_weight: of the loss for the encoder, and for the viewmaker if `views_learn`.
-        reversal: if given, the viewmaker learns from minus `reversal` times that loss.
+        engine: an engine that learns from the loss.
+        first_view: the number of the first view; the second view has the next number.
+        loss_weight: the weight of the loss for the encoder, and for the viewmaker if `views_learn`.
+        reversal: if given, the viewmaker learns from minus `reversal` times this loss.
         views_learn: whether the viewmaker learns.
-        updates_state: as in `ViewPair`.
+        updates_state: whether the objective may change its state, as in `ViewPair`.
     """
 
     engine: Engine
@@ -82,17 +83,17 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves for the log, all detached.
+    """The result of a step for the log, all detached.
 
     Attributes:
-        metrics: scalars, of this rank's part of the batch.
-        skipped: a bool scalar, equal on all ranks: a gradient was not finite, so nothing was learned or changed. If the
-            players alternate, this holds from that update on.
-        inputs: returns the inputs that the views were made from.
-        mel: the spectrogram of inputs that are waveforms; None for pictures.
+        metrics: scalars of this rank's part of the batch.
+        skipped: a bool scalar, equal on all ranks: whether a gradient was not finite, so that nothing was learned or
+            changed. With alternating updates, this update and the later updates of the step were skipped.
+        inputs: a function that returns the inputs of the views.
+        mel: the config of the spectrogram of waveforms; None for pictures.
         bounded: whether the views are pictures in [0, 1].
-        views_a_BCHW, views_b_BCHW: this rank's views; the second is None if its inputs are not those of the first.
-        masks_BHW: of the first inputs; None if there are none.
+        views_a_BCHW, views_b_BCHW: this rank's views; the second is None if the two views have different inputs.
+        masks_BHW: the masks of the first inputs; None if there are none.
         z_a_BD, z_b_BD: the embeddings of the views.
     """
 
@@ -108,9 +109,9 @@ class StepOutput:
     z_b_BD: Tensor
 
     def read(self) -> dict[str, Tensor]:
-        """Return the metrics, including those of views and embeddings. Every rank calls this at the same steps.
+        """Return the metrics, including metrics of views and embeddings. Every rank must call this at the same steps.
 
-        Computing them costs some time, so only logged steps do.
+        They take some time to compute, so only logged steps do it.
         """
         inputs = self.inputs().a
         images_BCHW = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
@@ -124,13 +125,13 @@ class StepOutput:
 
 
 class TrainingStep:
-    """The steps of one run; `engines` holds "encoder", and "viewmaker" if the views are learned.
+    """The training step of a run; `engines` holds "encoder", and "viewmaker" if the views are learned.
 
-    If the objective itself trains something (a predictor), its engine is "objective", which steps with the encoder.
+    If the objective has trained parameters (a predictor), its engine is "objective", which steps with the encoder.
 
-    With `memory.micro_batches` above 1 the batch is first encoded in parts, without gradients. The objective computes
-    the gradient of each embedding from all of them. Then each part is encoded again, and its embeddings' gradient goes
-    on backward (Gao et al. 2021). Views are functions of their keys, so both times they are the same.
+    With `memory.micro_batches` above 1, the batch is first encoded in parts, without gradients. The objective computes
+    the gradient of each embedding from all embeddings. Then each part is encoded again, and the gradient of its
+    embeddings is passed on (Gao et al. 2021). Views are functions of their keys, so they are equal both times.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class TrainingStep:
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
         """Train on this rank's part of a global batch, which is on the training device.
 
-        `learning_rates` are by the name of the engine. The loss in the metrics is this rank's; its mean over ranks is
-        the global loss.
+        `learning_rates` holds the rate of each engine by name. The loss in the metrics is the loss of this rank; its
+        mean over the ranks is the global loss.
         """
         adversary = self._config.adversary
         if adversary is None:
@@ -169,14 +170,14 @@ class TrainingStep:
         return self._output(batch, result, skip)
 
     def _learner_step(self, batch: Batch, learning_rates: Mapping[str, float]) -> tuple[StepResult, Tensor]:
-        """Train the encoder, and what the objective trains, but not the views."""
+        """Train the encoder and the objective, but not the views."""
         result = self._learn(batch, BackwardPass(self._encoder))
         return result, self._step(self._learner, learning_rates, result)
 
     def _simultaneous_step(
         self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
     ) -> tuple[StepResult, Tensor]:
-        """Train both players with one forward and one backward: the viewmaker on the gradient of -weight * loss."""
+        """Train encoder and viewmaker with one forward and one backward pass, the viewmaker on -weight * loss."""
         assert self._viewmaker is not None
         result = self._learn(batch, BackwardPass(self._encoder, reversal=adversary.weight, views_learn=True))
         result.metrics["train/viewmaker_loss"] = -adversary.weight * result.loss
@@ -185,9 +186,9 @@ class TrainingStep:
     def _alternating_step(
         self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
     ) -> tuple[StepResult, Tensor]:
-        """Train in the published order: the encoder steps, then the viewmaker, on new views, against the new encoder.
+        """Train in the published order: the encoder steps, then the viewmaker, on new views, with the new encoder.
 
-        Each step of a player is an update of its own. If one is skipped, so are all that follow it.
+        Each step of encoder or viewmaker is an update. If an update is skipped, the later updates are skipped too.
         """
         assert self._viewmaker is not None
         with self._viewmaker.frozen():
@@ -216,9 +217,9 @@ class TrainingStep:
         *,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Let every engine step, or none if `skip` is set or a gradient is not finite; return whether it was skipped.
+        """Let every engine step, or none if `skip` is true or a gradient is not finite. Return whether it was skipped.
 
-        A skipped step also undoes what `_learn` has changed.
+        If the step is skipped, also undoes the changes of `_learn`.
         """
         scale = self.loss_scale.scale
         with stage("optimizer"):
@@ -233,7 +234,7 @@ class TrainingStep:
         return skip
 
     def _learn(self, batch: Batch, spec: BackwardPass) -> StepResult:
-        """Run forward, objective and backward, which leaves the gradients for `_step`."""
+        """Run forward pass, objective and backward pass, which computes the gradients for `_step`."""
         self._snapshot.take()
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
@@ -260,21 +261,21 @@ class TrainingStep:
                 products = [
                     (z_part_BD * z_BD.grad[number::num_parts]).sum()
                     for z_part_BD, z_BD in zip(self._encode(views, spec), (z_a_BD, z_b_BD), strict=True)
-                    if z_BD.grad is not None  # None if the objective does not use that view
+                    if z_BD.grad is not None  # None if the objective does not use this view
                 ]
                 with stage("backward"):
                     spec.engine.backward(torch.stack(products).sum())
         return result
 
     def _two_views(self, batch: Batch, *, first_view: int) -> tuple[Tensor, Tensor]:
-        """Return views number `first_view` and `first_view + 1` of every sample."""
+        """Return the views `first_view` and `first_view + 1` of every sample."""
         with stage("views"):
             inputs = self._to_inputs(batch)
             a, b = (
                 DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
                 for view in (first_view, first_view + 1)
             )
-            # Autocast is for networks only: an expert crop in bfloat16 would lose shades of the picture.
+            # Autocast is only for networks: an expert crop in bfloat16 would lose shades of the picture.
             with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
                 return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
 
@@ -289,10 +290,10 @@ class TrainingStep:
     def _compare(
         self, batch: Batch, views: tuple[Tensor, Tensor], embeddings: tuple[Tensor, Tensor], spec: BackwardPass
     ) -> tuple[StepResult, Tensor]:
-        """Return the result of the objective, and the loss that goes backward: weighted, and scaled for float16."""
+        """Return the result of the objective, and the loss for the backward pass: weighted, and scaled for float16."""
         views_a, views_b = (each.detach() for each in views)
         pair = ViewPair(views_a, views_b, batch.index_B, batch.step, spec.updates_state)
-        with stage("forward"), self._autocast(views_a.device):  # losses leave autocast, a key encoder does not
+        with stage("forward"), self._autocast(views_a.device):  # for a key encoder; losses switch autocast off
             output: ObjectiveOutput = self._objective(*embeddings, pair)
         metrics = {"train/loss": output.loss.detach()}
         metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
@@ -308,7 +309,7 @@ class TrainingStep:
             skipped=skip,
             inputs=partial(self._to_inputs, batch),
             mel=self._mel,
-            bounded=self._mel is None and self._config.views.kind != "random_mask",  # which doubles what it keeps
+            bounded=self._mel is None and self._config.views.kind != "random_mask",  # a random mask doubles values
             views_a_BCHW=result.views_a_BCHW,
             views_b_BCHW=result.views_b_BCHW if batch.inputs_a is batch.inputs_b else None,
             masks_BHW=batch.masks_BHW,
@@ -317,7 +318,7 @@ class TrainingStep:
         )
 
     def _to_inputs(self, batch: Batch) -> InputPair:
-        is_expert_image = self._viewmaker is None and self._mel is None  # its views are float32
+        is_expert_image = self._viewmaker is None and self._mel is None  # expert views of pictures are float32
         dtype = torch.float32 if is_expert_image else self._config.parameter_dtype
 
         def to_input(stored: Tensor) -> Tensor:
@@ -343,6 +344,6 @@ class TrainingStep:
 
 
 def _whole(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Join the parts of both views to the whole batch, in its own order."""
+    """Join the parts of both views to the whole batch, in the order of the batch."""
     a, b = (interleave(of_view) for of_view in zip(*parts, strict=True))
     return a, b

@@ -1,6 +1,6 @@
-"""Log a training: its settings at the start; then metrics, alarms, probe results and pictures.
+"""Log a training: first its settings, then metrics, alarms, probe results and pictures.
 
-Guarantees: every rank makes the same collectives at the same steps. Only the first rank writes.
+Guarantees: every rank calls the same collectives at the same steps. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from trainer.step import StepOutput
 logger = logging.getLogger(__name__)
 
 
-# A config's normalisation that differs more than this from the data's gives a warning; ImageNet's on CIFAR-10 does not.
+# Warns if the normalisation of the config differs more than this from the data. ImageNet's differs less from CIFAR-10.
 _FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 
 
 class TrainingLog:
-    """The log of one training; its clock starts when it is made.
+    """The log of a training. Its clock starts when it is made.
 
     Raises `UserError` if the samples of the probe or of the pictures cannot be read.
     """
@@ -75,7 +75,7 @@ class TrainingLog:
         return self._clock.timed(stream)
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> str:
-        """Log the step on a batch, and return a note for the progress bar; it is empty if the step is not logged.
+        """Log the step on a batch. Return a note for the progress bar, empty if the step is not logged.
 
         Raises `UserError` if too many samples could not be read.
         """
@@ -95,11 +95,11 @@ class TrainingLog:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds since the clock was started."""
+        """Return the seconds since the clock was started."""
         return self._clock.total_seconds
 
     def close(self) -> None:
-        """Close what the first rank writes to."""
+        """Close the files and servers to which the first rank writes."""
         if self._tracker is not None:
             with self._watch.closing_log():
                 self._tracker.close()
@@ -125,7 +125,7 @@ def _open_tracker(config: RunConfig, run_dir: RunDir, start_step: int) -> Tracke
 def _pictures(
     config: RunConfig, training: Training, device: torch.device
 ) -> Callable[[int], StepPictures | None] | None:
-    """Return None in float64, which is for comparing trajectories."""
+    """Return the function of `step_pictures`; None in float64, which is only for comparisons of trajectories."""
     if config.precision == "float64":
         return None
     policy, seed = training.modules.view_policy, config.seed
@@ -141,7 +141,7 @@ def log_start(
     start_step: int,
     num_steps: int,
 ) -> None:
-    """Log what the run is, with advice on settings that are probably a mistake. Only rank 0 logs."""
+    """Log the settings of the run, with advice on probable mistakes. Only rank 0 logs."""
     if rank() > 0:
         return
     sizes = ", ".join(
@@ -179,7 +179,7 @@ def log_start(
     _warn_of_foreign_normalization(config, manifest)
     if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in modules.encoder.modules()):
         logger.info(
-            "batch norm sees micro batches of %d: its statistics, and so the run, depend on memory.micro_batches",
+            "batch norm sees micro batches of %d, so its statistics and the run depend on memory.micro_batches",
             config.global_batch_size // micro_batches,
         )
     if start_step == num_steps:
@@ -189,7 +189,7 @@ def log_start(
 
 
 def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
-    """Log a warning if the config normalises pictures by numbers that are far from those of the train set."""
+    """Log a warning if the mean and std in the config are far from the mean and std of the train set."""
     named, own = config.encoder.normalization, normalization_of(train)
     if named is None or own is None:
         return
@@ -207,6 +207,6 @@ def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
 
 
 def _lacks_bfloat16(capabilities: Mapping[str, bool | int | str]) -> bool:
-    """Return whether an x86 processor emulates products of bfloat16; False for others, where it is not known."""
+    """Return whether an x86 processor emulates products of bfloat16; False for other processors, which may not."""
     instructions = ("avx512_bf16", "amx_bf16")
     return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(name) for name in instructions)
