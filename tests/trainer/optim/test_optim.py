@@ -262,7 +262,7 @@ def test_a_step_that_is_taken_back_was_never_taken(config: OptimizerConfig) -> N
         for skip in skips:
             for parameter, gradient in zip(net.parameters(), gradients(net, number), strict=True):
                 parameter.grad = gradient * (math.nan if skip else 1.0)
-            skipping._step_and_take_back(optimizer.step, tensors, torch.tensor(skip))
+            skipping._step_and_undo(optimizer.step, tensors, torch.tensor(skip))
             number += not skip
         return [tensor.detach() for tensor in tensors]
 
