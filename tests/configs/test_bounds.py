@@ -32,7 +32,7 @@ CONFIGS = (
 
 
 def all_sections(*models: Any) -> list[type[BaseModel]]:
-    """The models, and those of all their sections."""
+    """Return the models and the models of all their sections."""
     found: list[type[BaseModel]] = []
     waiting = list(models)
     while waiting:

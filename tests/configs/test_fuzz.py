@@ -89,7 +89,7 @@ def edits(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def check_taken(config: RunConfig) -> None:
-    """What is taken survives a dump and a parse, in memory and as JSON text."""
+    """Check that a config survives a dump and a parse, in memory and as JSON text."""
     dumped = config.model_dump(mode="json")
     assert RunConfig.parse(dumped, where="again") == config
     again = RunConfig.parse(json.loads(json.dumps(dumped)), where="again")

@@ -75,7 +75,7 @@ def test_the_small_form_differs_in_size_alone(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the docstring of the studies builds, from sources that need no download."""
+    """Build the datasets in the docstring of the studies from sources that need no download."""
     directory = tmp_path_factory.mktemp("small")
     sets = {f"cifar10{ending}": [f"procedural{ending}"] for ending in ("", "_shapes", "_digits", "_letters")}
     sets |= {name: [name, "--source", "procedural"] for name in ("spoken", "noise", "spoken_noise")}

@@ -137,7 +137,7 @@ def test_spoken_digits_are_stored_as_they_were_recorded(fsdd: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_path: Path) -> None:
-    """What is left without the speech is the first or the last second of the recording that the label names."""
+    """A sample minus its speech is the first or the last second of the recording of its label."""
     noise_root, num_points = archive("noise"), 8333
     manifest = build_dataset(
         "spoken_noise", tmp_path / "built", source="fsdd", root=fsdd, split=split, noise_root=noise_root, limit=30

@@ -110,7 +110,7 @@ def test_integers_are_uniform_and_reach_both_ends(high: int) -> None:
 
 
 def test_integers_are_the_leading_bits_of_the_same_hash() -> None:
-    """Of 32 bits; `uniform` is made of 24 of them. So large ranges are covered as evenly as small ones."""
+    """`integers` uses 32 bits and `uniform` 24, so large ranges are covered as evenly as small ranges."""
     numbers = integers(KEYS, 250, 1 << 24, purpose=100)
     assert torch.equal(numbers, (uniform(KEYS, 250, purpose=100).double() * 2**24).to(torch.int64))
     large = integers(KEYS, 250, (1 << 31) - 1, purpose=100)

@@ -47,7 +47,7 @@ def test_no_room_is_one_sentence_even_if_no_file_is_named(
 @pytest.mark.parametrize(
     "error",
     [
-        OSError(errno.EROFS, "Read-only file system"),  # of no file: nobody could mend it
+        OSError(errno.EROFS, "Read-only file system"),  # without a file name, a user cannot mend it
         OSError(errno.EINVAL, "Invalid argument", "file"),
         OSError(errno.EBADF, "Bad file descriptor", "file"),
         FileNotFoundError(errno.ENOENT, "No such file or directory", "file"),

@@ -509,7 +509,7 @@ def test_a_killed_worker_ends_in_an_error(datasets: dict[int, tuple[Path, list[S
 def test_a_worker_killed_while_it_hands_over_a_batch_is_told_alike(
     datasets: dict[int, tuple[Path, list[Sample]]], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """What is raised where the worker's end of the socket is gone; a kill hits that moment by chance only."""
+    """The errors of a broken socket to the worker are raised here directly; a kill at that moment is rare."""
     directory, _ = datasets[3]
 
     def hand_over(_: int) -> Batch:
@@ -608,7 +608,7 @@ def test_a_cache_that_is_too_small_for_the_order_is_refused(tmp_path: Path) -> N
 
 
 def test_a_run_that_was_begun_in_memory_can_be_resumed_in_its_last_epoch(tmp_path: Path) -> None:
-    """What is left is less than an epoch, for which streaming would be enough, but the cache is not."""
+    """Less than an epoch is left, so streaming would be enough, but the cache is too small for it."""
     _, location, config = remote_dataset(tmp_path, num_cached=4)
     begun = stream(location, end_step=20, remote=config, placement="auto")
     resumed = stream(location, start_step=19, end_step=20, remote=config, placement="auto")

@@ -216,7 +216,7 @@ def test_a_fetch_can_be_stopped(server: FaultyServer) -> None:
 
 @pytest.mark.slow
 def test_a_command_ends_in_time_where_its_reader_was_killed(tmp_path: Path) -> None:
-    """The reader is a process that SIGKILL takes: nobody is left to stop what it started."""
+    """SIGKILL ends the reader, so it cannot stop the command that it started."""
     marker = f"86400.{uuid4().int % 10**12}"
     reader = os.fork()
     if reader == 0:

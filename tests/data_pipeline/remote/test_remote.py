@@ -465,7 +465,7 @@ def test_a_shard_in_flight_has_its_room(dataset: Path, tmp_path: Path) -> None:
 
 
 def test_no_file_gets_its_name_while_another_process_counts(dataset: Path, tmp_path: Path) -> None:
-    """It would be under neither name for who lists the one before, and looks at the other after, the renaming."""
+    """A process that lists the new name before the renaming and the old name after it would miss the file."""
     size = (dataset / SHARDS[0]).stat().st_size
     slow = f"pipe:case {{name}} in {SHARDS[0]}) sleep 1;; esac; cat {dataset}/{{name}}"
     shards = RemoteShards(slow, config=cached(tmp_path, num_shards=2.5, dataset=dataset))

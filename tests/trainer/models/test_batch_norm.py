@@ -190,7 +190,7 @@ def trained_in_groups(
     grads: list[Tensor],
     forward: Callable[[nn.Module, list[Tensor]], Tensor],
 ) -> dict[str, Tensor]:
-    """What comes of this rank's part, (S, B, C, H, W), of which each of the S is a batch of its own."""
+    """Run a norm forward and backward on this rank's part, (S, B, C, H, W), which is S separate batches."""
     norm = norm.to(grads[rank()].dtype)
     x = parts[rank()].clone().requires_grad_()
     out = forward(norm, list(x)).view(x.shape)
@@ -241,7 +241,7 @@ def test_gradient_by_finite_differences(num_groups: int) -> None:
 
 
 def compiled(x_BCHW: Tensor) -> tuple[Tensor, Tensor, list[str]]:
-    """What a compiled network gives, what a plain one gives, and where compiling stopped."""
+    """Return the output of a compiled network, of a plain network, and the functions where compiling stopped."""
     torch.manual_seed(0)
     network = synchronize_batch_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()))
     own = x_BCHW + rank()

@@ -14,7 +14,7 @@ from trainer.objectives.health import MAX_PICTURES, effective_rank, embedding_he
 
 
 def random_views(num: int, size: int) -> tuple[Tensor, Tensor]:
-    """Of embeddings that have a mean and some directions more than others."""
+    """Return embeddings of two views, with a mean that is not 0 and different variances along the axes."""
     generator = torch.Generator().manual_seed(0)
     z_BD = 0.5 + torch.randn(num, size, generator=generator) * torch.linspace(0.1, 2, size)
     return z_BD, z_BD + 0.3 * torch.randn(num, size, generator=generator)

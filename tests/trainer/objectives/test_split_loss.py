@@ -84,7 +84,7 @@ def test_twice_the_temperature_as_weight_gives_info_nce_without_the_positive(tem
 
 
 def kept_and_largest(num_samples: int, chunk_size: int | None) -> tuple[int, int]:
-    """Numbers that the forward keeps for the backward, and those of the largest tensor there ever is."""
+    """Return the count of numbers kept for the backward pass, and the count in the largest tensor at any time."""
     z_VBD = related_views(num_samples, 8, dtype=torch.float32).requires_grad_()
     kept: dict[int, int] = {}
 

@@ -182,7 +182,7 @@ def test_noise_on_the_spectrogram_is_normal_and_independent_from_cell_to_cell() 
 
 
 def mask_as_published(is_power_MN: NDArray[np.bool_], rng: np.random.Generator) -> list[int]:
-    """Draw the published mask of bands, then that of frames: each until it changes the spectrogram, four times at most.
+    """Draw the published masks of bands and of frames, each until it changes the spectrogram, at most four times.
 
     Returns the first band, the number of bands, the first frame and the number of frames.
     """

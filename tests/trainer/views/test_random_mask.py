@@ -64,7 +64,7 @@ def test_the_draws_are_what_they_were() -> None:
 
 
 def test_every_value_is_kept_with_probability_one_half_and_independently() -> None:
-    """3,000 pictures: each entry's count, those of neighbours and channels that agree, and how many each keeps."""
+    """Counts over 3,000 pictures: each entry, pairs of neighbours and channels that agree, and entries of a picture."""
     num = 3000
     keep = draw_mask(keys(num), shape=(3, 8, 12))
     entries = keep[0].numel()

@@ -54,7 +54,7 @@ def test_the_waveform_is_changed_first_where_the_config_says_so() -> None:
 
 @pytest.mark.parametrize("waveform", [None, WaveformConfig()])
 def test_sounds_that_are_not_attacked_keep_their_spectrogram(waveform: WaveformConfig | None) -> None:
-    """What is done to the waveform is done to every view."""
+    """The change of the waveform is in every view."""
     keys = DrawKeys(seed=1, epoch=2, index_B=torch.tensor([7, 3, 11]), view=1)
     attacked = attacked_views(keys, rate=0.5)
     assert attacked.sum() == 2

@@ -146,7 +146,7 @@ def test_under_autocast_the_projection_stays_in_float32() -> None:
     assert delta.dtype == views.dtype == deltas.dtype == torch.float32
     assert torch.equal(delta, project(r.float(), budget=0.05))
     assert (deltas.abs().mean(dim=(1, 2, 3)) <= 0.05 * (1 + 1e-6)).all()
-    # The views themselves are near those of float32: the network, not the projection, is what bfloat16 rounds.
+    # The views are close to float32, because bfloat16 rounds only the network and not the projection.
     torch.testing.assert_close(deltas, make().deltas(pictures(4), keys(4)), atol=0.02, rtol=0)
 
 
@@ -381,7 +381,7 @@ def test_what_is_attacked_does_not_depend_on_the_batch() -> None:
 
 @pytest.mark.slow
 def test_the_gradient_comes_from_attacked_views_alone() -> None:
-    """That of the whole batch is that of its attacked rows; and 0, not missing, where no row is attacked."""
+    """The gradient of the whole batch equals that of its attacked rows; it is 0, not missing, if no row is attacked."""
     num = 12
     x, target = pictures(num).double(), torch.rand(num, 3, 32, 32).double()
     attacked = attacked_views(keys(num), rate=0.4)
