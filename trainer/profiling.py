@@ -6,8 +6,8 @@ Code enters a `stage` around its work. The time of an inner stage does not count
 leaving a stage is also a sign of life (see `trainer.fault_tolerance.liveness`).
 
 On the CPU, the clock times a stage. On a GPU, events in its stream time a stage, only in steps that are logged, so that
-nothing waits. There, "read" is the time that the GPU waits for a batch, and communication in parallel to computation
-(DDP's sums) counts only while the computation waits for it.
+nothing waits. There, "read" is the time that the GPU waits for a batch. Communication in parallel to computation (DDP's
+sums) counts only while the computation waits for it.
 """
 
 from __future__ import annotations

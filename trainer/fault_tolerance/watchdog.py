@@ -3,7 +3,7 @@
 The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step, every
 stage and every block of a network gives a sign of life (`trainer.fault_tolerance.liveness`). A small process beside
 each rank, its sidecar, reads the signs (`trainer.fault_tolerance.sidecar`). If they stop and the rank does no work, or
-if the rank is killed, all sidecars report and kill their ranks, so that the launcher ends the job.
+if the rank is killed, all sidecars report and kill their ranks. The launcher then ends the job.
 
 Invariant: a run that gives signs of life is never ended, and a frozen run never waits forever. The limits are in
 `trainer.fault_tolerance.sidecar.SilenceTimer`.

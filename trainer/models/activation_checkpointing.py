@@ -29,9 +29,10 @@ def run_blocks(
 ) -> Tensor:
     """Run `x` through all blocks, one after the other.
 
-    The backward pass computes segments of `checkpointing` blocks again. The recomputation does not change buffers
-    (running statistics of batch norm).
+    The backward pass computes segments of blocks again. The recomputation does not change buffers (running statistics
+    of batch norm).
 
+    checkpointing: the number of blocks in a segment; "whole" for all blocks, "none" for no recomputation.
     random: whether the blocks draw from torch's generators; then their state is restored for the recomputation.
     recompute_context: a function that returns a context for the recomputation, which runs when the context of the
         first forward pass has ended.

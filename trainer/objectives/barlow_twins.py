@@ -1,7 +1,7 @@
 """Barlow Twins (Zbontar et al. 2021): drive the cross-correlation of the two views' embeddings towards the identity.
 
 Statistics are computed over the batch of all ranks. Each rank correlates its own share of the first view's dimensions
-with all dimensions of the second view, which divides time and memory for the matrix by the number of ranks.
+with all dimensions of the second view. This divides time and memory for the matrix by the number of ranks.
 
 Shapes: B pictures of this rank, G pictures of all ranks, D dimensions of an embedding, I dimensions in the share of
 this rank, F = 2 D.

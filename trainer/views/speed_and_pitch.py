@@ -28,7 +28,7 @@ def change_speed(waveforms_BT: Tensor, factor_B: Tensor, *, max_factor: float) -
 
     A sound that becomes shorter is followed by zeros; a sound that becomes longer loses its end. `factor_B` is (B,)
     float64, positive and at most `max_factor`. Equals `torchaudio.functional.speed`, which accepts a factor only if the
-    new rate is a whole number, and whose memory grows with the square of the new rate if the rates have no large common
+    new rate is a whole number. Its memory grows with the square of the new rate if the rates have no large common
     divisor.
     """
     num_points = waveforms_BT.shape[1]

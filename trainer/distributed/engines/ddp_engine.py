@@ -103,7 +103,7 @@ def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Return the mean of a bucket over the ranks, with each number added up in rank order.
 
     After its first step, DDP packs gradients into other buckets. The order in gloo's own sum depends on the position in
-    the bucket, so with that sum, the bits of a restarted run would differ from an uninterrupted run.
+    the bucket. With that sum, the bits of a restarted run would differ from an uninterrupted run.
     """
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(sum_in_rank_order(bucket.buffer()) / world_size())

@@ -143,8 +143,8 @@ class _Piece:
 class DeepSpeedEngine:
     """An `Engine` with DeepSpeed. Stages 2 and 3 send gradients during the backward pass, the others after it.
 
-    The forward pass does not go through DeepSpeed's own engine, which expects one forward pass for each backward pass,
-    because a step has two views and may have two trained modules. DeepSpeed's hooks on the parameters still run. Its
+    The forward pass does not go through DeepSpeed's own engine, which expects one forward pass for each backward pass.
+    A step has two views, and may have two trained modules. DeepSpeed's hooks on the parameters still run. Its
     work at the end of the backward pass is done when gradients are first needed. Stage 3 and offloading also skip steps
     that are not finite by themselves. Parameters are made contiguous, because DeepSpeed does not accept channels_last.
     """
