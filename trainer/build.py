@@ -27,13 +27,13 @@ from trainer.step import TrainingStep
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of one training on this rank, wired together.
+    """The connected parts of a training on this rank.
 
     Attributes:
         modules: the encoder and the view policy, on the training device.
-        objective: on the same device.
-        engines: "encoder"; "viewmaker" if the views are learned; "objective" if the objective itself trains something.
-        step: trains on one batch.
+        objective: the objective, on the same device.
+        engines: "encoder"; "viewmaker" if the views are learned; "objective" if the objective has trained parameters.
+        step: the step that trains on a batch.
     """
 
     modules: TrainedModules
@@ -42,7 +42,7 @@ class Training:
     step: TrainingStep
 
     def learning_rates(self, step: int, *, num_steps: int) -> dict[str, float]:
-        """Return the learning rate of each engine at step `step` (from 0) of `num_steps`."""
+        """Return the learning rate of each engine at a step, from 0, in a run of `num_steps`."""
         config = self.modules.config
         size, optimizers = config.global_batch_size, config.engine_optimizers
         return {
@@ -54,14 +54,14 @@ class Training:
 def build_training(
     config: RunConfig, *, num_samples: int, device: torch.device, normalization: Normalization | None = None
 ) -> Training:
-    """Return an untrained training. Its weights are a function of the config alone.
+    """Return a training before its first step. Its weights depend on the config alone.
 
-    Every rank calls this at the same time.
+    Every rank must call this at the same time.
 
     Args:
-        num_samples: the size of the train set.
-        device: where training happens.
-        normalization: of the train set's pictures; see `build_modules`.
+        num_samples: the number of samples in the train set.
+        device: the training device.
+        normalization: the mean and std of the train set's pictures; see `build_modules`.
     """
     modules = build_modules(config, normalization=normalization).to(device, config.parameter_dtype)
     objective = build_run_objective(config, modules.encoder, num_samples=num_samples, device=device)
@@ -71,7 +71,7 @@ def build_training(
 def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -> Training:
     """Put engines around modules that are on the training device, and return the training.
 
-    Every rank calls this at the same time.
+    Every rank must call this at the same time.
     """
     engines = _build_engines(config, modules.trained_modules, objective)
     if config.compile:

@@ -33,14 +33,14 @@ _CPU = torch.device("cpu")
 
 
 class DataConfig(ReadConfig):
-    """Where the shards are, and how a rank reads them.
+    """The locations of both datasets, and the settings for reading them.
 
     train_dir, test_dir: a directory, `http(s)://...` or `pipe:COMMAND {name}`.
-    overlay: how the overlay is drawn; the train set must have been built for it. "baked" is drawn into the shards, the
-        same at each reading. "online" is drawn from (seed, epoch, sample index): the two views of a sample share one
-        draw, which is new in each epoch. With "online_per_view" each view has a draw of its own, as in the published
-        code that mixes background sounds. Data without an overlay ignore this.
-    sample_rate: of sounds, in points a second, which decides how spectrograms are made; None means pictures.
+    overlay: when the overlay is drawn; the train set must have been built for it. A "baked" overlay was drawn into the
+        shards, so it is equal at each reading. An "online" overlay is drawn from (seed, epoch, sample index): the two
+        views of a sample share one draw, and each epoch has another. With "online_per_view", each view has its own
+        draw, as in the published code that mixes background sounds. Ignored for data without an overlay.
+    sample_rate: the points a second of sounds, which also sets the spectrogram; None means pictures.
     """
 
     train_dir: Line
@@ -54,12 +54,12 @@ class DataConfig(ReadConfig):
 
     @property
     def fetch_seconds(self) -> float:
-        """How long fetching a shard of the train set may take; 0 if the train set is not fetched."""
+        """Return the time that fetching a shard of the train set may take; 0 if the train set is local."""
         return self.remote.file_seconds if is_remote(self.train_dir) else 0.0
 
     @property
     def mel(self) -> MelConfig | None:
-        """The spectrogram of the sounds; None for pictures. Raises `UserError` if their rate has none."""
+        """Return the spectrogram of the sounds; None for pictures. Raises `UserError` if their rate has none."""
         return None if self.sample_rate is None else mel_config(self.sample_rate)
 
 
@@ -105,8 +105,8 @@ def read_agreed_manifests(data: DataConfig) -> Manifests:
     if rank() > 0:
         raise SystemExit(2)
     raise UserError(
-        f"rank {odd[0]} finds other datasets at {data.train_dir} and {data.test_dir} than rank 0; copy the same to "
-        "every machine, or use a directory that all of them share"
+        f"rank {odd[0]} finds other datasets at {data.train_dir} and {data.test_dir} than rank 0; copy the same "
+        "datasets to every machine, or use a directory that all machines share"
     )
 
 

@@ -1,4 +1,4 @@
-"""Check everything before step 0: the data fit the config, and the run directory belongs to it."""
+"""Check before step 0 that the data fit the config, and that the run directory belongs to it."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     check_input_shape(config, height=height, width=width, where=train_dir)
     if config.views.kind == "viewmaker" and config.views.mask != "none" and train.overlay is None:
         raise UserError(
-            f"views.mask={config.views.mask} protects the overlay of a picture, and the pictures of {train_dir} have "
+            f"views.mask={config.views.mask} protects the overlay of a picture, but the pictures of {train_dir} have "
             "none; set views.mask=none, or build a dataset with an overlay"
         )
     asked = "baked" if config.data.overlay == "baked" else "online"
     if train.overlay is not None and train.overlay.drawn != asked:
         raise UserError(
-            f"the overlay of {train_dir} is {train.overlay.drawn} but data.overlay is {config.data.overlay}; "
+            f"the overlay of {train_dir} is {train.overlay.drawn}, but data.overlay is {config.data.overlay}; "
             f"build it with `--overlay {asked}`, or set data.overlay={train.overlay.drawn}"
         )
     if config.data.overlay == "online_per_view" and train.overlay is None:
         raise UserError(
-            f"the samples of {train_dir} have no overlay, which data.overlay=online_per_view draws for each view; set "
-            "data.overlay=online, or build a dataset with an overlay"
+            f"the samples of {train_dir} have no overlay, but data.overlay=online_per_view draws one for each view; "
+            "set data.overlay=online, or build a dataset with an overlay"
         )
     check_batch(config, num_samples=train.num_samples, num_ranks=world_size())
     check_batch_norm(config, height=height, width=width, num_ranks=world_size())
@@ -76,7 +76,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
 
 
 def check_batch(config: RunConfig, *, num_samples: int, num_ranks: int) -> None:
-    """Raise `UserError` unless ranks, micro batches and the parts of split batch norm divide the global batch."""
+    """Raise `UserError` if ranks, micro batches or the groups of split batch norm do not divide the global batch."""
     size, num_parts = config.global_batch_size, config.memory.micro_batches
     check_batch_size(num_samples, global_batch_size=size, world_size=num_ranks)
     if config.encoder.batch_norm == "split":
@@ -89,13 +89,13 @@ def check_batch(config: RunConfig, *, num_samples: int, num_ranks: int) -> None:
     rank_batch_size = size // num_ranks
     if rank_batch_size % num_parts:
         raise UserError(
-            f"memory.micro_batches {num_parts} does not divide the {rank_batch_size} samples that each of {num_ranks} "
-            f"ranks has of a batch; set memory.micro_batches={gcd(rank_batch_size, num_parts)}"
+            f"memory.micro_batches {num_parts} does not divide the {rank_batch_size} samples of a batch on each of "
+            f"{num_ranks} ranks; set memory.micro_batches={gcd(rank_batch_size, num_parts)}"
         )
 
 
 def check_input_shape(config: RunConfig, *, height: int, width: int, where: str) -> None:
-    """Raise `UserError` unless views and encoder take inputs of this size; `where` is the dataset that has them."""
+    """Raise `UserError` if views or encoder do not accept inputs of this size; `where` names their dataset."""
     try:
         check_image_size(config.views, height=height, width=width)
         check_input_size(config.encoder, height=height, width=width)
@@ -106,7 +106,7 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
 
 
 def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: int) -> None:
-    """Raise `UserError` if some batch norm would see a single value in each channel."""
+    """Raise `UserError` if a batch norm would get a single value in each channel."""
     together = config.global_batch_size // config.memory.micro_batches * (2 if config.view_forwards == "one" else 1)
     trunk_rows, head_rows = {
         "synchronized": (together, together),
@@ -117,31 +117,31 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
 
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
-    """Return the height and width of the encoder's input; raise `UserError` if the samples are of another kind."""
+    """Return the height and width of the encoder's input. Raises `UserError` if the samples do not fit the config."""
     where, mel, rate = config.data.train_dir, config.data.mel, config.data.sample_rate
     if train.sample_rate != rate:
         if train.sample_rate is None:
-            raise UserError(f"{where} holds pictures, but data.sample_rate={rate} says sounds; set it to null")
+            raise UserError(f"{where} holds pictures, but data.sample_rate={rate} is for sounds; set it to null")
         if rate is None:
             raise UserError(
-                f"{where} holds sounds, but this config is of pictures; take a recipe of sounds, with "
+                f"{where} holds sounds, but this config is for pictures; use a recipe for sounds, with "
                 f"data.sample_rate={train.sample_rate}"
             )
         raise UserError(
-            f"{where} holds sounds of {train.sample_rate} points a second but data.sample_rate is {rate}; "
+            f"{where} holds sounds of {train.sample_rate} points a second, but data.sample_rate is {rate}; "
             f"set data.sample_rate={train.sample_rate}"
         )
     if mel is not None:
         if train.input_shape != (mel.num_points,):
             raise UserError(
-                f"{where} holds sounds of {train.input_shape[0]} points but the spectrogram takes {mel.num_points}; "
+                f"{where} holds sounds of {train.input_shape[0]} points, but the spectrogram needs {mel.num_points}; "
                 "build them again"
             )
         return mel.num_mels, mel.num_frames
     num_channels, height, width = train.input_shape
     if num_channels != config.encoder.in_channels:
         raise UserError(
-            f"{where} holds pictures of {num_channels} channels but encoder.in_channels is "
+            f"{where} holds pictures of {num_channels} channels, but encoder.in_channels is "
             f"{config.encoder.in_channels}; set encoder.in_channels={num_channels}"
         )
     return height, width
@@ -158,7 +158,7 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
     try:
         held = _claim(run_dir, config)
     except OSError as error:
-        if error.errno == errno.ENOSPC:  # which has an error message of its own
+        if error.errno == errno.ENOSPC:  # `storage_problem` has a message for it
             raise
         raise UserError(
             f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another --run-dir"
@@ -176,9 +176,9 @@ def check_resumed(
 ) -> bool:
     """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
 
-    The position of a run is its step. So with new data, the epoch, the order and the learning rate are those that the
-    new data have at this step. Raises `UserError` if the new data were not accepted, or if a run on them would have
-    ended before this step.
+    The position of a run is its step. With new data, the run therefore goes on with the epoch, the order and the
+    learning rate of the new data at this step. Raises `UserError` if the new data were not accepted, or if a run on
+    them would have ended before this step.
     """
     is_new = check_same_data(
         run_dir,
@@ -194,8 +194,8 @@ def check_resumed(
     if found.step > num_steps:
         raise UserError(
             f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_dir} "
-            f"its {config.num_epochs} epochs end at step {num_steps}; put back the dataset that it was trained with, "
-            "or pass another --run-dir"
+            f"its {config.num_epochs} epochs end at step {num_steps}; put the old dataset back, or pass another "
+            "--run-dir"
         )
     return is_new
 
@@ -208,15 +208,15 @@ def resume(
     *,
     accepted_data: Collection[str],
 ) -> Restored:
-    """Load the newest whole checkpoint into a training, and check that it fits the data. Every rank calls this.
+    """Load the newest whole checkpoint into a training, and check that it fits the data. Every rank must call this.
 
-    `claim` has checked the newest checkpoint; if that is damaged, this loads an older one. Raises as `restore` and
-    `check_resumed` do.
+    `claim` has checked the newest checkpoint; if its files are damaged, this loads an older one. Raises like `restore`
+    and `check_resumed`.
     """
     restored = restore(run_dir, training.engines, training.objective, extra=training.step.loss_scale.state())
     if on_first_rank(lambda: check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
         logger.warning(
-            "the data were replaced after step %d, and you accepted the new ones: going on with them", restored.step
+            "the data were replaced after step %d: going on with the new data, which you accepted", restored.step
         )
     return restored
 
@@ -227,7 +227,7 @@ def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
         if keys:
             raise UserError(
                 f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
-                "pass another --run-dir, or remove that one"
+                "pass another --run-dir, or remove this one"
             )
     elif run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
         raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another --run-dir")

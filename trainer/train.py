@@ -4,7 +4,8 @@
 
 Reads a RunConfig; writes checkpoints and metrics into a run directory. A run that was killed goes on from its newest
 checkpoint with the same batches and the same random draws.
-Guarantees: one config in a run directory; results that do not depend on the number of ranks.
+
+Guarantees: a run directory has one config, and results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ def train(
 ) -> None:
     """Train to the end of the config, or go on from the newest checkpoint in `run_dir`.
 
-    Every rank calls this once the process group is there. `accepted_data` is that of `claim`.
+    Every rank must call this after the process group is made. `accepted_data` has the meaning of `claim`.
 
     Raises:
-        UserError: the input cannot be trained on.
-        StoppedError: a signal to some rank asked all ranks to save and stop; see `trainer.fault_tolerance.preemption`.
+        UserError: if training is not possible with this input.
+        StoppedError: if a signal to some rank asked all ranks to save and stop; see
+            `trainer.fault_tolerance.preemption`.
     """
     manifests = read_agreed_manifests(config.data)
     take = partial(claim, run_dir, config, manifests, accepted_data=accepted_data)
@@ -128,7 +130,7 @@ def _train(
             checkpoints.close()
     log.close()
     if num_done < num_steps:
-        # Not by an exception, which would keep DDP alive until after its process group: taking that down would hang.
+        # Not by an exception: it would keep DDP alive until its process group is destroyed, which would then hang.
         return counters.saved_step
     if rank() == 0:
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(log.total_seconds, 1))

@@ -105,12 +105,12 @@ def test_two_datasets_of_different_shapes(train: Run, data: Path, tmp_path: Path
         (
             "debug:image",
             [],
-            "{} holds sounds, but this config is of pictures; take a recipe of sounds, with data.sample_rate=8000",
+            "{} holds sounds, but this config is for pictures; use a recipe for sounds, with data.sample_rate=8000",
         ),
         (
             "debug:audio",
             ["data.sample_rate=48000"],
-            "{} holds sounds of 8000 points a second but data.sample_rate is 48000",
+            "{} holds sounds of 8000 points a second, but data.sample_rate is 48000",
         ),
         ("debug:audio", ["data.sample_rate=44100"], "no spectrogram is defined for sounds of 44100 points a second"),
         ("debug:audio", ["views.kind=expert_image"], 'views of kind "expert_image" are for pictures, not for sounds'),
@@ -138,7 +138,7 @@ def test_sounds_that_do_not_fit_the_config(
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        ("debug:audio", [], "{}/train holds pictures, but data.sample_rate=8000 says sounds; set it to null"),
+        ("debug:audio", [], "{}/train holds pictures, but data.sample_rate=8000 is for sounds; set it to null"),
         ("debug:image", ["views.kind=spectral"], 'views of kind "spectral" are for sounds, not for pictures'),
         ("debug:viewmaker", ["views.waveform={}"], "set views.waveform=null"),
     ],

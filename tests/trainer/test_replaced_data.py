@@ -124,7 +124,7 @@ def test_replaced_data_are_refused_and_a_named_replacement_is_accepted(
         go_on(run_dir, config, before.name, "0" * 12)
 
     go_on(run_dir, config, "0" * 12, name)
-    assert "the data were replaced after step 2, and you accepted the new ones" in caplog.text
+    assert "the data were replaced after step 2: going on with the new data, which you accepted" in caplog.text
     now = read_manifests(config.data).identity
     found = newest_state(run_dir)
     assert found.run is not None
