@@ -89,7 +89,7 @@ def test_an_overlay_drawn_otherwise_than_the_recipe_says(train: Run, tmp_path: P
     test_dir = write_tiny_dataset(tmp_path / "test", num_samples=20, overlay=built)
     sets = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", f"data.overlay={asked}"]
     error = train("--config", "debug:image", *(word for value in sets for word in ("--set", value)))
-    assert f"the overlay of {train_dir} is {built} but data.overlay is {asked}" in error
+    assert f"the overlay of {train_dir} is {built}, but data.overlay is {asked}" in error
     assert f"data.overlay={built}" in error
 
 
