@@ -21,7 +21,10 @@ from trainer.objectives.objective import BaseObjectiveConfig, Objective, Objecti
 
 
 class BarlowTwinsConfig(BaseObjectiveConfig):
-    """`off_diagonal_weight`: the weight of a squared correlation of two different dimensions."""
+    """The config of Barlow Twins.
+
+    off_diagonal_weight: the weight of the squared correlation of two different dimensions.
+    """
 
     kind: Literal["barlow_twins"] = "barlow_twins"
     off_diagonal_weight: PositiveFactor = 5e-3

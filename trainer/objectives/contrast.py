@@ -28,7 +28,11 @@ _SHORTEST = 1e-12  # a shorter vector is divided by this, so it stays short, lik
 
 
 class ContrastiveConfig(BaseObjectiveConfig):
-    """`chunk_size`: rows of a tile of the similarity matrix, for memory linear in the batch. None: the whole matrix."""
+    """The base of the configs with a temperature.
+
+    chunk_size: the rows of a tile of the similarity matrix, for memory linear in the batch. None computes the whole
+        matrix at once.
+    """
 
     temperature: Temperature
     chunk_size: BatchSize | None = None

@@ -22,7 +22,7 @@ from trainer.objectives.objective import BaseObjectiveConfig, Objective, Objecti
 
 
 class InfoNCEConfig(BaseObjectiveConfig):
-    """InfoNCE of unit embeddings at temperature 1 with one negative for each sample; it has no settings."""
+    """The config of InfoNCE with unit embeddings, temperature 1 and one negative for each sample; no settings."""
 
     kind: Literal["info_nce"] = "info_nce"
 

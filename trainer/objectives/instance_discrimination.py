@@ -32,7 +32,11 @@ _MAX_ENTRIES = 1 << 22  # entries in memory at once, of the matrix of pictures t
 
 
 class InstanceDiscriminationConfig(BaseObjectiveConfig):
-    """`momentum` is the share of the old row in the new one; `num_negatives` rows are drawn anew at each step."""
+    """The config of instance discrimination.
+
+    num_negatives: the number of rows that are drawn for each picture at each step.
+    momentum: the share of the old row in the new row.
+    """
 
     kind: Literal["instance_discrimination"] = "instance_discrimination"
     temperature: Temperature = 0.07

@@ -19,7 +19,10 @@ from trainer.objectives.objective import BaseObjectiveConfig, Objective, Objecti
 
 
 class LinearLossConfig(BaseObjectiveConfig):
-    """`divergence_weight`: the weight of the similarity with negatives; 1 is the limit of InfoNCE."""
+    """The config of the linear loss.
+
+    divergence_weight: the weight of the similarity with negatives; 1 is the limit of InfoNCE.
+    """
 
     kind: Literal["linear"] = "linear"
     divergence_weight: PositiveFactor = 1.0

@@ -33,7 +33,7 @@ _ORDER_PURPOSE = 200  # `purpose` in `data_pipeline.core.counter_rng`
 
 
 class MoCoConfig(BaseObjectiveConfig):
-    """Settings of MoCo.
+    """The config of MoCo.
 
     momentum: the share of the old weights at every step of the key encoder towards the encoder. The symmetric form
         takes two such steps in each training step.

@@ -18,7 +18,7 @@ from trainer.objectives.objective import BaseObjectiveConfig, Objective, Objecti
 
 
 class SimSiamConfig(BaseObjectiveConfig):
-    """Settings of SimSiam.
+    """The config of SimSiam.
 
     predictor: the network from embeddings to predictions; its batch norm is over the batch of all ranks.
     predictor_rate: "of_encoder" follows the encoder's learning rate. "constant" keeps the encoder's first learning rate

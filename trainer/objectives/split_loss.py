@@ -24,7 +24,7 @@ Negatives = Literal["second_view", "both_views"]
 
 
 class SplitLossConfig(BaseObjectiveConfig):
-    """Settings of the split loss.
+    """The config of the split loss.
 
     Attributes:
         temperature: the temperature of the divergence.
