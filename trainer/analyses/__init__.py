@@ -1,7 +1,7 @@
-"""Analyses: figures and numbers that explain an accuracy, made from the run directory alone.
+"""Analyses make figures and numbers that explain an accuracy, from the run directory alone.
 
-In: run directories. Out: RUN_DIR/analysis/NAME.json and NAME.png; and a quick classifier if an analysis needs one and
-the probe left none.
+Input: run directories. Output: RUN_DIR/analysis/NAME.json and NAME.png, and a quick classifier if an analysis needs one
+and there is no probe.
 
 Invariants: an analysis never changes the run's checkpoints, and it draws nothing from global random state.
 """

@@ -1,4 +1,4 @@
-"""Do views of a sample stay together, and classes apart? Quantities of Wang and Isola (2020) and Huang et al. (2023).
+"""Measure if views of a sample stay together and classes apart (Wang and Isola 2020; Huang et al. 2023).
 
 All quantities are of unit vectors: the embeddings that the objective compares, and the pooled features below the head.
 Class centres are means over views of train samples. Everything else is measured on test samples.
@@ -48,9 +48,9 @@ class AlignmentConfig(Schema):
 class ClassCentres(Schema):
     """The centres of a label's classes.
 
-    `divergence` is the largest inner product of two centres, None for a single class. `centre_norm` is the least length
-    of a centre. `nearest_centre_accuracy` is the accuracy on test samples without views if each gets the class of the
-    nearest centre.
+    divergence: the largest inner product of two centres; None for a single class.
+    centre_norm: the smallest length of a centre.
+    nearest_centre_accuracy: the accuracy on test samples without views if each gets the class of the nearest centre.
     """
 
     divergence: Measured
@@ -63,10 +63,11 @@ class ClassCentres(Schema):
 class SpaceResult(Schema):
     """The quantities in one space.
 
-    `alignment` is the mean squared distance of two views of a sample: 0 if they coincide, 2 for independent directions.
-    `uniformity` and `effective_rank` are defined as in the training log, over one view of each sample. `r_epsilon` is
-    the share of samples with two views farther apart than each of the config's epsilons. All are None if features are
-    not finite.
+    alignment: the mean squared distance of two views of a sample: 0 if they coincide, 2 for independent directions.
+    uniformity, effective_rank: as in the training log, over one view of each sample.
+    r_epsilon: for each epsilon of the config, the share of samples with two views farther apart than that.
+
+    All are None if features are not finite.
     """
 
     alignment: Measured

@@ -1,4 +1,4 @@
-"""An analysis as the command `python -m trainer.analyze` runs it: settings, and a function that writes files."""
+"""The form of an analysis for the command `python -m trainer.analyze`: settings, and a function that writes files."""
 
 from __future__ import annotations
 

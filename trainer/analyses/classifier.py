@@ -1,8 +1,8 @@
-"""The linear classifier of a run, for analyses of what an encoder's features say about single samples.
+"""Find or fit the linear classifier of a run, for analyses that ask which class the features of a sample show.
 
-The heads are the ones that the probe saved with the checkpoint. If there are none, quick heads are fitted by the same
-procedure, on cached features of a part of the train set, and saved in their place. Analyses use the encoder in eval
-mode, so heads that the probe fitted in train mode (batch_norm "train") do not count.
+The heads are those that the probe saved with the checkpoint. If there are none, quick heads are fitted by the same
+procedure, on cached features of a part of the train set. They are saved under the same name. Analyses use the encoder
+in eval mode, so they never use heads that the probe fitted in train mode (batch_norm "train").
 
 Shapes: N samples, B batch, F features of a sample.
 """
@@ -34,7 +34,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
     Raises `UserError` if the file is damaged, or if its heads do not fit this train set and encoder.
     """
     run, in_train_mode = loaded.run_dir.path, loaded.modules.config.probe.batch_norm == "train"
-    # In such a run heads.safetensors was fitted in train mode; `trainer.probe` gives the others these names.
+    # In such a run heads.safetensors was fitted in train mode. `trainer.probe --batch-norm eval` writes the other name.
     name, command = ("heads-batch_norm_eval", f"{run} --batch-norm eval") if in_train_mode else ("heads", f"{run}")
     path = loaded.run_dir.probes(loaded.modules.step) / f"{name}.safetensors"
     if not path.is_file():

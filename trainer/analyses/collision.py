@@ -1,8 +1,8 @@
-"""How fast does a transform, used again and again, make different pictures alike? (Tamkin et al. 2022, appendix B)
+"""Measure how fast a transform that is used repeatedly makes pictures alike (Tamkin et al. 2022, appendix B).
 
-A transform that keeps the content of a picture could be used without end. Here each expert transform alone, and the
-whole policy, is applied k times to test pictures, each time with new draws. The distances of the results are compared
-with the distances of the pictures themselves.
+A transform that keeps the content of a picture could be used without end. The analysis applies each expert transform
+alone, and the whole policy, k times to test pictures, each time with new draws. It compares the distances between the
+results with the distances between the pictures themselves.
 
 Shapes: N pictures, C channels, H height, W width.
 """
@@ -55,8 +55,9 @@ class CollisionConfig(Schema):
 class Collision(Schema):
     """One transform after each of the result's `uses`.
 
-    `relative_distance` is the mean distance of two pictures over the mean before any use, `near_share` the share of
-    pairs that are near. `uses_to_half` is the first of `uses` at which the distance has halved; None: never.
+    relative_distance: the mean distance of two pictures over the mean before any use.
+    near_share: the share of pairs that are near.
+    uses_to_half: the first of `uses` at which the distance has halved; None: never.
     """
 
     relative_distance: tuple[float, ...]
@@ -65,7 +66,7 @@ class Collision(Schema):
 
 
 class CollisionResult(Schema):
-    """analysis/collision.json. `policy` are the transforms: the run's own expert views, or the default ones."""
+    """analysis/collision.json. `policy` holds the transforms: the run's own expert views, or the default ones."""
 
     config: CollisionConfig
     seed: int
@@ -116,9 +117,9 @@ ANALYSIS = of_each_run(CollisionConfig, analyze_collision)
 def collide(
     policy: ViewFunction, images_NCHW: Tensor, index_N: Tensor, *, uses: tuple[int, ...], near: float, seed: int
 ) -> Collision:
-    """Apply a policy to pictures (N, C, H, W) as often as the last of `uses`, ascending from 0, and compare at each.
+    """Apply a policy repeatedly to pictures (N, C, H, W), and compare them after each number of `uses`.
 
-    Distances are Euclidean, of all pairs of different pictures. Use k is drawn as in epoch k.
+    `uses` ascends from 0. Distances are Euclidean, of all pairs of different pictures. Use k has the draws of epoch k.
     """
     start = torch.pdist(images_NCHW.flatten(1)).mean()
     relative, shares = [], []

@@ -1,4 +1,4 @@
-"""How much do augmentations bring the pictures of a class together? The (sigma, delta) of Huang et al. (2023).
+"""Measure how much augmentations bring the pictures of a class together: (sigma, delta) of Huang et al. (2023).
 
 The distance of two pictures under augmentations is the distance of their nearest views. Augmentations are (sigma,
 delta) if every class has a share sigma of its pictures within delta of one another. Such pictures form a clique in the
@@ -70,8 +70,9 @@ class Concentration(Schema):
 class ConcentrationResult(Schema):
     """analysis/concentration.json.
 
-    `pairs` maps letters to results. `order` has for each delta the pairs from the smallest 1 - sigma (greedy clique,
-    mean of the classes) to the largest. `ad_is_lowest` is the paper's claim at each delta; None if all pairs are equal.
+    pairs: the results by the letters of a pair.
+    order: for each delta the pairs from the smallest 1 - sigma (greedy clique, mean of the classes) to the largest.
+    ad_is_lowest: for each delta, if the paper's claim holds; None if all pairs are equal.
     """
 
     config: ConcentrationConfig
@@ -166,7 +167,7 @@ def sigma_bounds(near_KNN: Tensor) -> SigmaBounds:
 def _greedy_clique_sizes(edges_KNN: Tensor) -> Tensor:
     """Return the size of the best of N greedy cliques of each graph, one from every vertex.
 
-    Each step takes the candidate with most candidates among its neighbours.
+    Each step takes the candidate that has the most candidates among its neighbours.
     """
     K, N, _ = edges_KNN.shape
     weight_KNN, graph_K1 = edges_KNN.float(), torch.arange(K, device=edges_KNN.device)[:, None]
@@ -209,7 +210,7 @@ def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
 
 
 def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
-    """Return rows (K, N) of `num` pictures of each base class, or of as many as the smallest class has."""
+    """Return rows (K, N) of `num` pictures of each base class; fewer if the smallest class has fewer."""
     label_N, names = pictures.label_base_N, pictures.class_names("base")
     by_class = [(label_N == number).nonzero()[:, 0] for number in range(len(names))]
     num = min(num, *(len(rows_N) for rows_N in by_class))

@@ -1,8 +1,8 @@
-"""The dip test: does a sample have more than one mode? (Hartigan and Hartigan 1985)
+"""The dip test, which detects if a sample has more than one mode (Hartigan and Hartigan 1985).
 
-The dip is the largest distance between the empirical distribution function and the nearest unimodal one, which is
-convex up to its mode and concave after it. It is about 1 / sqrt(n) for one mode, and up to 1/4 for two. It assumes no
-shape. Coefficients of skewness and kurtosis, in contrast, mistake one skewed mode for two.
+A unimodal distribution function is convex up to its mode and concave after it. The dip is the distance of the empirical
+function from the nearest unimodal one. It is about 1 / sqrt(n) for one mode, and up to 1/4 for two. It assumes no
+shape, unlike coefficients of skewness and kurtosis, which mistake one skewed mode for two.
 
 Shapes: N numbers, K distinct ones, D draws.
 """
@@ -23,9 +23,9 @@ Floats = NDArray[np.float64]
 def dip(x_N: Floats) -> float:
     """Return the dip of numbers (N,) in any order, equal ones allowed; at least 1 / (2 N).
 
-    The algorithm is Hartigan's (1985). An interval around the mode starts as the whole sample. It shrinks to where the
-    greatest convex minorant and the least concave majorant of the empirical function are farthest apart, as long as
-    that distance exceeds their distance from the function outside.
+    The algorithm is Hartigan's (1985). An interval around the mode starts as the whole sample. It shrinks towards the
+    point at which the greatest convex minorant and the least concave majorant of the empirical function are farthest
+    apart. It stops when that distance no longer exceeds their distance from the function outside of the interval.
 
     Raises:
         ValueError: if there are no numbers, or one is not finite.

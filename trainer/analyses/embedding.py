@@ -1,4 +1,4 @@
-"""A map of the features, coloured by each label: do they form clusters, and of which label?
+"""Draw a map of the features, coloured by each label, to see if they form clusters, and of which label.
 
 The picture is t-SNE (van der Maaten and Hinton 2008) or UMAP (McInnes et al. 2018). Compare runs by the number: the
 silhouette of each label (Rousseeuw 1987) in the space of the features, from -1 to 1, where 0 means no clusters.
@@ -45,8 +45,8 @@ class EmbeddingConfig(Schema):
 class EmbeddingResult(Schema):
     """analysis/embedding.json.
 
-    `silhouette` is of unit features, `silhouette_of_map` of the points of the picture; None if a label has a single
-    class among the samples.
+    silhouette: by label, of the unit features; None for a label with a single class among the samples.
+    silhouette_of_map: the same for the points of the picture.
     """
 
     config: EmbeddingConfig

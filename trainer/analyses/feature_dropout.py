@@ -1,4 +1,4 @@
-"""How often the views of one run destroy a feature that the encoder of another can read (Tamkin et al. 2022).
+"""Measure how often the views of one run destroy a feature that another encoder can read (Tamkin et al. 2022).
 
 Each run's policy makes one view of each of some test samples. Every run's encoder and linear classifier then give the
 probability of the right class. A policy that drops a feature completely leaves two groups of views: probabilities near
@@ -56,9 +56,11 @@ class FeatureDropoutConfig(Schema):
 class Probabilities(Schema):
     """The distribution of probabilities of the right class over [0, 1].
 
-    `histogram` has the share of each of equally wide bins. `dip_p` is the probability of so large a dip with one mode.
-    `tails_exceed_middle`: the shares below 0.1 and above 0.9 both exceed the share of any tenth between. All are None
-    if a probability is not finite, as for views of a diverged viewmaker.
+    histogram: the shares of bins of equal width.
+    dip_p: the probability of a dip at least this large if there is one mode.
+    tails_exceed_middle: if the shares below 0.1 and above 0.9 both exceed the share of every tenth between.
+
+    All are None if a probability is not finite, as for views of a diverged viewmaker.
     """
 
     histogram: tuple[Measured, ...]
@@ -73,9 +75,9 @@ class Probabilities(Schema):
 class JudgedRun(Schema):
     """A run with its policy and its classifier.
 
-    `accuracy` and `without_views` are of the examples without views, by label: compare the histogram of views with
-    them. `selectivity_box` and `selectivity_object` are the policy's mean absolute change inside the box of the drawn
-    object, or on its pixels, over the mean change of the whole picture; None for sounds and if nothing was drawn.
+    accuracy, without_views: of the examples without views, by label. Compare the histograms of views with these.
+    selectivity_box, selectivity_object: the policy's mean absolute change inside the box of the drawn object, or on its
+        pixels, over the mean change of the whole picture; None for sounds and if nothing was drawn.
     """
 
     name: str
@@ -217,7 +219,7 @@ def _judge(
     seed: int,
     progress: Progress,
 ) -> tuple[JudgedRun, list[Judgement]]:
-    """Judge one policy's views by every run, and describe the policy's own run."""
+    """Return the judgements of every run on one policy's views, and a description of the policy's own run."""
     loaded = policy.loaded
     labels = {
         space: loaded.test.labels(space)[rows_N].to(loaded.device)
@@ -278,13 +280,13 @@ def _judge(
 
 
 def _names(loaded_runs: Sequence[LoadedRun]) -> list[str]:
-    """Return the names in the configs, or the directories if two runs have the same name."""
+    """Return the names in the configs, or the directories if two runs share a name."""
     names = [loaded.modules.config.name for loaded in loaded_runs]
     return names if len(set(names)) == len(names) else [str(loaded.run_dir.path) for loaded in loaded_runs]
 
 
 def _figure(result: FeatureDropoutResult) -> bytes:
-    """Draw a histogram for each policy (row) and judge (column), with both labels and the judge's without views."""
+    """Draw a histogram for each policy (row) and judge (column), of both labels, and of samples without views."""
     names = [run.name for run in result.runs]
     by_place = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
     spaces = [space for space in LABEL_SPACES if (names[0], names[0], space) in by_place]

@@ -1,8 +1,9 @@
-"""What do the features of an encoder respond to, and how sparsely? Figures 1 to 4 of Wen and Li (2021), in numbers.
+"""Measure the sparsity of features and their dependence on colour: figures 1 to 4 of Wen and Li (2021), in numbers.
 
-They find that augmentations which hide colour make few features fire on a picture; features see shapes, and pictures of
-a class lie together. Without such augmentations features fire densely and follow the colour of the whole picture. The
-figure shows pictures that drive some features most, found by gradient ascent on the pixels (Erhan et al. 2009).
+The paper finds that with augmentations that hide colour few features fire on a picture. Features then see shapes, and
+pictures of a class lie together. Without such augmentations features fire densely and follow the colour of the whole
+picture. The figure shows pictures that drive some features most, found by gradient ascent on the pixels (Erhan et al.
+2009).
 
 Shapes: N pictures, B batch, C channels of the trunk's last map, H by W its pixels, F features chosen to be shown.
 """
@@ -46,10 +47,13 @@ class FiltersConfig(Schema):
 class Sparsity(Schema):
     """Sparsity of the map before pooling; values below 0 count as 0.
 
-    `active_share` is the share of values above 0. `treves_rolls` is 1 - (mean)^2 / mean of squares (Rolls and Tovee
-    1995), `hoyer` is Hoyer's measure (2004). Both are of the values of a picture, from 0 (all equal) to nearly 1 (a
-    single one), as means over the pictures. `dead_share` is the share of channels that fire on no picture. All are None
-    if the map is not finite.
+    active_share: the share of values above 0.
+    treves_rolls: 1 - (mean)^2 / mean of squares (Rolls and Tovee 1995).
+    hoyer: Hoyer's measure (2004).
+    dead_share: the share of channels that fire on no picture.
+
+    `treves_rolls` and `hoyer` are means over pictures; each is from 0 (all values equal) to nearly 1 (a single value).
+    All are None if the map is not finite.
     """
 
     active_share: Measured
@@ -61,10 +65,10 @@ class Sparsity(Schema):
 class FiltersResult(Schema):
     """analysis/filters.json.
 
-    `colour_r2` is the share of the pooled features' variance that a linear function of the picture's mean colour
-    explains. `shown` are the channels of the figure, the most varying first. `gain` is the value to which each was
-    driven over its highest value on a real picture. `colourfulness` is the share of the found picture's contrast that
-    lies between colours and not between light and dark.
+    colour_r2: the share of the pooled features' variance that a linear function of the picture's mean colour explains.
+    shown: the channels of the figure, those that vary most first.
+    gain: for each of them, its value on the found picture over its highest value on a real picture.
+    colourfulness: the share of the found picture's contrast that lies between colours, not between light and dark.
     """
 
     config: FiltersConfig
@@ -168,9 +172,9 @@ def activating_pictures(
 ) -> Tensor:
     """Find pictures (F, C, H, W) in [0, 1], each of which drives one channel of `pooled`.
 
-    Runs Adam on the pixels' logits. It starts from the one of `NUM_STARTS` cloudy pictures that drives the channel
-    most, because a picture that does not drive it gives no gradient. Each step shifts all pictures by some pixels.
-    Otherwise they would become patterns of single pixels. The result is on the device of `channels_F`.
+    Runs Adam on the pixels' logits. It starts from that of `NUM_STARTS` cloudy pictures which drives the channel most,
+    because a picture that does not drive it gives no gradient. Each step shifts all pictures by some pixels; otherwise
+    they would become patterns of single pixels. The result is on the device of `channels_F`.
     """
     draw = generator(seed, "activating pictures")
     clouds = torch.from_numpy(draw.standard_normal((NUM_STARTS, shape[0], 4, 4))).float()

@@ -38,8 +38,9 @@ CPU = torch.device("cpu")
 class AnalysisOptions:
     """Options of an analysis.
 
-    `step`: the checkpoint (None: the newest; 0: untrained). `seed`: the seed of all draws (None: the run's own).
-    `allow_pipe`: run a `pipe:` location that the run's config names.
+    step: the checkpoint (None: the newest; 0: untrained).
+    seed: of all draws (None: the seed of the run).
+    allow_pipe: execute the `pipe:` locations in the run's config.
     """
 
     step: int | None = None
@@ -69,7 +70,7 @@ class LoadedRun:
         return self._checked(read_pictures(data.test_dir, read=data), "test", location=data.test_dir)
 
     def _checked(self, pictures: Pictures, which: Literal["train", "test"], *, location: str) -> Pictures:
-        """Return the pictures, and warn if their dataset is not the one of the training."""
+        """Return the pictures. Prints a warning if their dataset is not the one of the training."""
         sha256 = pictures.manifest.sha256
         if warning := other_data(self.modules.trained_on, which=which, sha256=sha256, location=location):
             print(f"warning: {warning}", file=sys.stderr)
@@ -89,7 +90,7 @@ def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
 def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: str) -> tuple[RunConfig, Pictures]:
     """Return the config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
 
-    Raises `UserError` if they are sounds (`what_for` begins that sentence) or not square.
+    Raises `UserError` if they are sounds (the message begins with `what_for`) or not square.
     """
     config = read_run_config(run_dir, allow_pipe=options.allow_pipe)
     test = read_pictures(config.data.test_dir, read=config.data)
@@ -103,7 +104,7 @@ def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: s
 
 
 def refuse_sounds(pictures: Pictures, run_dir: RunDir, *, what_for: str) -> None:
-    """Raise `UserError` if the pictures are spectrograms; `what_for` begins the sentence."""
+    """Raise `UserError` if the pictures are spectrograms; the message begins with `what_for`."""
     if pictures.are_sounds:
         raise UserError(
             f"{what_for} needs pictures, but the samples of {run_dir.path} are sounds; pass a run on pictures"

@@ -1,10 +1,10 @@
-"""The effect of a view policy on pictures: a grid to look at, and the size of the change on the drawn object.
+"""Show the effect of a view policy on pictures: a grid to look at, and the size of the change on the drawn object.
 
 The pictures of sounds are their spectrograms; changes are then in units of the normalised spectrogram.
 
-A viewmaker that has learned to destroy the object spends its budget there. Its *selectivity*, the mean absolute change
-inside the object's box over the mean change of the whole picture, then exceeds 1 (cf. the difference images of Tamkin
-et al. 2022).
+The *selectivity* is the mean absolute change inside the object's box over the mean change of the whole picture. If a
+viewmaker has learned to destroy the object, it spends its budget there, and the selectivity exceeds 1 (compare the
+difference images of Tamkin et al. 2022).
 
 Shapes: N pictures, B batch, C channels, H height, W width.
 """
@@ -36,10 +36,13 @@ class ViewsAnalysisConfig(Schema):
 class ViewsResult(Schema):
     """RUN_DIR/analysis/views.json.
 
-    Changes are mean |view - picture| over the first `num_pictures` test pictures, one view each, in [0, 1] units or
-    those of the normalised spectrogram. `object` is the drawn pixels, `box` the tight box around them; None for sounds
-    and if nothing was drawn. A change is None if a view is not finite, as after a viewmaker has diverged. `shown` are
-    the dataset indices of the grid.
+    change: the mean of |view - picture| over the first `num_pictures` test pictures, with one view each. Its unit is
+        the range from black to white, or that of the normalised spectrogram.
+    change_in_object, change_in_box: on the drawn pixels, and in the tight box around them; None for sounds and if
+        nothing was drawn.
+    shown: the dataset indices of the grid.
+
+    All changes are None if a view is not finite, as after a viewmaker has diverged.
     """
 
     checkpoint_step: int

@@ -1,7 +1,7 @@
-"""Probes: how well can a label be predicted from the features of a frozen encoder?
+"""Probes measure how well a label can be predicted from the features of a frozen encoder.
 
-In: a trained encoder, its view policy, and every sample of the train and test shards once; during training, some of
-them. Out: for each label the accuracy of a linear probe and of a kNN vote, the trained heads, and curves over
+Input: a trained encoder, its view policy, and every sample of the train and test shards once (during training, some of
+them). Output: for each label the accuracy of a linear probe and of a kNN vote, the trained heads, and curves over
 checkpoints.
 
 Invariants: a probe never changes the encoder. It scores every test sample exactly once. Its result does not depend on

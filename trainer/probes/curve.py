@@ -17,7 +17,7 @@ _ONLINE: Mapping[Method, str] = {"online_knn": "knn", "online_ridge": "ridge"}  
 
 
 class Point(Schema):
-    """Test accuracy in [0, 1] after `step` steps of training; `epoch` is the same in epochs, with its fraction."""
+    """Test accuracy in [0, 1] after `step` steps of training, which are `epoch` epochs."""
 
     step: int
     epoch: float
@@ -27,8 +27,10 @@ class Point(Schema):
 class ProbeCurve(Schema):
     """Accuracies of one label by one method over the checkpoints of a run.
 
-    `last` is the one to report. `best`, the first of the highest, was chosen on the test set, as in Huang et al. 2023,
-    so it is optimistic. The `online_` methods read some of the samples during training.
+    last: the one to report.
+    best: the first of the highest. It was chosen on the test set, as in Huang et al. 2023, so it is optimistic.
+
+    The `online_` methods are measured on some of the samples during training.
     """
 
     label: LabelSpace
@@ -51,9 +53,9 @@ def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> Prob
 
 
 def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:
-    """Return the curves of a run's probe results, in files of this suffix, and of its metrics.
+    """Return the curves of a run, from its metrics and from the probe results whose file names end with `suffix`.
 
-    The untrained encoder is left out. Raises `UserError` for a damaged file.
+    Leaves out the untrained encoder. Raises `UserError` for a damaged file.
     """
     points: dict[tuple[LabelSpace, Method], list[Point]] = {}
 

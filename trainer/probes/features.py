@@ -1,10 +1,10 @@
-"""What probes and analyses read from: every sample of a dataset in memory, and the features of a frozen encoder.
+"""Read the samples of a dataset into memory, and compute features of a frozen encoder, for probes and analyses.
 
-The picture of a sound is its log-mel spectrogram: what the encoder sees of it without a view. A view is made from the
-waveform, so that is kept as well.
+The picture of a sound is its log-mel spectrogram, which the encoder gets if there is no view. A view is made from the
+waveform, so the waveform is kept too.
 
-With several ranks each of them computes its share of the features and all get the whole. The shares are cut by place
-alone, so a feature has the same bits on any number of ranks.
+With several ranks, each computes its share of the features, and all get the whole. The shares depend only on the
+position of a sample, so a feature has the same bits on any number of ranks.
 
 Shapes: N samples, B batch, C channels, H height, W width, T points of a waveform, F features.
 """
@@ -44,18 +44,17 @@ logger = logging.getLogger(__name__)
 
 LabelSpace = Literal["base", "overlay"]
 LABEL_SPACES: tuple[LabelSpace, ...] = ("base", "overlay")
-TRAIN_DRAW = (
-    1_000_000  # a probe's train samples are of this draw: of 0, number i would bear the overlay of test sample i
-)
+# The draw of the overlays on a probe's train samples. With draw 0, train and test sample i would share an overlay.
+TRAIN_DRAW = 1_000_000
 _CPU = torch.device("cpu")
 _CHUNK = 1024  # samples that are drawn on at a time
 _REMOTE_SHARDS = 8
-_ENCODED_AT_ONCE = 128  # no setting: bits may depend on it
+_ENCODED_AT_ONCE = 128  # a constant, because bits may depend on it
 _DEFAULT_READ = ReadConfig()
 
 
 class FeatureEncoder(Protocol):
-    """What is asked of an encoder (`trainer.models.encoder.Encoder`); it normalises its input itself."""
+    """The methods of an encoder that probes use (`trainer.models.encoder.Encoder`). It normalises its input itself."""
 
     def features(self, views_BCHW: Tensor, /) -> Tensor: ...
     def pooled(self, views_BCHW: Tensor, /) -> Tensor: ...
@@ -64,8 +63,10 @@ class FeatureEncoder(Protocol):
 
 
 class ViewFunction(Protocol):
-    """What is asked of a view policy: pictures (B, C, H, W) float32 in [0, 1], with their masks, to views of the same
-    shape; or waveforms (B, T) float32, without masks, to spectrograms (B, 1, H, W).
+    """A view policy as probes call it.
+
+    Maps pictures (B, C, H, W) float32 in [0, 1], with their masks, to views of the same shape. Maps waveforms (B, T)
+    float32, without masks, to spectrograms (B, 1, H, W).
     """
 
     def __call__(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None, /) -> Tensor: ...
@@ -73,8 +74,9 @@ class ViewFunction(Protocol):
 
 @dataclass(frozen=True)
 class InputBatch:
-    """Pictures (B, C, H, W) and masks (B, H, W) uint8, or waveforms (B, T) float32 and no masks; and their labels (B,)
-    int64; all on the host.
+    """The inputs of a view policy, and their labels (B,) int64, on the host.
+
+    Inputs are pictures (B, C, H, W) with masks (B, H, W), uint8, or waveforms (B, T) float32 without masks.
     """
 
     inputs: Tensor
@@ -84,9 +86,9 @@ class InputBatch:
 
 @dataclass(frozen=True)
 class StoredInputs:
-    """Samples as they are stored, for datasets whose inputs are drawn as they are read: sounds, and online overlays.
+    """Samples as they are stored, for datasets whose inputs are made when they are read: sounds, and online overlays.
 
-    `draw` numbers the draws of the overlay, all of them the same in every run.
+    `draw` is the number of a draw of the overlay. Each draw is the same in every run.
     """
 
     manifest: Manifest
@@ -95,7 +97,7 @@ class StoredInputs:
     draw: int
 
     def batch(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys] | None = None) -> Batch:
-        """Return some rows as training would see them under `keys(index_B)`; by default under the draw `draw`."""
+        """Return some rows as training would get them with `keys(index_B)`, by default with the draw `draw`."""
         chosen = keys or (lambda index_B: evaluation_keys(index_B, draw=self.draw))
         maker = BatchMaker(self.manifest, self.overlay, lambda index_B, epoch, view: chosen(index_B))
         return maker.apply_overlay(maker.collate(self.samples.take(row_B)))
@@ -105,15 +107,15 @@ class StoredInputs:
 class Pictures:
     """Every sample of a dataset once, in stored order, on the host.
 
-    If inputs are drawn as they are read, `images_NCHW`, masks and labels are of one draw, the same in every run, and
-    `redraw` gives others.
+    If inputs are made when they are read, `images_NCHW`, masks and labels are those of one draw, which is the same in
+    every run. `redraw` gives others.
 
     Attributes:
         manifest: of the dataset.
-        images_NCHW: uint8; of sounds, their normalised spectrograms, (N, 1, H, W) float32.
+        images_NCHW: uint8; for sounds their normalised spectrograms, (N, 1, H, W) float32.
         masks_NHW: uint8; None for sounds.
         index_N, label_base_N, label_overlay_N: int64.
-        stored: what the inputs are drawn from; None if each reading gives the same inputs.
+        stored: the source of the inputs; None if each reading gives the same inputs.
     """
 
     manifest: Manifest
@@ -136,14 +138,14 @@ class Pictures:
         return self.stored is not None and self.stored.overlay is not None
 
     def inputs(self, row_B: Tensor) -> InputBatch:
-        """Return what a view policy is given of some rows, of the same draw as `images_NCHW`."""
+        """Return the inputs of a view policy for some rows, with the same draw as `images_NCHW`."""
         masks_BHW = None if self.masks_NHW is None else self.masks_NHW[row_B]
         are_waveforms = self.stored is not None and self.are_sounds
         inputs = self.stored.batch(row_B).inputs_a if self.stored and are_waveforms else self.images_NCHW[row_B]
         return InputBatch(inputs, masks_BHW, {space: self.labels(space)[row_B] for space in LABEL_SPACES})
 
     def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> InputBatch:
-        """Return some rows, drawn anew from `keys(index_B)` if inputs are drawn as they are read."""
+        """Return some rows, drawn again from `keys(index_B)` if inputs are made when they are read."""
         if self.stored is None:
             return self.inputs(row_B)
         batch = self.stored.batch(row_B, keys)
@@ -151,13 +153,13 @@ class Pictures:
         return InputBatch(batch.inputs_a, batch.masks_BHW, labels)
 
     def with_draw(self, draw: int) -> Pictures:
-        """Return the same samples under another draw of their overlay; themselves if none is drawn online."""
+        """Return the same samples with another draw of their overlay, or themselves if nothing is drawn online."""
         if self.stored is None or not self.is_drawn_online:
             return self
         return _finish(replace(self.stored, draw=draw))
 
     def seen(self, inputs: Tensor) -> Tensor:
-        """Return what the encoder sees without a view, of pictures in [0, 1] or of waveforms as `redraw` gives them."""
+        """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `redraw`."""
         return _spectrograms(inputs, self.manifest)
 
     def labels(self, space: LabelSpace) -> Tensor:
@@ -172,7 +174,7 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     """Read a whole dataset into memory; samples that cannot be read are left out.
 
     50,000 pictures of 32x32 are 205 MB, twice that with an online overlay. 24,000 sounds at 48 kHz are about 2 GB.
-    `draw` numbers the draws of an online overlay, all of them the same in every run.
+    `draw` is the number of a draw of an online overlay. Each draw is the same in every run.
 
     Raises `UserError` if there is no dataset, if too many of its samples cannot be read, or if its sounds do not fit in
     memory or have a rate without a spectrogram.
@@ -187,10 +189,10 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
 
 
 def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
-    """Read `num` samples (all, if there are fewer) that are chosen by chance, the same each time.
+    """Read `num` random samples (all, if there are fewer), the same each time.
 
-    Those of a remote dataset come from a few of its shards, so that little is fetched. Samples that cannot be read are
-    left out. Raises `UserError` if there is no dataset, or if none of the samples can be read.
+    If the dataset is remote, they come from a few of its shards, so that little is fetched. Samples that cannot be read
+    are left out. Raises `UserError` if there is no dataset, or if none of the samples can be read.
     """
     store = SampleStore(location, remote=read.remote)
     chosen = _choose(
@@ -209,7 +211,7 @@ def _check_bad(store: SampleStore, bad: Collection[BadSample], read: ReadConfig)
 
 
 def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) -> NDArray[np.int64]:
-    """Ascending numbers of up to `num` samples, all alike probable, of up to `num_shards` shards."""
+    """Return ascending indices of up to `num` random samples, equally probable, from up to `num_shards` shards."""
     draw = generator(0, "samples of an online probe")
     starts = np.concatenate([[0], shard_ends[:-1]])
     shards = np.sort(draw.permutation(len(shard_ends))[:num_shards])
@@ -241,13 +243,13 @@ def _finish(stored: StoredInputs) -> Pictures:
 
 
 def _spectrograms(inputs: Tensor, manifest: Manifest) -> Tensor:
-    """Return what the encoder sees of pictures, which is themselves, or of waveforms (B, T): (B, 1, H, W)."""
+    """Return the spectrograms (B, 1, H, W) of waveforms (B, T), or pictures as they are."""
     return inputs if manifest.sample_rate is None else clean_spectrogram(inputs, mel_config(manifest.sample_rate))
 
 
 @contextmanager
 def frozen(*modules: object) -> Iterator[None]:
-    """No gradients, and every module in eval mode; what was in train mode is so again afterwards."""
+    """Turn gradients off and put every module into eval mode. Restores the modes at the end."""
     parts = [part for module in modules if isinstance(module, nn.Module) for part in module.modules()]
     training = [part.training for part in parts]
     try:
@@ -267,17 +269,20 @@ def extract(
     device: torch.device,
     batch_size: int = _ENCODED_AT_ONCE,
 ) -> Tensor:
-    """(N, F) features of pictures (N, C, H, W), uint8 or normalised, without views: row i is of picture i, and of it
-    alone if `function` treats pictures apart, as an encoder in eval mode does. Every rank calls this, and gets all.
+    """Return features (N, F) of pictures (N, C, H, W), uint8 or normalised, without views. Every rank calls this.
+
+    Every rank gets all rows. Row i depends only on picture i if `function` treats pictures separately, as an encoder in
+    eval mode does.
     """
     with torch.no_grad():
         return shared_rows(lambda part: function(to_float(part, device)), images_NCHW, chunk_size=batch_size)
 
 
 def shared_rows(function: Callable[[Tensor], Tensor], x_N: Tensor, *, chunk_size: int) -> Tensor:
-    """`function` of each chunk of rows, one under the other, on every rank; each chunk is the work of one rank.
+    """Apply `function` to each chunk of rows, and return all results in order, on every rank.
 
-    A rank with less to do than another does its last chunk twice, so that `function` may itself wait for all ranks.
+    Each chunk is the work of one rank. A rank with fewer chunks repeats its last one, so that `function` may call
+    collectives.
     """
     chunks = torch.split(x_N, chunk_size)
     if world_size() == 1:
@@ -290,8 +295,9 @@ def shared_rows(function: Callable[[Tensor], Tensor], x_N: Tensor, *, chunk_size
 
 
 def to_float(inputs: Tensor, device: torch.device) -> Tensor:
-    """uint8 pictures as float32 in [0, 1] on the device; they travel as bytes, a quarter of the size. What is of a
-    floating type, spectrograms and waveforms, stays as it is.
+    """Return uint8 pictures as float32 in [0, 1] on the device. Spectrograms and waveforms keep their floating type.
+
+    Pictures are moved as bytes, a quarter of the size.
     """
     inputs = inputs.to(device)
     return inputs if inputs.is_floating_point() else inputs.float() / 255

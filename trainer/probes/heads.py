@@ -1,4 +1,4 @@
-"""The file of trained linear heads beside the results of their probe; analyses judge views with them.
+"""Read and write the trained linear heads, a file beside the results of their probe. Analyses judge views with them.
 
 RUN_DIR/probes/step_00010000/heads.safetensors holds head/base/weight (K, F) and head/base/bias (K,), head/overlay/... ,
 float32. Logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. The metadata, a JSON

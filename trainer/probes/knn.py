@@ -1,4 +1,4 @@
-"""kNN accuracy of a frozen encoder as Huang et al. 2023 measure it: a weighted vote of the nearest train pictures.
+"""Measure the kNN accuracy of a frozen encoder by a weighted vote of the nearest train pictures (Huang et al. 2023).
 
 With several ranks, each classifies its share of the queries. The result has the same bits on any number of ranks.
 
@@ -39,7 +39,8 @@ class KNNResult(Schema):
 def nearest(bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int) -> tuple[Tensor, Tensor]:
     """Return the largest cosines (B, R) of each query with the bank, in no order, and their rows (B, R) of the bank.
 
-    A bank of fewer rows gives all of them. Features are normalised here, in float32.
+    If the bank has fewer rows than `num_neighbors`, all of them are neighbours. Features are normalised here, in
+    float32.
     """
     bank_NC, queries_BC = F.normalize(bank_NC.float(), dim=1), F.normalize(queries_BC.float(), dim=1)
     cosine_BR, neighbor_BR = (queries_BC @ bank_NC.T).topk(min(num_neighbors, len(bank_NC)), dim=1, sorted=False)

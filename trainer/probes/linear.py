@@ -1,12 +1,12 @@
-"""The linear probe: softmax regression on the flattened pre-pool map of a frozen encoder (Tamkin et al. 2022).
+"""Fit a linear probe: softmax regression on the flattened map before pooling of a frozen encoder (Tamkin et al. 2022).
 
-The head is trained on views of the pretraining policy, one fresh view of each picture in each epoch, and tested on
-pictures without views. As the encoder is frozen, the heads of several labels are trained in one pass over the same
-features. They share nothing but the input, so each has the same bits as if trained alone. A picture here may be the
+The head is trained on views of the pretraining policy, with a new view of each picture in each epoch, and tested on
+pictures without views. The encoder is frozen, so the heads of several labels are trained in one pass over the same
+features. They share only the input, so each has the same bits as if it were trained alone. A picture may be the
 spectrogram of a sound.
 
-With several ranks, each encodes whole steps for all, and every rank then takes all steps. The heads have the same bits
-on any number of ranks.
+With several ranks, each rank encodes whole steps for all, and then every rank trains on all steps. The heads have the
+same bits on any number of ranks.
 
 Shapes: N pictures, B batch, C channels, F features, K classes of a label.
 """
@@ -38,18 +38,16 @@ PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
 class ProbeConfig(Schema):
     """Settings of the probes; the defaults are the published protocol.
 
-    Each of `milestones`, fractions of `num_epochs`, multiplies the learning rate by 0.1.
-
-    `views="policy"` trains on one view of the pretraining policy for each picture and epoch; `"none"` on the pictures.
-    `batch_norm="eval"` uses the encoder's running statistics throughout. `"train"` does what the original code did
-    without saying so: it takes batch statistics while the head is trained, which moves the running statistics used in
-    the test. It needs a single process.
-
-    `online_every_steps`: how often kNN and ridge regression run during training, on up to `online_num_train` pictures
-    of the train set and `online_num_test` of the test set. None: never. See `trainer.probes.online`.
-
-    `allow_shared`: the greatest share of test samples whose source (the clean picture or sound) is in the train set
-    too. Above it, training and probes refuse the data. See `trainer.probes.shared`.
+    milestones: fractions of `num_epochs`; at each the learning rate is multiplied by 0.1.
+    views: "policy" trains on one view of the pretraining policy for each picture and epoch, "none" on the pictures.
+    batch_norm: "eval" always uses the encoder's running statistics. "train" uses batch statistics while the head is
+        trained, as the original code does. That changes the running statistics, which the test then uses. It needs a
+        single process.
+    online_every_steps, online_num_train, online_num_test: the steps between two measurements of kNN and ridge
+        regression during training (None: never), and the number of samples they use at most. See
+        `trainer.probes.online`.
+    allow_shared: the greatest share of test samples whose source (the clean picture or sound) is in the train set too.
+        Above it, training and probes refuse the data. See `trainer.probes.shared`.
     """
 
     num_epochs: Count = 100
@@ -67,7 +65,7 @@ class ProbeConfig(Schema):
 
     @property
     def fit_settings(self) -> dict[str, Any]:
-        """Return the settings that decide a head: all but the online probe's and `allow_shared`."""
+        """Return the settings that change a head: all except those of the online probe and `allow_shared`."""
         return {
             name: value
             for name, value in self.model_dump().items()
@@ -76,12 +74,12 @@ class ProbeConfig(Schema):
 
     @property
     def protocol(self) -> ProbeConfig:
-        """Return this config with defaults for every setting that does not decide a head."""
+        """Return this config with defaults for every setting that does not change a head."""
         return ProbeConfig(**self.fit_settings)
 
 
 class Spread(Schema):
-    """Test accuracies under several draws of the test overlays, the reported one first.
+    """Test accuracies under several draws of the test overlays; the first is the one to report.
 
     `deviation` is the standard deviation of a sample (divisor n - 1).
     """
@@ -92,7 +90,7 @@ class Spread(Schema):
 
 
 def spread(accuracies: Sequence[float]) -> Spread | None:
-    """Return mean and deviation of the accuracies; None for less than two draws."""
+    """Return the mean and the deviation of the accuracies; None for fewer than two."""
     if len(accuracies) < 2:
         return None
     return Spread(
@@ -103,8 +101,9 @@ def spread(accuracies: Sequence[float]) -> Spread | None:
 class LinearResult(Schema):
     """Test accuracies in [0, 1]; epochs count from 1.
 
-    `accuracy` is the last epoch's, and the one to report. `best_accuracy` belongs to an epoch chosen on the test set,
-    so it is optimistic and only shown beside `accuracy`. `draws` is None if the test overlays were drawn once.
+    accuracy: of the last epoch; this is the one to report.
+    best_accuracy: of an epoch that was chosen on the test set, so it is optimistic. It is only shown beside `accuracy`.
+    draws: None if the test overlays were drawn once.
     """
 
     accuracy: float
@@ -150,7 +149,7 @@ class Target:
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """The input of the heads in one step: features (B, F) float32 and the labels of each, (B,) int64."""
+    """The input of the heads in one step: features (B, F) float32, and by label the classes (B,) int64."""
 
     features_BF: Tensor
     labels: Mapping[LabelSpace, Tensor]
@@ -164,7 +163,7 @@ def fit_linear_probe(
     config: ProbeConfig,
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
 ) -> dict[LabelSpace, LinearProbe]:
-    """Train one head per target by SGD on the cross entropy, all in one pass over the features.
+    """Train a head for each target by SGD on the cross entropy, all in one pass over the features.
 
     `batches(epoch)` yields the steps of an epoch. `test_features()` returns (N_test, F) and is called after each epoch.
     `on_epoch` gets the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges.
@@ -204,14 +203,14 @@ def probe_linear(
     other_draws: Sequence[Pictures] = (),
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
 ) -> dict[LabelSpace, LinearProbe]:
-    """Fit linear probes of a frozen encoder for every target; encoder and policy keep their bits.
+    """Fit linear probes of a frozen encoder for every target. The encoder and the policy are not changed.
 
-    The order of an epoch, every online overlay and every view follow from (config.seed, epoch, sample index). The
-    global random states of torch and numpy are neither read nor changed. Overlays are drawn anew in every epoch, as in
-    training. Without views, features are computed once instead.
+    The order of an epoch, every online overlay and every view depend only on (config.seed, epoch, sample index). The
+    global random states of torch and numpy are not used. Overlays are drawn again in every epoch, as in training.
+    Without views, features are computed once.
 
-    The last epoch's heads are also tested on `other_draws`, the test pictures under other overlays. Every rank calls
-    this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
+    The heads of the last epoch are also tested on `other_draws`, the test pictures with other overlays. Every rank
+    calls this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
     """
     check_ranks(config)
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
@@ -278,7 +277,7 @@ def check_ranks(config: ProbeConfig) -> None:
 
 
 def _of_all_ranks(batch: FeatureBatch) -> list[FeatureBatch]:
-    """Return the batches of all ranks, equally large, in rank order."""
+    """Return the batches of all ranks, which are equally large, in rank order."""
     features = all_gather_rows(batch.features_BF).chunk(world_size())
     labels = {space: all_gather_rows(label_B).chunk(world_size()) for space, label_B in batch.labels.items()}
     return [
@@ -290,7 +289,7 @@ def _of_all_ranks(batch: FeatureBatch) -> list[FeatureBatch]:
 def epoch_rows(num: int, *, epoch: int, config: ProbeConfig) -> Sequence[Tensor]:
     """Return the rows of each step of an epoch: a seeded permutation cut into full batches.
 
-    The rows left over at the end, others in each epoch, are not trained on. A set smaller than one batch is one batch.
+    The rows that fill no batch are left out, and differ from epoch to epoch. A set smaller than a batch is one batch.
     """
     order = torch.from_numpy(generator(config.seed, "linear probe order", epoch).permutation(num))
     batch_size = min(config.batch_size, num)
@@ -333,14 +332,14 @@ class _Head:
         self._are_finite &= features_BF.isfinite().all()
 
     def end_epoch(self, name: str, epoch: int) -> float:
-        """Return the train accuracy of the epoch, on views and with the moving head, and start the next epoch.
+        """Return the train accuracy of the epoch, measured on views while the head changed, and start the next epoch.
 
         Raises `UserError` if features or loss are not finite.
         """
         if not self._are_finite.item():
             raise UserError(
                 f"no linear probe of label_{name} can be fitted: the encoder's features are not all finite in epoch "
-                f"{epoch + 1}; probe with --views none if the views are to blame, or take an earlier --step"
+                f"{epoch + 1}; probe with --views none if the views are the cause, or take an earlier --step"
             )
         if not math.isfinite(self._loss.item()):
             raise UserError(

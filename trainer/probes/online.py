@@ -1,7 +1,7 @@
-"""Probes during training: accuracies on some test samples every so many steps.
+"""Probe the encoder during training: measure accuracies on some test samples at regular steps.
 
-In: the encoder in the middle of its training, and some samples of the train and test set, chosen once, in evaluation
-form. Out: for each label the accuracy of kNN and of ridge regression, both on the same pooled features.
+Input: the encoder in training, and some samples of the train and test set without views, which are chosen once. Output:
+for each label the accuracy of kNN and of ridge regression, both on the same pooled features.
 
 Invariant: no weight, gradient, running statistic, mode or random state of training changes.
 
@@ -34,9 +34,9 @@ def ridge_predict(
 ) -> Tensor:
     """Predict classes (M,) int64 by ridge regression of the one-hot classes on features and an intercept, in float64.
 
-    Features are scaled so that their channels have a mean variance of 1, and `penalty` is relative to N. This is the
-    linear head of least squared error in closed form. It needs no learning rate, no random draw, and a fraction of the
-    time of a head trained by steps.
+    Features are scaled so that the mean variance of their channels is 1, and `penalty` is relative to N. This is the
+    linear head with the least squared error, in closed form. It needs no learning rate and no random draws, and is much
+    faster than training a head.
     """
     train_NC, test_MC = train_NC.double(), test_MC.double()
     mean_C = train_NC.mean(0)
@@ -46,8 +46,8 @@ def ridge_predict(
     share_K = y_NK.mean(0)
     penalties_CC = penalty * torch.eye(x_NC.shape[1], dtype=torch.float64, device=x_NC.device)
     gram_CC = x_NC.T @ x_NC / len(x_NC) + penalties_CC
-    # `solve_ex` does not check its result, for which the host would wait. Features that are not finite must not end
-    # training here.
+    # `solve_ex` does not check its result; for a check the host would wait. Features that are not finite must not end
+    # the training.
     weight_CK = torch.linalg.solve_ex(gram_CC, x_NC.T @ (y_NK - share_K) / len(x_NC)).result
     score_MK: Tensor = x_MC @ weight_CK + share_K
     return score_MK.argmax(1)

@@ -14,10 +14,12 @@ from trainer.run_dir import read_object
 class ProbeResult(Schema):
     """Accuracies of one label at one checkpoint, and the accuracies to compare them with.
 
-    `checkpoint_step` 0 is the untrained encoder. `chance` is one over the number of classes. `majority_share` is the
-    test accuracy of always answering the commonest class of the train set. `seconds` covers all labels of the probe.
-    `title` is the manifest's name of the label for readers, such as "digit"; None if it has none. `num_shared` is the
-    number of test samples whose source is in the train set too; None if the datasets do not record their sources.
+    checkpoint_step: 0 is the untrained encoder.
+    chance: one over the number of classes.
+    majority_share: the test accuracy of always answering the commonest class of the train set.
+    seconds: the time of the probe, for all labels together.
+    title: the manifest's name of the label for readers, such as "digit"; None if it has none.
+    num_shared: the number of test samples whose source is in the train set too; None if the datasets record no sources.
     """
 
     label: LabelSpace

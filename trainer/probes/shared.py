@@ -1,4 +1,4 @@
-"""Test samples whose source is in the train set too: count them, and refuse too many."""
+"""Count the test samples whose source is in the train set too, and refuse too many."""
 
 from __future__ import annotations
 

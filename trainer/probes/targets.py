@@ -1,4 +1,4 @@
-"""The labels that a train set and a test set have in common."""
+"""Find the labels that a train set and a test set have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.probes.linear import Target
 def readable_labels(
     train: Manifest, test: Manifest, *, wanted: Sequence[LabelSpace] | None = None
 ) -> dict[LabelSpace, tuple[str, ...]]:
-    """Return the class names of each label: `base`, and `overlay` if something was drawn; or of the `wanted` labels.
+    """Return the class names of each label: `base`, and `overlay` if something was drawn (default: all; or `wanted`).
 
     Raises `UserError` if train and test set have different classes or inputs, or lack a wanted label.
     """
@@ -36,7 +36,7 @@ def readable_labels(
         if space not in found:
             raise UserError(
                 f"the samples have no label_{space}, only {', '.join(f'label_{name}' for name in found)}; probe that, "
-                "or build a dataset on which something is drawn"
+                "or build a dataset with an overlay"
             )
     return {space: names for space, names in found.items() if wanted is None or space in wanted}
 
@@ -44,7 +44,7 @@ def readable_labels(
 def label_targets(
     train: Pictures, test: Pictures, *, wanted: Sequence[LabelSpace] | None = None
 ) -> dict[LabelSpace, Target]:
-    """Return the labels to predict. Raises `UserError` as `readable_labels`."""
+    """Return the labels to predict. Raises the errors of `readable_labels`."""
     return {
         space: Target(train.labels(space), test.labels(space), num_classes=len(names))
         for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items()

@@ -1,4 +1,4 @@
-"""Samples with one view of each, batch by batch, drawn as in the first epoch of training.
+"""Yield samples with one view of each, in batches. Views are drawn as in the first epoch of training.
 
 Shapes: N samples, B batch, C channels, H height, W width.
 """
