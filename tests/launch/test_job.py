@@ -33,7 +33,7 @@ TIME_LIMIT_SECONDS = 600
     [({}, "12"), ({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3")],
 )
 def test_the_batch_script_speaks_of_one_member_of_an_array(array: dict[str, str], name: str, tmp_path: Path) -> None:
-    """The number of the array, which its last member has as its own, would start all members again."""
+    """The last member of an array has the array's number as its own, and that number would start all members again."""
     programs = {
         "scontrol": f'echo "$@" >> {tmp_path}/asked; echo JobState=RUNNING',
         "srun": '[[ "$*" == *--nodelist=n0* ]]',
@@ -88,7 +88,7 @@ if kind == "leaves":
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["ends", "leaves", "stuck"])
 def test_a_rank_leaves_no_temporary_files_no_worker_and_always_ends(kind: str, tmp_path: Path) -> None:
-    """Such as the spool of a remote dataset, and the workers of a DataLoader that an exception still holds."""
+    """For example the spool of a remote dataset, and the workers of a DataLoader that an exception still holds."""
     spool = tmp_path / "spool"
     spool.touch()
     command = [sys.executable, "-c", RANK, kind, str(spool)]
@@ -108,7 +108,7 @@ def test_a_rank_leaves_no_temporary_files_no_worker_and_always_ends(kind: str, t
 
 @pytest.fixture
 def local_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainJob:
-    """Of submitit's local executor, in a rank of it: this process."""
+    """Return a job of submitit's local executor, whose rank is this process."""
     for name, value in {
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_FOLDER": str(tmp_path),
@@ -127,7 +127,7 @@ def local_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainJob:
 def test_on_one_machine_the_time_limit_counts_from_before_the_imports(
     local_job: TrainJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The warning comes some seconds after the job has run for `at_warning`, by the clock that starts in `__call__`."""
+    """The warning comes after `at_warning` seconds of the clock that starts in `__call__`, and some more."""
     at_warning = TIME_LIMIT_SECONDS - WARNING_SECONDS
     job = submitit.JobEnvironment()
     early = local_job._start_again(job, seconds=at_warning - EARLY_SECONDS - 1.0, stopped="stopped")
@@ -148,13 +148,13 @@ def test_on_one_machine_no_more_starts_are_announced_than_submitit_makes() -> No
 def test_a_start_takes_away_the_outcome_of_the_start_before_and_leaves_its_own(
     local_job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The earlier one would be taken for the reason why this start has ended, if somebody cancels it."""
+    """If this start is cancelled, the earlier outcome would be taken for its reason."""
     own, other = (outcome_path(tmp_path, job_id="12", rank=rank) for rank in (0, 1))
     for path in (own, other):
         write_outcome(path, "failed", "RuntimeError: Connection closed by peer")
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(launch.job, "read_config", lambda _, **__: None)
-    monkeypatch.setattr(launch.job, "Ending", lambda: SimpleNamespace(status=1))  # this process lives on
+    monkeypatch.setattr(launch.job, "Ending", lambda: SimpleNamespace(status=1))  # this process must not end
     monkeypatch.setattr(os, "environ", os.environ.copy())
     before = {number: signal.getsignal(number) for number in WARNINGS}
     seen: list[bool] = []

@@ -1,4 +1,4 @@
-"""Two ranks of submitit's local executor on this machine train as one process does; torchrun and the real Slurm too."""
+"""Two ranks of submitit's local executor train as one process does, and so do torchrun and the real Slurm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def slurm_py(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """`python launch/slurm.py ARGUMENTS`, in this process."""
+    """Run `python launch/slurm.py ARGUMENTS` in this process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return partial(call, launch.slurm.main, monkeypatch=monkeypatch, capsys=capsys)

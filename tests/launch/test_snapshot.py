@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A repository of two small files and one that is no code."""
+    """Make a repository of two small files and one that is no code."""
     for package in PACKAGES:
         (tmp_path / "repository" / package / "__pycache__").mkdir(parents=True)
     root = tmp_path / "repository"
@@ -83,7 +83,7 @@ def test_code_that_never_stands_still_is_refused(small: Path, monkeypatch: pytes
 def test_python_imports_the_snapshot_and_provenance_says_what_it_was_taken_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although it is started in the working tree, which `python -m` and `-c` put on the path before all else."""
+    """Python is started in the working tree, which `python -m` and `-c` put first on the path."""
     snapshot = read_snapshot()
     folder = write_snapshot(snapshot, into=tmp_path)
     environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONSAFEPATH"}}

@@ -1,4 +1,4 @@
-"""The table of a study: each state from what squeue would say and from what lies in the run directory."""
+"""The table of a study: each state, from the answer of squeue and the files of the run directory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NOTHING_QUEUED: Mapping[str, str] = {}
 
 
 def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Path | None = None) -> RunDir:
-    """A run directory as submitting leaves it."""
+    """Make a run directory as a submission leaves it."""
     run_dir = RunDir(home / name)
     settings = [] if train_dir is None else [f"data.train_dir={train_dir}"]
     write_json(run_dir.config, resolve_recipe("debug:image", settings).model_dump(mode="json"))
@@ -129,7 +129,7 @@ def test_states_after_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_job_that_was_cancelled_while_it_waited_has_not_failed(
     program: str, says: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm is asked, for such a job leaves nothing."""
+    """Slurm is asked, because such a job leaves no files."""
     script = tmp_path / "bin" / program
     script.parent.mkdir()
     script.write_text(f"#!/bin/bash\n[[ ${{!#}} == 5 ]] && echo '{says}'")
@@ -364,7 +364,7 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
 
 
 def test_waiting_for_a_study_on_this_machine_asks_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are Slurm's programs but no cluster, it would be asked for ever."""
+    """On a machine with Slurm's programs but no cluster the command would ask for ever."""
     run_dir = make_run(tmp_path, "a")
     write_json(run_dir.provenance, {"finished_step": 16, "starts": []})
     submission = last_submission(run_dir)
@@ -377,7 +377,7 @@ def test_waiting_for_a_study_on_this_machine_asks_no_slurm(tmp_path: Path, monke
 
 
 class JobHere:
-    """A job of this machine that ends when it has been asked three times whether it has."""
+    """A job of this machine that has ended when it is asked for the third time."""
 
     def __init__(self, run_dir: RunDir, *, finishes: bool) -> None:
         self.job_id = "7"
@@ -460,7 +460,7 @@ def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:
 
 
 class Trap:
-    """Unpickling it leaves a file behind."""
+    """An object whose pickle leaves a file behind when it is read."""
 
     def __init__(self, canary: Path) -> None:
         self._canary = canary
@@ -470,7 +470,7 @@ class Trap:
 
 
 def test_no_pickle_of_a_run_directory_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a stranger has left under the names that submitit uses."""
+    """A stranger may have left files under the names that submitit uses."""
     canary, run_dir = tmp_path / "canary", make_run(tmp_path / "study", "a")
     log(run_dir, "ValueError: no\n")
     logs = submission_of(run_dir).logs_of(run_dir)
@@ -523,7 +523,7 @@ def test_a_record_that_could_lead_elsewhere_is_refused_and_hides_no_other_run(
 
 
 def test_files_that_are_none_and_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
-    """A pipe would block for ever, and a device never ends."""
+    """Reading a pipe would block for ever, and reading a device would never end."""
     home, secret = tmp_path / "study", tmp_path / "secret"
     secret.write_text("SecretError: 42\n")
     run_dir = make_run(home, "a")
@@ -565,7 +565,7 @@ def test_nothing_that_steers_a_terminal_is_printed() -> None:
 
 
 def begin(run_dir: RunDir, *, at: datetime | None = None, host: str | None = None) -> None:
-    """As a training leaves its start."""
+    """Write the record of a start, as a training does."""
     started_at = (at or datetime.now(UTC)).isoformat(timespec="seconds")
     write_json(run_dir.provenance, {"starts": [{"started_at": started_at, "host": host or platform.node()}]})
 

@@ -1,4 +1,4 @@
-"""What launch/slurm.py asks for, and what it refuses, where there is no Slurm at all; tests/slurm has a real one."""
+"""The requests and the refusals of launch/slurm.py on a machine without Slurm; tests/slurm has a real one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`python launch/slurm.py ARGUMENTS`, in this process, with nothing on the PATH and no settings of a user's."""
+    """Run `python launch/slurm.py ARGUMENTS` in this process, with an empty PATH and no settings of the user."""
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in [name for name in os.environ if name.startswith(("FEATURE_DROPOUT_", "SBATCH_"))]:
@@ -64,7 +64,7 @@ def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Data that are there, for which `debug:image` can be trained."""
+    """Return settings of `debug:image` for data that exist."""
     data = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=64, num_test=20)
     given = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}"]
     return [word for setting in given for word in ("--set", setting)]
@@ -72,7 +72,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
-    """Programs by the names of Slurm's on the PATH: two nodes with eight GPUs each, and two without; nothing queued."""
+    """Put programs with the names of Slurm's on the PATH: two nodes with eight GPUs, two without; no jobs."""
     programs = {
         "sinfo": "printf '%s\\n' 'n0 n0 cpu* idle (null)' 'n1 n1 cpu* idle (null)'"
         " 'g0 g0 gpu idle gpu:a100:8(S:0-1)' 'g1 g1 gpu idle gpu:a100:8(S:0-1),lustre:1'",
@@ -92,7 +92,7 @@ def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
 
 @pytest.mark.process
 def test_dry_run_prints_the_script_that_is_on_record(slurm_py: Command, settings: list[str], tmp_path: Path) -> None:
-    """After a change that is meant: UPDATE_GOLDEN=1 pytest tests/launch/test_submission.py, and read the difference."""
+    """After an intended change run UPDATE_GOLDEN=1 pytest tests/launch/test_submission.py, and read the difference."""
     flags = ["--nodes", "4", "--config", "debug:image", *settings, "--dry-run"]
     done = slurm_py(*flags, "--run-dir", tmp_path / "run")
     assert done.status == 0, done.stderr
@@ -146,7 +146,7 @@ def test_a_study_is_one_array_with_a_limit(slurm_py: Command, settings: list[str
 def test_flag_before_environment_before_file(
     slurm_py: Command, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the script says of each value where it came from."""
+    """The script also has the origin of each value."""
     user_file = tmp_path / "config" / "feature-dropout" / "slurm.yaml"
     user_file.parent.mkdir(parents=True)
     user_file.write_text("partition: a\naccount: a\nqos: a\nconstraint: a\nmem_gb: 4\nsbatch: {nice: 1, comment: a}\n")
@@ -179,7 +179,7 @@ def test_flag_before_environment_before_file(
 
 
 def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
-    """A rank a GPU; a core for it and for each data worker of the run that has most of them."""
+    """There is a rank for each GPU, with a core for itself and for each data worker of the run with most workers."""
     few, many = (resolve_recipe("debug:image", [f"data.num_workers={number}"]) for number in (1, 3))
     wanted = resolve_request({"gpus_per_node": 4, "partition": "a"}, environ={}, files=[]).wanted
     resources = resources_for(wanted, [few, many], nodes=2)
@@ -239,7 +239,7 @@ def test_a_directory_that_only_this_machine_has_is_refused() -> None:
 
 
 def test_nodes_that_are_down_for_the_moment_are_no_reason_to_refuse() -> None:
-    """The sentences are those of Slurm 22.05: one and the same for a node that is drained and for one too many."""
+    """Slurm 22.05 says the same sentence for a drained node and for one node too many."""
     impossible = "allocation failure: Requested node configuration is not available\n"
     up = "n0 h0 debug* idle\nn1 h1 debug* mixed~\nn1 h1 big allocated\nn2 h2 big idle\nn3 h3 big idle\n"
     drained = up.replace("n1 h1 debug* mixed~", "n1 h1 debug* drained")
@@ -263,7 +263,7 @@ def test_nodes_that_are_down_for_the_moment_are_no_reason_to_refuse() -> None:
 
 
 def test_more_time_than_a_partition_allows_is_refused() -> None:
-    """It would wait for ever, with PENDING (PartitionTimeLimit)."""
+    """Such a job would wait for ever, with PENDING (PartitionTimeLimit)."""
     shown = (
         "PartitionName=short AllowGroups=ALL Default=YES MaxTime=00:59:00 State=UP\n"
         "PartitionName=long AllowGroups=ALL Default=NO MaxTime=1-00:00:00 State=UP\n"

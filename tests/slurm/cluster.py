@@ -1,15 +1,15 @@
-"""A private Slurm of four nodes on this one machine, from Debian's packages, for as long as one command runs.
+"""Start a private Slurm of four nodes on this machine, from Debian's packages, while one command runs.
 
     python tests/slurm/cluster.py python launch/slurm.py --nodes 4 --config debug:image --wait
-    python tests/slurm/cluster.py bash        a shell with sbatch, squeue, scancel ... of that cluster, to try things
+    python tests/slurm/cluster.py bash        a shell with sbatch, squeue, scancel ... of that cluster
 
-Everything lies in a fresh directory under /tmp: the configuration, a munge daemon with its own key and socket, state,
-logs; the ports are free ones. So a Slurm or a munge that the machine already has is never spoken to. The nodes are
-called 127.0.0.2 to 127.0.0.5: names that resolve everywhere, without /etc/hosts. Several clusters may run at once.
+All files are in a new directory under /tmp: the configuration, the key and the socket of a munge daemon, state and
+logs. The ports are free ones. So a Slurm or a munge of the machine itself is never used. The nodes are called 127.0.0.2
+to 127.0.0.5, which resolve everywhere without /etc/hosts. Several clusters may run at once.
 
-A job of the partition `urgent` takes nodes away from one of `debug`, which is warned 30 seconds before. A node that
-does not answer for 20 seconds is down, and 127.0.0.6 can stand in for it. The partition `other` has four nodes of its
-own. A requeued job starts again after about 10 seconds instead of two minutes.
+A job of the partition `urgent` takes nodes away from a job of `debug`, which is warned 30 seconds before. A node that
+does not answer for 20 seconds is down, and 127.0.0.6 can replace it. The partition `other` has its own four nodes. A
+requeued job starts again after about 10 seconds, not two minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from launch.ports import free_ports
 
 NUM_NODES = 4
 NODE_NAMES = tuple(f"127.0.0.{2 + node}" for node in range(NUM_NODES))
-SPARE = f"127.0.0.{2 + NUM_NODES}"  # belongs to no partition of the four, until one of them dies
+SPARE = f"127.0.0.{2 + NUM_NODES}"  # in no partition, until one of the four dies
 OTHERS = tuple(f"127.0.0.{3 + NUM_NODES + node}" for node in range(NUM_NODES))
 ALL_NAMES = (*NODE_NAMES, SPARE, *OTHERS)
 CPUS_PER_NODE = 4
@@ -78,12 +78,12 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 
 
 def missing_programs() -> list[str]:
-    """Programs of the Debian packages that are not on this machine; slurmctld and munged live in /usr/sbin."""
+    """Return the programs of the Debian packages that this machine lacks; slurmctld and munged are in /usr/sbin."""
     return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
 
 
 def why_not() -> str | None:
-    """Why a private Slurm should not be started here, and what to do; None where it may."""
+    """Return why a private Slurm cannot be started here, and what mends it; None if it can."""
     if missing := missing_programs():
         return f"{', '.join(missing)} not found; install a Slurm with: {INSTALL}"
     if "SLURM_CONF" in os.environ:
@@ -96,7 +96,7 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """The running cluster; `environ` is the environment for commands that shall talk to it."""
+    """The running cluster; `environ` is the environment for commands that use it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -105,7 +105,7 @@ class Cluster:
         self.environ = os.environ | {"SLURM_CONF": str(self._conf), "PATH": _path()}
 
     def start(self) -> None:
-        """Raises RuntimeError with the ends of the daemons' logs if the nodes do not become idle."""
+        """Start the daemons. Raises RuntimeError with the ends of their logs if the nodes do not become idle."""
         directory = self._directory
         key = directory / "munge.key"
         key.touch(mode=0o600)
@@ -139,27 +139,27 @@ class Cluster:
                 daemon.wait()
 
     def output(self, *command: str) -> str | None:
-        """What a Slurm command prints; None if it fails, as it does while slurmctld is not up."""
+        """Return the output of a Slurm command; None if it fails, as it does until slurmctld is up."""
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
         return None if done.returncode else done.stdout.strip()
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says, such as JobState and Restarts; it forgets a job minutes after its end."""
+        """Return the fields of `scontrol show job`, such as JobState. Slurm forgets a job minutes after its end."""
         shown = self.output("scontrol", "show", "job", job_id) or ""
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def ranks(self, job_id: str) -> list[int]:
-        """The process ids of the ranks of a job, in rank order: what the step's slurmstepds have started."""
+        """Return the process ids of the ranks of a job, in rank order: the children of the step's slurmstepds."""
         return [rank.pid for _, rank in sorted(self._tasks(job_id).items())]
 
     def children(self, pid: int) -> list[int]:
-        """The processes that one has forked and that still run its program, such as the data workers of a rank."""
+        """Return the forks of a process that still run its program, such as the data workers of a rank."""
         command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
         children = [process.pid for process in _processes() if process.parent == pid]
         return [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes() == command_line]
 
     def kill_node(self, name: str) -> None:
-        """What a power cut does: slurmd dies, and whatever runs on that node, without a word to anybody."""
+        """Do what a power cut does: kill slurmd and all processes of that node."""
         slurmd = self._daemons.pop(name)
         on_node = [process for process in _processes() if self._is_on(process, name)]
         stepds = [process for process in _processes() if process.pid in {child.parent for child in on_node}]
@@ -170,7 +170,7 @@ class Cluster:
         slurmd.wait()
 
     def replace_node(self, name: str) -> None:
-        """Let the spare node stand in for a dead one, as an administrator would."""
+        """Replace a dead node by the spare one, as an administrator would."""
         self._use([SPARE if node == name else node for node in NODE_NAMES])
 
     def repair_node(self, name: str) -> None:
@@ -231,7 +231,7 @@ class Cluster:
 def private_slurm() -> Iterator[Cluster]:
     """Start the cluster; at the end cancel its jobs and stop it. Raises RuntimeError if it does not start."""
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    directory.chmod(0o755)  # munged trusts its socket only in a directory that everyone can reach
+    directory.chmod(0o755)  # munged trusts its socket only in a directory that everyone can enter
     for name in ("state", "spool", "log"):
         (directory / name).mkdir()
     cluster = Cluster(directory)
@@ -252,10 +252,10 @@ class _Process:
 
 
 def _processes() -> list[_Process]:
-    """All processes of this machine that this user may look into, by /proc."""
+    """Return the processes of this machine that this user may inspect, from /proc."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
             entries = (path / "environ").read_bytes().decode(errors="replace").split("\0")
             found.append(
                 _Process(
@@ -276,7 +276,7 @@ def _configuration(directory: Path) -> str:
         for name, port in zip(ALL_NAMES, ports[1:], strict=True)
     ]
     return CONF.format(
-        # By these two the ranks of a job find each other, and no rank of another cluster on this machine.
+        # The ranks of a job find each other by these two, and find no rank of another cluster on this machine.
         cluster_name=f"private{ports[0]}",
         first_job_id=ports[0],
         host=host,

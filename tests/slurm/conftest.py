@@ -1,4 +1,4 @@
-"""One private four-node Slurm for all tests of this folder."""
+"""A private Slurm of four nodes for all tests of this directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.slurm.cluster import Cluster, missing_programs, private_slurm, why_no
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """In CI its packages may not be missing."""
+    """Start the cluster. In CI a missing package is an error."""
     if reason := why_not():
         if os.environ.get("CI") == "true" and missing_programs():
             pytest.fail(reason)
@@ -24,5 +24,5 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def slurm(cluster: Cluster) -> dict[str, str]:
-    """The environment for commands that shall talk to the private cluster."""
+    """Return the environment for commands that use the private cluster."""
     return cluster.environ

@@ -1,9 +1,9 @@
-"""Everything that can happen to a job of four nodes, done to real ones: what is lost, what starts again, what does not.
+"""Do to real jobs of four nodes what can happen to them: which steps are repeated, and which jobs start again.
 
-One job suffers, one after another, what Slurm and its users do to jobs, and ends in the bits of an undisturbed run.
-Another run dies of what nobody warned it of, and is submitted again each time. Both, and the undisturbed one, go on at
-the same time, each in a thread; a test waits for its moment and looks at what was seen then. DRILL_TABLE=FILE writes
-the table that the last test prints.
+One job gets the warnings of Slurm and of users, one after another, and ends with the bits of an undisturbed run.
+Another run dies of faults without a warning, and is submitted again after each. These two and the undisturbed run go on
+at the same time, each in a thread. A test waits for its moment, and checks what was recorded then. DRILL_TABLE=FILE
+writes the table that the last test prints.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ ROOT = Path(__file__).parents[2]
 NUM_STEPS = 160
 STEPS_PER_EPOCH = 4
 CHECKPOINT_EVERY = 10
-STEPS_OF_A_SAVE = 2  # may be done before a checkpoint is whole
-A_FEW_STEPS = 12  # that are done after a start before the next blow, so that a checkpoint is among them
+STEPS_OF_A_SAVE = 2  # steps that may pass before a checkpoint is whole
+A_FEW_STEPS = 12  # steps between a start and the next fault, so that there is a checkpoint among them
 WATCHDOG_SECONDS = 6.0
-PATIENCE_SECONDS = 300.0  # for anything that has to come, on a machine that is busy with other tests
+PATIENCE_SECONDS = 300.0  # the longest wait, on a machine that is busy with other tests
 POLL_SECONDS = 0.2
-NODE_FAULT = 4  # among the moments of the job that is warned
+NODE_FAULT = 4  # among the moments of the warned job
 CHECKPOINT = ["checkpoint.json", "encoder.safetensors", "encoder_optimizer.safetensors"]
 SECONDS_TO_REPORT_A_FREEZE = 60
-# Python runs a file of this name (sitecustomize) before anything else; in a task of srun, which a rank is, it waits.
+# Python runs a file of this name (sitecustomize) first. In a task of srun, such as a rank, this one waits.
 GATE = """
 import os, time
 while "SLURM_STEP_ID" in os.environ and not os.path.exists({gate!r}):
@@ -55,9 +55,9 @@ while "SLURM_STEP_ID" in os.environ and not os.path.exists({gate!r}):
 
 @dataclass(frozen=True)
 class Moment:
-    """What is seen when a job has gone on after a fault, or is over.
+    """The record of a job after a fault, when it has gone on or has ended.
 
-    `last_step` is the last that was logged before, and `seconds` is until the next new one; None where none came.
+    `last_step` is the last step logged before. `seconds` is the time until the next new step; None if none came.
     """
 
     fault: str
@@ -74,7 +74,7 @@ class Moment:
 
     @property
     def steps_lost(self) -> int:
-        """That were, or have to be, done twice."""
+        """The steps that were repeated, or must be."""
         return self.last_step - (self.saved_step if self.seconds is None else int(self.starts[-1]["start_step"]))
 
     def row(self) -> str:
@@ -87,7 +87,7 @@ class Moment:
 
 
 class Training:
-    """A run, by way of `launch/slurm.py` on four nodes."""
+    """A run that `launch/slurm.py` has submitted to four nodes."""
 
     def __init__(self, cluster: Cluster, path: Path, settings: Sequence[str], *, flags: Sequence[str]) -> None:
         self.cluster = cluster
@@ -101,7 +101,7 @@ class Training:
         self._last_step = 0
 
     def close_gate(self) -> None:
-        """Ranks that start from now on wait, before they import anything, until the file `gate` is there."""
+        """Make ranks that start from now on wait, before they import anything, until the file `gate` is there."""
         self.gate.parent.mkdir()
         (self.gate.parent / "sitecustomize.py").write_text(GATE.format(gate=str(self.gate)))
         self._environ = self._environ | {"PYTHONPATH": str(self.gate.parent)}
@@ -117,7 +117,7 @@ class Training:
         (self.job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", done.stdout, re.MULTILINE)
 
     def step(self) -> int:
-        """The last one that was logged."""
+        """Return the last logged step."""
         metrics = self.run_dir.read_metrics()
         return metrics[-1]["step"] if metrics else 0
 
@@ -140,7 +140,7 @@ class Training:
             assert not self.is_given_up.wait(POLL_SECONDS), f"given up while it waited for the {what}"
 
     def wait_for_a_few_steps(self) -> None:
-        """Of this start, for what a run had logged before is there until it goes on; some way behind a checkpoint."""
+        """Wait until this start has done some steps after a checkpoint. Steps of earlier starts do not count."""
 
         def has_trained() -> bool:
             step = self.step()
@@ -149,7 +149,7 @@ class Training:
         self.wait_for(has_trained, "steps")
 
     def wait_for_the_end(self) -> None:
-        """Until it is over, and so not to be started again."""
+        """Wait until the job has ended and will not start again."""
         self.wait_for(lambda: self.job().get("JobState") in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}, "end")
 
     def started_again(
@@ -157,7 +157,7 @@ class Training:
     ) -> Moment:
         """Do something to the job, and wait until Slurm has started it again, once, and it has gone on.
 
-        What is to be done `meanwhile` is done time and again until it has started.
+        Calls `meanwhile` repeatedly until it has started.
         """
         moment, last = time.monotonic(), self.step()
         do()
@@ -178,7 +178,7 @@ class Training:
         return self._look(fault, seconds=time.monotonic() - moment)
 
     def ended(self, fault: str, do: Callable[[], object]) -> Moment:
-        """Do something to the job, and wait until it is over."""
+        """Do something to the job, and wait until it has ended."""
         moment = time.monotonic()
         do()
         self.wait_for_the_end()
@@ -214,7 +214,7 @@ class Training:
 
 
 class Story(threading.Thread):
-    """What is done to a run, beside the other runs; each moment of it can be waited for."""
+    """The faults of one run, in a thread of their own; a test can wait for each moment."""
 
     def __init__(self, training: Training, tell: Callable[[Training], Iterator[Moment]]) -> None:
         super().__init__(daemon=True)
@@ -239,7 +239,7 @@ class Story(threading.Thread):
                 self._changed.notify_all()
 
     def moment(self, number: int) -> Moment:
-        """The moment of that number, once it is over; raises what ended the story before."""
+        """Wait for the moment of that number, and return it. Raises the error that ended the story before it."""
         with self._changed:
             while len(self.moments) <= number and self.is_alive() and self._error is None:
                 self._changed.wait(1.0)
@@ -255,10 +255,10 @@ class Story(threading.Thread):
 
 
 def warn_all_that_start(training: Training) -> None:
-    """The job is given two minutes, of which Slurm warns when it next looks at the limits: every 30 seconds.
+    """Give the job a time limit of two minutes, so that Slurm warns it when it next looks at the limits (every 30 s).
 
-    The ranks wait at the gate until that has happened, while they still start, so that no step depends on when it does.
-    The job was submitted with an hour: between two starts Slurm may go back to that, and forget what it was told since.
+    The ranks wait at the gate until then, while they still start, so that no step depends on the time of the warning.
+    The job was submitted with a limit of an hour. Between two starts Slurm may return to that limit.
     """
 
     def all_have(name: str) -> bool:
@@ -268,7 +268,7 @@ def warn_all_that_start(training: Training) -> None:
     training.wait_for(lambda: all_have("SigBlk"), "rank that blocks signals")
     training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=2")
     training.wait_for(lambda: all_have("ShdPnd"), "warning by Slurm")
-    # Still a time limit, but one that leaves Slurm no cause to warn the next start before this is done with.
+    # A time limit that is too long for Slurm to warn the next start before this test has finished with it.
     training.run_slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=3")
     training.gate.touch()
     training.wait_for(lambda: len(training.starts()) == 1, "start")
@@ -281,8 +281,9 @@ def give_an_hour(training: Training) -> None:
 
 
 def signals(pid: int, name: str) -> set[int]:
-    """A set of signals that /proc/PID/status names, such as those that are blocked (SigBlk) or pending (ShdPnd); none
-    where the process has ended.
+    """Return a set of signals from /proc/PID/status, such as the blocked (SigBlk) or pending (ShdPnd) ones.
+
+    It is empty if the process has ended.
     """
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         found = re.search(rf"^{name}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
@@ -292,7 +293,7 @@ def signals(pid: int, name: str) -> set[int]:
 
 
 def warnings(training: Training) -> Iterator[Moment]:
-    """What Slurm and its users do to a job that goes on by itself."""
+    """Warn a job in every way in which Slurm and users do; it goes on by itself each time."""
     cluster = training.cluster
     training.close_gate()
     training.submit()
@@ -320,7 +321,7 @@ def warnings(training: Training) -> Iterator[Moment]:
 
 
 def deaths(training: Training) -> Iterator[Moment]:
-    """What ends a job; it is submitted again, by hand, after each of them but the last."""
+    """End a job in several ways, and submit it again after each except the last."""
     cluster = training.cluster
 
     def end_the_reader() -> None:
@@ -346,7 +347,7 @@ def nothing(training: Training) -> Iterator[Moment]:
 
 @pytest.fixture(scope="module")
 def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Story]]:
-    """All of them have begun; at the end the cluster is left as it was found, however far they came."""
+    """Start all stories. At the end the cluster is left as it was found, even if a story has failed."""
     data = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=16 * STEPS_PER_EPOCH, num_test=20)
     settings = [
         f"data.train_dir={data / 'train'}",
@@ -393,7 +394,7 @@ def undisturbed(stories: dict[str, Story]) -> RunDir:
     ids=["time_limit", "one_rank", "scancel_signal", "preempted"],
 )
 def test_who_is_warned_saves_and_is_started_again(number: int, why: str, stories: dict[str, Story]) -> None:
-    """One requeue, of the same job; one complete checkpoint, of the step after which all stopped; no step is lost."""
+    """One requeue of the same job, one whole checkpoint of the step after which all stopped, and no lost step."""
     moment = stories["warnings"].moment(number)
     check_requeued(moment, restarts=number + 1)
     assert moment.steps_lost == 0
@@ -413,7 +414,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(stories: dic
     moment = stories["warnings"].moment(NODE_FAULT)
     check_requeued(moment, restarts=5)
     newest = moment.last_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-    # Checkpoints are written behind training, so the newest may have been on its way to the disk.
+    # A thread writes checkpoints during training, so the newest may not have been whole.
     possible = [newest - CHECKPOINT_EVERY, newest] if moment.last_step <= newest + STEPS_OF_A_SAVE else [newest]
     assert moment.starts[-1]["start_step"] in [max(moment.starts[-2]["start_step"], step) for step in possible]
     assert 0 <= moment.steps_lost <= CHECKPOINT_EVERY + STEPS_OF_A_SAVE
@@ -430,7 +431,7 @@ def check_requeued(moment: Moment, *, restarts: int) -> None:
 
 
 def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: dict[str, Story], undisturbed: RunDir) -> None:
-    """On a CPU: the parameters and the losses, bit for bit, and in W&B one run with every step once."""
+    """On a CPU the parameters and the losses are equal bit for bit, and W&B has one run with every step once."""
     job = stories["warnings"].moment(5).job
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "5")
     run_dir = stories["warnings"].training.run_dir
@@ -458,7 +459,7 @@ def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: dict[str, 
     ids=["killed", "frozen", "exception"],
 )
 def test_what_nobody_warned_of_ends_the_job(number: int, culprit: str, found: str, stories: dict[str, Story]) -> None:
-    """With an error, not started again, and it says why; at most the steps since the last checkpoint are lost."""
+    """The job ends with an error and is not started again. Only steps since the last checkpoint are lost."""
     moment = stories["deaths"].moment(number)
     check_over(moment, starts=number + 1)
     assert moment.job["JobState"] == "FAILED"
@@ -501,7 +502,7 @@ def check_over(moment: Moment, *, starts: int) -> None:
 
 
 def wandb_steps(run_dir: RunDir, *, num_starts: int) -> list[int]:
-    """All that is in the files of all starts, which are one run, by W&B's own reader."""
+    """Return the steps in the files of all starts, which are one run, read by W&B's own reader."""
     files = sorted(run_dir.path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.name)
     assert len(files) == num_starts
     assert {path.stem for path in files} == {f"run-{run_dir.wandb_run_id.read_text().strip()}"}

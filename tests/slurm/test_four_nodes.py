@@ -1,4 +1,4 @@
-"""`launch/slurm.py` on a real Slurm of four nodes: one curve however it is launched, and how it ends with an error."""
+"""`launch/slurm.py` on a real Slurm of four nodes: every launcher gives the same curve, and an error ends the job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps(dataclasses.asdict(read_env(os.environ))))
 
 @pytest.fixture(scope="session")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """debug:image on tiny shards, in float64, where rounding pushes no ReLU over zero: curves can be compared."""
+    """Return debug:image on tiny shards, in float64: rounding pushes no ReLU over zero, so curves are comparable."""
     data = tmp_path_factory.mktemp("data")
     train_dir = write_tiny_dataset(data / "train", num_samples=128)
     test_dir = write_tiny_dataset(data / "test", num_samples=32, seed=1)
@@ -65,7 +65,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
-    """And so do four ranks of torchrun; tests/launch has two of them, and submitit's local executor."""
+    """Four ranks of torchrun do too. tests/launch has two ranks of torchrun, and submitit's local executor."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     ways = {"alone": [sys.executable], "torchrun": torchrun}
     for name, command in ways.items():
@@ -101,8 +101,8 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
 def test_deepspeed_on_four_nodes_follows_one_process(
     slurm: dict[str, str], slurm_py_here: Callable[..., Done], recipe: list[str], tmp_path: Path
 ) -> None:
-    """Its optimizer is cut into four pieces (ZeRO 2), and it knows float32 alone: there one ReLU that rounding pushes
-    over zero is seen in the next loss, so the steps are few and small. With twice the rate the curves are 1e-3 apart.
+    """Its optimizer is cut into four pieces (ZeRO 2), and it has only float32. There, one ReLU that rounding pushes
+    over zero changes the next loss, so the steps are few and small. With twice the rate the curves are 1e-3 apart.
     """
     recipe = [*recipe, "--set", "precision=float32", "--set", "optimizer.learning_rate=0.001", "--set", "num_epochs=1"]
     environ = slurm | {"OMP_NUM_THREADS": "1"}
@@ -153,7 +153,7 @@ def test_two_clusters_at_once_share_nothing(cluster: Cluster) -> None:
 def test_cpus_per_task_reach_srun(
     slurm: dict[str, str], slurm_py_here: Callable[..., Done], recipe: list[str], tmp_path: Path
 ) -> None:
-    """sbatch alone would set SLURM_CPUS_PER_TASK for the script only; the step is what Slurm gave the ranks."""
+    """sbatch alone would set SLURM_CPUS_PER_TASK only for the script; this looks at the step, which has the ranks."""
     asked = ["--nodes", "2", "--cpus-per-task", "3", *recipe]
     script = slurm_py_here(*asked, "--run-dir", tmp_path / "run", "--dry-run").stdout
     srun = next(line for line in script.splitlines() if line.startswith("srun"))

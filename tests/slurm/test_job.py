@@ -1,4 +1,4 @@
-"""What a job does once its ranks have stopped, by a scontrol that is a script; the drill has a real one."""
+"""The end of a job after its ranks have stopped, with a scontrol that is a script. The drill has a real one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CANCELLED = "JobState=COMPLETING Reason=None RunTime=00:10:00 TimeLimit=04:00:00
 
 
 class Ending:
-    """Lets this process live on."""
+    """A stand-in that does not end this process."""
 
     status = 1
 
@@ -36,7 +36,7 @@ class Ending:
 
 
 class StoppedJob:
-    """A `TrainJob` on rank `rank` of a Slurm job that says of itself what `shown` says, just after it has stopped."""
+    """A `TrainJob` on rank `rank` of a Slurm job, just after it has stopped; scontrol shows the job as `shown`."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, *, shown: str, rank: int, timeouts: int) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class StoppedJob:
         raise error
 
     def __call__(self) -> int:
-        """Its exit status."""
+        """Return its exit status."""
         before = {number: signal.getsignal(number) for number in WARNINGS}
         try:
             with pytest.raises(SystemExit) as end:
@@ -145,8 +145,8 @@ def outcome_of(logs: Path) -> tuple[str, str]:
     [
         (1, "n1", "RUNNING", True),
         (0, "n1", "RUNNING", False),
-        (1, "none", "RUNNING", False),  # an error of the program, on nodes that are well
-        (1, "all", "RUNNING", False),  # a Slurm that starts nothing at all says nothing about the nodes
+        (1, "none", "RUNNING", False),  # an error of the program, on healthy nodes
+        (1, "all", "RUNNING", False),  # if Slurm starts nothing at all, that says nothing about the nodes
         (1, "n1", "COMPLETING", False),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_warning_during_the_imports_waits() -> None:
 
 
 def test_on_one_machine_a_warning_stops_with_a_checkpoint(tmp_path: Path) -> None:
-    """To one of two ranks; there is nobody who would start it again but the user, who is told so."""
+    """One of two ranks is warned. Only the user can start the run again, and is told so."""
     data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=20)
     run_dir = RunDir(tmp_path / "run")
     settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
@@ -206,7 +206,7 @@ def test_on_one_machine_a_warning_stops_with_a_checkpoint(tmp_path: Path) -> Non
 
 
 def local_rank(run_dir: RunDir, number: int) -> int:
-    """The process id of a rank that submitit's local executor has started."""
+    """Return the process id of a rank that submitit's local executor has started."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().split(b"\0")

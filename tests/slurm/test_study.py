@@ -1,4 +1,4 @@
-"""A study on a real Slurm of four nodes: one job array, its table, what failed submitted again, and what is refused."""
+"""A study on a real Slurm of four nodes: one job array, its table, failed runs submitted again, and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Command = Callable[..., Done]
 def command(
     slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Command:
-    """A command of launch/ with its arguments, in this process, on the private Slurm."""
+    """Run a command of launch/ with its arguments, in this process, on the private Slurm."""
     monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -65,7 +65,7 @@ def squeue(slurm: dict[str, str]) -> str:
 
 
 def states(command: Command, study: Path) -> dict[str, list[str]]:
-    """The words of each run's line in the table."""
+    """Return the words of each run's line in the table."""
     done = command("status.py", study)
     assert done.status == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -75,7 +75,7 @@ def states(command: Command, study: Path) -> dict[str, list[str]]:
 def test_a_study_runs_as_one_array_and_what_failed_alone_runs_again(
     command: Command, slurm: dict[str, str], settings: list[str], tmp_path: Path
 ) -> None:
-    """The third run cannot write its metrics, until that is mended."""
+    """At first the third run cannot write its metrics."""
     study = tmp_path / "study"
     broken = study / NAMES[2]
     words = ["--study", "studies:debug_seeds", *settings, "--study-dir", str(study), "--at-a-time", "2"]
@@ -123,7 +123,7 @@ def test_a_study_runs_as_one_array_and_what_failed_alone_runs_again(
 
 
 def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: list[str], tmp_path: Path) -> None:
-    """The whole repository it was submitted from is gone before it starts; and fewer cores than asked for are said."""
+    """The repository of the submission is gone before the job starts. The log warns of fewer cores than requested."""
     repository = tmp_path / "repository"
     for package in ("data_pipeline", "trainer", "configs", "launch"):
         shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))

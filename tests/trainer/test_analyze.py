@@ -30,7 +30,7 @@ from trainer.run_dir import RunDir
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """An untrained run with data; these tests need no training."""
+    """Make an untrained run with data; these tests need no training."""
     directory = tmp_path_factory.mktemp("run")
     for number, split in enumerate(("train", "test")):
         write_tiny_dataset(directory / split, num_samples=37, seed=number)
@@ -41,7 +41,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def test_change_is_split_by_the_mask() -> None:
-    """A policy that changes the object by 0.3, the rest of its box by 0.1 and nothing else."""
+    """The policy changes the object by 0.3, the rest of its box by 0.1 and nothing else."""
     masks_NHW = torch.zeros(2, 8, 8, dtype=torch.uint8)
     masks_NHW[:, 2:6, 2:6] = MASK_BOX
     masks_NHW[:, 3:5, 3:5] = MASK_OBJECT

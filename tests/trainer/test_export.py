@@ -1,4 +1,4 @@
-"""Exports: other libraries load them and compute the same bits; strangers' files run nothing."""
+"""Exports: other libraries load them and compute the same bits, and a stranger's file runs no code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TINY = ResNetConfig(kind="resnet10", width=4, embedding_size=16, **CIFAR10)
 
 
 def make_run(directory: Path, encoder_config: Any = TINY, *, steps: tuple[int, ...] = (5,)) -> RunDir:
-    """A run whose checkpoints differ from the initial weights and from each other, batch norm statistics included."""
+    """Make a run whose checkpoints differ from the first weights and each other, also in batch norm statistics."""
     config = RunConfig.model_validate(
         debug.image().model_dump()
         | {"encoder": encoder_config, "optimizer": SGDConfig(momentum=0.0), "name": "tiny-run"}

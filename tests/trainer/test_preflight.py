@@ -1,4 +1,4 @@
-"""What is refused, accepted and logged before step 0."""
+"""The checks, the refusals and the log before step 0."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_training_with_the_train_set_as_test_set_is_refused_unless_it_is_allowed
 
 
 def test_training_on_pictures_that_the_test_set_holds_too_is_refused(tmp_path: Path, config: RunConfig) -> None:
-    """Another dataset by its manifest, made from the same pictures."""
+    """The other dataset has its own manifest, and is made from the same pictures."""
     again = write_tiny_dataset(tmp_path / "again", num_samples=32, split="test")
     with pytest.raises(UserError, match=r"32 of the 32 test samples of .*again \(100 %\) have their picture"):
         take(RunDir(tmp_path / "run"), with_test_dir(config, str(again)))

@@ -1,4 +1,4 @@
-"""Commands that read a run directory which they may not write to, and what they say if they must write."""
+"""Commands that read a run directory which they may not write to, and their errors if they must write."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Guard:
-    """Refuses every change below a directory at the boundary to the system, as a read-only mount does.
+    """A guard that refuses every change below a directory, as a read-only mount does.
 
-    An audit hook of Python, because tests run as root too, for whom the bits of permissions do not bind, and because
-    not every machine lets a test mount something. A hook cannot be taken away, so it is switched.
+    It is an audit hook of Python. Permissions would not do, because tests also run as root, and not every machine lets
+    a test mount something. A hook cannot be removed, so it can be switched off.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command; returns what it prints, or the one line of its refusal."""
+    """Run a command, and return its output or the one line of its refusal."""
 
     def run_it(command: Any, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
@@ -141,12 +141,12 @@ def test_a_command_that_must_write_says_so_in_one_sentence(
     assert line.startswith("error: ")
     assert os.strerror(number).lower() in line
     assert str(run) in line
-    assert ".partial" not in line  # the file that is asked for, not the one beside it that is written first
+    assert ".partial" not in line  # the requested file, not the temporary one that is written first
 
 
 def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:
-    """A limit of the process, which also binds root, makes write() fail with an error that names no file."""
-    call(trainer.analyze, "views", run)  # whose cache of fonts may have to grow
+    """A limit of the process, which also holds for root, makes write() fail with an error that names no file."""
+    call(trainer.analyze, "views", run)  # its cache of fonts may grow
     out = tmp_path / "r.html"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -159,6 +159,6 @@ def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Pa
 
 
 def test_text_that_utf8_cannot_hold_is_written(tmp_path: Path) -> None:
-    """One example is a file name of other bytes, from a command line."""
+    """For example the command line may have a file name of other bytes."""
     write_atomically(tmp_path / "text", "caf\udce9")
     assert (tmp_path / "text").read_text() == "caf\\udce9"

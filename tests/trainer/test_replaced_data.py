@@ -44,7 +44,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def configure(data: Path, *overrides: str) -> RunConfig:
-    """A run of 4 steps with 40 samples."""
+    """Return the config of a run of 4 steps with 40 samples."""
     return resolve_recipe(
         "debug:image",
         [

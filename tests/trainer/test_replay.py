@@ -91,11 +91,11 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
 def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
     data: Path, viewmaker_steps: int, bad_step: int
 ) -> None:
-    """And all of what that update changed is undone, so the state is that of as many updates and no more."""
+    """All changes of the bad update are undone, so the state is that after the updates before it."""
     bad = configure(data, "debug:viewmaker", "objective.kind=simsiam", "adversary.update=alternating",
                     f"adversary.viewmaker_steps={viewmaker_steps}")  # fmt: skip
     assert bad.adversary is not None
-    # That ends before the bad one: with the viewmaker's update before it, or with that of the encoder alone.
+    # The same config, but it ends before the bad update.
     shorter = {"viewmaker_steps": bad_step - 1} if bad_step > 1 else {"freeze_step": 0}
     good = bad.model_copy(update={"adversary": bad.adversary.model_copy(update=shorter)})
     (batch,) = open_stream(bad.data, global_batch_size=BATCH_SIZE, seed=0, end_step=1)
@@ -234,7 +234,7 @@ def test_ranks_record_together_what_one_process_replays(
 def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first layer of the head is made tiny and the second one huge: the embedding stays as it was."""
+    """The first layer of the head is made tiny and the second huge, so the embedding does not change."""
     config = configure(data, "debug:image", "encoder.head.hidden_sizes=[32]")
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: P
 
 
 class Root(nn.Module):
-    """A function that is finite at zero, but not its slope."""
+    """A function that is finite at zero, with a slope that is not."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sqrt()
@@ -321,7 +321,7 @@ def test_a_gradient_alone_that_is_not_finite(data: Path) -> None:
 def test_the_samples_of_a_row_that_is_not_finite(
     data: Path, micro_batches: int, row: int, call: int, place: int
 ) -> None:
-    """4 samples whose two views come one after the other; a part of two micro batches holds every second sample."""
+    """There are 4 samples with two consecutive views each. Each of two micro batches holds every second sample."""
     net = nn.Linear(3, 2)
     inspector = Inspector({"net": net}, batch_size=4, num_parts=micro_batches)
     for number in range(2 * micro_batches):

@@ -31,19 +31,19 @@ from trainer.run_dir import RunDir, write_json
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Path:
-    """The file that the run's locations create if they are executed."""
+    """Return the file that the run's locations create if they are executed."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
 def run(tmp_path: Path, ran: Path) -> RunDir:
-    """A run of a stranger, whose config names a command for its data."""
+    """Make a stranger's run, whose config names a command for its data."""
     data = write_tiny_pair(tmp_path / "data", num_train=40, num_test=20)
     run_dir = make_run(tmp_path / "run", data)
     config = json.loads(run_dir.config.read_text())
     for split in ("train", "test"):
         config["data"][f"{split}_dir"] = f"pipe:touch {ran}; cat {data / split}/{{name}}"
-    config["data"]["remote"]["read_back_from"] = None  # which a stranger may write there
+    config["data"]["remote"]["read_back_from"] = None  # as a stranger may write it
     write_json(run_dir.config, config)
     return run_dir
 
@@ -131,7 +131,7 @@ def test_what_reads_no_data_does_not_ask(
 def test_a_config_file_is_no_command_line(
     option: list[str], run: RunDir, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user who passes a file to --config may not have written it."""
+    """A user may pass a file to --config that somebody else has written."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=REFUSAL):
         call(monkeypatch, launch.train, "--config", run.config, *option)
@@ -193,7 +193,7 @@ class Touches:
 def test_no_pickle_of_a_run_directory_is_read(
     run: RunDir, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file of the run directory that is read is a pickle here, except the config."""
+    """Every file of the run directory that could be read is a pickle here, except the config."""
     evil = pickle.dumps(Touches(ran))
     checkpoint = run.checkpoint(10) / "encoder.safetensors"
     names = ["metrics.jsonl", "provenance.json", "analysis/views.json", "analysis/views.png", "analysis/alignment.png"]

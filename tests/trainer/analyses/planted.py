@@ -1,4 +1,4 @@
-"""Runs whose encoder and views are known by hand, on the tiny dataset: class = brightness of a half."""
+"""Make runs with encoder and views that are known by hand, on the tiny dataset: class = brightness of a half."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.views import ViewPolicy
 
 
 class HalvesEncoder(nn.Module):
-    """Its features are the mean brightness of the top half and of the bottom half."""
+    """An encoder whose features are the mean brightness of the top half and of the bottom half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class HalvesEncoder(nn.Module):
         return torch.stack([views_BCHW[:, :, :half].mean((1, 2, 3)), views_BCHW[:, :, half:].mean((1, 2, 3))], dim=1)
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
-        """The same around the middle, so that directions differ."""
+        """Return the same features less the middle, so that directions differ."""
         return self.features(views_BCHW) - 0.4
 
     def feature_size(self, height: int, width: int) -> int:
@@ -42,7 +42,7 @@ class HalvesEncoder(nn.Module):
 
 
 class DropBottom(nn.Module):
-    """Blackens the bottom half of a share of the views, and leaves the others as they are."""
+    """A policy that blackens the bottom half in a share of the views, and changes nothing else."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class DropBottom(nn.Module):
 
 
 def write_run(directory: Path, data: Path, *, recipe: Callable[[], RunConfig] = debug.image, name: str = "") -> RunDir:
-    """A run directory without checkpoints: what there is of it is its untrained modules."""
+    """Write a run directory without checkpoints, so that only its untrained modules can be loaded."""
     directory.mkdir(parents=True)
     config: dict[str, Any] = recipe().model_dump(mode="json")
     config["name"] = name or config["name"]

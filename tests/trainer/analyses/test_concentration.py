@@ -63,7 +63,7 @@ def test_bounds_hold_the_largest_clique_of_random_graphs() -> None:
         assert clique <= largest
         assert 9 - cover <= largest <= 9 - matching
         num_found += clique == largest
-    assert num_found >= 22  # greedy, but from every vertex
+    assert num_found >= 22  # greedy, from every vertex
 
 
 def test_a_planted_clique_is_found() -> None:

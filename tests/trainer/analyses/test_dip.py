@@ -8,8 +8,10 @@ from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
 
 
 def dip_by_linear_programs(x_N: Floats) -> float:
-    """The definition: for each place of the mode, the least d such that a function within d of the empirical one is
-    convex before it and concave from it. Variables: its values up to the mode, those from the mode, d.
+    """Compute the dip by its definition: the least d such that a function within d of the empirical one is unimodal.
+
+    For each place of the mode, a linear program finds a function that is convex before it and concave from it. Its
+    variables are the values up to the mode, the values from the mode, and d.
     """
     x_K, count_K = np.unique(x_N, return_counts=True)
     above_K = np.cumsum(count_K) / len(x_N)
@@ -31,7 +33,7 @@ def dip_by_linear_programs(x_N: Floats) -> float:
         d = size - 1
         for place in range(size - 1):
             k = place if place < convex else mode + place - convex
-            left, right = place != convex, place != mode  # the function may jump at its mode, and there alone
+            left, right = place != convex, place != mode  # the function may jump at its mode, and only there
             for known_K in (below_K,) * left + (above_K,) * right:
                 at_most(known_K[k], {place: 1, d: -1}, size)
                 at_most(-known_K[k], {place: -1, d: -1}, size)

@@ -1,4 +1,4 @@
-"""Runs that diverged: every analysis, probe and report says what is not finite, and none fails."""
+"""Runs that diverged: every analysis, probe and report names what is not finite, and none fails."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def diverged_run(directory: Path, data: Path, players: set[str]) -> RunDir:
-    """A run whose checkpoint of step 10 has nan in every weight of some players."""
+    """Make a run whose checkpoint of step 10 has nan in every weight of some modules."""
     config = debug.viewmaker().model_dump()
-    config["probe"] |= {"views": "none", "num_epochs": 1}  # views that are not finite teach no head
+    config["probe"] |= {"views": "none", "num_epochs": 1}  # no head can be fitted on views that are not finite
     config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
     run_dir = RunDir(directory)
     run_dir.checkpoint(10).mkdir(parents=True)

@@ -41,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_exact_heads(run_dir: RunDir) -> None:
-    """Heads that are sure of the class whose brightness, as the tiny dataset draws it, is nearest."""
+    """Write heads that are sure of the class with the nearest brightness in the tiny dataset."""
     train = read_pictures(run_dir.path.parent / "data" / "train")
 
     def head(feature: int, brightness_K: list[float]) -> LinearHead:
@@ -92,7 +92,7 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
     drops, keeps = result.runs
     assert drops.classifier == "planted"
     assert drops.accuracy == {"base": 1.0, "overlay": 1.0}
-    for run in result.runs:  # what is lost, the views lose: both judges are sure of the samples as they are
+    for run in result.runs:  # both judges are sure of the samples without views, so the loss is due to the views
         assert {space: shown.share_above_0_9 for space, shown in run.without_views.items()} == {
             "base": 1.0,
             "overlay": 1.0,

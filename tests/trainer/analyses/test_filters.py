@@ -33,7 +33,7 @@ CONFIG = FiltersConfig(num_shown=10, num_steps=3)
 
 
 def test_sparsity_of_known_maps() -> None:
-    """A single active value, all alike, a half of them alike, none; below 0 counts as silent."""
+    """Maps with a single active value, with equal values, with half of them equal, and with none; below 0 is silent."""
     maps_BCHW = torch.full((4, 4, 2, 2), -1.0)
     maps_BCHW[0, 1, 0, 1] = 3.0
     maps_BCHW[1] = 0.7

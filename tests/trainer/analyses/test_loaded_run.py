@@ -1,4 +1,4 @@
-"""What every analysis reads: samples of draws of their own, and pictures that the views can be made of."""
+"""The input of every analysis: samples with their own draws, and pictures that views can be made of."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def wide_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run with expert views on a folder's pictures of 16 x 24 pixels."""
+    """Make a run with expert views on a folder's pictures of 16 x 24 pixels."""
     directory = tmp_path_factory.mktemp("wide")
     rng = np.random.default_rng(0)
     for split in ("train", "test"):

@@ -1,4 +1,4 @@
-"""Linear heads against those of scikit-learn; by itself, because importing that takes seconds in every rank."""
+"""Linear heads against scikit-learn's, in a file of their own, because its import takes seconds in every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.probes.online import ridge_predict
 
 
 def test_a_head_trained_to_the_end_is_the_logistic_regression_of_scikit_learn() -> None:
-    """On classes that overlap, where the least cross entropy is at one place, but for a shift of all classes alike."""
+    """The classes overlap, so the minimum of the cross entropy is unique up to a common shift of all classes."""
     draw = torch.Generator().manual_seed(0)
     label_N, test_label_M = (torch.randint(3, (num,), generator=draw) for num in (400, 200))
     centre_KF = torch.randn(3, 6, generator=draw)

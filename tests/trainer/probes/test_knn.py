@@ -23,7 +23,7 @@ QUERIES = random_features(103, seed=2)
 
 
 def slow_reference(num_neighbors: int) -> list[int]:
-    """Sum of exp(cosine / 0.1) by class over the nearest, one query at a time, in float64."""
+    """Sum exp(cosine / 0.1) by class over the nearest pictures, one query at a time, in float64."""
     bank, queries = BANK.double().numpy(), QUERIES.double().numpy()
     bank /= np.linalg.norm(bank, axis=1, keepdims=True)
     predicted = []

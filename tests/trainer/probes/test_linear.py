@@ -69,7 +69,7 @@ def test_planted_accuracy_is_reached_exactly(views: str, batch_norm: str) -> Non
 
 
 def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
-    """On noise, so that the curves wander and would show the smallest difference."""
+    """The features are noise, so that the curves would show the smallest difference."""
     draw = torch.Generator().manual_seed(0)
     train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
 
@@ -89,7 +89,7 @@ def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
 
 
 def test_equals_a_plain_torch_loop_with_multi_step_schedule() -> None:
-    """The reference: nn.Linear, torch's SGD and MultiStepLR, batch by batch, accuracy after each epoch."""
+    """The reference is nn.Linear with torch's SGD and MultiStepLR, batch by batch, with the accuracy of each epoch."""
     config = ProbeConfig(num_epochs=10, batch_size=32, learning_rate=0.5, milestones=(0.35, 0.8))
     draw = torch.Generator().manual_seed(0)
     train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
@@ -134,7 +134,7 @@ def test_encoder_is_left_as_it_was(batch_norm: str) -> None:
 
 
 def test_batch_norm_mode_is_the_one_asked_for() -> None:
-    """The original's way normalises by the batch while fitting, and tests with statistics that have moved."""
+    """The original code normalises by the batch while it fits, and tests with statistics that have moved."""
     encoder = ToyEncoder()
     run(encoder, batch_norm="eval", num_epochs=3)
     assert {training for _, training in encoder.seen} == {False}
@@ -185,7 +185,7 @@ def test_a_set_smaller_than_a_batch_is_one_batch() -> None:
 
 
 class Loud(ToyEncoder):
-    """Its features are so large that a step overflows."""
+    """An encoder with features so large that a step overflows."""
 
     def features(self, views_BCHW: Tensor) -> Tensor:
         return 1e10 * super().features(views_BCHW)

@@ -40,7 +40,7 @@ def recipe(batch_norm: str, **probe: Any) -> RunConfig:
 
 
 def train_some_steps(batch_norm: str, probes: bool) -> dict[str, Any]:
-    """Everything that a probe must not touch, after steps on this rank's own pictures; and what the probes said."""
+    """Train on this rank's pictures. Return all that a probe must not change, and the results of the probes."""
     encoder = build_modules(recipe(batch_norm)).encoder.train()
     encoder.trunk.eval()  # some parts do not train: they must come back as they were
     encoder.trunk.layer4.train()  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 3.0, float("nan"), float("inf")])
 def test_features_without_information_end_nothing(value: float) -> None:
-    """A collapsed encoder, and one that diverged: training goes on, with an accuracy at or below chance."""
+    """Training goes on with a collapsed or a diverged encoder, with an accuracy at or below chance."""
     encoder = build_modules(recipe("synchronized")).encoder
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -138,7 +138,7 @@ def test_the_samples_are_some_of_those_that_the_probe_command_reads(overlay: Any
 
 
 def test_of_a_remote_dataset_a_few_shards_are_fetched(tmp_path: Path) -> None:
-    """40 shards of two samples; what is fetched lies in the cache."""
+    """There are 40 shards of two samples. The fetched ones are in the cache."""
     directory = write_tiny_dataset(tmp_path / "train", num_samples=80, num_samples_per_shard=2)
     read = ReadConfig(remote=RemoteConfig(cache_dir=str(tmp_path / "cache")))
     some = read_some(f"pipe:cat {directory}/{{name}}", num=10, read=read)
@@ -194,7 +194,7 @@ def train_on_tiny_data(data: Path, directory: Path, every: int | None) -> None:
 
 @pytest.mark.ranks
 def test_the_training_loop_probes_at_its_steps_and_learns_the_same(tmp_path: Path) -> None:
-    """Two ranks, ten steps: probes after every third, in the line of the same step where that is logged as well."""
+    """Two ranks take ten steps and probe after every third, in the line of that step if it is logged."""
     data = write_tiny_pair(tmp_path / "data", num_train=43, num_test=20)
     for name, every in (("without", None), ("with", 3)):
         run_ranks(train_on_tiny_data, 2, data, tmp_path / name, every)

@@ -38,7 +38,7 @@ from trainer.run_dir import RunDir
 
 
 def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
-    """A run directory with a config and one checkpoint, at step 10: the untrained encoder with all weights doubled."""
+    """Make a run directory with a config and a checkpoint of step 10: the untrained encoder with doubled weights."""
     config = debug.image().model_dump() | settings
     config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
     run_dir = RunDir(directory)
@@ -57,7 +57,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def add_checkpoint(run_dir: RunDir, step: int, factor: float) -> None:
-    """One more, with all weights of the first times `factor`."""
+    """Add a checkpoint with all weights of the first one times `factor`."""
     state = safetensors.torch.load_file(run_dir.checkpoint(10) / "encoder.safetensors")
     run_dir.checkpoint(step).mkdir()
     other = {name: (factor * tensor).to(tensor.dtype) for name, tensor in state.items()}
@@ -314,7 +314,7 @@ def test_draws_of_the_test_overlays_and_their_spread(
 
 
 def share_sources(directory: Path, *, num_test: int, num_shared: int) -> Path:
-    """A train set and a test set of which `num_shared` samples have their pictures in the train set."""
+    """Make a train set, and a test set with `num_shared` samples whose pictures are in the train set too."""
     data = write_tiny_pair(directory, num_train=64, num_test=num_test)
     train_N = np.fromfile(data / "train" / SOURCE_DIGESTS_NAME, dtype="<u8")
     path = data / "test" / SOURCE_DIGESTS_NAME
@@ -400,7 +400,7 @@ def test_baked_overlays_have_one_draw(
 
 
 def command_of_rank(*arguments: str) -> str:
-    """What the command prints as this rank of a process group that is there already."""
+    """Return the output of the command as this rank of an existing process group."""
     out = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(

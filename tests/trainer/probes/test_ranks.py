@@ -1,4 +1,4 @@
-"""Read out by one, two or three ranks, the numbers are the same to the last digit."""
+"""Probes of one, two and three ranks give the same numbers to the last digit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_sample_comes_once_and_in_its_place(world_size: int) -> None:
 
 
 def read_out(directory: Path, views: str) -> Any:
-    """Results and heads of a real encoder; 103 test samples, and some steps left over for two and three ranks."""
+    """Return results and heads of a real encoder. 2 and 3 ranks divide neither the 103 test samples nor the steps."""
     recipe = debug.image()
     modules = build_modules(recipe)
     config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})

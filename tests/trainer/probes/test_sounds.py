@@ -1,4 +1,4 @@
-"""Probes and analyses of sounds: what they read is what training sees, and what can be heard is read out."""
+"""Probes and analyses of sounds get the input of training, and read audible features."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Bands(nn.Module):
-    """The loudest value of each mel band: what tells tones and background sounds apart."""
+    """An encoder with the loudest value of each mel band, which tells tones and background sounds apart."""
 
     def features(self, views_BCHW: Tensor) -> Tensor:
         assert views_BCHW.shape[1:] == (1, 64, 64)
@@ -97,7 +97,7 @@ def test_sounds_with_the_background_baked_in_and_without_one(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_what_can_be_heard_is_read_out(data: Path) -> None:
-    """Deep or high tone from views, and which background from sounds without views: both in bands of their own."""
+    """A deep or high tone is read from views, the background from sounds without views. Both have their own bands."""
     train, test = read_pictures(data / "train"), read_pictures(data / "test")
     targets = label_targets(train, test)
     for views in ("policy", "none"):

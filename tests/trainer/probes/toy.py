@@ -1,4 +1,4 @@
-"""Pictures, encoders and policies small enough to know the right answer by hand."""
+"""Toy pictures, encoders and policies, for which the right answer is known by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.probes.features import Pictures
 
 
 def toy_pictures(num: int, *, seed: int, num_wrong: int = 0) -> Pictures:
-    """8x8 pictures: the base class (2) is the brightness of the upper half, the overlay class (3) that of the lower.
+    """Make 8x8 pictures: the upper half's brightness is the base class (of 2), the lower's the overlay class (of 3).
 
     The labels of the first `num_wrong` pictures are shifted by one class, so a classifier that has learned the rule
     gets those wrong and the others right.
@@ -55,7 +55,7 @@ def toy_manifest(num: int) -> Manifest:
 
 
 class ToyEncoder(nn.Module):
-    """Batch norm and nothing else; remembers how many pictures it has encoded and in which mode."""
+    """An encoder of batch norm alone, which counts the pictures that it has encoded, and in which mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def make_run(
     titles: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Path:
-    """A run directory as training, probe and analysis leave it, with chosen numbers."""
+    """Make a run directory as training, probe and analysis leave it, with chosen numbers."""
     probe = recipe().probe if probe is None else probe
     config = recipe().model_dump() | settings
     config["data"] |= {"train_dir": "no/such/train", "test_dir": "no/such/test"}
@@ -133,7 +133,7 @@ def probe_result(
 
 
 class Page(HTMLParser):
-    """The text of every table row, every reference that a browser would follow, and every tag."""
+    """A parser of the page: text of the table rows, references that a browser would follow, and tags."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Page(HTMLParser):
             self.rows[-1][-1] += f"{data} "
 
     def row(self, start: str, *, number: int = 0) -> list[str]:
-        """The first row, or the one of that number, whose title begins so."""
+        """Return the first row (or the row of that number) whose title begins with this text."""
         rows = [[" ".join(cell.split()) for cell in row] for row in self.rows]
         return [row for row in rows if row and row[0].startswith(start)][number]
 
@@ -335,7 +335,7 @@ def test_what_was_not_measured_is_said_and_how_to_measure_it(tmp_path: Path, mon
     html = report(monkeypatch, tmp_path / "out.html", bare)
     assert "No trained encoder has been probed yet" in html
     assert f"python -m trainer.probe {bare}\npython -m trainer.probe {bare} --step 0" in html
-    assert "has no checkpoint yet" in html  # why there is no grid
+    assert "has no checkpoint yet" in html  # the reason for the missing grid
     page = Page(html)
     for title in ("command", "commit", "processor", "GPU", "wall time", "samples a second", "versions"):
         assert page.row(title)[1] == "not measured", title

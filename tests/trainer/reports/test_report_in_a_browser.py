@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing is cut off, nothing complains, on a phone, on a desk and on paper."""
+"""The page in a real browser, on a phone, a desk and on paper: nothing is cut off, and there are no errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CUT = """
   return element.getBoundingClientRect().right > document.documentElement.clientWidth + 1;
 }).map(element => `${element.tagName}.${element.className}: ${element.textContent.slice(0, 60)}`)
 """
-# Boxes that scroll, because what is in them is wider.
+# Boxes that scroll, because their content is wider.
 SCROLLING = """
 [...document.querySelectorAll(".scroll, pre")].filter(box => box.scrollWidth > box.clientWidth + 1).map(box =>
   `${box.className}: ${getComputedStyle(box).backgroundImage.slice(0, 20)}`)
@@ -66,7 +66,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of two runs, of one run, and of a study, as wide as they come."""
+    """Return the pages of two runs, of one run and of a study, with content as wide as it can be."""
     directory = tmp_path_factory.mktemp("pages")
     accuracies = {"base": [0.2, 0.318], "overlay": [0.7, 0.804]}
     runs = [
@@ -107,7 +107,7 @@ def test_nothing_is_cut_off_on_a_screen(name: str, width: int, pages: dict[str, 
     assert tab.evaluate(BROKEN) == []
     assert tab.complaints == []
     boxes = tab.evaluate(SCROLLING)
-    if width == PHONE:  # there, every table is laid out anew; only commands may scroll
+    if width == PHONE:  # there every table becomes a list; only commands may scroll
         assert [box for box in boxes if box.startswith("scroll")] == []
     assert all("linear-gradient" in box for box in boxes if box.startswith("scroll"))  # the hint
 
@@ -142,7 +142,7 @@ def test_columns_of_both_labels_can_be_seen_on_a_phone(pages: dict[str, Path], t
 
 
 def test_the_browser_would_notice_a_page_that_is_cut_or_complains(tmp_path: Path, tab: Tab) -> None:
-    """The questions above have to be able to fail."""
+    """The checks above must be able to fail."""
     path = tmp_path / "bad.html"
     path.write_text(
         '<meta name="viewport" content="width=device-width"><body><div style="width:900px">wide</div>'

@@ -184,7 +184,7 @@ def test_bold_is_only_what_is_ahead_by_two_standard_errors(
     assert ("cannot be told apart" in html) != is_bold
     arms = arms_of(read_runs(runs))
     assert winner(arms, "base") == (arms[0] if is_bold else None)
-    assert winner(arms[:1], "base") is None  # there is nothing to be ahead of
+    assert winner(arms[:1], "base") is None  # there is no other arm
 
 
 def in_train_mode(run: Path, accuracy: float) -> None:

@@ -1,4 +1,4 @@
-"""Runs beside the published tables, runs of several datasets, Markdown, and W&B's own report."""
+"""Runs in the published tables, runs of several datasets, Markdown, and the W&B report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOSTILE = '"><img src=x onerror=alert(1)>|`*_[a](javascript:1)'
 
 
 def study_run(directory: Path, name: str, run: str, *, seed: int = 0, num_train: int = 5000, **numbers: Any) -> Path:
-    """The run of a study in a directory of its own, with chosen accuracies."""
+    """Make a run of a study in its own directory, with chosen accuracies."""
     config = next(one for one in resolve_study(f"studies:{name}") if one.name == run)
     path = make_run(directory / f"{run}-seed{seed}", recipe=lambda: config, seed=seed, **numbers)
     for result in path.rglob("probes/*/*.json"):
