@@ -66,7 +66,7 @@ AFTER_SRUN: Final = (
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Trains the run in `run_dir` as one rank.
+    """A job that trains the run in `run_dir` as one rank.
 
     Under Slurm the ranks find each other by the variables of Slurm, and on one machine (the local executor of submitit)
     at `local_port`. The job is warned `warning_seconds` before its time limit.
@@ -183,7 +183,7 @@ class TrainJob:
 
 
 class Ending:
-    """Ends the process with `status`, by default 1, after the clean-up but without destroying the process group.
+    """An end of the process with `status`, by default 1, after the clean-up but without destroying the process group.
 
     Destroying it waits for threads of gloo, which may wait for the interpreter. Seen with PyTorch 2.11: a rank that
     never ends, and a job that holds its nodes until its time limit.

@@ -1,4 +1,4 @@
-"""How training ended, in small JSON files that the ranks write themselves.
+"""Write and read how training ended, in small JSON files that the ranks write themselves.
 
 A rank of a submitted job leaves LOGS/JOB_RANK_outcome.json. A run that was started by python or torchrun leaves
 RUN_DIR/ended.json, written by its first rank. Invariant: reading a file of a run directory runs no code, follows no

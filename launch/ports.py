@@ -7,9 +7,7 @@ import socket
 from contextlib import ExitStack
 
 from data_pipeline.core.errors import UserError
-
-# Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
-RANGE = range(20_000, 32_000)
+from trainer.distributed.rendezvous import PORTS
 
 
 def free_ports(count: int) -> list[int]:
@@ -20,7 +18,7 @@ def free_ports(count: int) -> list[int]:
     """
     found: list[int] = []
     with ExitStack() as stack:
-        for port in random.sample(RANGE, len(RANGE)):
+        for port in random.sample(PORTS, len(PORTS)):
             if len(found) == count:
                 return found
             probe = stack.enter_context(socket.socket())
@@ -30,6 +28,6 @@ def free_ports(count: int) -> list[int]:
                 continue
             found.append(port)
     raise UserError(
-        f"there are not {count} free ports from {RANGE.start} to {RANGE.stop - 1} on this machine; end a process that "
+        f"there are not {count} free ports from {PORTS.start} to {PORTS.stop - 1} on this machine; end a process that "
         "holds some"
     )

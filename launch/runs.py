@@ -1,4 +1,4 @@
-"""Runs that were submitted, alone or together: start them here, follow them, list them, submit them again."""
+"""Start runs on this machine, follow submitted runs, list them, and submit them again."""
 
 from __future__ import annotations
 

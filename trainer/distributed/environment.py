@@ -69,9 +69,9 @@ class WorldEnv:
         """Return the ports at which rank 0 may listen, in the order in which it tries them."""
         if not self.start:
             return (self.master_port,)
-        offset = self.master_port - _FIRST_SLURM_PORT
+        offset = self.master_port - rendezvous.PORTS.start
         tried = (offset + _NEXT_PORT * i for i in range(_NUM_PORTS_TRIED))
-        return tuple(_FIRST_SLURM_PORT + one % _NUM_SLURM_PORTS for one in tried)
+        return tuple(rendezvous.PORTS[one % len(rendezvous.PORTS)] for one in tried)
 
 
 _WITHOUT_SOURCE = {"launcher", "sources", "start", "cpus_asked_for"}
@@ -352,7 +352,7 @@ def _read_slurm(environ: Mapping[str, str]) -> WorldEnv:
         master_port = _whole(environ, "MASTER_PORT")
     else:  # every rank derives the same port, and jobs on the same node derive different ports
         offset = _whole(environ, "SLURM_JOB_ID") + 1_000 * _whole(environ, "SLURM_STEP_ID")
-        master_port = _FIRST_SLURM_PORT + offset % _NUM_SLURM_PORTS
+        master_port = rendezvous.PORTS[offset % len(rendezvous.PORTS)]
     return WorldEnv(
         rank=_whole(environ, "SLURM_PROCID"),
         world_size=_whole(environ, "SLURM_STEP_NUM_TASKS"),

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from data_pipeline.core.errors import UserError
 
+# Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
+PORTS = range(20_000, 32_000)
 _ANSWER_SECONDS = 2.0
 _PAUSE_SECONDS = 0.2
 _MAX_ANSWER_BYTES = 200
