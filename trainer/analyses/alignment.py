@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
-from trainer.analyses.analysis import of_each_run
+from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
@@ -138,7 +138,7 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
     return write_result(run_dir, "alignment", result, _figure(result, test_views["embedding"].cpu()))
 
 
-ANALYSIS = of_each_run(AlignmentConfig, analyze_alignment)
+ANALYSIS = Analysis(AlignmentConfig, analyze_alignment)
 
 
 def alignment(u_NVD: Tensor) -> Tensor:

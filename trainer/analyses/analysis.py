@@ -14,26 +14,16 @@ from trainer.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Analysis:
-    """The settings of an analysis, and the function that runs it and yields the paths that it has written."""
+    """The settings of an analysis, and the function that writes its files and returns their paths.
+
+    `analyze` takes one run directory, or all of them if the analysis `compares_runs`.
+    """
 
     settings: type[Schema]
-    run: Callable[[Sequence[RunDir], Any, AnalysisOptions], Iterator[Path]]
+    analyze: Callable[..., list[Path]]
+    compares_runs: bool = False
 
-
-def of_each_run(settings: type[Schema], analyze: Callable[..., list[Path]]) -> Analysis:
-    """Return an analysis that takes several runs one after the other."""
-
-    def run(run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
-        for run_dir in run_dirs:
-            yield from analyze(run_dir, config=config, options=options)
-
-    return Analysis(settings, run)
-
-
-def of_all_runs(settings: type[Schema], analyze: Callable[..., list[Path]]) -> Analysis:
-    """Return an analysis that compares runs."""
-
-    def run(run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
-        yield from analyze(run_dirs, config=config, options=options)
-
-    return Analysis(settings, run)
+    def run(self, run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
+        """Analyse the runs, one after the other or together, and yield the paths of the files."""
+        for taken in [run_dirs] if self.compares_runs else run_dirs:
+            yield from self.analyze(taken, config=config, options=options)

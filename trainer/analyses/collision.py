@@ -21,7 +21,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema
-from trainer.analyses.analysis import of_each_run
+from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
 from trainer.observability.figures import to_png
 from trainer.probes.features import ViewFunction, to_float
@@ -111,7 +111,7 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
     return write_result(run_dir, "collision", result, _figure(result))
 
 
-ANALYSIS = of_each_run(CollisionConfig, analyze_collision)
+ANALYSIS = Analysis(CollisionConfig, analyze_collision)
 
 
 def collide(

@@ -31,7 +31,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import PositiveFactor, Schema
-from trainer.analyses.analysis import of_each_run
+from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
 from trainer.observability.figures import to_png
 from trainer.probes.features import Pictures, to_float
@@ -132,7 +132,7 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
     return write_result(run_dir, "concentration", result, _figure(result))
 
 
-ANALYSIS = of_each_run(ConcentrationConfig, analyze_concentration)
+ANALYSIS = Analysis(ConcentrationConfig, analyze_concentration)
 
 
 def draw_views(policy: ExpertImage, images_NCHW: Tensor, index_N: Tensor, *, num_views: int, seed: int) -> Tensor:

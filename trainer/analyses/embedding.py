@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Measured, Schema
-from trainer.analyses.analysis import of_each_run
+from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, extract, frozen
@@ -97,7 +97,7 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
     return write_result(run_dir, "embedding", result, to_png(figure))
 
 
-ANALYSIS = of_each_run(EmbeddingConfig, analyze_embedding)
+ANALYSIS = Analysis(EmbeddingConfig, analyze_embedding)
 
 
 def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, shown
-from trainer.analyses.analysis import of_all_runs
+from trainer.analyses.analysis import Analysis
 from trainer.analyses.classifier import heads_of
 from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
@@ -163,7 +163,7 @@ def analyze_feature_dropout(
     return [path for run_dir in run_dirs for path in write_result(run_dir, name, result, png)]
 
 
-ANALYSIS = of_all_runs(FeatureDropoutConfig, analyze_feature_dropout)
+ANALYSIS = Analysis(FeatureDropoutConfig, analyze_feature_dropout, compares_runs=True)
 
 
 def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:

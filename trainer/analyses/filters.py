@@ -23,7 +23,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Count, LearningRate, Measured, Schema
-from trainer.analyses.analysis import of_each_run
+from trainer.analyses.analysis import Analysis
 from trainer.analyses.embedding import silhouette
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, refuse_sounds, write_result
 from trainer.observability.figures import GridRow, picture_grid
@@ -125,7 +125,7 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
     return write_result(run_dir, "filters", result, _picture(found_FCHW, result))
 
 
-ANALYSIS = of_each_run(FiltersConfig, analyze_filters)
+ANALYSIS = Analysis(FiltersConfig, analyze_filters)
 
 
 def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Count, Measured, Schema
-from trainer.analyses.analysis import of_each_run
+from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, load_run, write_result
 from trainer.observability.view_grid import choose_pictures, draw_views, view_grid
 from trainer.run_dir import RunDir
@@ -77,7 +77,7 @@ def analyze_views(
     return write_result(run_dir, "views", *measure_views(run_dir, config=config, options=options))
 
 
-ANALYSIS = of_each_run(ViewsAnalysisConfig, analyze_views)
+ANALYSIS = Analysis(ViewsAnalysisConfig, analyze_views)
 
 
 def measure_views(

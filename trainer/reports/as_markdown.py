@@ -45,15 +45,15 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
 
 
 def _study(sheet: Sheet) -> list[str]:
-    study = study_section(sheet)
-    commands = ["To measure the empty cells:", "\n".join(f"    {command}" for command in study.missing_commands)]
+    section = study_section(sheet)
+    commands = ["To measure the empty cells:", "\n".join(f"    {command}" for command in section.missing_commands)]
     return [
-        f"{study.source}. Ours: {study.measure}, mean ± sample standard deviation over seeds. After it stand "
+        f"{section.study.source}. Ours: {section.measure}, mean ± sample standard deviation over seeds. After it stand "
         "the paper's number, and the difference: ours minus the paper's.",
-        *(markdown_text(text) for text in study.sentences),
-        to_markdown(study.grid),
-        *(commands if study.missing_commands else []),
-        to_markdown(study.directions),
+        *(markdown_text(text) for text in section.sentences),
+        to_markdown(section.grid),
+        *(commands if section.missing_commands else []),
+        to_markdown(section.directions),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from trainer.reports.published import Column
+from trainer.reports.published import Study
 from trainer.reports.study_sheet import FilledCell, Sheet, missing_commands, summary
 from trainer.reports.tables import Grid, signed
 
@@ -28,15 +28,15 @@ class StudyCell:
 class StudySection:
     """The parts of a study that a report shows.
 
+    study: the published table.
+    measure: the quantity in its cells, in words.
     groups: the title of each group of columns, and the number of its columns.
     rows: the title of each row, and its cells; None if the paper's table has no such cell.
     """
 
-    source: str
+    study: Study
     measure: str
     sentences: Sequence[str]
-    row_title: str
-    columns: Sequence[Column]
     groups: Sequence[tuple[str, int]]
     rows: Sequence[tuple[str, Sequence[StudyCell | None]]]
     directions: Grid
@@ -45,7 +45,7 @@ class StudySection:
     @property
     def grid(self) -> Grid:
         """The table with one line of text in each cell."""
-        head = [self.row_title, *(f"{column.group}: {column.title}" for column in self.columns)]
+        head = [self.study.row_title, *(f"{column.group}: {column.title}" for column in self.study.columns)]
         rows = [[title, *("; ".join(cell.lines) if cell else "" for cell in cells)] for title, cells in self.rows]
         return Grid(head, rows)
 
@@ -57,11 +57,9 @@ def study_section(sheet: Sheet) -> StudySection:
         (row, [_cell(sheet.cells.get((row, number))) for number in range(len(study.columns))]) for row in study.rows
     ]
     return StudySection(
-        source=study.source,
+        study=study,
         measure=MEASURES[study.measure],
         sentences=summary(sheet),
-        row_title=study.row_title,
-        columns=study.columns,
         groups=[(group, len(list(members))) for group, members in groups],
         rows=rows,
         directions=_directions(sheet),
