@@ -1,4 +1,4 @@
-"""Commands of launch/ called in this process: importing what they import takes a new process seconds."""
+"""Call commands of launch/ in this process, because a new process needs seconds for its imports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.core.errors import run_command
+from tests.tiny_data import write_tiny_dataset
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a command printed, and its exit status."""
+    """The output and the exit status of a command."""
 
     status: int
     stdout: str
@@ -35,3 +36,15 @@ def call(
     except SystemExit as end:
         status = int(end.code or 0)
     return Done(status, *capsys.readouterr())
+
+
+def float64_recipe(directory: Path) -> list[str]:
+    """Return the arguments that train debug:image in float64 on tiny shards, which are written into `directory`.
+
+    In float64 rounding pushes no ReLU over zero, so curves can be compared.
+    """
+    train_dir = write_tiny_dataset(directory / "train", num_samples=128)
+    test_dir = write_tiny_dataset(directory / "test", num_samples=32, seed=1)
+    settings = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", "precision=float64"]
+    settings += ["tracking.wandb=disabled"]
+    return ["--config", "debug:image", *(word for setting in settings for word in ("--set", setting))]

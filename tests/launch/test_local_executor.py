@@ -17,8 +17,7 @@ import pytest
 import launch.slurm
 from launch.ports import free_ports
 from launch.slurm_command import plan_from, request_from
-from tests.commands import Done, call
-from tests.tiny_data import write_tiny_dataset
+from tests.commands import Done, call, float64_recipe
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    data = tmp_path_factory.mktemp("data")
-    train_dir = write_tiny_dataset(data / "train", num_samples=128)
-    test_dir = write_tiny_dataset(data / "test", num_samples=32, seed=1)
-    settings = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", "precision=float64"]
-    settings += ["tracking.wandb=disabled"]
-    return ["--config", "debug:image", *(word for setting in settings for word in ("--set", setting))]
+    return float64_recipe(tmp_path_factory.mktemp("data"))
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import launch.slurm
-from tests.commands import Done, call
+from tests.commands import Done, call, float64_recipe
 from tests.slurm.cluster import Cluster, private_slurm
-from tests.tiny_data import write_tiny_dataset
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +30,7 @@ print(json.dumps(dataclasses.asdict(read_env(os.environ))))
 
 @pytest.fixture(scope="session")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return debug:image on tiny shards, in float64: rounding pushes no ReLU over zero, so curves are comparable."""
-    data = tmp_path_factory.mktemp("data")
-    train_dir = write_tiny_dataset(data / "train", num_samples=128)
-    test_dir = write_tiny_dataset(data / "test", num_samples=32, seed=1)
-    settings = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", "precision=float64"]
-    settings += ["tracking.wandb=disabled"]
-    return ["--config", "debug:image", *(word for setting in settings for word in ("--set", setting))]
+    return float64_recipe(tmp_path_factory.mktemp("data"))
 
 
 def run(*command: str | Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:

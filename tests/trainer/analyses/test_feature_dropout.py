@@ -57,14 +57,20 @@ def write_exact_heads(run_dir: RunDir) -> None:
     )
 
 
-def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run blackens the object in half of its views, the other changes nothing; both read perfectly."""
-    (tmp_path / "data").symlink_to(data)
-    runs = [write_run(tmp_path / name, data, name=name) for name in ("drops", "keeps")]
+def plant_two_runs(data: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, policy: DropBottom) -> list[RunDir]:
+    """Make two runs with exact heads: "drops" has the views of `policy`, and the views of "keeps" change nothing."""
+    (directory / "data").symlink_to(data)
+    runs = [write_run(directory / name, data, name=name) for name in ("drops", "keeps")]
     for run_dir in runs:
         write_exact_heads(run_dir)
-    policy = DropBottom(0.5)
     plant(monkeypatch, "feature_dropout", drops=policy, keeps=DropBottom(0.0))
+    return runs
+
+
+def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run blackens the object in half of its views, the other changes nothing; both read perfectly."""
+    policy = DropBottom(0.5)
+    runs = plant_two_runs(data, tmp_path, monkeypatch, policy)
     paths = analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions())
     assert paths == [run.analysis / f"feature_dropout.{end}" for run in runs for end in ("png", "json")]
     assert paths[1].read_bytes() == paths[3].read_bytes()
@@ -103,12 +109,8 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data").symlink_to(data)
-    runs = [write_run(tmp_path / name, data, name=name) for name in ("drops", "keeps")]
-    for run_dir in runs:
-        write_exact_heads(run_dir)
     policy = DropBottom(0.3)
-    plant(monkeypatch, "feature_dropout", drops=policy, keeps=DropBottom(0.0))
+    runs = plant_two_runs(data, tmp_path, monkeypatch, policy)
     seen = read_pictures(data / "test").label_overlay_N != 0  # class 0 is what black looks like
     number = int(seen.nonzero()[0])
     config = CONFIG.model_copy(update={"of_sample": number})
