@@ -202,14 +202,14 @@ def decide(low: float, high: float, *, at_least: float | None = None, at_most: f
     return "not decidable here"
 
 
-def t_interval(values_S: Tensor | Sequence[float], *, confidence: float = 0.95, of: str = "seeds") -> Interval:
+def t_interval(values_S: Tensor | Sequence[float], *, confidence: float = 0.95) -> Interval:
     """Return the mean and Student's t-interval of independent values, one for each seed.
 
     Raises `ValueError` for fewer than two values.
     """
     values_S = torch.as_tensor(values_S, dtype=torch.float64)
     mean, low, high = (bound.item() for bound in t_bounds(values_S, confidence=confidence))
-    return Interval(value=mean, low=low, high=high, kind=f"{100 * confidence:g} % t-interval, {len(values_S)} {of}")
+    return Interval(value=mean, low=low, high=high, kind=f"{100 * confidence:g} % t-interval, {len(values_S)} seeds")
 
 
 def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:

@@ -61,7 +61,6 @@ class Panel:
     vertical: Sequence[float] = field(default_factory=tuple)
     y_range: tuple[float | None, float | None] | None = None
     log_x: bool = False
-    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,6 @@ def _draw_curves(axis: Any, panel: Panel) -> None:
         if len(values) <= 8:  # label each value of a short sweep
             axis.set_xticks(values, [f"{value:g}" for value in values])
             axis.set_xticks([], minor=True)
-    if panel.log_y:
-        axis.set_yscale("log")
     axis.grid(alpha=0.2, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     if any(curve.label for curve in panel.curves):

@@ -187,7 +187,9 @@ def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
         "error": error,
         "bound": value,
         "bound_without_condition": cells["unconditional"],
-        **{name: cells[name] for name in ("slack", "rho", "centre_shrinkage")},
+        "slack": cells["slack"],
+        "rho": cells["rho"],
+        "centre_shrinkage": cells["centre_shrinkage"],
         "closest_centres": cells["closest"],
         "sigma_at_0": cells["sigma_at_0"],
     }
@@ -272,29 +274,14 @@ def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
             log_x=True,
         )
 
-    by_gain = cells["met"][:, q].double().mean(0)
-    by_share = cells["met"][:, :, small].double().mean(0)
+    met_QGT = cells["met"].double().mean(0)
+    by_gain = f"Share of seeds that meet it, {100 * shares[q]:g} % outliers"
+    by_share = f"Share of seeds that meet it, gain {gains[small]:g}"
     return [
         against_strength(small),
         against_strength(len(gains) - 1),
-        Map(
-            f"Share of seeds that meet it, {100 * shares[q]:g} % outliers",
-            "strength",
-            "gain",
-            strengths,
-            gains,
-            by_gain,
-            centred=False,
-        ),
-        Map(
-            f"Share of seeds that meet it, gain {gains[small]:g}",
-            "strength",
-            "share of outliers",
-            strengths,
-            shares,
-            by_share,
-            centred=False,
-        ),
+        Map(by_gain, "strength", "gain", strengths, gains, met_QGT[q], centred=False),
+        Map(by_share, "strength", "share of outliers", strengths, shares, met_QGT[:, small], centred=False),
     ]
 
 

@@ -94,13 +94,13 @@ def growth_claims(growth: Mapping[bool, Tensors]) -> list[ClaimResult]:
     return judge_rows(CLAIMS, measured)
 
 
-def steps_to_reach(log_SL: Tensor, *, every: int, share: float = _REACHED) -> Tensor:
-    """Return the first logged step at which each curve has made the share `share` of its rise, (S,).
+def steps_to_reach(log_SL: Tensor, *, every: int) -> Tensor:
+    """Return the first logged step at which each curve has made nine tenths of its rise, (S,).
 
     The rise is from the first value of a curve to its highest.
     """
     first_S1, highest_S1 = log_SL[:, :1], log_SL.amax(1, keepdim=True)
-    reached_SL = log_SL >= first_S1 + share * (highest_S1 - first_S1)
+    reached_SL = log_SL >= first_S1 + _REACHED * (highest_S1 - first_S1)
     return (reached_SL.int().argmax(1) + 1) * every
 
 

@@ -31,15 +31,7 @@ from trainer.theory.sparse_coding.settings import (
 )
 
 _GROWTH = {True: "growth_with_mask", False: "growth_without_mask"}
-_PROBLEM = (
-    "num_features",
-    "num_pixels",
-    "num_neurons",
-    "num_steps",
-    "feature_probability",
-    "bias_cap",
-    "first_loss",
-)
+_PROBLEM = ("num_features", "num_pixels", "num_neurons", "num_steps", "feature_probability", "bias_cap", "first_loss")
 
 
 def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:

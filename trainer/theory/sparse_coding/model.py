@@ -250,7 +250,7 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
         if (arms := [arm for arm in problem.arms if arm.masked == masked])
     ]
     assert [arm for group in groups for arm in group.arms] == list(problem.arms)
-    logs: list[list[Tensor]] = []
+    logs: dict[str, list[Tensor]] = {name: [] for name in ("loss_log", "share_log", "cosine_log", "bias_log")}
     losses = torch.zeros(len(atoms_SDP), len(problem.arms), device=device)
     num = problem.num_positives + problem.num_negatives
     for step in range(problem.num_steps):
@@ -267,11 +267,9 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
             step_losses.append(train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step))
         losses += torch.cat(step_losses, dim=1)
         if (step + 1) % problem.log_every == 0:
-            parts = [measure_atoms(group, atoms_SDP) for group in groups]
-            logs.append(
-                [losses / problem.log_every, *(torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))]
-            )
+            measured = zip(*(measure_atoms(group, atoms_SDP) for group in groups), strict=True)
+            values = (losses / problem.log_every, *(torch.cat(by_group, dim=1) for by_group in measured))
+            for log, values_SA in zip(logs.values(), values, strict=True):
+                log.append(values_SA)
             losses = torch.zeros_like(losses)
-    names = ("loss_log", "share_log", "cosine_log", "bias_log")
-    columns = (torch.stack(column, dim=-1) for column in zip(*logs, strict=True))
-    return Trained(atoms_SDP, groups, dict(zip(names, columns, strict=True)))
+    return Trained(atoms_SDP, groups, {name: torch.stack(log, dim=-1) for name, log in logs.items()})

@@ -77,15 +77,6 @@ def measure(
     w_SD1 = normal(keys, problem.num_features, purpose=_LABELS)[..., None].repeat(len(problem.noise_variances), 1, 1)
     y_ST1 = torch.bmm(z_STD, w_SD1)
     target_STK = torch.cat([y_ST1, y_ST1.sign()], dim=-1)
-    r2_SAC, accuracy_SAC = probe_curves(
-        torch.cat(features, dim=2), target_STK[:, None], counts=settings.label_counts, num_test=settings.num_test_items
-    )
-    raw_r2_SAC, raw_accuracy_SAC = probe_curves(
-        torch.cat(inputs, dim=1)[:, None],
-        target_STK[:, None],
-        counts=settings.label_counts,
-        num_test=settings.num_test_items,
-    )
     cosine_SAMD = torch.cat([atom_cosines(group, atoms_SDP) for group in trained.groups], dim=1)
     seen_SA = sums.pop("seen")
     found = {name: total_SA / num_items for name, total_SA in sums.items()}
@@ -94,13 +85,13 @@ def measure(
     found |= {
         "coverage": (cosine_SAMD.amax(2) > _COVERED).sum(-1).float(),
         "atoms_per_neuron": (share_SAM.square() / cosine_SAMD.pow(4).sum(-1)).mean(-1),
-        "r2_labels": r2_SAC,
-        "accuracy_labels": accuracy_SAC,
-        "raw_r2_labels": raw_r2_SAC,
-        "raw_accuracy_labels": raw_accuracy_SAC,
         "atom_cosine": cosine_SAMD,
         "bias_start": torch.cat([group.start_SA for group in trained.groups], dim=1),
     }
+    for prefix, x_SATM in (("", torch.cat(features, dim=2)), ("raw_", torch.cat(inputs, dim=1)[:, None])):
+        found[f"{prefix}r2_labels"], found[f"{prefix}accuracy_labels"] = probe_curves(
+            x_SATM, target_STK[:, None], counts=settings.label_counts, num_test=settings.num_test_items
+        )
     return found | trained.logs
 
 
