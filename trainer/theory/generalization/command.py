@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import Field
@@ -44,7 +44,7 @@ from trainer.theory.generalization.encoders import (
 from trainer.theory.generalization.identities import IdentitySettings, measure_identities
 
 Study = Literal["identities", "encoders", "bound"]
-STUDIES: tuple[Study, ...] = ("identities", "encoders", "bound")
+STUDIES: tuple[Study, ...] = get_args(Study)
 
 
 class GeneralizationSettings(TheorySettings):

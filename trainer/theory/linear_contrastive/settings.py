@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 import torch
 from pydantic import Field, model_validator
@@ -24,7 +24,7 @@ Angle = Annotated[float, Field(ge=0, le=90)]
 Norm = Annotated[float, Field(gt=0, le=4)]
 
 Study = Literal["gradient", "theorem", "training", "error"]
-STUDIES: tuple[Study, ...] = ("gradient", "theorem", "training", "error")
+STUDIES: tuple[Study, ...] = get_args(Study)
 
 GRID_AXES = (
     "weak_angles_degrees",
