@@ -10,10 +10,11 @@ value that the steps of the proofs need, computed from the population. So each b
 constant:
 
 - Theorem 3: log(e^x + e^y) is convex, so the mean of log(e^f1.f2 + e^f1.f-) over class k and class l is at least
-  log(e^a_k + e^mu_k.mu_l). Here a_k is the mean of f1.f2 over class k, and a is the least a_k (at least 1 - epsilon if
-  views are at most epsilon apart). All pairs of classes together give L2. The other pairs take away at most tau.
-- Theorem 4: with C the mean of f1 f2^T and tau = |C - sum_k p mu_k mu_k^T|^2, |sum_k p mu_k mu_k^T - I|^2 is at most
-  2 |C - I|^2 + 2 tau, and equals sum_kl (p mu_k.mu_l - [k = l])^2 + D - K.
+  log(e^a_k + e^mu_k.mu_l). Here a_k is the mean of f1.f2 over class k, and a is the least a_k. It is at least
+  1 - epsilon if views are at most epsilon apart. All pairs of classes together give L2. All pairs but one subtract at
+  most tau.
+- Theorem 4: C is the mean of f1 f2^T, and tau = |C - sum_k p mu_k mu_k^T|^2. So |sum_k p mu_k mu_k^T - I|^2 is at most
+  2 |C - I|^2 + 2 tau. It equals sum_kl (p mu_k.mu_l - [k = l])^2 + D - K.
 
 The sharpened bounds use the same inequalities, and keep the terms that the printed form drops. In Theorem 3 these are
 the other pairs of classes. In Theorem 4 the sharpened bound uses |x + y| <= |x| + |y|, and that the pair occurs twice.
