@@ -282,9 +282,10 @@ def _train_together(
     num_arms, num_features = alpha_AK.shape
     alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (alpha_AK, beta_AK))
     independent_KMA, noise_KMA = (1 - alpha_KMA**2).sqrt() - 1, (1 - beta_KMA**2).sqrt()
+    seeds_S = torch.tensor(seeds, device=device)
 
     def draws(step: int, purpose: int, num_rows: int) -> Tensor:
-        flat = normal(draw_keys(seeds, device, step=step), num_features * num_rows * dim, purpose=purpose)
+        flat = normal(draw_keys(seeds_S, step=step), num_features * num_rows * dim, purpose=purpose)
         return flat.reshape(len(seeds), num_features, num_rows, dim)
 
     initial_SKD = draws(0, _INITIAL, 1)[:, :, 0] * (training.initial_scale / math.sqrt(dim))
