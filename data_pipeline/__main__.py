@@ -15,6 +15,7 @@ from data_pipeline.building.datasets import (
     NOISE_CROPS,
     NOISE_VOLUME,
     NUM_SAMPLES_PER_SHARD,
+    OVERLAY_LAYOUTS,
     OVERLAY_MODES,
     SPLITS,
     TEST_SPEAKER,
@@ -46,6 +47,11 @@ def _build(parser: argparse.ArgumentParser) -> None:
         "--overlay",
         metavar="|".join(OVERLAY_MODES),
         help="Draw overlays into the shards (default) or again at each reading.",
+    )
+    add(
+        "--overlay-layout",
+        metavar="|".join(OVERLAY_LAYOUTS),
+        help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
     )
     add(
         "--repeats",

@@ -51,7 +51,7 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.validation import describe
-from data_pipeline.overlays import IMAGE_SIZE, Overlay
+from data_pipeline.overlays import Overlay, PictureOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.sources import Source
 from data_pipeline.sources.silence import SilenceSource
@@ -239,20 +239,14 @@ def _plan(
     ingredients = open_dataset(dataset, split=split, seed=seed, limit=limit, **choices)
     source, overlay = ingredients.source, ingredients.overlay
     order = balanced_order(source.labels, seed=seed, split=split, limit=limit)
-    if overlay is not None and ingredients.num_points is None:
-        height, width, _ = source[int(order[0])].content.shape
-        if (height, width) != (IMAGE_SIZE, IMAGE_SIZE):
-            raise UserError(
-                f"{dataset} draws on pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels, but the pictures in "
-                f"{choices.get('root')} have {width}x{height}; give --source folder --image-size {IMAGE_SIZE}"
-            )
     entry, overlay_sha256 = None, None
     if overlay is not None:
         overlay_sha256 = _overlay_sha256(overlay)
-        entry = (
-            OverlayEntry(kind=kind_of(overlay), drawn="online", sha256=overlay_sha256)
-            if drawn == "online"
-            else OverlayEntry(kind=kind_of(overlay), drawn="baked", sha256=None)
+        entry = OverlayEntry(
+            kind=kind_of(overlay),
+            drawn="online" if drawn == "online" else "baked",
+            sha256=overlay_sha256 if drawn == "online" else None,
+            layout=overlay.layout if isinstance(overlay, PictureOverlay) else "scaled",
         )
     inputs = BuildInputs(
         source=source,
@@ -411,8 +405,8 @@ def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
             )
     if manifest.overlay != plan.overlay_entry:
         raise UserError(
-            f"{directory} was built with another --overlay or with other digits or sounds for it; choose another "
-            "directory or remove it"
+            f"{directory} was built with another --overlay or --overlay-layout, or with other digits or sounds for "
+            "it; choose another directory or remove it"
         )
     if tuple(entry.num_samples for entry in manifest.shards) != plan.shard_sizes:
         raise UserError(
@@ -493,7 +487,8 @@ def describe_manifest(manifest: Manifest) -> list[str]:
             lines.append(f"{label}, {title}: {len(classes)} classes{of_each}, {', '.join(classes[:_NUM_NAMED])}{more}")
     if manifest.overlay is not None:
         when = "anew at each reading" if manifest.is_online else "into the shards"
-        lines.append(f"overlay: {manifest.overlay.kind}, drawn {when}")
+        layout = ", tiled" if manifest.overlay.layout == "tiled" else ""
+        lines.append(f"overlay: {manifest.overlay.kind}{layout}, drawn {when}")
     made = manifest.how_made
     lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
     return lines
@@ -515,6 +510,7 @@ def run(args: argparse.Namespace) -> None:
         root=args.root,
         image_size=args.image_size,
         test_share=args.test_share,
+        overlay_layout=args.overlay_layout,
         digits=args.digits,
         digits_root=args.digits_root,
         noise_root=args.noise_root,

@@ -10,9 +10,18 @@ from types import MappingProxyType
 from typing import TypedDict, Unpack, cast
 
 from data_pipeline.audio.log_mel import mel_config
-from data_pipeline.building.datasets import DIGITS, NOISE_CROPS, NOISE_VOLUME, SOURCES, SPLITS, datasets_with
+from data_pipeline.building.datasets import (
+    DIGITS,
+    NOISE_CROPS,
+    NOISE_VOLUME,
+    OVERLAY_LAYOUTS,
+    SOURCES,
+    SPLITS,
+    datasets_with,
+)
 from data_pipeline.core.errors import UserError, nearest
-from data_pipeline.overlays import Overlay, PictureOverlay
+from data_pipeline.core.sample import Layout
+from data_pipeline.overlays import IMAGE_SIZE, Overlay, PictureOverlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.registry import OVERLAYS
@@ -49,6 +58,7 @@ class Choices(TypedDict, total=False):
         pictures must have one size.
     test_share: for the source `folder`, if `root` has no folders `train` and `test`: the share of the pictures in the
         test split, which `seed` draws.
+    overlay_layout: for pictures with an overlay, one of `OVERLAY_LAYOUTS`; by default the first.
     digits: the digits to draw, one of `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
     digits_root: the folder of MNIST; by default `root`.
     noise_root: the folder of the background sounds; by default `root`. The source `procedural` generates its own.
@@ -61,6 +71,7 @@ class Choices(TypedDict, total=False):
     root: Path | None
     image_size: int | None
     test_share: float | None
+    overlay_layout: str | None
     digits: str | None
     digits_root: Path | None
     noise_root: Path | None
@@ -109,6 +120,7 @@ def open_dataset(
 def _check_choices(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
     """Raise `UserError` if a choice is for another kind of dataset or source."""
     for fits, what, names in (
+        (overlay not in (None, "noise"), "has no overlay of pictures", ("overlay_layout",)),
         (overlay == "digits", "has no digits", ("digits", "digits_root")),
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
         (source == "folder", "does not come from a folder of pictures", ("image_size", "test_share")),
@@ -143,13 +155,36 @@ def _open_pictures(
         )
     description = opened.description
     drawn: Overlay | None = None
-    if overlay == "digits":
-        kind = choices.get("digits") or ("sklearn" if base == "procedural" else "mnist")
-        digits = _open_digits(kind, choices.get("digits_root") or root, split=split)
-        description, drawn = f"{description} + {digits.description}", Digits.of(digits)
-    elif overlay is not None:
-        drawn = OVERLAYS[overlay]()
+    if overlay is not None:
+        size, layout = _size_to_draw_on(opened, root), _overlay_layout(choices)
+        if overlay == "digits":
+            kind = choices.get("digits") or ("sklearn" if base == "procedural" else "mnist")
+            digits = _open_digits(kind, choices.get("digits_root") or root, split=split)
+            description, drawn = (
+                f"{description} + {digits.description}",
+                Digits.of(digits, image_size=size, layout=layout),
+            )
+        else:
+            drawn = OVERLAYS[overlay](image_size=size, layout=layout)
     return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
+
+
+def _size_to_draw_on(source: Source, root: Path | None) -> int:
+    """Return the height and width of the pictures; raise `UserError` unless overlays can be drawn on them."""
+    height, width, _ = source[0].content.shape
+    if height != width or height < IMAGE_SIZE:
+        raise UserError(
+            f"overlays are drawn on square pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels or more, but the pictures in "
+            f"{root} have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))}"
+        )
+    return height
+
+
+def _overlay_layout(choices: Choices) -> Layout:
+    layout = choices.get("overlay_layout") or OVERLAY_LAYOUTS[0]
+    if layout not in OVERLAY_LAYOUTS:
+        raise UserError(f'unknown --overlay-layout "{layout}"{nearest(layout, OVERLAY_LAYOUTS)}')
+    return cast(Layout, layout)
 
 
 def _open_digits(kind: str, root: Path | None, *, split: str) -> DigitSource:

@@ -13,6 +13,7 @@ from typing import Final
 
 SPLITS: Final = ("train", "test")
 OVERLAY_MODES: Final = ("baked", "online")  # drawn once into the shards, or again at each reading
+OVERLAY_LAYOUTS: Final = ("scaled", "tiled")  # on pictures of more than 32 pixels: drawn larger, or repeated
 DIGITS: Final = ("mnist", "mnist_test_for_test", "mnist_t10k", "sklearn")
 NOISE_CROPS: Final = ("first_or_last", "random_offset")  # of the train split; the test split hears the first points
 NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022

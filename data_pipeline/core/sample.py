@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 Medium = Literal["picture", "sound"]
+Layout = Literal["scaled", "tiled"]  # of an overlay, on pictures of more than 32 pixels; see `PictureOverlay`
 
 NO_LABEL = -1
 

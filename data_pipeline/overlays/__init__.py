@@ -7,6 +7,9 @@ depend on the input, so the two labels of a sample are independent.
 Guarantees: the same input and keys give the same output, in a build, in a stream and from data in memory, on CPU and
 GPU. The input is not changed.
 
+Pictures are square and have 32 pixels or more to a side. 32 is the published size, and there every layout is the
+published drawing, to the bit. A `Layout` says what happens on larger pictures.
+
 To add an overlay of pictures, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS`.
 
 Shapes: B batch, C channels, H height, W width.
@@ -14,18 +17,23 @@ Shapes: B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.sample import MASK_OUTSIDE
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_OUTSIDE, Layout
 
-IMAGE_SIZE: Final = 32  # width and height in pixels; the published positions and sizes of objects assume it
+IMAGE_SIZE: Final = 32  # width and height in pixels of the published pictures; on smaller ones, glyphs are illegible
 FIRST_PURPOSE: Final = 100  # overlays number their draws from here (`purpose` in `data_pipeline.core.counter_rng`)
+_VALUES_AT_ONCE: Final = 1 << 24  # of the pictures that are painted at once, in int32: 64 MiB for each intermediate
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Overlay(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class Layer:
-    """One object for each picture of a batch: its class, its colour and its opacity.
+    """One object for each picture of a batch: its class, its colour and its opacity. H and W are `drawn_size`.
 
     Attributes:
         label_B: (B,) int64, the class of each object.
@@ -78,16 +86,86 @@ class Layer:
 
 
 class PictureOverlay(Overlay):
-    """An overlay that paints what a subclass returns from `draw`."""
+    """An overlay that paints what a subclass returns from `draw`.
+
+    Args:
+        image_size: height and width of the pictures in pixels, at least 32.
+        layout: "scaled" draws the published positions and sizes times image_size / 32. "tiled" draws them in their
+            published size, and repeats the drawing every 32 pixels, from the top left corner to the edges of the
+            picture, as DigitOnImageNet repeats a digit over a photo (Chen, Luo and Li 2021).
+
+    Attributes:
+        image_size: as given.
+        layout: as given; "scaled" at 32 pixels, where both layouts are the same.
+        drawn_size: height and width of what `draw` returns: `image_size`, or 32 if it is tiled.
+
+    Raises:
+        ValueError: the size or the layout is not as above.
+    """
+
+    def __init__(self, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> None:
+        super().__init__()
+        if image_size < IMAGE_SIZE or layout not in get_args(Layout):
+            raise ValueError(
+                f"image_size is {image_size}, layout {layout!r}; give at least {IMAGE_SIZE}, and one of "
+                f"{', '.join(get_args(Layout))}"
+            )
+        self.image_size = image_size
+        self.layout: Layout = "scaled" if image_size == IMAGE_SIZE else layout
+        self.drawn_size = IMAGE_SIZE if layout == "tiled" else image_size
+
+    def options(self) -> dict[str, str | int | float]:
+        # Empty at the published size: so an overlay of 32 pixels has the bytes that it had before there were others.
+        return {} if self.image_size == IMAGE_SIZE else {"image_size": self.image_size, "layout": self.layout}
 
     @abstractmethod
     def draw(self, keys: DrawKeys) -> Layer:
-        """Draw one object for each key; the draw does not depend on the pictures."""
+        """Draw one object for each key, `drawn_size` high and wide; the draw does not depend on the pictures."""
 
     def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
-        """Paint over pictures (B, 3, H, W) uint8; each value is rounded to the nearest integer."""
-        layer = self.draw(keys)
-        return Overlaid(paint(inputs, layer), layer.label_B, layer.mask_BHW)
+        """Paint over pictures (B, 3, H, W) uint8; each value is rounded to the nearest integer.
+
+        Raises `UserError` if H or W is not `image_size`.
+        """
+        if inputs.shape[2:] != (self.image_size, self.image_size):
+            raise UserError(
+                f"the overlay draws on pictures of {self.image_size}x{self.image_size} pixels, but these have "
+                f"{inputs.shape[3]}x{inputs.shape[2]}; build the dataset again"
+            )
+        painted, labels, masks = zip(*self._paint_parts(inputs, keys), strict=True)
+        return Overlaid(torch.cat(painted), torch.cat(labels), torch.cat(masks))
+
+    def _paint_parts(self, inputs: Tensor, keys: DrawKeys) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield pictures, labels and masks of a part of the batch at a time, which bounds the memory."""
+        size = max(1, _VALUES_AT_ONCE // math.prod(inputs.shape[1:]))
+        for first in range(0, max(1, len(inputs)), size):
+            rows = slice(first, first + size)
+            layer = self.draw(dataclasses.replace(keys, index_B=keys.index_B[rows]))
+            if self.drawn_size < self.image_size:
+                layer = tile(layer, self.image_size)
+            yield paint(inputs[rows], layer), layer.label_B, layer.mask_BHW
+
+
+def scaled(length: int, *, drawn_size: int) -> int:
+    """Return a published length or position, in pixels, for a drawing of another size: times drawn_size / 32, rounded.
+
+    Examples:
+        >>> scaled(10, drawn_size=32), scaled(10, drawn_size=96), scaled(21, drawn_size=40)
+        (10, 30, 26)
+    """
+    return (2 * length * drawn_size + IMAGE_SIZE) // (2 * IMAGE_SIZE)
+
+
+def tile(layer: Layer, size: int) -> Layer:
+    """Return a layer of (size, size) pixels that repeats `layer`, from the top left corner, cut at the other edges."""
+
+    def repeated(x: Tensor) -> Tensor:
+        place = torch.arange(size, device=x.device) % x.shape[-1]
+        return x[..., place[:, None], place]
+
+    one_colour = layer.colour_BCHW.shape[-1] == 1
+    colour_BCHW = layer.colour_BCHW if one_colour else repeated(layer.colour_BCHW)
+    return Layer(layer.label_B, colour_BCHW, repeated(layer.alpha_BHW), repeated(layer.mask_BHW))
 
 
 def paint(pictures_BCHW: Tensor, layer: Layer) -> Tensor:

@@ -1,4 +1,4 @@
-"""C+Digits (Tamkin et al. 2022): four copies of one handwritten digit, 10x10 pixels each, at fixed places.
+"""C+Digits (Tamkin et al. 2022): four copies of one handwritten digit, 10x10 pixels each of 32x32, at fixed places.
 
 A pixel of the resized digit hides the picture unless it is black. The faint pixels around a stroke therefore form a
 dark rim, as in the original.
@@ -17,28 +17,30 @@ from PIL import Image
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
-from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Layout
+from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay, scaled
 from data_pipeline.sources.digits import DigitSource
 
-DIGIT_SIZE: Final = 10
+DIGIT_SIZE: Final = 10  # in a picture of 32 pixels, like the corners
 CORNERS: Final = ((4, 4), (4, 16), (16, 4), (16, 16))  # row and column of the top left pixel; off centre, as published
 _DIGIT: Final = FIRST_PURPOSE
 
 
-def shrink(digit: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Resize a digit of any size to (10, 10) uint8, by Pillow's bicubic filter with antialiasing."""
-    return np.asarray(Image.fromarray(digit).resize((DIGIT_SIZE, DIGIT_SIZE), Image.Resampling.BICUBIC))
+def resize(digit: NDArray[np.uint8], size: int = DIGIT_SIZE) -> NDArray[np.uint8]:
+    """Resize a digit of any size to (size, size) uint8, by Pillow's bicubic filter with antialiasing."""
+    return np.asarray(Image.fromarray(digit).resize((size, size), Image.Resampling.BICUBIC))
 
 
 class Digits(PictureOverlay):
-    """An overlay of digits in ten classes, for 32x32 pictures.
+    """An overlay of digits in ten classes.
 
     Digits are drawn uniformly, with replacement, so the classes have the frequencies of `label_N`.
 
     Args:
-        digits_NHW: (N, 10, 10) uint8, white on black, as `shrink` returns them; N is at least 1.
+        digits_NHW: (N, S, S) uint8, white on black, as `resize` returns them; N is at least 1. S is 10 in a drawing of
+            32 pixels, and in proportion in others.
         label_N: (N,) int64, 0 to 9.
+        image_size, layout: see `PictureOverlay`.
 
     Raises:
         ValueError: a shape, a dtype or a label is not as above.
@@ -49,13 +51,15 @@ class Digits(PictureOverlay):
     digits_NHW: Tensor
     label_N: Tensor
 
-    def __init__(self, digits_NHW: Tensor, label_N: Tensor) -> None:
-        super().__init__()
-        num_digits = label_N.numel()
-        if digits_NHW.shape != (num_digits, DIGIT_SIZE, DIGIT_SIZE) or digits_NHW.dtype != torch.uint8:
+    def __init__(
+        self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled"
+    ) -> None:
+        super().__init__(image_size=image_size, layout=layout)
+        num_digits, size = label_N.numel(), scaled(DIGIT_SIZE, drawn_size=self.drawn_size)
+        if digits_NHW.shape != (num_digits, size, size) or digits_NHW.dtype != torch.uint8:
             raise ValueError(
-                f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {DIGIT_SIZE}, "
-                f"{DIGIT_SIZE}) uint8, one digit for each label"
+                f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {size}, {size}) "
+                "uint8, one digit for each label"
             )
         if label_N.dtype != torch.int64 or not num_digits or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
             raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
@@ -63,10 +67,11 @@ class Digits(PictureOverlay):
         self.register_buffer("label_N", label_N)
 
     @classmethod
-    def of(cls, source: DigitSource) -> Self:
-        """Return the overlay of all digits of `source`; resizing 60,000 digits takes about a second."""
-        digits_NHW = np.stack([shrink(digit) for digit in source.images])
-        return cls(torch.from_numpy(digits_NHW), torch.tensor(source.labels, dtype=torch.int64))
+    def of(cls, source: DigitSource, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> Self:
+        """Return the overlay of all digits of `source`; resizing 60,000 digits takes seconds."""
+        size = scaled(DIGIT_SIZE, drawn_size=IMAGE_SIZE if layout == "tiled" else image_size)
+        digits_NHW = torch.from_numpy(np.stack([resize(digit, size) for digit in source.images]))
+        return cls(digits_NHW, torch.tensor(source.labels, dtype=torch.int64), image_size=image_size, layout=layout)
 
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one digit for each key."""
@@ -74,10 +79,12 @@ class Digits(PictureOverlay):
         digit_BHW = self.digits_NHW[number_B]
         inside_BHW = digit_BHW > 0
         place_BHW = torch.where(inside_BHW, MASK_OBJECT, MASK_BOX).to(torch.uint8)
-        grey_BHW = digit_BHW.new_zeros(len(number_B), IMAGE_SIZE, IMAGE_SIZE)
+        grey_BHW = digit_BHW.new_zeros(len(number_B), self.drawn_size, self.drawn_size)
         mask_BHW = torch.full_like(grey_BHW, MASK_OUTSIDE)
-        for row, column in CORNERS:
-            square = (slice(None), slice(row, row + DIGIT_SIZE), slice(column, column + DIGIT_SIZE))
+        for corner in CORNERS:
+            row, column = (scaled(place, drawn_size=self.drawn_size) for place in corner)
+            size = self.digits_NHW.shape[-1]
+            square = (slice(None), slice(row, row + size), slice(column, column + size))
             grey_BHW[square] = digit_BHW
             mask_BHW[square] = place_BHW
         alpha_BHW = (grey_BHW > 0).to(torch.uint8) * 255

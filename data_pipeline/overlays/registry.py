@@ -51,11 +51,19 @@ def kind_of(overlay: Overlay) -> str:
 
 
 def save_overlay(overlay: Overlay, path: Path) -> str:
-    """Write `overlay` to `path` and return the sha256 of the file."""
+    """Write `overlay` to `path` and return the sha256 of the file.
+
+    Raises `UserError` if the overlay has no name, or if its file would be larger than what `load_overlay` reads.
+    """
     header = OverlayHeader(kind=kind_of(overlay), options=overlay.options())
     buffers = {name: tensor.cpu().contiguous() for name, tensor in overlay.state_dict().items()}
     # One key only: safetensors writes several keys in an order that differs between processes.
     data = safetensors.torch.save(buffers, metadata={_HEADER_KEY: header.model_dump_json()})
+    if len(data) > MAX_OVERLAY_BYTES:
+        raise UserError(
+            f"the {header.kind} overlay takes {len(data):,} bytes in this size, and its file may have "
+            f"{MAX_OVERLAY_BYTES:,}; give a smaller --image-size, or --overlay-layout tiled"
+        )
     path.write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 

@@ -18,13 +18,23 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import pydantic_core
-from pydantic import AfterValidator, FailFast, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Medium
+from data_pipeline.core.sample import Layout, Medium
 from data_pipeline.core.schema import Line, Schema
 from data_pipeline.storage.files import read_regular
 
@@ -113,11 +123,19 @@ class OverlayEntry(Schema):
 
     A `baked` overlay was drawn into the shards, once for each stored sample. An `online` overlay is drawn at each
     reading: the shards hold clean samples, and the file `OVERLAY_NAME`, which has this sha256, holds the overlay.
+    `layout` is "scaled" at 32 pixels, and for sounds.
     """
 
     kind: Line
     drawn: Literal["baked", "online"]
     sha256: Sha256 | None
+    layout: Layout = "scaled"
+
+    @model_serializer(mode="wrap")
+    def _without_the_default_layout(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the layout "scaled", so that the manifest of a dataset from before it keeps its sha256."""
+        values: dict[str, Any] = handler(self)
+        return values if self.layout != "scaled" else {name: values[name] for name in values if name != "layout"}
 
 
 class HowMade(Schema):

@@ -32,6 +32,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample, sample_key
 from data_pipeline.loading.decode import decode_label, label_ranges
+from data_pipeline.overlays import PictureOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
 from data_pipeline.remote.fetch import Expected
@@ -174,8 +175,11 @@ class Verification:
                 overlay = load_overlay(path, sha256=manifest.overlay.sha256)
         except UserError as error:
             return str(error) if self._directory is None else str(error).removeprefix(f"{path} ")
-        said = (manifest.overlay.kind, manifest.label_names.overlay)
-        found = (kind_of(overlay), overlay.class_names)
+        said: tuple[object, ...] = (manifest.overlay.kind, manifest.label_names.overlay)
+        found: tuple[object, ...] = (kind_of(overlay), overlay.class_names)
+        if isinstance(overlay, PictureOverlay):
+            said += (manifest.overlay.layout, manifest.input_shape[1:])
+            found += (overlay.layout, (overlay.image_size, overlay.image_size))
         return None if found == said else f"holds the overlay and classes {found}, but {MANIFEST_NAME} says {said}"
 
     def _digests_problem(self) -> str | None:

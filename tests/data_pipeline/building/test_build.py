@@ -25,13 +25,15 @@ from PIL import Image
 
 from data_pipeline.audio.waveform import crop_last
 from data_pipeline.building import workers as build_workers
-from data_pipeline.building.build import balanced_order, build_dataset
+from data_pipeline.building.build import balanced_order, build_dataset, describe_manifest
 from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Sample
 from data_pipeline.loading.decode import decode_sample
+from data_pipeline.loading.stream import read_all
 from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
 from data_pipeline.overlays.registry import save_overlay
+from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sources.background import read_sounds
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
@@ -736,6 +738,8 @@ def test_totals_are_exact_in_any_order() -> None:
         ({"dataset": "cifar10", "source": "foldr"}, 'the source "foldr"; did you mean "folder"?'),
         ({"root": Path("x")}, "procedural data is generated, not read from x; leave --root out"),
         ({"digits": "mnist"}, "procedural_shapes has no digits, so it takes no --digits"),
+        ({"overlay_layout": "tild"}, 'unknown --overlay-layout "tild"; did you mean "tiled"?'),
+        ({"dataset": "procedural", "overlay_layout": "tiled"}, "procedural has no overlay of pictures, so it takes no"),
         ({"dataset": "procedural_digits", "digits": "mnst"}, 'unknown digits "mnst"; did you mean "mnist"?'),
         ({"dataset": "folder", "root": Path("x"), "test_share": 0.2, "digits": "mnist"}, "folder has no digits, so"),
         ({"dataset": "procedural_digits", "digits": "mnist"}, "name it with --digits-root, or choose --digits sklearn"),
@@ -753,12 +757,12 @@ def test_bad_arguments_are_named_with_the_mend(arguments: dict[str, object], mes
     assert names(tmp_path) == []
 
 
-def test_overlays_need_pictures_of_their_size(tmp_path: Path) -> None:
+def test_overlays_need_square_pictures_of_32_pixels_or_more(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / "root" / "train" / name).mkdir(parents=True)
         Image.new("RGB", (64, 48)).save(tmp_path / "root" / "train" / name / "0.png")
     with pytest.raises(
-        UserError, match=r"draws on pictures of 32x32 pixels, but the pictures in .*root have 64x48; .*--image-size 32"
+        UserError, match=r"square pictures of 32x32 pixels or more, but .*root have 64x48; give --image-size 48"
     ):
         build_dataset("cifar10_letters", tmp_path / "out", source="folder", root=tmp_path / "root")
     assert build_dataset("cifar10", tmp_path / "out", source="folder", root=tmp_path / "root").input_shape == (
@@ -780,6 +784,49 @@ def test_pictures_of_any_size_fit_with_an_image_size(tmp_path: Path) -> None:
     build_dataset("folder", tmp_path / "clean", **arguments)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="was built with source folder, middle 32x32, not folder, middle 16x16"):
         build_dataset("folder", tmp_path / "clean", **{**arguments, "image_size": 16})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drawn", ["baked", "online"])
+def test_a_layout_is_part_of_what_was_built(drawn: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        folder = tmp_path / "root" / "train" / f"{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    arguments = {"root": tmp_path / "root", "image_size": 64, "overlay": drawn}
+    manifests = {
+        layout: build_dataset("folder_shapes", tmp_path / layout, overlay_layout=layout, **arguments)  # type: ignore[arg-type]
+        for layout in ("scaled", "tiled")
+    }
+    assert {layout: manifest.overlay.layout for layout, manifest in manifests.items() if manifest.overlay} == {
+        layout: layout for layout in manifests
+    }
+    assert manifests["scaled"].sha256 != manifests["tiled"].sha256
+    assert "layout" not in manifests["scaled"].model_dump()["overlay"]  # as before there were layouts
+    assert "overlay: shapes, tiled, drawn" in "\n".join(describe_manifest(manifests["tiled"]))
+    for layout in manifests:
+        assert list(find_problems(tmp_path / layout)) == []
+        batch = next(read_all(SampleStore(tmp_path / layout), batch_size=6))
+        assert batch.masks_BHW is not None
+        num_shapes = 4 if layout == "tiled" else 1
+        in_box = (batch.masks_BHW != MASK_OUTSIDE).flatten(1).sum(dim=1)
+        assert in_box.tolist() == [num_shapes * (144 if layout == "tiled" else 22**2)] * 6
+    assert build_dataset("folder_shapes", tmp_path / "scaled", **arguments) == manifests["scaled"]  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="was built with another --overlay or --overlay-layout, or with other digits"):
+        build_dataset("folder_shapes", tmp_path / "tiled", **arguments)  # type: ignore[arg-type]
+
+
+def test_an_overlay_for_pictures_of_another_size_is_found(tmp_path: Path) -> None:
+    manifest = build_dataset("procedural_shapes", tmp_path / "out", limit=4, overlay="online")
+    sha256 = save_overlay(Shapes(image_size=64), tmp_path / "out" / "overlay.safetensors")
+    assert manifest.overlay is not None
+    entry = manifest.overlay.model_copy(update={"sha256": sha256})
+    written = manifest.model_copy(update={"overlay": entry}).model_dump_json()
+    (tmp_path / "out" / "manifest.json").write_text(written)
+    (problem,) = find_problems(tmp_path / "out")
+    assert "(64, 64)" in problem.what
+    with pytest.raises(UserError, match="draws on pictures of 64x64 pixels, but these have 32x32; build the dataset"):
+        next(read_all(SampleStore(tmp_path / "out"), batch_size=4))
 
 
 def test_shards_are_plain_tars_of_pngs(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from data_pipeline import overlays
 from data_pipeline.audio.waveform import crop_last
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Layout
 from data_pipeline.overlays import (
     FIRST_PURPOSE,
     IMAGE_SIZE,
@@ -39,8 +40,9 @@ from data_pipeline.overlays import (
     letters,
     no_mask,
     registry,
+    scaled,
 )
-from data_pipeline.overlays.digits import Digits, shrink
+from data_pipeline.overlays.digits import Digits, resize
 from data_pipeline.overlays.letters import FONT_PATH, Letters, drawing_points
 from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.registry import OVERLAYS, kind_of, load_overlay, save_overlay
@@ -58,8 +60,8 @@ def keys_of(index_B: Tensor | range, *, seed: int = 0, epoch: int = 0, view: int
     return DrawKeys(seed=seed, epoch=epoch, index_B=torch.as_tensor(index_B, dtype=torch.int64), view=view)
 
 
-def random_pictures(num: int, *, seed: int = 0) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num, 3, 32, 32), dtype=np.uint8))
+def random_pictures(num: int, *, seed: int = 0, size: int = 32) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num, 3, size, size), dtype=np.uint8))
 
 
 def chi_square(counts: np.ndarray, shares: np.ndarray | float) -> float:
@@ -102,8 +104,8 @@ class Stripes(PictureOverlay):
     def draw(self, keys: DrawKeys) -> Layer:
         label_B = integers(keys, 1, 2, purpose=FIRST_PURPOSE)[:, 0]
         colour_BC = integers(keys, 3, 256, purpose=FIRST_PURPOSE + 1).to(torch.uint8)
-        place_B = integers(keys, 1, IMAGE_SIZE, purpose=FIRST_PURPOSE + 2)[:, 0]
-        line_BW = torch.arange(IMAGE_SIZE, device=label_B.device) == place_B[:, None]
+        place_B = integers(keys, 1, self.drawn_size, purpose=FIRST_PURPOSE + 2)[:, 0]
+        line_BW = torch.arange(self.drawn_size, device=label_B.device) == place_B[:, None]
         mask_BHW = torch.where(label_B[:, None, None] == 0, line_BW[:, :, None], line_BW[:, None, :]) * MASK_OBJECT
         mask_BHW = mask_BHW.to(torch.uint8)
         return Layer(label_B, colour_BC[:, :, None, None], mask_BHW, mask_BHW)  # opaque: MASK_OBJECT is 255
@@ -205,6 +207,188 @@ def test_a_picture_without_an_overlay_has_an_empty_mask() -> None:
     assert torch.equal(no_mask(random_pictures(2)), torch.full((2, 32, 32), MASK_OUTSIDE, dtype=torch.uint8))
 
 
+# --- other sizes
+
+LAYOUTS: tuple[Layout, ...] = ("scaled", "tiled")
+SIZES = (33, 48, 64, 96, 224)
+
+
+@cache
+def make_at(kind: str, image_size: int, layout: Layout = "scaled") -> PictureOverlay:
+    if kind == "digits":
+        return Digits.of(sklearn_digits(split="train"), image_size=image_size, layout=layout)
+    overlay_class = {"shapes": Shapes, "letters": Letters, "stripes": Stripes}[kind]
+    return overlay_class(image_size=image_size, layout=layout)
+
+
+all_kinds = pytest.mark.parametrize("kind", ["shapes", "digits", "letters", "stripes"])
+
+
+@all_kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [48, 96])
+def test_an_overlay_of_any_size_is_pure_and_its_mask_is_exact(kind: str, layout: Layout, size: int) -> None:
+    overlay, pictures, keys = make_at(kind, size, layout), random_pictures(9, size=size), keys_of(range(9))
+    before = pictures.clone()
+    overlaid = overlay(pictures, keys)
+    assert torch.equal(pictures, before)
+    assert overlaid.inputs.shape == (9, 3, size, size)
+    assert overlaid.masks_BHW is not None
+    assert overlaid.masks_BHW.shape == (9, size, size)
+    assert set(overlaid.masks_BHW.unique().tolist()) <= {MASK_OUTSIDE, MASK_BOX, MASK_OBJECT}
+    untouched = (overlaid.masks_BHW != MASK_OBJECT)[:, None].expand_as(pictures)
+    assert torch.equal(overlaid.inputs[untouched], pictures[untouched])
+    some_B = torch.tensor([7, 2])
+    some = overlay(pictures[some_B], keys_of(some_B))
+    assert torch.equal(some.inputs, overlaid.inputs[some_B])
+    assert overlay(pictures[:0], keys_of(range(0))).inputs.shape == (0, 3, size, size)
+
+
+@all_kinds
+def test_classes_do_not_depend_on_the_size(kind: str) -> None:
+    keys = keys_of(range(50))
+    at_32 = make_at(kind, 32).draw(keys).label_B
+    for size in (33, 96):
+        assert torch.equal(make_at(kind, size).draw(keys).label_B, at_32)
+
+
+@all_kinds
+def test_a_scaled_drawing_is_the_published_one_seen_larger(kind: str) -> None:
+    """Shrunk to 32 pixels, its object covers what the published object covers, up to pixels at the rim."""
+    keys = keys_of(range(40))
+    if kind == "letters":  # places are drawn in whole pixels, so larger pictures have more of them
+        small, large = (make_at(kind, size).draw(keys).mask_BHW == MASK_OBJECT for size in (32, 128))
+        assert abs(small.float().mean() - large.float().mean()) < 0.05  # a rim of one pixel counts as ink
+        return
+    small, large = (make_at(kind, size).draw(keys).mask_BHW == MASK_OBJECT for size in (32, 128))
+    if kind == "stripes":
+        assert large.flatten(1).sum(dim=1).tolist() == [128] * 40
+        return
+    shrunk = torch.nn.functional.avg_pool2d(large[:, None].float(), 4)[:, 0] > 0.5
+    assert (shrunk != small).float().mean() < 0.05
+    box = make_at(kind, 128).draw(keys).mask_BHW != MASK_OUTSIDE
+    small_box = make_at(kind, 32).draw(keys).mask_BHW != MASK_OUTSIDE
+    shrunk_box = torch.nn.functional.avg_pool2d(box[:, None].float(), 4)[:, 0]
+    assert torch.equal(shrunk_box > 0, small_box)
+
+
+def test_scaled_shapes_fill_the_middle_third() -> None:
+    for size in (32, *SIZES):
+        square, triangle, ellipse = ((shape_mask(name, size=size) == MASK_OBJECT) for name in Shapes.class_names)
+        rows = square.any(dim=1).nonzero()[:, 0]
+        first, last = int(rows[0]), int(rows[-1])
+        assert first <= size / 3 < first + 1
+        assert first == size - 1 - last
+        assert torch.equal(square, square.T)
+        assert torch.equal(ellipse, ellipse.T)
+        assert torch.equal(ellipse, ellipse.flip(0))
+        side = last + 1 - first
+        assert abs(float(triangle.sum()) / side**2 - 1 / 2) < 1.2 / side
+        assert abs(float(ellipse.sum()) / side**2 - np.pi / 4) < 0.5 / side
+        for mask in (triangle, ellipse):
+            assert mask[first].any()
+            assert mask[last].any()
+    with pytest.raises(ValueError, match="the shape is 'circle'; give one of square, triangle, ellipse"):
+        shape_mask("circle")
+
+
+def test_scaled_digits_stand_where_the_published_ones_stand() -> None:
+    for size, digit_size, (near, far) in (
+        (64, 20, (8, 32)),
+        (96, 30, (12, 48)),
+        (224, 70, (28, 112)),
+        (40, 13, (5, 20)),
+    ):
+        squares = torch.zeros(size, size, dtype=torch.bool)
+        for row in (near, far):
+            for column in (near, far):
+                squares[row : row + digit_size, column : column + digit_size] = True
+        overlay = make_at("digits", size)
+        assert torch.equal(overlay.draw(keys_of(range(3))).mask_BHW != MASK_OUTSIDE, squares.expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scaled_letters_lose_no_more_at_the_edge_than_published(size: int) -> None:
+    glyphs_KHW = make_at("letters", size).get_buffer("glyphs_KHW")
+    right_K, bottom_K = (
+        torch.stack([glyph.any(dim=axis).nonzero()[-1, 0] + 1 for glyph in glyphs_KHW]) for axis in (0, 1)
+    )
+    far = scaled(21, drawn_size=size)
+    for letter, right, bottom in zip(string.ascii_uppercase, right_K.tolist(), bottom_K.tolist(), strict=True):
+        lost = (max(0, far + right - size) * 32 / size, max(0, far + bottom - size) * 32 / size)
+        assert lost <= (2.0, 0.0) if letter == "W" else lost <= (0.0, 2.6) if letter == "Q" else lost == (0, 0), letter
+    x_BP, y_BP = drawing_points(keys_of(range(3_000)), drawn_size=size)
+    for place_B, (first, last) in zip(
+        [*x_BP.T, *y_BP.T], [(0, 6), (16, 21)] * 2 + [(0, 6)] * 2 + [(16, 21)] * 2, strict=True
+    ):
+        assert (int(place_B.min()), int(place_B.max())) == tuple(scaled(n, drawn_size=size) for n in (first, last))
+
+
+@all_kinds
+@pytest.mark.parametrize("size", [64, 80])
+def test_a_tiled_drawing_repeats_the_published_one(kind: str, size: int) -> None:
+    pictures, keys = random_pictures(12, size=size), keys_of(range(12))
+    tiled, published = make_at(kind, size, "tiled")(pictures, keys), make_at(kind, 32)
+    assert tiled.masks_BHW is not None
+    for top in range(0, size, 32):
+        for left in range(0, size, 32):
+            part = pictures[:, :, top : top + 32, left : left + 32]
+            height, width = part.shape[2:]
+            padded = torch.nn.functional.pad(part, (0, 32 - width, 0, 32 - height))
+            expected = published(padded, keys)
+            assert expected.masks_BHW is not None
+            found = tiled.inputs[:, :, top : top + height, left : left + width]
+            assert torch.equal(found, expected.inputs[:, :, :height, :width])
+            mask = tiled.masks_BHW[:, top : top + height, left : left + width]
+            assert torch.equal(mask, expected.masks_BHW[:, :height, :width])
+
+
+@all_kinds
+def test_both_layouts_are_one_at_32_pixels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "OVERLAYS", {**OVERLAYS, "stripes": Stripes})
+    scaled_one, tiled_one = make_at(kind, 32), make_at(kind, 32, "tiled")
+    assert (scaled_one.options(), tiled_one.options(), tiled_one.layout) == ({}, {}, "scaled")
+    assert save_overlay(tiled_one, tmp_path / "tiled") == save_overlay(scaled_one, tmp_path / "scaled")
+
+
+@all_kinds
+def test_size_and_layout_are_in_the_file_of_an_overlay(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "OVERLAYS", {**OVERLAYS, "stripes": Stripes})
+    overlays = [make_at(kind, 96), make_at(kind, 96, "tiled"), make_at(kind, 64), make_at(kind, 32)]
+    digests = {save_overlay(overlay, tmp_path / f"{number}") for number, overlay in enumerate(overlays)}
+    assert len(digests) == 4
+    for number, overlay in enumerate(overlays):
+        loaded = load_overlay(tmp_path / f"{number}", sha256=None)
+        pictures, keys = random_pictures(4, size=overlay.image_size), keys_of(range(4), epoch=2)
+        assert torch.equal(loaded(pictures, keys).inputs, overlay(pictures, keys).inputs)
+        assert save_overlay(loaded, tmp_path / "again") in digests
+
+
+def test_a_large_batch_is_painted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures, keys = random_pictures(7, size=64), keys_of(range(7))
+    for kind in ("shapes", "digits", "letters"):
+        whole = make_at(kind, 64)(pictures, keys)
+        monkeypatch.setattr(overlays, "_VALUES_AT_ONCE", 2 * 3 * 64 * 64)
+        in_parts = make_at(kind, 64)(pictures, keys)
+        monkeypatch.undo()
+        for field in dataclasses.fields(whole):
+            assert torch.equal(getattr(in_parts, field.name), getattr(whole, field.name))
+
+
+def test_sizes_and_layouts_that_cannot_be_drawn_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in ({"image_size": 31}, {"layout": "tild"}):
+        with pytest.raises(ValueError, match="give at least 32, and one of scaled, tiled"):
+            Shapes(**arguments)  # type: ignore[arg-type]
+    for height, width in ((32, 32), (64, 32)):
+        with pytest.raises(UserError, match=rf"on pictures of 64x64 pixels, but these have {width}x{height}; build"):
+            make_at("shapes", 64)(torch.zeros(1, 3, height, width, dtype=torch.uint8), keys_of(range(1)))
+    monkeypatch.setattr(registry, "MAX_OVERLAY_BYTES", 1 << 20)
+    with pytest.raises(UserError, match=r"the digits overlay takes .* bytes in this size.*--overlay-layout tiled"):
+        save_overlay(make_at("digits", 224), tmp_path / "overlay")
+
+
 # --- shapes
 
 
@@ -258,7 +442,7 @@ def check_digits(source: DigitSource) -> None:
     squares = torch.zeros(32, 32, dtype=torch.bool)
     squares[4:14, 4:14] = squares[4:14, 16:26] = squares[16:26, 4:14] = squares[16:26, 16:26] = True
     grey_BHW, overlaid = overlay.draw(keys).colour_BCHW[:, 0], overlay(pictures, keys)
-    number_of = {shrink(digit).tobytes(): number for number, digit in enumerate(source.images)}
+    number_of = {resize(digit).tobytes(): number for number, digit in enumerate(source.images)}
     seen = set()
     for row in range(200):
         number = number_of[grey_BHW[row, 4:14, 4:14].numpy().tobytes()]
@@ -576,7 +760,7 @@ def test_a_saved_overlay_draws_the_same(kind: str, tmp_path: Path, monkeypatch: 
     sha256 = save_overlay(overlay, path)
     assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert save_overlay(overlay, tmp_path / "again") == sha256
-    monkeypatch.setattr(letters, "render_glyphs", lambda: pytest.fail("glyphs come from the file"))
+    monkeypatch.setattr(letters, "render_glyphs", lambda _: pytest.fail("glyphs come from the file"))
     loaded = load_overlay(path, sha256=sha256)
     assert type(loaded) is OVERLAYS[kind]
     assert loaded.class_names == overlay.class_names
