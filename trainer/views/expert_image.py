@@ -14,6 +14,7 @@ Legend: B samples, C = 3 channels, H rows, W columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final, Literal, Self
 
 import torch
@@ -39,6 +40,7 @@ Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square is a denominator
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
+_SIMCLR_BLUR: Final = 20  # its kernel is a tenth of the picture wide, so a twentieth to either side
 
 _DRAWS = {
     "crop": NUM_CROP_NUMBERS,
@@ -56,13 +58,15 @@ _PURPOSE = 0
 class ExpertImageConfig(Schema):
     """The config of the five operations; a probability of 0 switches an operation off.
 
-    area: the crop's share of the picture; None for no crop.
-    aspect: the crop's width / height, log-uniform.
-    brightness, contrast, saturation, hue: the strengths of torchvision's ColorJitter.
-    blur: "pil", as published by Tamkin et al. (2022), is PIL's GaussianBlur without its rounding. "gaussian" has the
-        weights of a true Gaussian at whole pixels, which blurs less if sigma is below 0.5. Both draw sigma, in pixels,
-        uniformly from `blur_sigma`. "constant" is PIL's blur with radius 1: the published code of Huang et al. (2023)
-        draws a radius of 1.28 to 1.92 for pictures of 32 pixels, but rounds it down.
+    `area` is the crop's share of the picture (None: no crop), and `aspect` its width / height, log-uniform.
+    `brightness`, `contrast`, `saturation` and `hue` are the strengths of torchvision's ColorJitter.
+
+    `blur`: "pil", as published by Tamkin et al. (2022), is PIL's GaussianBlur without its rounding. "gaussian" has the
+    weights of a true Gaussian at whole pixels, which blurs less below a sigma of 0.5. "simclr" cuts that off beyond a
+    twentieth of the picture to either side (Chen et al. 2020, who put zeros beyond the edge; here edge pixels are
+    repeated). These three draw sigma, in pixels, uniformly from `blur_sigma`. "constant" is PIL's blur with radius 1:
+    the published code of Huang et al. (2023) draws a radius of 1.28 to 1.92 for pictures of 32 pixels, but rounds it
+    down.
     """
 
     kind: Literal["expert_image"] = "expert_image"
@@ -75,7 +79,7 @@ class ExpertImageConfig(Schema):
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     grayscale_probability: Share = 0.2
     blur_probability: Share = 0.5
-    blur: Literal["pil", "gaussian", "constant"] = "pil"
+    blur: Literal["pil", "gaussian", "simclr", "constant"] = "pil"
     blur_sigma: tuple[Sigma, Sigma] = (0.1, 2.0)
     flip_probability: Share = 0.5
 
@@ -141,7 +145,8 @@ class ExpertDraws:
     Attributes:
         crop, jitter: see their classes.
         flip_B, gray_B: bool.
-        pil_sigma_B, sigma_B: the sigma of PIL's blur and of the Gaussian blur, in pixels; 0 for a picture without blur.
+        pil_sigma_B, sigma_B: sigma of PIL's blur and of the Gaussian blur, in pixels; 0 for a picture without blur.
+        reach: pixels to either side beyond which the Gaussian blur is cut off; None: it is not.
         constant_blur_B: bool. At most one of the three blurs is not None.
     """
 
@@ -151,6 +156,7 @@ class ExpertDraws:
     gray_B: Tensor | None
     pil_sigma_B: Tensor | None
     sigma_B: Tensor | None
+    reach: int | None
     constant_blur_B: Tensor | None
 
 
@@ -214,7 +220,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
         match config.blur:
             case "pil":
                 pil_sigma_B = drawn_sigma_B
-            case "gaussian":
+            case "gaussian" | "simclr":
                 sigma_B = drawn_sigma_B
             case "constant":
                 constant_blur_B = blurred_B
@@ -225,6 +231,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
         gray_B=gray_B,
         pil_sigma_B=pil_sigma_B,
         sigma_B=sigma_B,
+        reach=size // _SIMCLR_BLUR if config.blur == "simclr" else None,
         constant_blur_B=constant_blur_B,
     )
 
@@ -246,7 +253,7 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
     if draws.pil_sigma_B is not None:
         x_BCHW = blur_(x_BCHW, draws.pil_sigma_B, pil_blur_matrix)
     if draws.sigma_B is not None:
-        x_BCHW = blur_(x_BCHW, draws.sigma_B, gaussian_blur_matrix)
+        x_BCHW = blur_(x_BCHW, draws.sigma_B, partial(gaussian_blur_matrix, reach=draws.reach))
     if draws.constant_blur_B is not None:
         constant_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
         x_BCHW = constant_(x_BCHW, draws.constant_blur_B)

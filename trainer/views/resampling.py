@@ -61,15 +61,18 @@ def _crop_source(start_B: Tensor, length_B: Tensor, *, size: int) -> Tensor:
     return centre_BQ.clamp_min(0).minimum((length_B - 1)[:, None]) + start_B[:, None]
 
 
-def gaussian_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
+def gaussian_blur_matrix(sigma_B: Tensor, *, size: int, reach: int | None = None) -> Tensor:
     """Return the (B, size, size) weights of a Gaussian along one axis; the identity for a sigma of 0.
 
-    The weights are the values of the true Gaussian at whole pixels, in float32 precision. Edge pixels are repeated.
+    The weights are the values of the true Gaussian at whole pixels, to float32's precision. Edge pixels are repeated.
+    With a `reach`, pixels farther away have the weight 0.
     """
     distance_P = torch.arange(size, device=sigma_B.device, dtype=sigma_B.dtype)
     exponent_BP = distance_P.square() * (-0.5 / sigma_B.clamp_min(1e-3).square())[:, None]
     # exp(-20) is below float32's resolution of a sum of 1. Subnormal weights would slow the products a hundredfold.
     weight_BP = exponent_BP.clamp_min(-20).exp_() * (exponent_BP > -20)
+    if reach is not None:
+        weight_BP[:, reach + 1 :] = 0
     return _matrix_of_filter(weight_BP / (2 * weight_BP.sum(dim=1, keepdim=True) - weight_BP[:, :1]))
 
 
