@@ -17,7 +17,6 @@ from trainer.distributed.engines import DDPConfig, DDPEngine, DeepSpeedConfig, D
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
-from trainer.models.encoder import Normalization
 from trainer.modules import TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.learning_rates import learning_rate_at
@@ -51,19 +50,17 @@ class Training:
         }
 
 
-def build_training(
-    config: RunConfig, *, num_samples: int, device: torch.device, normalization: Normalization | None = None
-) -> Training:
-    """Return a training before its first step. Its weights depend on the config alone.
+def build_training(config: RunConfig, *, num_samples: int, device: torch.device) -> Training:
+    """Return an untrained training. Its weights are a function of the config alone.
 
     Every rank must call this at the same time.
 
     Args:
-        num_samples: the number of samples in the train set.
-        device: the training device.
-        normalization: the mean and std of the train set's pictures; see `build_modules`.
+        config: with no setting of the encoder left open; see `trainer.open_settings`.
+        num_samples: the size of the train set.
+        device: where training happens.
     """
-    modules = build_modules(config, normalization=normalization).to(device, config.parameter_dtype)
+    modules = build_modules(config).to(device, config.parameter_dtype)
     objective = build_run_objective(config, modules.encoder, num_samples=num_samples, device=device)
     return assemble(config, modules, objective)
 

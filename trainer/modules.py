@@ -60,14 +60,13 @@ def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int
     return objective.to(device, config.parameter_dtype)
 
 
-def build_modules(config: RunConfig, *, normalization: Normalization | None = None) -> TrainedModules:
-    """Return untrained modules. They depend on the arguments alone: the config's seed draws the initial weights.
+def build_modules(config: RunConfig) -> TrainedModules:
+    """Return untrained modules: a function of the config alone, because its seed draws the initial weights.
 
-    `normalization` holds the mean and std of the train set's pictures. Without it, an encoder without mean and std in
-    its config has its parameters, but cannot run. Spectrograms are normalised already.
+    An encoder whose config has no mean and std has its parameters, but cannot run: see `trainer.open_settings`.
+    Spectrograms are normalised already.
     """
-    if config.data.mel is not None:
-        normalization = Normalization(mean=(0.0,), std=(1.0,))
+    normalization = None if config.data.mel is None else Normalization(mean=(0.0,), std=(1.0,))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder = build_encoder(config.encoder, normalization=normalization)

@@ -1,19 +1,21 @@
-"""Find the mean and std with which an encoder normalises pictures: from its config, or else from the train set.
+"""Decide the settings of an encoder that its config leaves to the data: its mean and std, and its form by the size.
 
-The numbers of the train set are recorded in provenance.json, so that an encoder can be loaded without its data.
+Decisions that need the train set are recorded in provenance.json, so that an encoder can be loaded without its data.
+The config of the run keeps them open.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
-from trainer.models.encoder import Normalization
+from trainer.models.encoder import Normalization, decide_form
 from trainer.run_dir import RunDir
 
-RECORDED_NORMALIZATION: Final = "normalization"  # the key in provenance.json
+RECORDED_NORMALIZATION: Final = "normalization"  # keys in provenance.json
+RECORDED_INPUT_SIZE: Final = "encoder_input_size"
 
 
 def normalization_of(manifest: Manifest) -> Normalization | None:
@@ -26,12 +28,52 @@ def normalization_of(manifest: Manifest) -> Normalization | None:
     return Normalization(mean=manifest.mean, std=tuple(std or 1.0 for std in manifest.std))
 
 
-def recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization | None:
-    """Return the mean and std in provenance.json for the encoder of a run.
+def input_size(config: RunConfig, input_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the height and width of the encoder's input, for samples of a shape as in the manifest."""
+    mel = config.data.mel
+    if mel is not None:
+        return mel.num_mels, mel.num_frames
+    _, height, width = input_shape
+    return height, width
 
-    Returns None if the config has them, or if the samples are sounds. Raises `UserError` if they are needed but not
-    recorded.
+
+def decide(config: RunConfig, train: Manifest) -> RunConfig:
+    """Return the config with no setting of its encoder left open: the train set decides them.
+
+    `encoder.mean` and `encoder.std` become those of its pictures, if they are null. A kind such as resnet18_by_size
+    becomes the one that suits the size of its pictures or spectrograms.
     """
+    return _decided(config, normalization_of(train), input_size(config, train.input_shape))
+
+
+def decisions_to_record(config: RunConfig, train: Manifest) -> dict[str, Any]:
+    """Return the entries of provenance.json from which `decide_as_recorded` decides as `decide` does."""
+    facts: dict[str, Any] = {}
+    if config.encoder.normalization is None and (derived := normalization_of(train)) is not None:
+        facts[RECORDED_NORMALIZATION] = derived.model_dump(mode="json")
+    if config.encoder.form_is_open:
+        facts[RECORDED_INPUT_SIZE] = list(input_size(config, train.input_shape))
+    return facts
+
+
+def decide_as_recorded(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """Return the config of a run with the settings of its encoder that provenance.json records.
+
+    Raises `UserError` if one is open and not recorded.
+    """
+    return _decided(config, _recorded_normalization(run_dir, config), _recorded_input_size(run_dir, config))
+
+
+def _decided(config: RunConfig, normalization: Normalization | None, size: tuple[int, int] | None) -> RunConfig:
+    encoder = config.encoder
+    if size is not None:
+        encoder = decide_form(encoder, height=size[0], width=size[1])
+    if normalization is not None and encoder.normalization is None:
+        encoder = encoder.model_copy(update={"mean": normalization.mean, "std": normalization.std})
+    return config.model_copy(update={"encoder": encoder})
+
+
+def _recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization | None:
     if config.encoder.normalization is not None or config.data.mel is not None:
         return None
     value = run_dir.read_provenance().get(RECORDED_NORMALIZATION)
@@ -42,3 +84,15 @@ def recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization 
             f"{run_dir.config} to the values in the manifest.json of the train set"
         )
     return Normalization.parse(value, where=f'"{RECORDED_NORMALIZATION}" in {run_dir.provenance}')
+
+
+def _recorded_input_size(run_dir: RunDir, config: RunConfig) -> tuple[int, int] | None:
+    if not config.encoder.form_is_open:
+        return None
+    match run_dir.read_provenance().get(RECORDED_INPUT_SIZE):
+        case [int(height), int(width)]:
+            return height, width
+    raise UserError(
+        f'{run_dir.provenance} does not hold "{RECORDED_INPUT_SIZE}", the height and width of the pictures, on which '
+        f"encoder.kind={config.encoder.kind} depends; restore that file"
+    )

@@ -21,6 +21,7 @@ from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import on_first_rank, world_size
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
+from trainer.open_settings import input_size
 from trainer.probes.shared import check_shared, find_shared
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
@@ -50,6 +51,12 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
                 f"{train_dir} and {test_dir} differ in {name.replace('_', ' ')} ({in_train} and {in_test}); "
                 "build both from the same source and dataset"
             )
+    in_train, in_test = (None if each.overlay is None else each.overlay.layout for each in (train, test))
+    if in_train != in_test:
+        raise UserError(
+            f"the overlay of {train_dir} is {in_train}, and that of {test_dir} {in_test}; build both with the same "
+            "--overlay-layout"
+        )
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
     if config.views.kind == "viewmaker" and config.views.mask != "none" and train.overlay is None:
@@ -131,20 +138,17 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
             f"{where} holds sounds of {train.sample_rate} points a second, but data.sample_rate is {rate}; "
             f"set data.sample_rate={train.sample_rate}"
         )
-    if mel is not None:
-        if train.input_shape != (mel.num_points,):
-            raise UserError(
-                f"{where} holds sounds of {train.input_shape[0]} points, but the spectrogram needs {mel.num_points}; "
-                "build them again"
-            )
-        return mel.num_mels, mel.num_frames
-    num_channels, height, width = train.input_shape
-    if num_channels != config.encoder.in_channels:
+    if mel is not None and train.input_shape != (mel.num_points,):
+        raise UserError(
+            f"{where} holds sounds of {train.input_shape[0]} points but the spectrogram takes {mel.num_points}; "
+            "build them again"
+        )
+    if mel is None and (num_channels := train.input_shape[0]) != config.encoder.in_channels:
         raise UserError(
             f"{where} holds pictures of {num_channels} channels, but encoder.in_channels is "
             f"{config.encoder.in_channels}; set encoder.in_channels={num_channels}"
         )
-    return height, width
+    return input_size(config, train.input_shape)
 
 
 def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:

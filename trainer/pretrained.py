@@ -23,7 +23,7 @@ from trainer.config import read_run_config
 from trainer.models.encoder import Encoder, EncoderConfig, build_encoder
 from trainer.models.timm_trunk import TimmTrunk
 from trainer.modules import TrainedModules, build_modules
-from trainer.normalization import recorded_normalization
+from trainer.open_settings import decide_as_recorded
 from trainer.run_dir import RunDir, open_run
 
 EXPORT_SUFFIX = ".safetensors"
@@ -69,7 +69,7 @@ def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool =
     that of `read_config`. Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
-    modules = build_modules(config, normalization=recorded_normalization(run_dir, config))
+    modules = build_modules(decide_as_recorded(config, run_dir))
     step, trained_on = load_weights(run_dir, modules.trained_modules, step=step)
     for module in modules.trained_modules.values():
         module.eval()

@@ -20,7 +20,7 @@ import torch
 from data_pipeline.core.environment import variable
 from trainer.config import RunConfig
 from trainer.data import Manifests
-from trainer.normalization import RECORDED_NORMALIZATION, normalization_of
+from trainer.open_settings import decisions_to_record
 from trainer.run_dir import RunDir, write_json
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,7 @@ def write_provenance(
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
     now = manifests.identity.model_dump() | {"starts": [*earlier.get("starts", []), start]}
-    if config.encoder.normalization is None and (derived := normalization_of(manifests.train)) is not None:
-        now |= {RECORDED_NORMALIZATION: derived.model_dump(mode="json")}
-    write_json(run_dir.provenance, first | now)
+    write_json(run_dir.provenance, first | now | decisions_to_record(config, manifests.train))
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:

@@ -24,7 +24,7 @@ from trainer.data import open_stream
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
-from trainer.normalization import recorded_normalization
+from trainer.open_settings import decide_as_recorded
 from trainer.optim.loss_scale import LossScale
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
@@ -80,10 +80,7 @@ def replay(
             f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded; put it back"
         )
     training = build_training(
-        config,
-        num_samples=stream.manifest.num_samples,
-        device=where,
-        normalization=recorded_normalization(run_dir, config),
+        decide_as_recorded(config, run_dir), num_samples=stream.manifest.num_samples, device=where
     )
     modules, objective = training.modules.trained_modules, training.objective
     try:

@@ -29,7 +29,7 @@ from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import average_running_statistics
-from trainer.normalization import normalization_of
+from trainer.open_settings import decide
 from trainer.preflight import claim, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
@@ -81,9 +81,9 @@ def _train(
     accepted_data: Collection[str],
 ) -> int | None:
     """Return the step from which the run goes on if training was asked to stop; None if it came to its end."""
-    num_samples, normalization = manifests.train.num_samples, normalization_of(manifests.train)
+    num_samples = manifests.train.num_samples
     num_steps = config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
-    training = build_training(config, num_samples=num_samples, device=device, normalization=normalization)
+    training = build_training(decide(config, manifests.train), num_samples=num_samples, device=device)
     follow_networks(training.modules, training.objective)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
     start = restored.step

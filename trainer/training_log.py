@@ -20,11 +20,11 @@ from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch
 from trainer.modules import TrainedModules
-from trainer.normalization import normalization_of
 from trainer.observability.alarms import Alarms
 from trainer.observability.step_pictures import step_pictures
 from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
+from trainer.open_settings import input_size, normalization_of
 from trainer.optim.learning_rates import scaled_learning_rate
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
@@ -149,6 +149,9 @@ def log_start(
         for name, module in modules.trained_modules.items()
     )
     steps_per_epoch = num_steps // config.num_epochs
+    if config.encoder.form_is_open:
+        size = "x".join(map(str, input_size(config, manifest.input_shape)))
+        logger.info("encoder.kind=%s is %s for inputs of %s", config.encoder.kind, modules.config.encoder.kind, size)
     logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)
     micro_batches = config.memory.micro_batches
     logger.info(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainer.normalization import normalization_of
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
@@ -21,6 +20,7 @@ from trainer.config import RunConfig
 from trainer.encoder_export import export
 from trainer.models import Encoder, Normalization, load_encoder
 from trainer.modules import build_modules
+from trainer.open_settings import normalization_of
 from trainer.planning.fit import plan
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir

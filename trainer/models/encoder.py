@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -81,21 +81,29 @@ class _Fields(Schema):
         """Return `mean` and `std`; None to use the values of the train set."""
         return None if self.mean is None or self.std is None else Normalization(mean=self.mean, std=self.std)
 
+    @property
+    def form_is_open(self) -> bool:
+        """Return whether the form of the network depends on the size of its inputs; see `decide_form`."""
+        return False
 
-ResNetKind = Literal[
-    "resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"
-]
+
+_Decided = Literal["resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"]
+_Open = Literal["resnet18_by_size", "resnet34_by_size", "resnet50_by_size"]
+ResNetKind = Literal[_Decided, _Open]
+_BY_SIZE: Final = "_by_size"
+STANDARD_FROM: Final = 64  # pixels of the shorter side, from which a network by size has the standard form
 
 
 class ResNetConfig(_Fields):
     """A residual network. `kind` sets its depth and its form, and the defaults of `init` and `width`.
 
-    - resnet18, 34, 50: the standard form of torchvision. With one input channel, resnet18 is the sound encoder of
-      Tamkin et al. 2022, a torchvision network with another stem.
-    - resnet18_small, 34, 50: the small form, with a 3x3 stem of stride 1 and no max-pooling (Chen et al. 2020, appendix
-      B.9). Tamkin et al. 2022 and Huang et al. 2023 train resnet18_small with the initial weights of torch.
-    - resnet10: the small form with one basic block in each stage. At width 16 it has 324,048 parameters, for CPUs. Only
-      for this kind can the width be set; the others have 64 channels in the first stage.
+    - resnet18, 34, 50: the standard form, as torchvision has it. With one input channel, resnet18 is the sound encoder
+      of Tamkin et al. 2022, who replace the stem of torchvision's network.
+    - resnet18_small, 34, 50: the small form, a 3x3 stem of stride 1 without max-pooling (Chen et al. 2020, appendix
+      B.9). Tamkin et al. 2022 and Huang et al. 2023 train resnet18_small from torch's first weights.
+    - resnet18_by_size, 34, 50: the standard form for inputs of 64 x 64 and more, else the small form.
+    - resnet10: the small form with one basic block a stage. At width 16 it has 324,048 parameters, for CPUs. It is the
+      only kind whose width can be set; the others have 64 channels in the first stage.
 
     stem_relu: whether a ReLU follows the stem; the published code of Huang et al. 2023 has none.
     init: the distribution of the initial weights of convolutions, see `trainer.models.resnet.Init`.
@@ -117,6 +125,9 @@ class ResNetConfig(_Fields):
             "resnet18": {"init": "torchvision"},
             "resnet34": {"init": "torchvision"},
             "resnet50": {"init": "torchvision"},
+            "resnet18_by_size": {"init": "torchvision"},
+            "resnet34_by_size": {"init": "torchvision"},
+            "resnet50_by_size": {"init": "torchvision"},
         }
         return defaults.get(str(values.get("kind")), {}) | values
 
@@ -127,11 +138,17 @@ class ResNetConfig(_Fields):
         return self
 
     @property
+    def form_is_open(self) -> bool:
+        return self.kind.endswith(_BY_SIZE)
+
+    @property
     def depth(self) -> int:
-        return int(self.kind.removeprefix("resnet").removesuffix("_small"))
+        return int(self.kind.removeprefix("resnet").partition("_")[0])
 
     @property
     def form(self) -> Literal["standard", "small"]:
+        if self.form_is_open:
+            raise ValueError(f"the form of a {self.kind} depends on the size of its inputs; call decide_form first")
         return "small" if self.kind.endswith("_small") or self.kind == "resnet10" else "standard"
 
 
@@ -273,13 +290,22 @@ class Encoder(nn.Module):
         return map_BCHW
 
 
+def decide_form(config: EncoderConfig, *, height: int, width: int) -> EncoderConfig:
+    """Return the config for inputs of one size: a kind such as resnet18_by_size becomes resnet18 or resnet18_small."""
+    if not config.form_is_open:
+        return config
+    ending = "" if min(height, width) >= STANDARD_FROM else "_small"
+    return config.model_copy(update={"kind": config.kind.removesuffix(_BY_SIZE) + ending})
+
+
 def build_encoder(config: EncoderConfig, *, normalization: Normalization | None = None) -> Encoder:
     """Return an encoder with new weights from torch's default generator.
 
     `normalization` is used if the config has no mean and std. If both are None, the encoder has the right shapes, but
     all its outputs are NaN.
 
-    Raises `UserError` if timm refuses the options, or if the encoder does not support the batch norm of the config.
+    Raises `UserError` if timm does not take the options, or if the encoder has no batch norm of the kind in the config,
+    and `ValueError` if its form is not decided.
     """
     trunk = _build_trunk(config)
     if config.batch_norm == "split":
@@ -310,6 +336,7 @@ def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
     Tries an encoder on the meta device first, which takes no time. If that fails, tries a real encoder, because some
     models of timm cannot be built or run on the meta device.
     """
+    config = decide_form(config, height=height, width=width)
     with contextlib.suppress(UserError), torch.device("meta"):
         build_encoder(config).eval()._map_of_size(height, width)
         return
@@ -325,6 +352,7 @@ def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_r
     """
     if min(trunk_rows, head_rows) > 1:
         return
+    config = decide_form(config, height=height, width=width)
     with torch.device("meta"):
         encoder = build_encoder(config.model_copy(update={"batch_norm": "local"})).train()
         try:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from data_pipeline.core.errors import UserError
 from trainer.config import RunConfig
+from trainer.models.encoder import decide_form
 from trainer.objectives import InstanceDiscriminationConfig
+from trainer.open_settings import input_size
 from trainer.planning.engine_costs import Backend
 from trainer.planning.measure import Fit, TrainingPlan, measure
 from trainer.preflight import check_batch, check_batch_norm, check_input_shape
@@ -44,12 +46,14 @@ def plan(
     if shape is None:
         mel, channels = config.data.mel, config.encoder.in_channels
         shape = (channels, _ASSUMED_SIZE, _ASSUMED_SIZE) if mel is None else (mel.num_points,)
-    _check_input(config, shape, world_size=world_size, is_known=input_shape is not None)
+    height, width = input_size(config, shape)
+    _check_input(config, height, width, world_size=world_size, is_known=input_shape is not None)
+    encoder = decide_form(config.encoder, height=height, width=width)
 
     def at(micro_batches: int) -> TrainingPlan:
         memory = config.memory.model_copy(update={"micro_batches": micro_batches})
         return measure(
-            config.model_copy(update={"memory": memory}),
+            config.model_copy(update={"memory": memory, "encoder": encoder}),
             world_size,
             num_samples=num_samples,
             shape=shape,
@@ -79,10 +83,9 @@ def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> No
         )
 
 
-def _check_input(config: RunConfig, shape: tuple[int, ...], *, world_size: int, is_known: bool) -> None:
-    mel = config.data.mel
-    height, width = shape[1:] if mel is None else (mel.num_mels, mel.num_frames)
-    where = config.data.train_dir if is_known or mel is not None else f"{config.data.train_dir}, which is not built yet"
+def _check_input(config: RunConfig, height: int, width: int, *, world_size: int, is_known: bool) -> None:
+    is_known = is_known or config.data.mel is not None
+    where = config.data.train_dir if is_known else f"{config.data.train_dir}, which is not built yet"
     check_input_shape(config, height=height, width=width, where=where)
     check_batch_norm(config, height=height, width=width, num_ranks=world_size)
 
