@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.base import NAME_OF_DATA
 from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.overrides import set_paths
 from data_pipeline.core.schema import flatten
-from data_pipeline.remote.cache import refuse_untyped_command
+from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from trainer.config import RunConfig, read_config
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
 STUDIES = "studies"
+_MAX_DATA_CHARACTERS = 60
 
 
 def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool = False) -> RunConfig:
@@ -26,15 +29,32 @@ def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool
         fields.
     allow_pipe: whether a file may name a `pipe:` location, which is executed. A recipe is code and always may.
 
+    `NAME_OF_DATA` in the name of a recipe becomes the name of the train set, unless an override gives another name.
+
     Raises `UserError`, for a wrong name or key with the nearest valid one.
     """
     if Path(name).suffix not in CONFIG_SUFFIXES:
-        return _recipe(name)().override(overrides, where=f"config {name}")
+        recipe = _recipe(name)()
+        config = recipe.override(overrides, where=f"config {name}")
+        own_name = recipe.name.replace(NAME_OF_DATA, _name_of(config.data.train_dir))
+        return config if config.name != recipe.name else config.model_copy(update={"name": own_name})
     of_file = read_config(Path(name), allow_pipe=allow_pipe)
     config = of_file.override(overrides, where=f"config {name}")
     for location in {of_file.data.train_dir, of_file.data.test_dir} & {config.data.train_dir, config.data.test_dir}:
         refuse_untyped_command(location, of_file.data.remote)
     return config
+
+
+def _name_of(location: str) -> str:
+    """Return a name for the data at a location: its last folder but `train`, in the characters of a run's name.
+
+    Examples:
+        >>> _name_of("data/My photos/train"), _name_of("https://host/birds/train/"), _name_of("pipe:cat {name}")
+        ('My-photos', 'birds', 'data')
+    """
+    folders = [] if is_command(location) else [part for part in location.split("/") if part not in ("", "train", "..")]
+    letters = re.sub(r"[^A-Za-z0-9._+=-]+", "-", folders[-1]).strip("-.") if folders else ""
+    return letters[:_MAX_DATA_CHARACTERS] or "data"
 
 
 def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
@@ -70,7 +90,7 @@ def explain(name: str, overrides: Sequence[str] = ()) -> str:
     given = _given(config)
     lines = []
     for path, value in flatten(config).items():
-        from_recipe = path in given and recipe.get(path) == value
+        from_recipe = path in given and (recipe.get(path) == value or path == "name")
         origin = "--set" if path in by_hand else name if from_recipe else "default"
         lines.append((path, printable(f"{value}"), origin))
     width = max(len(path) for path, _, _ in lines)

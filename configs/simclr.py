@@ -13,7 +13,7 @@ first, for example
 
 from __future__ import annotations
 
-from configs.base import CIFAR10_MEAN, CIFAR10_STD, PUBLISHED_SGD, data, huang
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, NAME_OF_DATA, PUBLISHED_SGD, data, huang
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig
 from trainer.objectives import PublishedNTXentConfig
@@ -62,6 +62,42 @@ def digits_small() -> RunConfig:
         num_epochs=10,
         channels_last=True,
         probe=ProbeConfig(num_epochs=10),
+    )
+
+
+def folder() -> RunConfig:
+    """Your own pictures of any size: --set data.train_dir=DIR --set data.test_dir=DIR. For a GPU.
+
+    The settings are those of Table 1, where they do not depend on CIFAR-10. Below 64 pixels the encoder is ResNet-18 in
+    its small-image form, from there on torchvision's. It normalises by the numbers of your train set. The blur reaches
+    a tenth of the picture (Chen et al. 2020). The run is named after the folder of the data. docs/own-pictures.md has
+    all steps.
+    """
+    return RunConfig(
+        name=f"simclr-{NAME_OF_DATA}",
+        data=data("folder", overlay="online"),
+        views=ExpertImageConfig(blur="simclr"),
+        encoder=ResNetConfig(kind="resnet18_by_size"),
+        objective=PublishedNTXentConfig(),
+        optimizer=PUBLISHED_SGD,
+        global_batch_size=128,
+        num_epochs=200,
+    )
+
+
+def folder_small() -> RunConfig:
+    """Your own pictures for a CPU: ResNet-10 of width 16, small batches and fewer epochs; best with 32 to 64 pixels."""
+    return RunConfig.model_validate(
+        folder().model_dump()
+        | {
+            "name": f"simclr-{NAME_OF_DATA}-small",
+            "data": data("folder", num_workers=0, overlay="online"),
+            "encoder": ResNetConfig(kind="resnet10", width=16),
+            "global_batch_size": 64,
+            "num_epochs": 20,
+            "channels_last": True,
+            "probe": ProbeConfig(views="none", num_epochs=30),
+        }
     )
 
 

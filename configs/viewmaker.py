@@ -68,6 +68,16 @@ def digits_small() -> RunConfig:
     return _against(simclr.digits_small(), ViewmakerConfig(base_width=16))
 
 
+def folder() -> RunConfig:
+    """Your own pictures of any size: --set data.train_dir=DIR --set data.test_dir=DIR. For a GPU."""
+    return _against(simclr.folder(), ViewmakerConfig())
+
+
+def folder_small() -> RunConfig:
+    """Your own pictures for a CPU: simclr:folder_small with a viewmaker of a quarter of the width, and one block."""
+    return _against(simclr.folder_small(), ViewmakerConfig(base_width=8, num_res_blocks=1))
+
+
 def _masked(recipe: RunConfig) -> RunConfig:
     """Return the recipe with a viewmaker that changes nothing inside the tight boxes of the drawn objects."""
     views = recipe.views.model_copy(update={"mask": "box"})
