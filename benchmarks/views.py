@@ -1,10 +1,12 @@
 """Our views against their peers on the same pictures, in one process and one run.
 
-    python -m benchmarks.views [--batch-size B] [--rounds R]
+    python -m benchmarks.views [--batch-size B] [--rounds R] [--sizes S ...]
 
 Expert views: pairs a second, against torchvision's transforms on PIL pictures (what the original code did) and on
 tensors, one picture after the other. torchvision can also take a whole batch, but then draws once for all of it, which
-is no substitute; it is timed to show what the drawing for each picture costs. The transforms of Huang et al. (2023),
+is no substitute; it is timed to show what the drawing for each picture costs. On pictures of more than 32 pixels the
+blur is SimCLR's, and a batch has as many values as one of 32 pixels, but at least 16 pictures. All other groups are of
+32 pixels. The transforms of Huang et al. (2023),
 each alone and composed as they compose them: against the same on PIL pictures, where the blur is PIL's, as in their
 published code. Random masks (Wen and Li 2021): against the two lines that define them, one picture after the other.
 Viewmaker: pictures a second, forward and backward, against the same network from torch's own layers in the order of the
@@ -38,21 +40,26 @@ def keys(batch_size: int, *, view: int) -> DrawKeys:
 
 def expert_peers(images_BCHW: Tensor) -> Mapping[str, Callable[[], object]]:
     """Each makes two views of every picture."""
-    policy = ExpertImage(ExpertImageConfig())
+    size = images_BCHW.shape[-1]
+    policy = ExpertImage(ExpertImageConfig(blur="pil" if size == 32 else "simclr"))
     on_tensors = v2.Compose(
         [
-            v2.RandomResizedCrop(images_BCHW.shape[-1], scale=(0.2, 1.0)),
+            v2.RandomResizedCrop(size, scale=(0.2, 1.0)),
             v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
             v2.RandomGrayscale(0.2),
-            v2.RandomApply([v2.GaussianBlur(kernel_size=17, sigma=(0.1, 2.0))], p=0.5),
+            v2.RandomApply([v2.GaussianBlur(17 if size == 32 else 2 * (size // 20) + 1, sigma=(0.1, 2.0))], p=0.5),
             v2.RandomHorizontalFlip(),
         ]
     )
     on_pil = v2.Compose([on_tensors, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
-    pictures = [tv.to_pil_image(image) for image in images_BCHW]
+    on_bytes = v2.Compose([on_tensors, v2.ToDtype(torch.float32, scale=True)])
+    pictures, bytes_BCHW = [tv.to_pil_image(image) for image in images_BCHW], (images_BCHW * 255).byte()
     return {
         "torchvision on PIL": lambda: torch.stack([on_pil(picture) for picture in pictures * 2]),
         "torchvision on tensors": lambda: torch.stack([on_tensors(image) for _ in range(2) for image in images_BCHW]),
+        "torchvision on tensors of bytes": lambda: torch.stack(
+            [on_bytes(image) for _ in range(2) for image in bytes_BCHW]
+        ),
         "torchvision, one draw for all": lambda: [on_tensors(images_BCHW) for _ in range(2)],
         "ours": lambda: [policy(images_BCHW, keys(len(images_BCHW), view=view)) for view in range(2)],
     }
@@ -109,17 +116,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="our views against torchvision's, and the viewmaker as written")
     parser.add_argument("--batch-size", type=int, default=256, metavar="B")
     parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 96, 224], metavar="S", help="pixels of a side")
     args = parser.parse_args()
-    images_BCHW = torch.rand(args.batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for size in args.sizes:
+        num_pictures = max(16, args.batch_size * 32**2 // size**2)
+        groups = {f"expert views at {size} pixels (two of each)": expert_peers(random_pictures(num_pictures, size))}
+        print_rates(groups, num_samples=num_pictures, num_rounds=args.rounds, unit="pictures/s")
+    if 32 in args.sizes:
+        measure_at_32_pixels(args.batch_size, num_rounds=args.rounds)
+
+
+def random_pictures(num: int, size: int) -> Tensor:
+    return torch.rand(num, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def measure_at_32_pixels(batch_size: int, *, num_rounds: int) -> None:
+    images_BCHW = random_pictures(batch_size, 32)
     huang = [*HUANG_LETTERS, "ab", "abc", "abcd", "abcde", "ad"]
     groups = {
-        "expert views (two of each picture)": expert_peers(images_BCHW),
         **{f'expert views "{letters}" of Huang et al.': huang_peers(images_BCHW, letters) for letters in huang},
         "random mask and its complement": mask_peers(images_BCHW),
         "viewmaker, forward and backward": viewmaker_peers(images_BCHW, ViewmakerConfig()),
         "viewmaker of half the width": viewmaker_peers(images_BCHW, ViewmakerConfig(base_width=16)),
     }
-    print_rates(groups, num_samples=args.batch_size, num_rounds=args.rounds, unit="pictures/s")
+    print_rates(groups, num_samples=batch_size, num_rounds=num_rounds, unit="pictures/s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Colour jitter of a batch of pictures, with amounts and an order for each picture.
 
-Brightness, contrast and saturation are one formula with different coefficients. A random order therefore needs only six
-cheap passes and a single change of hue.
+Brightness, contrast and saturation are one formula with different coefficients. So a random order costs six cheap
+passes and a single change of hue. A CPU leaves out a pass, or a part of it, that changes none of the pictures; the bits
+are the same.
 
 Legend: B samples, C = 3 channels, H rows, W columns.
 """
@@ -51,14 +52,27 @@ def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tenso
     return x_BCHW
 
 
+def needs(applies_B: Tensor) -> bool:
+    """Return whether an operation must be computed: if it applies to some picture, or if asking would cost a wait.
+
+    A CPU knows to which pictures an operation applies. Other devices always compute it.
+    """
+    return applies_B.device.type != "cpu" or bool(applies_B.any())
+
+
 def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
     """Set x to `factor * x + (1 - factor) * reference`, clamped to [0, 1], in place.
 
     The reference is black (BRIGHTNESS), the picture's mean luma (CONTRAST) or the luma of each pixel (SATURATION).
     """
+    if not needs(factor_B != 1):
+        return x_BCHW.clamp_(0, 1)
+    own_B, mean_B = ((1 - factor_B) * (operation_B == operation) for operation in (SATURATION, CONTRAST))
+    if not (needs(own_B != 0) or needs(mean_B != 0)):
+        return x_BCHW.mul_(per_picture(factor_B)).clamp_(0, 1)
     reference_B1HW = luma(x_BCHW)
-    mean_B = reference_B1HW.mean(dim=(1, 2, 3)) * (1 - factor_B) * (operation_B == CONTRAST)
-    reference_B1HW.mul_(per_picture((1 - factor_B) * (operation_B == SATURATION))).add_(per_picture(mean_B))
+    mean_B = mean_B * reference_B1HW.mean(dim=(1, 2, 3))
+    reference_B1HW.mul_(per_picture(own_B)).add_(per_picture(mean_B))
     return x_BCHW.mul_(per_picture(factor_B)).add_(reference_B1HW).clamp_(0, 1)
 
 

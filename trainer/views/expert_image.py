@@ -13,9 +13,10 @@ Legend: B samples, C = 3 channels, H rows, W columns.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, between, crop_boxes
 from data_pipeline.core.schema import PositiveShare, Schema, Share
-from trainer.views.colour import JitterDraws, jitter_colour_, luma
+from trainer.views.colour import JitterDraws, jitter_colour_, luma, needs
 from trainer.views.resampling import (
     CropDraws,
     blur_,
@@ -40,6 +41,8 @@ Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square is a denominator
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
+CROP_ATTEMPTS = 10
+_VALUES_ON_CPU: Final = 3 * 224 * 224  # of the pictures that are changed at once
 _SIMCLR_BLUR: Final = 20  # its kernel is a tenth of the picture wide, so a twentieth to either side
 
 _DRAWS = {
@@ -159,6 +162,23 @@ class ExpertDraws:
     reach: int | None
     constant_blur_B: Tensor | None
 
+    def rows(self, rows: slice) -> ExpertDraws:
+        """Return the draws of some of the pictures."""
+        return _some_rows(self, rows)
+
+
+Draws = TypeVar("Draws", ExpertDraws, CropDraws, JitterDraws)
+
+
+def _some_rows(draws: Draws, rows: slice) -> Draws:
+    values = {field.name: getattr(draws, field.name) for field in dataclasses.fields(draws)}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = value[rows]
+        elif isinstance(value, CropDraws | JitterDraws):
+            values[name] = _some_rows(value, rows)
+    return type(draws)(**values)
+
 
 def check_image_size(*, height: int, width: int) -> None:
     """Raise `ValueError` if pictures of that size are not square."""
@@ -187,10 +207,19 @@ class ExpertImage(nn.Module):
         Raises:
             ValueError: if the pictures are not square RGB.
         """
-        _, C, H, W = images_BCHW.shape
+        B, C, H, W = images_BCHW.shape
         if C != 3 or H != W:
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
-        return apply_draws(images_BCHW, draw(self.config, keys, size=H))
+        draws = draw(self.config, keys, size=H)
+        size = max(1, _VALUES_ON_CPU // (C * H * W))
+        if images_BCHW.device.type != "cpu" or size >= B:
+            return apply_draws(images_BCHW, draws)
+        # On a CPU a few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
+        views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
+        for first in range(0, B, size):
+            rows = slice(first, first + size)
+            views_BCHW[rows] = apply_draws(images_BCHW[rows], draws.rows(rows))
+        return views_BCHW
 
 
 def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws:
@@ -248,7 +277,7 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
     x_BCHW = crop_and_flip(images_BCHW, draws.crop, draws.flip_B, blurred_columns_B)
     if draws.jitter is not None:
         jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
-    if draws.gray_B is not None:
+    if draws.gray_B is not None and needs(draws.gray_B):
         x_BCHW.lerp_(luma(x_BCHW), per_picture(draws.gray_B.to(x_BCHW.dtype)))
     if draws.pil_sigma_B is not None:
         x_BCHW = blur_(x_BCHW, draws.pil_sigma_B, pil_blur_matrix)
