@@ -1,8 +1,8 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with both labels below.
 
-A picture is enlarged, and the object on it is outlined by its mask. A sound is drawn as the log-mel spectrogram that
-the encoder gets: time to the right, frequency upwards, the quietest cell dark and the loudest bright. An online overlay
-has the first draw of an evaluation.
+A small picture is enlarged, a large one is made smaller, and the object on it is outlined by its mask. A sound is drawn
+as the log-mel spectrogram that the encoder gets: time to the right, frequency upwards, the quietest cell dark and the
+loudest bright. An online overlay has the first draw of an evaluation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from data_pipeline.overlays.letters import FONT_PATH
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 
-NUM_COLUMNS: Final = 10
+NUM_COLUMNS: Final = 10  # of pictures up to 128 pixels; there are fewer of larger ones
 _CELL = 128  # pixels of the longer side of an enlarged picture, at most
+_MAX_CELL = 256  # pixels of the longer side of any picture, at most
+_MAX_GRID = 1_400  # pixels
 _MARGIN, _LINE, _FONT_SIZE = 8, 15, 13
 _PAPER, _INK, _OUTLINE = (255, 255, 255), (40, 40, 40), (255, 0, 200)
 
@@ -35,7 +37,7 @@ Caption = tuple[str, tuple[int, int, int]]  # a line of text and its colour
 
 
 def draw_grid(location: str, *, num_samples: int) -> Image.Image:
-    """Draw the first `num_samples` samples in rows of ten; the order of a build puts samples of all classes first."""
+    """Draw the first `num_samples` samples, up to ten in a row. Samples of all classes come first in a build."""
     store = SampleStore(location)
     manifest = store.manifest
     batch = next(read_all(store, batch_size=min(num_samples, manifest.num_samples)))
@@ -44,7 +46,7 @@ def draw_grid(location: str, *, num_samples: int) -> Image.Image:
     captions = captions_of(batch, manifest)
     cells = [draw_cell(*content) for content in zip(pictures, masks, captions, strict=True)]
     width, height = cells[0].size
-    num_columns = min(NUM_COLUMNS, len(cells))
+    num_columns = min(NUM_COLUMNS, len(cells), max(1, (_MAX_GRID - _MARGIN) // width))
     num_rows = -(-len(cells) // num_columns)
     grid = Image.new("RGB", (num_columns * width + _MARGIN, num_rows * height + _MARGIN), _PAPER)
     for number, cell in enumerate(cells):
@@ -90,7 +92,14 @@ def captions_of(batch: Batch, manifest: Manifest) -> list[list[Caption]]:
 def draw_cell(
     picture_HWC: NDArray[np.uint8], mask_HW: NDArray[np.uint8] | None, captions: Sequence[Caption]
 ) -> Image.Image:
-    """Draw one sample enlarged by a whole factor, with captions below, and a margin to the right and below."""
+    """Draw one sample, with captions below, and a margin to the right and below.
+
+    Sides change by a whole factor. A caption that is too long ends in three dots.
+    """
+    shrink = -(-max(picture_HWC.shape) // _MAX_CELL)
+    if shrink > 1:
+        picture_HWC = np.asarray(Image.fromarray(picture_HWC).reduce(shrink))
+        mask_HW = None if mask_HW is None else mask_HW[::shrink, ::shrink]
     height, width, _ = picture_HWC.shape
     zoom = max(1, _CELL // max(height, width))
     size = (zoom * width + _MARGIN, zoom * height + _LINE * len(captions) + 4 + _MARGIN)
@@ -102,6 +111,8 @@ def draw_cell(
     draw = ImageDraw.Draw(cell)
     font = ImageFont.truetype(FONT_PATH, _FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
     for line, (text, colour) in enumerate(captions):
+        while text.removesuffix("...") and font.getlength(text) > zoom * width:
+            text = f"{text.removesuffix('...')[:-1]}..."
         draw.text((0, zoom * height + 2 + line * _LINE), text, fill=colour, font=font)
     return cell
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 # Sizes of the grid in pixels: a picture (approximately), the gaps, and the room for the titles.
 PICTURE_SIZE, GAP, LEFT, TOP, DPI = 128, 6, 128, 44, 100
+_LETTER = 7.5  # pixels of a letter of a column's title, about
 
 GAINS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
 
@@ -42,7 +43,8 @@ def difference_pictures(difference_NHWC: NDArray[np.float32], *, gain: int) -> N
 def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> bytes:
     """Return a PNG of the rows, one below the other. Pictures are enlarged by a whole factor.
 
-    A pixel that is nan is black. Equal input gives equal bytes.
+    A pixel that is nan is black. A title that is wider than its column ends in three dots. Equal input gives equal
+    bytes.
     """
     num_columns, height, width = rows[0].pictures_NHWC.shape[:3]
     scale = max(1, round(PICTURE_SIZE / width))
@@ -58,10 +60,12 @@ def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> by
             canvas_HWC[top : top + scale * height, left : left + scale * width] = np.nan_to_num(enlarged_HWC)
         middle = 1 - (top + scale * height / 2) / full_height
         figure.text((LEFT - 14) / full_width, middle, row.title, ha="right", va="center", fontsize=11)
+    num_letters = int(cell_width / _LETTER)
     for column, title in enumerate(column_titles):
+        shown = title if len(title) <= num_letters else f"{title[: num_letters - 3]}..."
         x = (LEFT + cell_width * column + scale * width / 2) / full_width
         y = 1 - (TOP - 8) / full_height
-        figure.text(x, y, title, ha="center", va="bottom", fontsize=10, color="#444444")
+        figure.text(x, y, shown, ha="center", va="bottom", fontsize=10, color="#444444")
     figure.figimage(canvas_HWC, vmin=0.0, vmax=1.0)
     return to_png(figure)
 

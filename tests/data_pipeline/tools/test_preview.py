@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_pipeline.__main__ import main
+from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode, decode_sample
 from data_pipeline.overlays import evaluation_keys
@@ -57,6 +58,39 @@ def test_large_pictures_are_shown_as_they_are() -> None:
     picture = np.random.default_rng(0).integers(0, 255, (140, 170, 3), dtype=np.uint8)
     cell = np.asarray(draw_cell(picture, None, []))
     np.testing.assert_array_equal(cell[:140, :170], picture)
+
+
+def test_very_large_pictures_are_made_smaller_with_their_mask() -> None:
+    picture, mask = np.zeros((600, 600, 3), dtype=np.uint8), np.zeros((600, 600), dtype=np.uint8)
+    picture[:300] = 200
+    mask[150:450, 150:450] = 255
+    cell = np.asarray(draw_cell(picture, mask, []))
+    assert cell.shape[:2] == (200 + 4 + MARGIN, 200 + MARGIN)
+    assert (cell[20, 20] == 200).all()
+    assert (cell[180, 20] == 0).all()
+    assert (cell[50, 50:150] == PINK).all()
+    assert (cell[150:, :200] != PINK).any(axis=-1).all()
+
+
+def test_a_caption_that_is_too_long_ends_in_dots() -> None:
+    picture = np.zeros((32, 32, 3), dtype=np.uint8)
+    short, long, longer = (np.asarray(draw_cell(picture, None, [("w" * number, GREY)])) for number in (8, 40, 60))
+    assert short.shape == long.shape
+    assert (long[:, CELL:] == 255).all()
+    assert (long[CELL:] != 255).any()
+    np.testing.assert_array_equal(long, longer)
+    assert not np.array_equal(short, long)
+
+
+def test_large_pictures_have_fewer_columns(tmp_path: Path) -> None:
+    for name in "ab":
+        folder = tmp_path / "root" / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (230, 224), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    build_dataset("folder_letters", tmp_path / "built", root=tmp_path / "root", image_size=224)
+    width, height = draw_grid(str(tmp_path / "built"), num_samples=60).size
+    assert (width, height) == (MARGIN + 5 * (224 + MARGIN), MARGIN + 3 * (224 + 2 * 15 + 4 + MARGIN))
 
 
 def test_a_grid_holds_the_samples_in_rows_of_ten(tmp_path: Path) -> None:
