@@ -227,7 +227,7 @@ def _judge(
         if all(space in judge.heads.by_label for judge in judges)
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
-    plain, differences, masks = [], [], []
+    plain, changes, masks = [], [], []
     with frozen(*(judge.loaded.modules.encoder for judge in judges)):
         for batch in view_batches(
             loaded.modules.view_policy,
@@ -242,7 +242,7 @@ def _judge(
                 features[judge.name].append(judge.loaded.modules.encoder.features(batch.views_BCHW))
             plain.append(loaded.modules.encoder.features(batch.seen_BCHW))
             if batch.masks_BHW is not None:
-                differences.append((batch.views_BCHW - batch.seen_BCHW).cpu())
+                changes.append(batch.change())
                 masks.append(batch.masks_BHW)
             progress.advance(len(batch.views_BCHW))
 
@@ -250,7 +250,7 @@ def _judge(
         probability_N = right_class_probability(head, features_NF, label_N).cpu().numpy()
         return describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform)
 
-    change = mean_change(torch.cat(differences), torch.cat(masks)) if masks else Change(0.0, None, None)
+    change = mean_change(torch.cat(changes), torch.cat(masks)) if masks else Change(0.0, None, None)
     plain_NF, heads = torch.cat(plain), policy.heads.by_label
     run = JudgedRun(
         name=policy.name,

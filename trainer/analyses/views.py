@@ -22,7 +22,8 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Count, Measured, Schema
 from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, load_run, write_result
-from trainer.observability.view_grid import choose_pictures, draw_views, view_grid
+from trainer.observability.view_grid import choose_pictures, view_grid
+from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
 
@@ -88,15 +89,15 @@ def measure_views(
     modules, test, seed, device = loaded.modules, loaded.test, loaded.seed, loaded.device
     policy = modules.view_policy
     measured = torch.arange(len(test))[: config.num_pictures]
-    picture_NCHW, view_NCHW = draw_views(policy, test, measured, seed=seed, view=0, device=device)
+    batches = view_batches(policy, test, measured, seed=seed, view=0, device=device)
     masks_NHW = None if test.masks_NHW is None else test.masks_NHW[measured]
-    change = mean_change(view_NCHW - picture_NCHW, masks_NHW)
+    change = mean_change(torch.cat([batch.change() for batch in batches]), masks_NHW)
     shown = choose_pictures(test, config.num_shown)
     grid, gain = view_grid(policy, test, shown, seed=seed, device=device)
     result = ViewsResult(
         checkpoint_step=modules.step,
         views=modules.config.views.kind,
-        num_pictures=len(picture_NCHW),
+        num_pictures=len(measured),
         change=change.overall,
         change_in_box=change.in_box,
         change_in_object=change.in_object,
@@ -109,9 +110,8 @@ def measure_views(
     return result, grid
 
 
-def mean_change(difference_NCHW: Tensor, masks_NHW: Tensor | None) -> Change:
-    """Return mean |difference| over all pixels, over the box (mask >= `MASK_BOX`) and over the object."""
-    change_NHW = difference_NCHW.abs().mean(1)
+def mean_change(change_NHW: Tensor, masks_NHW: Tensor | None) -> Change:
+    """Return the mean change of all pixels, of those in the box (mask >= `MASK_BOX`) and of those of the object."""
 
     def inside(level: int) -> float | None:
         if masks_NHW is None:

@@ -15,6 +15,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from trainer.probes.features import Pictures, ViewFunction, frozen, to_float
 
 _BATCH_SIZE = 256
+_MAX_PIXELS = 1 << 20  # of the pictures of a batch: 256 of 64 x 64, 20 of 224 x 224
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class ViewBatch:
     seen_BCHW: Tensor
     views_BCHW: Tensor
     masks_BHW: Tensor | None
+
+    def change(self) -> Tensor:
+        """Return the mean absolute change of each pixel, (B, H, W) on the host."""
+        return (self.views_BCHW - self.seen_BCHW).abs().mean(1).cpu()
 
 
 def view_batches(
@@ -44,8 +49,10 @@ def view_batches(
     With `index_N`, views are drawn as if the samples had those indices.
     """
     index_N = pictures.index_N[rows_N] if index_N is None else index_N
+    height, width = pictures.images_NCHW.shape[2:]
+    size = max(1, min(_BATCH_SIZE, _MAX_PIXELS // (height * width)))
     with frozen(policy):
-        for rows_B, index_B in zip(torch.split(rows_N, _BATCH_SIZE), torch.split(index_N, _BATCH_SIZE), strict=True):
+        for rows_B, index_B in zip(torch.split(rows_N, size), torch.split(index_N, size), strict=True):
             batch = pictures.inputs(rows_B)
             inputs = to_float(batch.inputs, device)
             keys = DrawKeys(seed=seed, epoch=0, index_B=index_B.to(device), view=view)
