@@ -274,14 +274,14 @@ def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, flip_last: bool) -> Ten
     if draws.pil_sigma_B is not None and draws.pil_sigma_B[i] > 0:
         x = boxes_of_pil(x, sigma=float(draws.pil_sigma_B[i]))
     if draws.sigma_B is not None and draws.sigma_B[i] > 0:
-        wide = tv.pad(x, [30], padding_mode="edge")
-        x = tv.gaussian_blur(wide, kernel_size=[31, 31], sigma=[float(draws.sigma_B[i])] * 2)[..., 30:-30, 30:-30]
+        wide, side = tv.pad(x, [30], padding_mode="edge"), 31 if draws.reach is None else 2 * draws.reach + 1
+        x = tv.gaussian_blur(wide, kernel_size=[side] * 2, sigma=[float(draws.sigma_B[i])] * 2)[..., 30:-30, 30:-30]
     if draws.constant_blur_B is not None and draws.constant_blur_B[i]:
         x = boxes_of_pil(x)
     return tv.horizontal_flip(x) if flips and flip_last else x
 
 
-GAUSSIAN = ExpertImageConfig(blur="gaussian")
+GAUSSIAN, SIMCLR = ExpertImageConfig(blur="gaussian"), ExpertImageConfig(blur="simclr")
 
 
 @pytest.mark.slow
@@ -293,6 +293,45 @@ def test_whole_views_equal_torchvision_one_by_one(size: int, config: ExpertImage
     assert torch.equal(views, apply_draws(x, draws))
     for i in range(150):
         torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=True), atol=5e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [ExpertImageConfig(), SIMCLR], ids=["pil", "simclr"])
+@pytest.mark.parametrize(("size", "num"), [(32, 40), (64, 40), (96, 30), (224, 12)])
+def test_whole_views_of_larger_pictures_equal_torchvision_one_by_one(
+    size: int, num: int, config: ExpertImageConfig
+) -> None:
+    x, draws = pictures(num, size=size), draw(config, keys(num), size=size)
+    views = ExpertImage(config)(x, keys(num))
+    for i in range(num):
+        torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=True), atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("size", "reach"), [(32, 1), (64, 3), (96, 4), (224, 11)])
+def test_the_blur_of_simclr_reaches_a_tenth_of_the_picture(size: int, reach: int) -> None:
+    draws = draw(SIMCLR, keys(50), size=size)
+    assert draws.sigma_B is not None
+    assert draws.reach == reach
+    matrix = gaussian_blur_matrix(torch.full((1,), 2.0), size=size, reach=reach)[0]
+    distance = (torch.arange(size)[:, None] - torch.arange(size)).abs()
+    assert torch.equal(matrix > 0, distance <= reach)
+    torch.testing.assert_close(matrix.sum(dim=1), torch.ones(size))
+    same = draw(GAUSSIAN, keys(50), size=size).sigma_B
+    assert same is not None
+    assert torch.equal(draws.sigma_B, same)
+
+
+@pytest.mark.parametrize("config", [ExpertImageConfig(), SIMCLR, huang_views("abcde"), huang_views("ab")])
+@pytest.mark.parametrize(("size", "num"), [(32, 120), (96, 12), (224, 4)])
+def test_pictures_that_are_changed_a_few_at_a_time_are_those_of_the_whole_batch(
+    config: ExpertImageConfig, size: int, num: int
+) -> None:
+    """A CPU also leaves out what changes none of the few; neither changes a bit."""
+    x = pictures(num, size=size)
+    draws = draw(config, keys(num), size=size)
+    assert torch.equal(ExpertImage(config)(x, keys(num)), apply_draws(x, draws))
+    alone = torch.cat([apply_draws(x[i : i + 1], draws.rows(slice(i, i + 1))) for i in range(num)])
+    assert torch.equal(alone, apply_draws(x, draws))
 
 
 @pytest.mark.slow
