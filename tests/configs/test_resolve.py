@@ -102,6 +102,38 @@ def test_published_recipes_normalise_by_the_published_numbers_whatever_the_train
     assert resolve_recipe("demo:expert").encoder.normalization is None
 
 
+FOR_FOLDERS = ["simclr:folder", "simclr:folder_small", "viewmaker:folder", "viewmaker:folder_small"]
+
+
+@pytest.mark.parametrize("name", FOR_FOLDERS)
+def test_recipes_for_own_pictures_take_their_numbers_and_their_name_from_the_data(name: str) -> None:
+    config = resolve_recipe(name, ["data.train_dir=data/My photos/train", "data.test_dir=data/My photos/test"])
+    module, ending = name.split(":")[0], "-small" if name.endswith("_small") else ""
+    assert config.name == f"{module}-My-photos{ending}"
+    assert config.encoder.normalization is None
+    assert config.data.overlay == "online"
+    assert resolve_recipe(name).name == f"{module}-folder{ending}"
+    assert resolve_recipe(name, ["name=other", "data.train_dir=x/train"]).name == "other"
+    (line,) = [line for line in explain(name, ["data.train_dir=data/birds/train"]).splitlines() if line[:5] == "name "]
+    assert line.split()[1:] == [f"{module}-birds{ending}", name]
+
+
+@pytest.mark.parametrize(
+    ("location", "name"),
+    [
+        ("data/photos/train", "photos"),
+        ("/mnt/a b/photos.v2/", "photos.v2"),
+        ("https://host:8000/birds/train/", "birds"),
+        ("pipe:cat /data/{name}", "data"),
+        ("../写真/train", "data"),
+        ("train", "data"),
+        ("x" * 200, "x" * 60),
+    ],
+)
+def test_the_name_of_data_is_the_name_of_their_folder(location: str, name: str) -> None:
+    assert resolve_recipe("simclr:folder", [f"data.train_dir={json.dumps(location)}"]).name == f"simclr-{name}"
+
+
 def test_the_papers_recipes_have_the_published_numbers() -> None:
     expert, viewmaker = resolve_recipe("simclr:digits"), resolve_recipe("viewmaker:letters")
     assert (expert.global_batch_size, expert.num_epochs, expert.optimizer.learning_rate) == (256, 200, 0.03)

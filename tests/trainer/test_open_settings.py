@@ -1,4 +1,4 @@
-"""The encoder normalises pictures by its config's numbers, or by those of the train set, which the run records."""
+"""What a config leaves open, the train set decides, and the run records: mean and std, and the form of the network."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch import Tensor
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest, load_manifest
+from tests.photos import build_photos
 from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
 from trainer.encoder_export import export
-from trainer.models import Encoder, Normalization, load_encoder
+from trainer.models import Encoder, Normalization, ResNetConfig, build_encoder, load_encoder
+from trainer.models.encoder import decide_form
 from trainer.modules import build_modules
 from trainer.open_settings import normalization_of
 from trainer.planning.fit import plan
@@ -29,6 +31,7 @@ from trainer.training_log import log_start
 
 CPU = torch.device("cpu")
 OF_THE_DATA = ["encoder.mean=null", "encoder.std=null"]
+ONLINE = "data.overlay=online"
 
 
 def configure(data: Path, *settings: str) -> RunConfig:
@@ -149,6 +152,62 @@ def test_a_plan_needs_no_data() -> None:
         for settings in ([], OF_THE_DATA)
     ]
     assert plans[0] == plans[1]
+
+
+BY_SIZE = ["encoder={kind: resnet18_by_size, embedding_size: 8}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "kind"), [(32, "resnet18_small"), (64, "resnet18")])
+def test_a_network_by_size_has_the_form_that_suits_the_pictures(
+    size: int, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = build_photos(tmp_path / "photos", size=size, num_train=16, num_test=8)
+    with caplog.at_level(logging.INFO):
+        run_dir = start(data, tmp_path / "run", *BY_SIZE, "global_batch_size=8", "precision=float32", ONLINE)
+    assert f"encoder.kind=resnet18_by_size is {kind} for inputs of {size}x{size}" in caplog.text
+    assert json.loads(run_dir.config.read_text())["encoder"]["kind"] == "resnet18_by_size"
+    assert json.loads(run_dir.provenance.read_text())["encoder_input_size"] == [size, size]
+    shutil.rmtree(data)
+    by_hand = build_encoder(ResNetConfig(kind=kind, embedding_size=8))  # type: ignore[arg-type]
+    for step in (0, None):
+        encoder = load_encoder(run_dir.path, step=step)
+        assert encoder.state_dict().keys() == by_hand.state_dict().keys()
+        for name, value in encoder.state_dict().items():
+            assert value.shape == by_hand.state_dict()[name].shape, name
+    export(run_dir, tmp_path / "encoder.safetensors")
+    x = torch.rand(2, 3, size, size)
+    assert torch.equal(load_encoder(tmp_path / "encoder.safetensors").pooled(x), load_encoder(run_dir.path).pooled(x))
+    run_dir.provenance.write_text(json.dumps({"normalization": {"mean": [0, 0, 0], "std": [1, 1, 1]}}))
+    with pytest.raises(UserError, match=r'does not hold "encoder_input_size".*encoder.kind=resnet18_by_size depends'):
+        load_encoder(run_dir.path)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(63, "resnet34_small"), (64, "resnet34"), (224, "resnet34")])
+def test_the_standard_form_begins_at_64_pixels(size: int, kind: str) -> None:
+    config = ResNetConfig(kind="resnet34_by_size")
+    decided = decide_form(config, height=224, width=size)
+    assert isinstance(decided, ResNetConfig)
+    assert (decided.kind, decided.init) == (kind, "torchvision")
+    assert decide_form(decided, height=32, width=32) == decided
+    with pytest.raises(ValueError, match="depends on the size of its inputs; call decide_form first"):
+        build_encoder(config)
+
+
+def test_a_plan_takes_the_form_by_the_size() -> None:
+    plans = {
+        (kind, size): plan(
+            resolve_recipe("debug:image", [f"encoder={{kind: {kind}}}"]),
+            world_size=1,
+            num_samples=64,
+            device_gigabytes=None,
+            input_shape=(3, size, size),
+        )
+        for kind in ("resnet18_by_size", "resnet18_small", "resnet18")
+        for size in (32, 64)
+    }
+    assert plans["resnet18_by_size", 32] == plans["resnet18_small", 32]
+    assert plans["resnet18_by_size", 64] == plans["resnet18", 64]
 
 
 def test_spectrograms_come_normalised() -> None:

@@ -1,0 +1,64 @@
+"""Own pictures of 64, 96 and 224 pixels: built, looked at, trained on, probed, analysed and reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from configs import resolve_recipe
+from data_pipeline.core.sample import Layout
+from data_pipeline.tools.preview import draw_grid
+from data_pipeline.tools.verify import find_problems
+from tests.photos import build_photos
+from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.analyze import ANALYSES, load_analysis
+from trainer.probe_runs import probe_run
+from trainer.reports.page import page
+from trainer.reports.runs import arms_of, read_runs
+from trainer.run_dir import RunDir
+from trainer.train import train
+
+CPU = torch.device("cpu")
+SMALL = ["encoder={kind: resnet10, width: 4, embedding_size: 8, probe_reads: pooled}", "global_batch_size=16"]
+SMALL += [
+    "num_epochs=1",
+    "tracking.wandb=disabled",
+    "watchdog.enabled=false",
+    "probe.num_epochs=2",
+    "data.num_workers=0",
+]
+NARROW = ["views.base_width=4", "views.num_res_blocks=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "layout"), [(64, "scaled"), (96, "tiled"), (224, "scaled")])
+def test_runs_on_own_pictures_are_probed_analysed_and_reported(
+    size: int, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = build_photos(tmp_path / "birds", size=size, num_train=32, num_test=8, layout=layout)
+    assert list(find_problems(data / "train")) == []
+    assert draw_grid(str(data / "train"), num_samples=10).width <= 1_400
+    where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}"]
+    run_dirs = []
+    for recipe, more in (("simclr:folder", []), ("viewmaker:folder", [*NARROW, "views.mask=box"])):
+        config = resolve_recipe(recipe, [*where, *SMALL, *more])
+        assert config.name == f"{recipe.partition(':')[0]}-birds"
+        run_dirs.append(RunDir(tmp_path / config.name))
+        train(config, run_dirs[-1], device=CPU, command="train")
+        results = probe_run(run_dirs[-1], steps=None, labels=None, num_draws=1, changes={}, device=CPU, untrained=True)
+        assert set(results) == {"base", "overlay"}
+    monkeypatch.chdir(tmp_path)
+    for name in ANALYSES:
+        analysis = load_analysis(name)
+        for path in analysis.run(run_dirs, analysis.settings(), AnalysisOptions()):
+            if path.suffix == ".png":
+                assert min(Image.open(path).size) > 100
+    masked = json.loads((run_dirs[1].analysis / "views.json").read_text())
+    assert masked["change_in_box"] == 0
+    assert masked["change"] > 0
+    html = page(arms_of(read_runs([run_dir.path for run_dir in run_dirs])))
+    assert "viewmaker-birds" in html
