@@ -211,6 +211,15 @@ def refusal(config: RunConfig) -> str:
     return str(raised.value)
 
 
+def test_train_and_test_sets_whose_overlays_have_other_layouts_are_refused(config: RunConfig) -> None:
+    path = Path(config.data.test_dir, MANIFEST_NAME)
+    manifest = json.loads(path.read_text())
+    manifest["overlay"]["layout"] = "tiled"
+    path.write_text(json.dumps(manifest))
+    message = refusal(config)
+    assert f"the overlay of {config.data.train_dir} is scaled, and that of {config.data.test_dir} tiled; " in message
+
+
 def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_path: Path, config: RunConfig) -> None:
     pytest.importorskip("timm")
     vit = config.override(
