@@ -191,7 +191,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         labels = tuple(dict.fromkeys(word for word in words if word is not None))
         numbers = {word: number for number, word in enumerate(labels)}
         sums, unreadable = _measure(chosen, data, size=inputs.size, num=inputs.num_measured)
-        is_whole = not data[end : end + BLOCK].tobytes().strip(b"\0")  # else the file that begins there is cut short
+        is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)  # as every tar ends
     facts = TarFacts(
         num_bytes=status.st_size,
         changed_ns=status.st_mtime_ns,
@@ -241,9 +241,8 @@ def _measure(chosen: Sequence[TarMember], data: memoryview, *, size: int, num: i
     """Return number, means and mean squares of some pictures, spread over the tar, and why others do not decode."""
     sums = np.zeros(7)
     unreadable: list[str] = []
-    rows = np.unique(np.linspace(0, len(chosen) - 1, min(num, len(chosen))).astype(int)) if chosen else []
-    for row in rows:
-        member = chosen[row]
+    rows = np.linspace(0, max(0, len(chosen) - 1), min(num, len(chosen))).astype(int)
+    for member in (chosen[row] for row in np.unique(rows).tolist()):
         try:
             picture = decode_square(data[member.offset : member.offset + member.size], size=size)
         except ValueError as error:

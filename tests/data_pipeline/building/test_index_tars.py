@@ -34,14 +34,14 @@ Member = tuple[str, bytes]  # name and content
 
 
 def picture(number: int, *, height: int = 40, width: int = 50, kind: str = "PNG") -> bytes:
-    """A picture of one colour, which says its number: red is the number, green twice the number."""
+    """A picture of one colour, whose red is four times its number, below 64."""
     file = io.BytesIO()
-    Image.new("RGB", (width, height), (number % 256, 2 * number % 256, 77)).save(file, kind)
+    Image.new("RGB", (width, height), (4 * number, number, 77)).save(file, kind)
     return file.getvalue()
 
 
 def number_of(pixels: np.ndarray[Any, Any]) -> int:
-    return int(pixels[0].mean().round())
+    return round(float(pixels[0].mean()) / 4)
 
 
 def by_webdataset(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -90,6 +90,7 @@ def test_every_sample_is_read_in_its_order_with_its_label(tmp_path: Path) -> Non
     assert numbers_in(store) == list(range(14))
     order = np.array([13, 0, 5, 4, 6, 2])
     decoded = decode(store, order)
+    assert decoded.pictures_BCHW is not None
     assert [number_of(pixels) for pixels in decoded.pictures_BCHW.numpy()] == order.tolist()
     assert decoded.label_base_B.tolist() == (order % 3).tolist()
     assert decoded.label_overlay_B.tolist() == [NO_LABEL] * 6
@@ -98,7 +99,7 @@ def test_every_sample_is_read_in_its_order_with_its_label(tmp_path: Path) -> Non
 
 def test_the_mean_is_of_the_pictures(tmp_path: Path) -> None:
     store = indexed(simple(tmp_path / "tars", [8]), tmp_path / "index")
-    assert store.manifest.mean == pytest.approx((3.5 / 255, 7 / 255, 77 / 255), abs=1e-6)
+    assert store.manifest.mean == pytest.approx((14 / 255, 3.5 / 255, 77 / 255), abs=1e-6)
     assert store.manifest.std[2] == pytest.approx(0, abs=1e-6)
 
 
@@ -307,7 +308,7 @@ def test_a_damaged_index_is_refused_in_a_sentence(tmp_path: Path, name: str) -> 
     make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields())
     path = tmp_path / INDEX_NAME / name
     content = path.read_bytes()
-    for wrong in (content[:-1], content + b"x", b""):
+    for wrong in (content[:-2], content + b"x", b""):
         path.write_bytes(wrong)
         with pytest.raises(UserError, match="run `python -m data_pipeline index` again"):
             SampleStore(tmp_path)
@@ -324,6 +325,7 @@ def test_any_places_in_an_index_are_read_or_named_bad(tmp_path_factory: pytest.T
     make_index(str(directory), directory / INDEX_NAME, fields=Fields(), size=32)
     (directory / INDEX_NAME / "samples.bin").write_bytes(content)
     decoded = decode(SampleStore(directory), np.arange(4))
+    assert decoded.pictures_BCHW is not None
     for row in set(range(4)) - set(decoded.bad):
         assert number_of(decoded.pictures_BCHW[row].numpy()) in range(4)
     shutil.rmtree(directory)
