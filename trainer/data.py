@@ -13,6 +13,7 @@ import torch
 from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.building.index_tars import ensure_index
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.schema import Count, Line
 from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
@@ -40,12 +41,15 @@ class DataConfig(ReadConfig):
         shards, so it is equal at each reading. An "online" overlay is drawn from (seed, epoch, sample index): the two
         views of a sample share one draw, and each epoch has another. With "online_per_view", each view has its own
         draw, as in the published code that mixes background sounds. Ignored for data without an overlay.
+    crop_from: of tars, whose pictures have any size. "original" cuts the random crops of expert views out of the stored
+        pictures, "decoded" out of the squares to which they are brought. Other datasets ignore it.
     sample_rate: the points a second of sounds, which also sets the spectrogram; None means pictures.
     """
 
     train_dir: Line
     test_dir: Line
     overlay: Literal["baked", "online", "online_per_view"] = "baked"
+    crop_from: Literal["original", "decoded"] = "original"
     sample_rate: Count | None = None
 
     @property
@@ -119,11 +123,12 @@ def open_stream(
     start_step: int = 0,
     device: torch.device = _CPU,
     manifest: Manifest | None = None,
+    crops: CropLaw | None = None,
 ) -> Stream:
     """Return this rank's batches of the train set. Every rank calls this at the same time.
 
-    `manifest` is that of the train set if it was read already; it is then not read again. Raises the errors of
-    `Stream`.
+    `manifest` is that of the train set if it was read already; it is then not read again. `crops` is that of `Stream`,
+    whose errors are raised.
     """
     return Stream(
         SampleStore(data.train_dir, remote=data.remote, manifest=manifest),
@@ -137,6 +142,7 @@ def open_stream(
         device=device,
         overlay_draw=data.overlay_draw,
         share=_node_share(),
+        crops=crops,
     )
 
 

@@ -20,12 +20,13 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from trainer.build import build_training
 from trainer.config import read_run_config
-from trainer.data import open_stream
+from trainer.data import open_stream, read_manifests
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
 from trainer.open_settings import decide_as_recorded
 from trainer.optim.loss_scale import LossScale
+from trainer.original_crops import leave_out_crops, original_crops
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 
@@ -66,6 +67,7 @@ def replay(
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
     config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
     where = torch.device(device)
+    train = read_manifests(config.data).train
     stream = open_stream(
         config.data.model_copy(update={"placement": "stream", "num_workers": 0}),
         global_batch_size=config.global_batch_size,
@@ -73,15 +75,16 @@ def replay(
         start_step=record.step,
         end_step=record.step + 1,
         device=where,
+        manifest=train,
+        crops=original_crops(config, train),
     )
     batch = next(iter(stream))
     if batch.keys != record.keys or record.train_manifest_sha256 != stream.manifest.sha256:
         raise UserError(
             f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded; put it back"
         )
-    training = build_training(
-        decide_as_recorded(config, run_dir), num_samples=stream.manifest.num_samples, device=where
-    )
+    decided = leave_out_crops(decide_as_recorded(config, run_dir), train)
+    training = build_training(decided, num_samples=train.num_samples, device=where)
     modules, objective = training.modules.trained_modules, training.objective
     try:
         for name, module in modules.items():

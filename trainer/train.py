@@ -30,6 +30,7 @@ from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.models.batch_norm import average_running_statistics
 from trainer.open_settings import decide
+from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import claim, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
@@ -83,7 +84,8 @@ def _train(
     """Return the step from which the run goes on if training was asked to stop; None if it came to its end."""
     num_samples = manifests.train.num_samples
     num_steps = config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
-    training = build_training(decide(config, manifests.train), num_samples=num_samples, device=device)
+    decided = leave_out_crops(decide(config, manifests.train), manifests.train)
+    training = build_training(decided, num_samples=num_samples, device=device)
     follow_networks(training.modules, training.objective)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
     start = restored.step
@@ -98,6 +100,7 @@ def _train(
         end_step=num_steps,
         device=device,
         manifest=manifests.train,
+        crops=original_crops(config, manifests.train),
     )
     watch = _watch_run(config, watchdog, stream, device=device)
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)

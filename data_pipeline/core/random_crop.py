@@ -11,6 +11,7 @@ Shapes: B pictures, T attempts, N random numbers of one box.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -29,6 +30,21 @@ class Crop(NamedTuple):
     left: int
     height: int
     width: int
+
+
+@dataclass(frozen=True)
+class CropLaw:
+    """How the crop of a view is drawn.
+
+    Attributes:
+        scale: the range of the crop's share of the area.
+        ratio: the range of width / height.
+        purpose: of the random numbers, as in `data_pipeline.core.counter_rng`.
+    """
+
+    scale: tuple[float, float]
+    ratio: tuple[float, float]
+    purpose: int
 
 
 def random_resized_crops(

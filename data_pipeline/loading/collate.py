@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.audio.waveform import crop_last, gather_clips, to_float
 from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import BadSample, Batch
-from data_pipeline.loading.decode import DecodedSamples
+from data_pipeline.loading.decode import CropDraws, DecodedSamples
 from data_pipeline.overlays import Overlay, no_mask
 from data_pipeline.storage.manifest import Manifest
 
@@ -31,12 +34,21 @@ class BatchMaker:
         overlay: the online overlay, on the device where `apply_overlay` runs; None if there is none.
         keys: a function that returns the keys of all draws for (index_B, epoch, view).
         per_view: whether each view of a sample has its own crop and overlay. If not, the two views share them.
+        crops: how a crop of a picture is drawn for each view; None if pictures are whole.
     """
 
     manifest: Manifest
     overlay: Overlay | None
     keys: Callable[[Tensor, int, int], DrawKeys]
     per_view: bool = False
+    crops: CropLaw | None = None
+
+    def crop_draws(self, indices: NDArray[np.int64], *, epoch: int) -> CropDraws | None:
+        """Return how the crops of samples are drawn when they are decoded; None if they are decoded whole."""
+        if self.crops is None:
+            return None
+        index_B = torch.from_numpy(indices)
+        return CropDraws(self.crops, (self.keys(index_B, epoch, 0), self.keys(index_B, epoch, 1)))
 
     def collate(
         self, samples: DecodedSamples, *, step: int = 0, epoch: int = 0, bad: tuple[BadSample, ...] = ()
@@ -47,6 +59,8 @@ class BatchMaker:
             inputs_a = inputs_b = self._crop(samples, epoch=epoch, view=0)
             if self.per_view and samples.longest > inputs_a.shape[1]:
                 inputs_b = self._crop(samples, epoch=epoch, view=1)
+        elif samples.pictures_b_BCHW is not None:
+            inputs_b = samples.pictures_b_BCHW
         return Batch(
             step=step,
             epoch=epoch,

@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.audio.waveform import decode_wav
+from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, Sample, sample_key
-from data_pipeline.loading.picture_decode import decode_square
+from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
@@ -37,6 +39,7 @@ class DecodedSamples:
         index_B: (B,) int64 dataset indices.
         label_base_B, label_overlay_B: (B,) int64; `NO_LABEL` if there is none.
         pictures_BCHW: uint8; None for sounds.
+        pictures_b_BCHW: uint8, the crops of the second view; None if pictures are whole.
         masks_BHW: uint8; None for sounds, and if no overlay is drawn into the shards.
         points_X: int16 or float32, the sounds end to end; None for pictures. May hold sounds of other samples too.
         start_B, length_B: (B,) int64, the first point of each sound in `points_X` and its length; None for pictures.
@@ -49,6 +52,7 @@ class DecodedSamples:
     label_base_B: Tensor
     label_overlay_B: Tensor
     pictures_BCHW: Tensor | None = None
+    pictures_b_BCHW: Tensor | None = None
     masks_BHW: Tensor | None = None
     points_X: Tensor | None = None
     start_B: Tensor | None = None
@@ -96,8 +100,18 @@ def sound_dtype(manifest: Manifest) -> torch.dtype:
     return torch.float32 if manifest.overlay is not None and not manifest.is_online else torch.int16
 
 
-def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
+@dataclass(frozen=True)
+class CropDraws:
+    """How the crops of the two views of some pictures are drawn."""
+
+    law: CropLaw
+    keys: tuple[DrawKeys, DrawKeys]
+
+
+def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws | None = None) -> DecodedSamples:
     """Read and decode the samples at `indices`, (B,) int64, in that order.
+
+    With `crops`, for tars, pictures are decoded to two crops and not whole.
 
     Raises `IndexError` if there is no such sample, and `UserError` if a sound does not have the dtype of its dataset.
     """
@@ -111,13 +125,17 @@ def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
     else:
         label_base_B = torch.from_numpy(stored.label_base_B)
         labels_B2 = torch.stack([label_base_B, torch.full_like(label_base_B, NO_LABEL)], dim=1)
-    pictures_BCHW = masks_BHW = None
+    pictures_BCHW = pictures_b_BCHW = masks_BHW = None
     clips: list[Tensor] = []
     if manifest.medium == "sound":
         clips, wav_errors = _decode_clips(files["wav"])
         errors |= wav_errors
     elif manifest.tars is not None:
-        pictures_BCHW, picture_errors = _decode_squares(files["picture"], size=manifest.input_shape[1])
+        size = manifest.input_shape[1]
+        if crops is None:
+            pictures_BCHW, picture_errors = _decode_squares(files["picture"], size=size)
+        else:
+            (pictures_BCHW, pictures_b_BCHW), picture_errors = _decode_crops(files["picture"], crops, size=size)
         errors |= picture_errors
     else:
         num_channels, height, width = manifest.input_shape
@@ -133,8 +151,9 @@ def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
         labels_B2[row] = NO_LABEL
         if clips:
             clips[row] = torch.zeros_like(clips[row][:1])
-        if pictures_BCHW is not None:
-            pictures_BCHW[row] = 0
+        for pictures in (pictures_BCHW, pictures_b_BCHW):
+            if pictures is not None:
+                pictures[row] = 0
         if masks_BHW is not None:
             masks_BHW[row] = MASK_OUTSIDE
     decoded = DecodedSamples(
@@ -142,6 +161,7 @@ def decode(store: SampleStore, indices: NDArray[np.int64]) -> DecodedSamples:
         label_base_B=labels_B2[:, 0].contiguous(),
         label_overlay_B=labels_B2[:, 1].contiguous(),
         pictures_BCHW=pictures_BCHW,
+        pictures_b_BCHW=pictures_b_BCHW,
         masks_BHW=masks_BHW,
         bad=bad,
         read_seconds=read_seconds,
@@ -159,6 +179,33 @@ def _decode_squares(files: Sequence[memoryview], *, size: int) -> tuple[Tensor, 
         except ValueError as error:
             errors[row] = str(error)
     return pictures_BCHW, errors
+
+
+def _decode_crops(
+    files: Sequence[memoryview], crops: CropDraws, *, size: int
+) -> tuple[tuple[Tensor, Tensor], dict[int, str]]:
+    """Decode each picture file to a crop for each view, (B, 3, size, size) uint8 of each view; errors by row."""
+    errors: dict[int, str] = {}
+    sizes_B2 = torch.ones(len(files), 2, dtype=torch.int64)
+    for row, file in enumerate(files):
+        try:
+            sizes_B2[row] = torch.tensor(picture_size(file))
+        except ValueError as error:
+            errors[row] = str(error)
+    law = crops.law
+    boxes = [
+        random_resized_crops(sizes_B2, keys, scale=law.scale, ratio=law.ratio, purpose=law.purpose).tolist()
+        for keys in crops.keys
+    ]
+    views_VBCHW = torch.zeros(2, len(files), 3, size, size, dtype=torch.uint8)
+    for row, file in enumerate(files):
+        if row in errors:
+            continue
+        try:
+            views_VBCHW[:, row] = decode_crops(file, [Crop(*box[row]) for box in boxes], size=size)
+        except ValueError as error:
+            errors[row] = str(error)
+    return (views_VBCHW[0], views_VBCHW[1]), errors
 
 
 def decode_sample(store: SampleStore, index: int) -> Sample:

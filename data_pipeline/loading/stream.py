@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
 from data_pipeline.loading.collate import BatchMaker
@@ -161,7 +162,7 @@ class _StreamedBatches(Dataset[Batch | UserError]):
             while True:
                 began = time.perf_counter()
                 epoch, indices, replaced = self._order.at(step, bad=self._bad)
-                samples = decode(self._store, indices)
+                samples = decode(self._store, indices, crops=self._maker.crop_draws(indices, epoch=epoch))
                 if not samples.bad:
                     clean = self._maker.collate(samples, step=step, epoch=epoch, bad=replaced)
                     seconds = time.perf_counter() - began
@@ -187,7 +188,8 @@ class Stream:
     node hold a dataset in memory together, and all ranks must make their streams at the same time. Iterating twice
     gives the same batches twice. The caller's random state does not change.
 
-    `dataset` is a location, or an open store, whose own `remote` settings then apply.
+    `dataset` is a location, or an open store, whose own `remote` settings then apply. With `crops`, for tars, each view
+    of a picture is a crop that is drawn so, cut out of the stored picture and resized.
 
     Attributes:
         placement: the place of the samples: `stream`, `host` or `device`.
@@ -213,6 +215,7 @@ class Stream:
         device: torch.device = _CPU,
         overlay_draw: Literal["per_item", "per_view"] = "per_item",
         share: NodeShare | None = None,
+        crops: CropLaw | None = None,
     ) -> None:
         assert 0 <= rank < world_size
         assert 0 <= start_step <= end_step
@@ -240,12 +243,15 @@ class Stream:
             None if store.overlay is None else store.overlay.to(device),
             lambda index_B, epoch, view: DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view),
             per_view=overlay_draw == "per_view",
+            crops=crops,
         )
         self._steps = range(start_step, end_step)
         is_short = len(self) < self.num_steps_per_epoch
         # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
         if is_short and read.placement == "auto" and _fits_cache(store, shuffle_shards=read.shuffle_shards):
             placed = DataPlacement("stream", "less than an epoch is left to read")
+        elif crops is not None:
+            placed = DataPlacement("stream", "crops are cut out of the stored pictures")
         else:
             placed = place_data(
                 store,

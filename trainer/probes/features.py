@@ -28,10 +28,11 @@ from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.sample import NO_LABEL, BadSample, Batch
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
-from data_pipeline.loading.placement import place_data, read_whole
+from data_pipeline.loading.permutation import KeyedPermutation
+from data_pipeline.loading.placement import free_host_bytes, place_data, read_whole, resident_bytes
 from data_pipeline.loading.stream import ReadConfig, check_bad_share
 from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.remote.cache import is_remote
@@ -181,11 +182,26 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     """
     store = SampleStore(location, remote=read.remote)
     _check_bad(store, store.known_bad, read)
+    num_bytes, free = resident_bytes(store.manifest), free_host_bytes()
+    if store.manifest.medium == "picture" and 2 * num_bytes > free:
+        raise UserError(
+            f"{location} takes {num_bytes / 1e9:.3g} GB in memory, and {free / 1e9:.3g} GB are free, of which a probe "
+            "takes half at most; index fewer of its tars for the probe, or free some memory"
+        )
     samples = _read_sounds(store) if store.manifest.medium == "sound" else read_whole(store, _CPU)
     _check_bad(store, samples.bad.values(), read)
     for bad in samples.bad.values():
         logger.warning("%s: %s in %s is left out: %s", location, bad.key, bad.shard, bad.reason)
-    return _finish(StoredInputs(store.manifest, samples.without_bad(), store.overlay, draw))
+    return _finish(StoredInputs(store.manifest, _labelled(store, samples.without_bad()), store.overlay, draw))
+
+
+def _labelled(store: SampleStore, samples: DecodedSamples) -> DecodedSamples:
+    """Return the samples without those of tars that have no label, although others have one."""
+    rows = torch.nonzero(samples.label_base_B != NO_LABEL)[:, 0]
+    if store.manifest.tars is None or not store.manifest.label_names.base or len(rows) == len(samples):
+        return samples
+    logger.warning("%s: %d samples without a label are left out", store.location, len(samples) - len(rows))
+    return samples.take(rows)
 
 
 def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
@@ -200,7 +216,7 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
         num=num,
         num_shards=min(_REMOTE_SHARDS, store.max_shards or _REMOTE_SHARDS) if is_remote(location) else None,
     )
-    samples = decode(store, chosen).without_bad()
+    samples = _labelled(store, decode(store, chosen).without_bad())
     if not len(samples):
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
     return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
@@ -212,6 +228,10 @@ def _check_bad(store: SampleStore, bad: Collection[BadSample], read: ReadConfig)
 
 def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) -> NDArray[np.int64]:
     """Return ascending indices of up to `num` random samples, equally probable, from up to `num_shards` shards."""
+    num_samples = int(shard_ends[-1])
+    if num_shards is None:
+        permutation = KeyedPermutation(num_samples, 0, "samples of an online probe")
+        return np.sort(permutation(np.arange(min(num, num_samples))))
     draw = generator(0, "samples of an online probe")
     starts = np.concatenate([[0], shard_ends[:-1]])
     shards = np.sort(draw.permutation(len(shard_ends))[:num_shards])

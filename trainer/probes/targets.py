@@ -15,7 +15,7 @@ def readable_labels(
 ) -> dict[LabelSpace, tuple[str, ...]]:
     """Return the class names of each label: `base`, and `overlay` if something was drawn (default: all; or `wanted`).
 
-    Raises `UserError` if train and test set have different classes or inputs, or lack a wanted label.
+    Raises `UserError` if train and test set have different classes or inputs, have no labels, or lack a wanted label.
     """
     if (train.medium, train.input_shape) != (test.medium, test.input_shape):
         raise UserError(
@@ -32,6 +32,10 @@ def readable_labels(
             )
         if names:
             found[space] = names
+    if not found:
+        raise UserError(
+            "the samples have no labels, which a probe predicts; if the tars hold some, index them again with --label"
+        )
     for space in wanted or ():
         if space not in found:
             raise UserError(

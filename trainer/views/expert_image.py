@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
-from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, between, crop_boxes
+from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
 from data_pipeline.core.schema import PositiveShare, Schema, Share
 from trainer.views.colour import JitterDraws, jitter_colour_, luma, needs
 from trainer.views.resampling import (
@@ -46,7 +46,7 @@ _VALUES_ON_CPU: Final = 3 * 224 * 224  # of the pictures that are changed at onc
 _SIMCLR_BLUR: Final = 20  # its kernel is a tenth of the picture wide, so a twentieth to either side
 
 _DRAWS = {
-    "crop": NUM_CROP_NUMBERS,
+    "crop": NUM_CROP_NUMBERS,  # first, so that `random_resized_crops` draws the same numbers alone
     "jitter": 1,
     "jitter_order": 4,
     "jitter_factors": 4,
@@ -220,6 +220,11 @@ class ExpertImage(nn.Module):
             rows = slice(first, first + size)
             views_BCHW[rows] = apply_draws(images_BCHW[rows], draws.rows(rows))
         return views_BCHW
+
+
+def crop_law(config: ExpertImageConfig) -> CropLaw | None:
+    """Return how `draw` draws the crop of a view; None if views are not cropped."""
+    return None if config.area is None else CropLaw(scale=config.area, ratio=config.aspect, purpose=_PURPOSE)
 
 
 def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws:

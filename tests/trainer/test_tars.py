@@ -1,0 +1,183 @@
+"""Training, probing and replaying on somebody else's tars, with crops cut out of the original pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from PIL import Image
+
+from configs import resolve_recipe
+from data_pipeline.building.index_tars import Fields, make_index
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.stream import ReadConfig, Stream, read_all
+from data_pipeline.storage.manifest import INDEX_NAME, load_manifest
+from tests.commands import call
+from trainer import probe, report
+from trainer.config import RunConfig
+from trainer.original_crops import leave_out_crops, original_crops
+from trainer.run_dir import RunDir
+from trainer.train import train
+from trainer.views.expert_image import ExpertImage, ExpertImageConfig, crop_law
+
+CPU = torch.device("cpu")
+
+
+def write_tars(
+    directory: Path,
+    num: int,
+    *,
+    sizes: tuple[tuple[int, int], ...],
+    kind: str = "PNG",
+    seed: int = 0,
+    with_labels: bool = True,
+) -> Path:
+    """Two tars of noisy pictures whose class is their brightest channel."""
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    for tar in range(2):
+        with webdataset.TarWriter(str(directory / f"{tar}.tar"), encoder=False) as writer:
+            for number in range(tar * num // 2, (tar + 1) * num // 2):
+                height, width = sizes[number % len(sizes)]
+                pixels = rng.integers(0, 120, (height, width, 3), dtype=np.uint8)
+                pixels[..., number % 3] += 100
+                file = io.BytesIO()
+                Image.fromarray(pixels).save(file, kind)
+                labels = {"cls": b"%d" % (number % 3)} if with_labels else {}
+                writer.write({"__key__": f"{number:05d}", kind.lower(): file.getvalue(), **labels})
+    return directory
+
+
+def settings(data: Path, *more: str) -> list[str]:
+    where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
+    small = ["global_batch_size=16", "num_epochs=2", "log_every_steps=1", "checkpoint_every_steps=2"]
+    quiet = ["tracking.wandb=disabled", "watchdog.enabled=false", "probe.num_epochs=2"]
+    return [*where, *small, *quiet, *more]
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tars")
+    sizes = ((60, 40), (48, 64), (33, 33))
+    write_tars(root / "train", 48, sizes=sizes, kind="JPEG")
+    write_tars(root / "test", 18, sizes=sizes, kind="JPEG", seed=1)
+    make_index(str(root / "train"), root / "train" / INDEX_NAME, fields=Fields(), size=32)
+    make_index(str(root / "test"), root / "test" / INDEX_NAME, fields=Fields(), size=32, classes_of=root / "train")
+    return root
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    return [line["train/loss"] for line in run_dir.read_metrics() if "train/loss" in line]
+
+
+def test_crops_of_the_original_are_the_views_that_the_policy_would_make(tmp_path: Path) -> None:
+    """With lossless pictures that have the size of the encoder's input, both ways see the same pixels."""
+    write_tars(tmp_path / "train", 16, sizes=((32, 32),))
+    make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=Fields(), size=32)
+    config = ExpertImageConfig(
+        brightness=0, contrast=0, saturation=0, hue=0, grayscale_probability=0, blur_probability=0, flip_probability=0
+    )
+    (squares,) = read_all(tmp_path / "train", batch_size=16)
+    whole = squares.inputs_a.float() / 255
+    law = crop_law(config)
+    assert law is not None
+    stream = Stream(
+        tmp_path / "train",
+        read=ReadConfig(num_workers=0),
+        global_batch_size=8,
+        seed=5,
+        rank=0,
+        world_size=1,
+        end_step=6,
+        crops=law,
+    )
+    assert stream.placement == "stream"
+    policy = ExpertImage(config)
+    num_seen = 0
+    for batch in stream:
+        for view, crops in enumerate((batch.inputs_a, batch.inputs_b)):
+            keys = DrawKeys(seed=5, epoch=batch.epoch, index_B=batch.index_B, view=view)
+            expected = policy(whole[batch.index_B], keys)
+            difference = (crops.float() / 255 - expected).abs()
+            assert difference.max() < 2.01 / 255
+            assert difference.mean() < 0.6 / 255
+            num_seen += len(batch)
+    assert num_seen == 2 * 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["data.crop_from=decoded"], ["data.num_workers=2"], ["data.shuffle_shards=1"]])
+def test_a_run_on_tars_can_be_resumed_to_the_same_bits(tars: Path, tmp_path: Path, more: list[str]) -> None:
+    config = resolve_recipe("debug:image", settings(tars, "precision=float64", *more))
+    whole = RunDir(tmp_path / "whole")
+    train(config, whole, device=CPU, command="train")
+    resumed = RunDir(shutil.copytree(whole.path, tmp_path / "resumed"))
+    shutil.rmtree(resumed.checkpoint(6))
+    resumed.latest.unlink()
+    train(config, resumed, device=CPU, command="train")
+    assert len(losses(whole)) == 6
+    assert losses(resumed)[-6:] == losses(whole)
+    if more:
+        first = RunDir(tmp_path / "first")
+        train(resolve_recipe("debug:image", settings(tars, "precision=float64")), first, device=CPU, command="train")
+        assert (losses(first) == losses(whole)) == (more == ["data.num_workers=2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["debug:image", "simclr:folder", "viewmaker:folder"])
+def test_from_tars_to_a_report(
+    tars: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config: RunConfig = resolve_recipe(recipe, settings(tars, "num_epochs=1"))
+    run_dir = RunDir(tmp_path / "run")
+    train(config, run_dir, device=CPU, command="train")
+    probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
+    assert probed.status == 0, probed.stderr
+    assert "label_base" in probed.stdout
+    page = tmp_path / "report.html"
+    reported = call(report.main, run_dir.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
+    assert reported.status == 0, reported.stderr
+    assert page.stat().st_size > 10_000
+    provenance = json.loads(run_dir.provenance.read_text())
+    assert provenance["train_manifest_sha256"]
+
+
+def test_only_expert_views_of_tars_are_cropped_out_of_the_original(tars: Path, tmp_path: Path) -> None:
+    train_set = load_manifest(tars / "train")
+    built = train_set.model_copy(update={"tars": None})
+    expert = resolve_recipe("debug:image", settings(tars))
+    assert original_crops(expert, train_set) is not None
+    assert original_crops(expert, built) is None
+    assert original_crops(resolve_recipe("debug:image", settings(tars, "data.crop_from=decoded")), train_set) is None
+    assert original_crops(resolve_recipe("debug:image", settings(tars, "views.area=null")), train_set) is None
+    assert leave_out_crops(expert, train_set).views.area is None  # type: ignore[union-attr]
+    assert leave_out_crops(expert, built) == expert
+
+
+@pytest.mark.slow
+def test_tars_without_labels_train_and_are_not_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train", "test"):
+        write_tars(tmp_path / name, 32, sizes=((40, 40),), with_labels=False)
+        make_index(str(tmp_path / name), tmp_path / name / INDEX_NAME, fields=Fields(), size=32)
+    run_dir = RunDir(tmp_path / "run")
+    train(resolve_recipe("debug:image", settings(tmp_path)), run_dir, device=CPU, command="train")
+    probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
+    assert probed.status == 2
+    assert "label" in probed.stderr
+
+
+def test_training_names_what_is_wrong_with_tars(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "x.tar").write_bytes(b"no tar at all")
+    (tmp_path / "test").mkdir()
+    with pytest.raises(UserError, match=r"no sample of .*train has a picture under one of jpg"):
+        train(resolve_recipe("debug:image", settings(tmp_path)), RunDir(tmp_path / "run"), device=CPU, command="train")

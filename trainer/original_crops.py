@@ -1,0 +1,27 @@
+"""Cut the crops of expert views out of the original pictures of tars, when they are decoded.
+
+A picture of 500 x 400 pixels then gives a crop its full resolution, and only what the crop needs is decoded. The boxes
+are those that the view policy would draw, from the same (seed, epoch, sample index, view), so a view is a pure function
+of these. The policy makes the rest of the view.
+"""
+
+from __future__ import annotations
+
+from data_pipeline.core.random_crop import CropLaw
+from data_pipeline.storage.manifest import Manifest
+from trainer.config import RunConfig
+from trainer.views.expert_image import ExpertImageConfig, crop_law
+
+
+def original_crops(config: RunConfig, train: Manifest) -> CropLaw | None:
+    """Return how crops are drawn when pictures are decoded; None if pictures are decoded whole."""
+    if train.tars is None or config.data.crop_from == "decoded" or not isinstance(config.views, ExpertImageConfig):
+        return None
+    return crop_law(config.views)
+
+
+def leave_out_crops(config: RunConfig, train: Manifest) -> RunConfig:
+    """Return the config with views that are not cropped, if their pictures come as crops."""
+    if original_crops(config, train) is None:
+        return config
+    return config.model_copy(update={"views": config.views.model_copy(update={"area": None})})
