@@ -170,7 +170,7 @@ def run_experiment(
             progress.advance(note=key)
     for key in parts:
         path = saved / f"{key}.safetensors"
-        found[key] = load(path.read_bytes())
+        found[key] = dict(sorted(load(path.read_bytes()).items()))  # safetensors returns them in any order
         with safetensors.safe_open(path, framework="pt") as file:
             facts_of[key] = file.metadata()
     outcome = experiment.conclude(settings, found)

@@ -50,7 +50,7 @@ def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[i
     with torch.no_grad():
         trained = train(problem, settings, seeds=seeds, device=device)
         metrics = measure(trained, problem, settings, seeds=seeds)
-    return {name: lanes.unflatten(0, (-1, len(seeds))).transpose(0, 1) for name, lanes in metrics.items()}
+    return {name: lanes.view(-1, len(seeds), *lanes.shape[1:]).transpose(0, 1) for name, lanes in metrics.items()}
 
 
 def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[ArmMetrics]:
