@@ -171,13 +171,13 @@ def _open_pictures(
 
 def _size_to_draw_on(source: Source, root: Path | None) -> int:
     """Return the height and width of the pictures; raise `UserError` unless overlays can be drawn on them."""
-    height, width, _ = source[0].content.shape
+    height, width = source[0].content.shape[:2]
     if height != width or height < IMAGE_SIZE:
         raise UserError(
             f"overlays are drawn on square pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels or more, but the pictures in "
             f"{root} have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))}"
         )
-    return height
+    return int(height)
 
 
 def _overlay_layout(choices: Choices) -> Layout:

@@ -5,7 +5,8 @@ the original's font. At size 12 its capitals are 9 pixels high and begin 2 pixel
 column a W can lose its last pixel at the picture's edge, as in the original. In the lower row a Q can lose up to 2
 pixels, one more than in the original: its tail reaches 2 pixels below the baseline, and Arial's reaches 1.
 
-On larger pictures the letters are rendered anew from the font, in the size of the picture.
+On larger pictures the letters are rendered anew from the font, in proportion. The font rounds its metrics, so in some
+sizes other letters of the lower row can lose one row of pixels too.
 
 Shapes: B batch, K classes, P places, H height, W width, G height and width of a glyph.
 """

@@ -169,7 +169,7 @@ def test_a_network_by_size_has_the_form_that_suits_the_pictures(
     assert json.loads(run_dir.config.read_text())["encoder"]["kind"] == "resnet18_by_size"
     assert json.loads(run_dir.provenance.read_text())["encoder_input_size"] == [size, size]
     shutil.rmtree(data)
-    by_hand = build_encoder(ResNetConfig(kind=kind, embedding_size=8))  # type: ignore[arg-type]
+    by_hand = build_encoder(ResNetConfig(kind=kind, embedding_size=8))
     for step in (0, None):
         encoder = load_encoder(run_dir.path, step=step)
         assert encoder.state_dict().keys() == by_hand.state_dict().keys()

@@ -209,6 +209,30 @@ def test_a_picture_without_an_overlay_has_an_empty_mask() -> None:
 
 # --- other sizes
 
+# The first digits of the sha256 of pictures, labels and masks, recorded when 32 pixels was the only size.
+RECORDED = {"shapes": "87fe499e677fce19", "digits": "f32356ca37d02e5d", "letters": "8320bc530125fa30"}
+
+
+def test_overlays_of_32_pixels_are_those_recorded() -> None:
+    """With made-up glyphs and digits, because those of the font depend on the version of Pillow."""
+    rng = np.random.default_rng(0)
+    pictures = torch.from_numpy(rng.integers(0, 256, (300, 3, 32, 32), dtype=np.uint8))
+    glyphs_KHW = torch.from_numpy(rng.integers(0, 256, (26, 24, 24), dtype=np.uint8))
+    grey, is_ink = rng.integers(0, 256, (50, 10, 10), dtype=np.uint8), rng.integers(0, 2, (50, 10, 10), dtype=np.uint8)
+    made = {
+        "shapes": Shapes(),
+        "digits": Digits(torch.from_numpy(grey * is_ink), torch.arange(50) % 10),
+        "letters": Letters(glyphs_KHW),
+    }
+    for kind, overlay in made.items():
+        overlaid = overlay(pictures, keys_of(range(300), seed=3, epoch=1))
+        assert overlaid.masks_BHW is not None
+        sha256 = hashlib.sha256()
+        for part in (overlaid.inputs, overlaid.label_B, overlaid.masks_BHW):
+            sha256.update(part.contiguous().numpy().tobytes())
+        assert sha256.hexdigest().startswith(RECORDED[kind]), kind
+
+
 LAYOUTS: tuple[Layout, ...] = ("scaled", "tiled")
 SIZES = (33, 48, 64, 96, 224)
 
@@ -217,8 +241,12 @@ SIZES = (33, 48, 64, 96, 224)
 def make_at(kind: str, image_size: int, layout: Layout = "scaled") -> PictureOverlay:
     if kind == "digits":
         return Digits.of(sklearn_digits(split="train"), image_size=image_size, layout=layout)
-    overlay_class = {"shapes": Shapes, "letters": Letters, "stripes": Stripes}[kind]
-    return overlay_class(image_size=image_size, layout=layout)
+    match kind:
+        case "shapes":
+            return Shapes(image_size=image_size, layout=layout)
+        case "letters":
+            return Letters(image_size=image_size, layout=layout)
+    return Stripes(image_size=image_size, layout=layout)
 
 
 all_kinds = pytest.mark.parametrize("kind", ["shapes", "digits", "letters", "stripes"])
@@ -257,8 +285,8 @@ def test_a_scaled_drawing_is_the_published_one_seen_larger(kind: str) -> None:
     """Shrunk to 32 pixels, its object covers what the published object covers, up to pixels at the rim."""
     keys = keys_of(range(40))
     if kind == "letters":  # places are drawn in whole pixels, so larger pictures have more of them
-        small, large = (make_at(kind, size).draw(keys).mask_BHW == MASK_OBJECT for size in (32, 128))
-        assert abs(small.float().mean() - large.float().mean()) < 0.05  # a rim of one pixel counts as ink
+        small, large = (make_at(kind, size).draw(keys).alpha_BHW.float().mean() / 255 for size in (32, 128))
+        assert abs(small - large) < 0.01
         return
     small, large = (make_at(kind, size).draw(keys).mask_BHW == MASK_OBJECT for size in (32, 128))
     if kind == "stripes":
@@ -308,15 +336,16 @@ def test_scaled_digits_stand_where_the_published_ones_stand() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_scaled_letters_lose_no_more_at_the_edge_than_published(size: int) -> None:
+def test_scaled_letters_lose_as_little_at_the_edge_as_published(size: int) -> None:
     glyphs_KHW = make_at("letters", size).get_buffer("glyphs_KHW")
     right_K, bottom_K = (
         torch.stack([glyph.any(dim=axis).nonzero()[-1, 0] + 1 for glyph in glyphs_KHW]) for axis in (0, 1)
     )
     far = scaled(21, drawn_size=size)
     for letter, right, bottom in zip(string.ascii_uppercase, right_K.tolist(), bottom_K.tolist(), strict=True):
-        lost = (max(0, far + right - size) * 32 / size, max(0, far + bottom - size) * 32 / size)
-        assert lost <= (2.0, 0.0) if letter == "W" else lost <= (0.0, 2.6) if letter == "Q" else lost == (0, 0), letter
+        most_right, most_below = {"W": (1, 0), "Q": (0, 2)}.get(letter, (0, 0))
+        assert far + right - size <= most_right * size / 32 + 1, letter
+        assert far + bottom - size <= most_below * size / 32 + 2, letter
     x_BP, y_BP = drawing_points(keys_of(range(3_000)), drawn_size=size)
     for place_B, (first, last) in zip(
         [*x_BP.T, *y_BP.T], [(0, 6), (16, 21)] * 2 + [(0, 6)] * 2 + [(16, 21)] * 2, strict=True
@@ -380,7 +409,7 @@ def test_a_large_batch_is_painted_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sizes_and_layouts_that_cannot_be_drawn_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ({"image_size": 31}, {"layout": "tild"}):
         with pytest.raises(ValueError, match="give at least 32, and one of scaled, tiled"):
-            Shapes(**arguments)  # type: ignore[arg-type]
+            Shapes(**arguments)
     for height, width in ((32, 32), (64, 32)):
         with pytest.raises(UserError, match=rf"on pictures of 64x64 pixels, but these have {width}x{height}; build"):
             make_at("shapes", 64)(torch.zeros(1, 3, height, width, dtype=torch.uint8), keys_of(range(1)))
