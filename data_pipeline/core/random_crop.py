@@ -77,7 +77,7 @@ def crop_boxes(
 
     `numbers_BN` is (B, `NUM_CROP_NUMBERS`) float32, `sizes_B2` (B, 2) int64 of heights and widths.
     """
-    area_BT, aspect_BT, place_B2 = numbers_BN.split([_ATTEMPTS, _ATTEMPTS, 2], dim=1)
+    area_BT, aspect_BT, place_B2 = torch.split(numbers_BN, [_ATTEMPTS, _ATTEMPTS, 2], dim=1)
     size_B2 = sizes_B2.to(torch.float32)
     area_BT = size_B2.prod(dim=1, keepdim=True) * between(scale, area_BT)
     aspect_BT = torch.exp(between((math.log(ratio[0]), math.log(ratio[1])), aspect_BT))

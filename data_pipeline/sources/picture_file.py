@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -23,7 +25,7 @@ from data_pipeline.core.errors import UserError
 
 FORMATS: Final = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
-_OPENING: Final = threading.Lock()
+_WARNINGS: Final = threading.Lock()  # all threads share the filters of warnings
 _BACKGROUND: Final = (255, 255, 255)
 _16_BITS_IN_INT32: Final = frozenset({"PNG", "PPM"})  # older versions of Pillow read 16 bits of grey as 32 in these
 
@@ -72,6 +74,14 @@ def open_picture(file: Path | BinaryIO) -> Image.Image:
 
     Raises Pillow's errors, and its warning of too many pixels as an error.
     """
-    with _OPENING, warnings.catch_warnings():  # the filter of warnings is shared by all threads, hence the lock
+    with without_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(file, formats=FORMATS)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence Pillow's warnings, such as those of damaged EXIF, which it gives for many pictures of large datasets."""
+    with _WARNINGS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -17,6 +17,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
 from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.random_crop import random_resized_crops
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.colour import (
     BRIGHTNESS,
@@ -424,6 +425,13 @@ def test_crop_boxes_have_torchvisions_law(area: tuple[float, float]) -> None:
     assert ks_p_value((32 - crop.height_B - crop.top_B).numpy(), slack.numpy()) > 1e-3
     ratio = np.array([box["width"] / box["height"] for box in theirs])
     assert ks_p_value((crop.width_B.double() / crop.height_B).numpy(), ratio) > 1e-3
+
+
+def test_a_decoder_draws_the_boxes_of_the_views() -> None:
+    crop = draw(ExpertImageConfig(), keys(500), size=96).crop
+    assert crop is not None
+    boxes_B4 = random_resized_crops(torch.full((500, 2), 96), keys(500), scale=(0.2, 1.0), purpose=0)
+    assert torch.equal(torch.stack(dataclasses.astuple(crop), dim=1), boxes_B4.float())
 
 
 @pytest.mark.parametrize(
