@@ -29,6 +29,7 @@ setup(
         "safetensors>=0.4.3",
         "scikit-learn>=1.4",
         "scipy>=1.11",
+        "simplejpeg>=1.8",
         "soundfile>=0.12",
         "submitit==1.5.4",
         "urllib3>=2.3",

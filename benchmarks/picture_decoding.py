@@ -1,0 +1,180 @@
+"""Two crops of 224 pixels from JPEG files, against WebDataset with Pillow and against torchvision's decoder.
+
+    python -m benchmarks.picture_decoding [--pictures DIR] [--num N] [--rounds R] [--seconds T] [--out JSON]
+
+All peers read the same tar with WebDataset. "webdataset, PIL" decodes with Pillow and crops with torchvision's
+transforms; "torchvision" is `decode_jpeg` and the v2 transforms on tensors. The boxes of all follow one law, and the
+views are stacked, uint8. The pictures are parts of the two photographs that scikit-learn ships, or of those in DIR,
+stretched to the sizes of the line and stored with quality 90 and 4:2:0 chroma. Lines that say "one core" are measured
+with one thread, by its processor time; those of threads by the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import webdataset
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms import v2
+
+from benchmarks import record
+from benchmarks.record import Line, Peers, ratio_line
+from benchmarks.webdataset_peer import epoch_after_epoch
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import run_command
+from data_pipeline.core.random_crop import Crop, random_resized_crops
+from data_pipeline.loading.picture_decode import decode_crops, picture_size
+from data_pipeline.tools.bench import rate
+from trainer.memory import keep_freed_memory
+
+SIZE = 224
+BATCH_SIZE = 64
+PACKAGES = ("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "numpy")
+MANY_SIZES = ((96, 128), (333, 500), (500, 375), (480, 640), (1024, 683), (1200, 1600), (3000, 4000))
+
+
+def photographs(folder: Path | None) -> list[Image.Image]:
+    if folder is None:
+        return [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    return [Image.open(path).convert("RGB") for path in sorted(folder.iterdir())]
+
+
+def write_tar(path: Path, photos: Sequence[Image.Image], sizes: Sequence[tuple[int, int]], *, num: int) -> float:
+    """Write a tar of `num` JPEG files, heights and widths taken from `sizes` in turn; return their mean kilobytes."""
+    rng = np.random.default_rng(0)
+    num_bytes = 0
+    with tarfile.open(path, "w") as tar:
+        for number in range(num):
+            photo, (height, width) = photos[number % len(photos)], sizes[number % len(sizes)]
+            share = rng.uniform(0.5, 1)
+            left, top = rng.uniform(0, 1 - share, 2)
+            box = (left * photo.width, top * photo.height, (left + share) * photo.width, (top + share) * photo.height)
+            stretched = photo.resize((width, height), Image.Resampling.LANCZOS, box=box)
+            file = io.BytesIO()
+            stretched.save(file, "JPEG", quality=90, subsampling=2)
+            member = tarfile.TarInfo(f"{number:06}.jpg")
+            member.size = file.tell()
+            num_bytes += member.size
+            file.seek(0)
+            tar.addfile(member, file)
+    return num_bytes / num / 1e3
+
+
+def samples(tar: Path) -> Any:
+    return webdataset.WebDataset(str(tar), shardshuffle=False, empty_check=False)
+
+
+def by_pillow(tar: Path) -> Iterator[int]:
+    view = v2.Compose([v2.RandomResizedCrop(SIZE), v2.PILToTensor()])
+    for (picture,) in samples(tar).decode("pil").to_tuple("jpg"):
+        yield len(torch.stack([view(picture), view(picture)])) // 2
+
+
+def by_torchvision(tar: Path) -> Iterator[int]:
+    view = v2.RandomResizedCrop(SIZE)
+    for (data,) in samples(tar).to_tuple("jpg"):
+        picture = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+        yield len(torch.stack([view(picture), view(picture)])) // 2
+
+
+def views_of(file: memoryview, crops: Sequence[Crop]) -> Tensor:
+    return decode_crops(file, crops, size=SIZE)
+
+
+def crops_of(files: Sequence[memoryview]) -> list[list[Crop]]:
+    """Draw two boxes for each file."""
+    sizes_B2 = torch.tensor([picture_size(file) for file in files])
+    both = []
+    for view in (0, 1):
+        keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(len(files)), view=view)
+        both.append([Crop(*box) for box in random_resized_crops(sizes_B2, keys, purpose=0).tolist()])
+    return [list(pair) for pair in zip(*both, strict=True)]
+
+
+def ours(tar: Path) -> Iterator[int]:
+    files = (memoryview(data) for (data,) in samples(tar).to_tuple("jpg"))
+    while batch := list(islice(files, BATCH_SIZE)):
+        for file, crops in zip(batch, crops_of(batch), strict=True):
+            yield len(views_of(file, crops)) // 2
+
+
+def one_core_peers(tar: Path, *, seconds: float) -> Peers:
+    def measurement(epoch: Callable[[Path], Iterator[int]]) -> Callable[[], float]:
+        return lambda: rate(epoch_after_epoch(partial(epoch, tar)), seconds=seconds, clock=time.process_time)
+
+    peers = {"webdataset, PIL": by_pillow, "torchvision": by_torchvision, "ours": ours}
+    return {name: measurement(epoch) for name, epoch in peers.items()}
+
+
+def thread_peers(tar: Path) -> Peers:
+    """Measure all pictures of the tar, decoded by one thread and by two."""
+    files = [memoryview(data) for (data,) in samples(tar).to_tuple("jpg")]
+    crops = crops_of(files)
+
+    def measurement(num_threads: int) -> Callable[[], float]:
+        def measure() -> float:
+            with ThreadPoolExecutor(num_threads) as pool:
+                start = time.perf_counter()
+                for _ in pool.map(views_of, files, crops):
+                    pass
+                return len(files) / (time.perf_counter() - start)
+
+        return measure
+
+    return {"one thread": measurement(1), "ours": measurement(2)}
+
+
+def lines(work: Path, photos: Sequence[Image.Image], *, num: int, seconds: float) -> Iterator[Line]:
+    tar = work / "500x400.tar"
+    kilobytes = write_tar(tar, photos, [(400, 500)], num=num)
+    title = f"JPEG of 500x400 ({kilobytes:.0f} kB) to two crops of {SIZE}"
+    yield ratio_line(f"{title}, one core", one_core_peers(tar, seconds=seconds), against="webdataset, PIL", target=2)
+    yield ratio_line(f"{title}, one core", one_core_peers(tar, seconds=seconds), against="torchvision", target=1.3)
+    yield ratio_line(f"{title}, two threads", thread_peers(tar), against="one thread")
+    for height, width in MANY_SIZES:
+        tar = work / f"{width}x{height}.tar"
+        kilobytes = write_tar(tar, photos, [(height, width)], num=min(num, 32))
+        title = f"JPEG of {width}x{height} ({kilobytes:.0f} kB) to two crops of {SIZE}, one core"
+        yield ratio_line(title, one_core_peers(tar, seconds=seconds), against="torchvision")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="JPEG files to crops, against WebDataset, Pillow and torchvision")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="photographs; default: those of scikit-learn")
+    parser.add_argument("--num", type=int, default=128, metavar="N", help="pictures of 500x400")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="measurements of each peer")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="T", help="length of one measurement")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a training process does; it serves the peers as well
+    before = record.circumstances(packages=PACKAGES)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="picture_decoding-") as name:
+        for line in lines(Path(name), photographs(args.pictures), num=args.num, seconds=args.seconds):
+            results.append(record.measure(line, num_rounds=args.rounds))
+            print(record.table(results[-1]), flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds, "num": args.num}
+        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,366 @@
+"""Crops of decoded files against Pillow's full decode and a resize in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import struct
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from sklearn.datasets import load_sample_image
+from torch import Tensor
+
+from data_pipeline.core.random_crop import Crop
+from data_pipeline.loading import picture_decode
+from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
+from data_pipeline.sources.picture_file import to_rgb
+
+# A resize in uint8 rounds the sums of the rows and of the columns, each by half a level and by the precision of its
+# weights.
+ROUNDING = 2
+TURNS = range(1, 9)
+
+
+@cache
+def photo(height: int, width: int, name: str = "china.jpg") -> Image.Image:
+    """Return a real picture, stretched."""
+    return Image.fromarray(load_sample_image(name)).resize((width, height), Image.Resampling.LANCZOS)
+
+
+def encode(picture: Image.Image, kind: str = "JPEG", **options: Any) -> memoryview:
+    file = io.BytesIO()
+    if kind == "JPEG":
+        options = {"quality": 90, **options}
+    picture.save(file, kind, **options)
+    return memoryview(file.getvalue())
+
+
+def exif(orientation: int) -> Image.Exif:
+    written = Image.Exif()
+    written[0x0112] = orientation
+    return written
+
+
+def upright(file: memoryview) -> NDArray[np.float64]:
+    """Return all pixels as Pillow decodes them, (H, W, 3)."""
+    with Image.open(io.BytesIO(file)) as picture:
+        picture.load()
+        ImageOps.exif_transpose(picture, in_place=True)
+        return np.asarray(to_rgb(picture)).astype(np.float64)
+
+
+def triangle_weights(num_in: int, num_out: int) -> NDArray[np.float64]:
+    """Return the (num_out, num_in) weights of an antialiased bilinear resize along one axis."""
+    ratio = num_in / num_out
+    reach = max(ratio, 1.0)
+    centre_Q = (np.arange(num_out) + 0.5) * ratio
+    distance_QP = np.abs(np.arange(num_in) + 0.5 - centre_Q[:, None])
+    weight_QP = np.maximum(0, 1 - distance_QP / reach)
+    weight_QP /= weight_QP.sum(axis=1, keepdims=True)
+    return weight_QP
+
+
+def reference(file: memoryview, crop: Crop, size: int) -> NDArray[np.float64]:
+    """Return the crop of the whole decoded picture, resized in float64: (3, size, size)."""
+    region_HWC = upright(file)[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
+    rows, columns = triangle_weights(crop.height, size), triangle_weights(crop.width, size)
+    resized: NDArray[np.float64] = np.einsum("yh,xw,hwc->cyx", rows, columns, region_HWC, optimize=True)
+    return resized
+
+
+def difference(ours: Tensor, expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    assert ours.shape == expected.shape
+    assert ours.dtype == torch.uint8
+    return np.abs(ours.numpy() - expected)
+
+
+@st.composite
+def crops(draw: st.DrawFn, height: int, width: int) -> Crop:
+    crop_height, crop_width = draw(st.integers(1, height)), draw(st.integers(1, width))
+    top, left = draw(st.integers(0, height - crop_height)), draw(st.integers(0, width - crop_width))
+    return Crop(top, left, crop_height, crop_width)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    height=st.integers(1, 150),
+    width=st.integers(1, 150),
+    kind=st.sampled_from(["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"]),
+    mode=st.sampled_from(["RGB", "L"]),
+    size=st.integers(1, 60),
+)
+def test_crops_of_any_size_equal_the_reference(
+    data: st.DataObject, height: int, width: int, kind: str, mode: str, size: int
+) -> None:
+    file = encode(photo(height, width).convert(mode), kind)
+    assert picture_size(file) == (height, width)
+    boxes = data.draw(st.lists(crops(height, width), max_size=3))
+    views = decode_crops(file, boxes, size=size)
+    assert views.shape == (len(boxes), 3, size, size)
+    is_scaled = kind == "JPEG" and all(min(box.height, box.width) >= 2 * size for box in boxes)
+    if not is_scaled:
+        for box, view in zip(boxes, views, strict=True):
+            assert difference(view, reference(file, box, size)).max() <= ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("turn", TURNS)
+def test_crops_are_of_the_upright_picture(turn: int, kind: str) -> None:
+    file = encode(photo(60, 90), kind, exif=exif(turn))
+    height, width = upright(file).shape[:2]
+    assert picture_size(file) == (height, width) == ((60, 90) if turn < 5 else (90, 60))
+    for box in (Crop(0, 0, height, width), Crop(7, 3, 31, 40), Crop(height - 20, width - 25, 20, 25)):
+        (view,) = decode_crops(file, [box], size=31)
+        assert difference(view, reference(file, box, 31)).max() <= ROUNDING
+
+
+@pytest.mark.parametrize("orientation", [0, 9, "six", None])
+def test_metadata_that_mean_nothing_turn_nothing(orientation: object) -> None:
+    written = exif(6).tobytes()
+    if orientation is None:
+        written = written[:-20] + bytes(range(20))
+    elif isinstance(orientation, str):
+        written = b"Exif\0\0" + b"no TIFF header"
+    else:
+        written = exif(int(str(orientation))).tobytes()
+    assert picture_size(encode(photo(40, 30), exif=written)) == (40, 30)
+
+
+def of_other_filters(file: memoryview, crop: Crop, size: int) -> float:
+    """Return how far the results of Pillow's other antialiasing filters are from the reference, at most."""
+    top, left, height, width = crop
+    picture = Image.fromarray(upright(file).astype(np.uint8))
+    expected = reference(file, crop, size)
+    distances = []
+    for other in (Image.Resampling.BOX, Image.Resampling.LANCZOS):
+        resized = picture.resize((size, size), other, box=(left, top, left + width, top + height))
+        distances.append(np.abs(np.asarray(resized).transpose(2, 0, 1) - expected).mean())
+    return float(max(distances))
+
+
+@pytest.mark.parametrize("name", ["china.jpg", "flower.jpg"])
+@pytest.mark.parametrize("turn", [1, 6])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(427, 640), (1200, 1600)])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), size=st.integers(16, 130))
+def test_a_scaled_decode_is_as_near_as_other_filters(
+    data: st.DataObject, size: int, shape: tuple[int, int], subsampling: int, turn: int, name: str
+) -> None:
+    """libjpeg's scaling is a box filter, so a crop cannot be nearer to the reference than that at the exact scale.
+
+    The reference sees the crop with its edges moved to whole pixels of the scaled picture.
+    """
+    file = photo_file(*shape, name, subsampling, turn)
+    height, width = picture_size(file)
+    boxes = data.draw(st.lists(crops(height, width), min_size=1, max_size=3))
+    shortest = min(min(box.height, box.width) for box in boxes)
+    step = max(step for step in (1, 2, 4, 8) if step == 1 or shortest >= step * size)
+    for box, view in zip(boxes, decode_crops(file, boxes, size=size), strict=True):
+        moved = moved_to_whole_pixels(box, step, height, width, is_turned=turn == 6)
+        assert difference(view, reference(file, moved, size)).mean() <= 1.25 * of_other_filters(file, moved, size) + 0.5
+
+
+@cache
+def photo_file(height: int, width: int, name: str, subsampling: int, turn: int) -> memoryview:
+    return encode(photo(height, width, name), subsampling=subsampling, exif=exif(turn))
+
+
+def moved_to_whole_pixels(box: Crop, step: int, height: int, width: int, *, is_turned: bool) -> Crop:
+    """Return the box with its edges at multiples of `step`, counted from the first stored pixel."""
+
+    def moved(edge: int) -> int:
+        return int(edge / step + 0.5) * step
+
+    top, bottom = moved(box.top), min(height, moved(box.top + box.height))
+    left, right = moved(box.left), min(width, moved(box.left + box.width))
+    if is_turned:  # by 90 degrees to the right: the last stored row is the first column
+        left, right = max(0, width - moved(width - box.left)), width - moved(width - box.left - box.width)
+    assert max(abs(top - box.top), abs(left - box.left)) <= step / 2
+    return Crop(top, left, bottom - top, right - left)
+
+
+def test_one_decode_at_the_smallest_scale_serves_all_crops(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def recorded(*args: Any, **kwargs: Any) -> NDArray[np.uint8]:
+        pixels = simplejpeg.decode_jpeg(*args, **kwargs)
+        shapes.append(pixels.shape)
+        return pixels  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(picture_decode, "simplejpeg", type("Recorded", (), {"decode_jpeg": staticmethod(recorded)}))
+    file = encode(photo(805, 1003))
+    whole = Crop(0, 0, 805, 1003)
+    for others, size, expected in (
+        ([], 100, (101, 126, 3)),
+        ([], 101, (202, 251, 3)),
+        ([Crop(5, 5, 400, 400)], 100, (202, 251, 3)),
+        ([Crop(5, 5, 399, 400)], 100, (403, 502, 3)),
+        ([Crop(5, 5, 400, 199)], 100, (805, 1003, 3)),
+        ([Crop(5, 5, 50, 50)], 100, (805, 1003, 3)),
+    ):
+        shapes.clear()
+        decode_crops(file, [whole, *others, whole], size=size)
+        assert shapes == [expected]
+
+
+@pytest.mark.parametrize(("height", "width"), [(100, 100), (90, 301), (301, 90), (33, 32)])
+def test_a_square_is_the_middle_of_the_picture(height: int, width: int) -> None:
+    file = encode(photo(height, width), "PNG")
+    side = min(height, width)
+    box = Crop((height - side) // 2, (width - side) // 2, side, side)
+    assert difference(decode_square(file, size=48), reference(file, box, 48)).max() <= ROUNDING
+
+
+def transparent_palette() -> Image.Image:
+    picture = photo(40, 50).quantize(16)
+    picture.info["transparency"] = 3
+    return picture
+
+
+def grey_of_16_bits() -> Image.Image:
+    return Image.fromarray(np.linspace(0, 65_535, 2000).astype(np.uint16).reshape(40, 50))
+
+
+@pytest.mark.parametrize(
+    ("picture", "kind"),
+    [
+        (photo(40, 50).convert("L"), "JPEG"),
+        (photo(40, 50).convert("CMYK"), "JPEG"),
+        (photo(40, 50).convert("CMYK"), "TIFF"),
+        (photo(40, 50).convert("1"), "PNG"),
+        (photo(40, 50).convert("LA"), "PNG"),
+        (photo(40, 50).convert("P"), "GIF"),
+        (transparent_palette(), "PNG"),
+        (grey_of_16_bits(), "PNG"),
+        (grey_of_16_bits(), "TIFF"),
+        (Image.merge("RGBA", [*photo(40, 50).split(), photo(40, 50).convert("L")]), "PNG"),
+        (Image.merge("RGBA", [*photo(40, 50).split(), photo(40, 50).convert("L")]), "WEBP"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.mode,
+)
+def test_every_mode_becomes_rgb_as_in_a_build(picture: Image.Image, kind: str) -> None:
+    file, box = encode(picture, kind), Crop(3, 5, 30, 32)
+    (view,) = decode_crops(file, [box], size=20)
+    assert difference(view, reference(file, box, 20)).max() <= ROUNDING
+
+
+def test_transparent_pixels_are_laid_over_white() -> None:
+    file = encode(Image.new("RGBA", (9, 9), (255, 0, 0, 51)), "PNG")
+    assert decode_square(file, size=4)[:, 0, 0].tolist() == [255, 204, 204]
+
+
+def test_cmyk_is_inverted_as_adobe_does() -> None:
+    """Pillow writes Adobe's part, which stands for inverted values. Pillow takes CMYK without it as inverted too."""
+    file = bytes(encode(Image.new("CMYK", (32, 32), (0, 255, 255, 0))))
+    start = file.index(b"\xff\xee")
+    without = file[:start] + file[start + 2 + int.from_bytes(file[start + 2 : start + 4], "big") :]
+    for each in (file, without):
+        assert decode_square(memoryview(each), size=4)[:, 0, 0].tolist() == pytest.approx([255, 0, 0], abs=3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"progressive": True}, {"restart_marker_rows": 1}, {"quality": 20}, {"keep_rgb": True}]
+)
+def test_kinds_of_jpeg(options: dict[str, Any]) -> None:
+    file, box = encode(photo(90, 120), **options), Crop(3, 5, 80, 100)
+    (view,) = decode_crops(file, [box], size=64)
+    assert difference(view, reference(file, box, 64)).max() <= ROUNDING
+
+
+def test_a_jpeg_with_wrong_bytes_between_its_parts_is_a_picture() -> None:
+    """simplejpeg and torchvision's strict readers refuse some pictures of ImageNet for this."""
+    file = bytes(encode(photo(90, 120)))
+    start = file.index(b"\xff\xdb")
+    dirty = memoryview(file[:start] + b"\x00\x17" + file[start:])
+    with pytest.raises(ValueError):
+        simplejpeg.decode_jpeg(dirty)
+    assert torch.equal(decode_square(dirty, size=50), decode_square(memoryview(file), size=50))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "PPM"])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
+def test_a_truncated_picture_is_refused(kind: str, share: float) -> None:
+    file = encode(photo(200, 300), kind)
+    with pytest.raises(ValueError, match=r"it does not decode|it is not a picture of a known format"):
+        decode_square(file[: int(share * len(file))], size=32)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"\xff\xd8", b"\xff\xd8\xff", b"hello", bytes(1000), b"<svg></svg>"])
+def test_what_is_not_a_picture_is_refused(content: bytes) -> None:
+    for read in (picture_size, lambda file: decode_square(file, size=8)):
+        with pytest.raises(ValueError, match="it is not a picture of a known format") as caught:
+            read(memoryview(content))
+        assert "0x" not in str(caught.value)  # the reason is the same in every process
+
+
+def test_postscript_is_not_run() -> None:
+    file = io.BytesIO()
+    photo(8, 8).save(file, "EPS")
+    with pytest.raises(ValueError, match="it is not a picture of a known format"):
+        decode_square(memoryview(file.getvalue()), size=8)
+
+
+def huge_png(side: int) -> bytes:
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(10**7)))
+        + chunk(b"IEND", b"")
+    )
+
+
+def huge_jpeg(side: int) -> bytes:
+    file = bytes(encode(photo(50, 50)))
+    start = file.index(b"\xff\xc0") + 5
+    return file[:start] + struct.pack(">HH", side, side) + file[start + 4 :]
+
+
+@pytest.mark.parametrize("make", [huge_png, huge_jpeg])
+@pytest.mark.parametrize("side", [9_460, 30_000, 60_000])
+def test_too_many_pixels_are_refused_by_the_header(make: Any, side: int) -> None:
+    file = memoryview(make(side))
+    start = time.perf_counter()
+    for read in (picture_size, lambda file: decode_square(file, size=8)):
+        with pytest.raises(ValueError, match="it has more than 89,478,485 pixels"):
+            read(file)
+    assert time.perf_counter() - start < 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF"]), seed=st.integers(0, 2**32))
+def test_damaged_files_raise_nothing_but_value_errors(data: st.DataObject, kind: str, seed: int) -> None:
+    options: dict[str, Any] = {} if kind == "GIF" else {"exif": exif(6)}
+    file = bytearray(encode(photo(30, 40), kind, **options))
+    random_bytes = random.Random(seed)
+    for _ in range(data.draw(st.integers(1, 8))):
+        at = random_bytes.randrange(min(len(file), data.draw(st.sampled_from([40, 300, 100_000]))))
+        file[at] = random_bytes.randrange(256)
+    with contextlib.suppress(ValueError):
+        assert decode_square(memoryview(file), size=8).shape == (3, 8, 8)
+
+
+def test_threads_decode_the_same() -> None:
+    files = [encode(photo(100 + n, 140, "flower.jpg"), kind) for n in range(6) for kind in ("JPEG", "PNG")]
+    alone = [decode_square(file, size=32) for file in files]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda file: decode_square(file, size=32), files * 4))
+    assert all(torch.equal(a, b) for a, b in zip(alone * 4, together, strict=True))
