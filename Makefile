@@ -21,10 +21,10 @@ demo: $(INSTALLED)
 	$(BIN)/python launch/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not (ranks or process or slurm or slow)' $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not (ranks or process or slurm or slow)' $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,14 +1,21 @@
-"""Marks of whole folders, and the check that a test which starts processes is marked."""
+"""Threads, marks of whole folders, the order of the files, and the check that marks are true."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests import tiers
 
+# Tensors of tests are small, and `make test` has a worker on each core: more threads only wait for each other.
+# The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 FOLDERS = {"slurm": "slurm", "e2e": "process"}  # the mark of every test in a folder of tests/
+SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 4}  # about, of a test with this mark
 
 
 def pytest_configure() -> None:
@@ -20,6 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FOLDERS:
             item.add_marker(FOLDERS[folder])
+    # Two workers take whole files, in this order: a long file that begins last leaves one of them without work.
+    seconds = Counter[Path]()
+    for item in items:
+        seconds[item.path] += max((SECONDS.get(mark.name, 0) for mark in item.iter_markers()), default=0)
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
