@@ -8,7 +8,7 @@
 
 The function finds the default process group initialised on gloo. Give each rank different data (index it by `rank()`):
 equal data hides most mistakes. Ranks are forked from a server process that has imported torch and the trainer and has
-never computed anything, so a call costs tens of milliseconds, no state passes from test to test, and forking is safe
+never computed anything, so a call costs a tenth of a second, no state passes from test to test, and forking is safe
 whatever threads pytest runs. A rank that raises, dies or does not return in time ends all ranks; the error carries the
 rank's traceback.
 """
@@ -22,10 +22,12 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 from tests import tiers
 
@@ -34,6 +36,9 @@ T = TypeVar("T")
 # None of these starts a thread when it is imported.
 _PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torchvision", "numpy", "pytest", "pydantic"]
 _PRELOAD += ["scipy.io", "timm", "wandb", "trainer.train"]
+# Python's own server keeps the modules of the first caller, such as a build: each rank would import the others anew.
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload(_PRELOAD)
 _DEATH_SECONDS = 1.0  # in which the death of a rank shows that made another one raise
 
 
@@ -49,7 +54,6 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout_s
     """
     tiers.require("ranks", "slurm")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     task = pickle.dumps((function, args))
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -61,7 +65,8 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout_s
                     target=_rank_main,
                     args=(theirs, task, rank, world_size, str(Path(directory) / "store"), timeout_s),
                 )
-                process.start()
+                with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
