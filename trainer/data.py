@@ -18,8 +18,9 @@ from data_pipeline.core.schema import Count, Line
 from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteShards, is_remote
-from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.manifest import Manifest, dataset_directory, load_manifest
 from data_pipeline.storage.store import SampleStore
+from data_pipeline.storage.tar_index import has_remote_tars
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.distributed.collectives import (
     all_gather_object,
@@ -59,7 +60,8 @@ class DataConfig(ReadConfig):
     @property
     def fetch_seconds(self) -> float:
         """Return the time that fetching a shard of the train set may take; 0 if the train set is local."""
-        return self.remote.file_seconds if is_remote(self.train_dir) else 0.0
+        is_fetched = is_remote(self.train_dir) or has_remote_tars(dataset_directory(self.train_dir))
+        return self.remote.file_seconds if is_fetched else 0.0
 
     @property
     def mel(self) -> MelConfig | None:

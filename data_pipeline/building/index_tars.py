@@ -17,9 +17,11 @@ import json
 import logging
 import re
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +38,8 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
 from data_pipeline.loading.picture_decode import decode_square
-from data_pipeline.remote.cache import is_remote
+from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
+from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.files import map_regular, regular_size
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
@@ -55,6 +58,7 @@ from data_pipeline.storage.tar_index import (
     LABELS_NAME,
     MAX_PICTURE_BYTES,
     SAMPLES_NAME,
+    TAR_HASHES_NAME,
     TAR_NUMBERS_NAME,
     TARS_NAME,
     pack,
@@ -71,6 +75,8 @@ _PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _MAX_LABEL_BYTES: Final = 1 << 20
 _MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
+_REMOTE: Final = RemoteConfig()
+_MAX_TAR_BYTES: Final = 1 << 44
 _MAX_FIELDS: Final = 50  # that are counted in a tar
 
 
@@ -91,7 +97,8 @@ class TarFacts(Schema):
     """What an index keeps of one tar, beside the places of its pictures.
 
     Attributes:
-        num_bytes, changed_ns: size and time of change of the file when it was scanned.
+        num_bytes, changed_ns: size and time of change of the file when it was scanned; of a remote tar the size alone.
+        sha256: of a remote tar; empty for a local one.
         num_samples: with a picture.
         num_without_picture: samples that are left out.
         is_whole: whether the tar ends as tars do; else it is cut short, and what is before the cut is used.
@@ -103,6 +110,7 @@ class TarFacts(Schema):
 
     num_bytes: NonNegativeInt
     changed_ns: int
+    sha256: str
     num_samples: NonNegativeInt
     num_without_picture: NonNegativeInt
     num_too_large: NonNegativeInt
@@ -129,16 +137,17 @@ class ScanInputs:
     size: int
     num_measured: int
     directory: Path
+    remote: RemoteConfig = _REMOTE
 
 
 def expand(location: str) -> list[str]:
     """Return the paths of the tars that a location names, in the order in which they are read.
 
     A location is a directory, a tar, a pattern with braces such as `train-{000000..001281}.tar`, or a text file that
-    names a tar in each line. Raises `UserError` if it names none, or one twice.
+    names a tar in each line. A tar or a pattern may be remote. Raises `UserError` if it names none, or one twice.
     """
     if is_remote(location):
-        raise UserError(f"{location} is remote; copy the tars to this machine, or mount them, and index them there")
+        return _expand_remote(location)
     path = Path(location).expanduser()
     if path.is_dir():
         paths = sorted(map(str, path.absolute().glob("*.tar")))
@@ -167,11 +176,25 @@ def expand(location: str) -> list[str]:
     return paths
 
 
+def _expand_remote(location: str) -> list[str]:
+    if is_command(location):
+        raise UserError(
+            f"{location} is a command, which an index does not keep; mount the tars, or serve them by http or from an "
+            "object store"
+        )
+    try:
+        urls = list(braceexpand(location))
+    except ValueError as error:
+        raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
+    for url in urls:
+        file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
+    return urls
+
+
 def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
     """Scan one tar and write what is known of it. A worker process calls this."""
-    path = Path(task.path)
-    status = path.stat()
-    with map_regular(path) as data:
+    with _local(inputs, task) as (path, sha256), map_regular(path) as data:
+        status = path.stat()
         members, end = read_headers(data)
         fields: Counter[str] = Counter()
         chosen: list[TarMember] = []
@@ -194,7 +217,8 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)  # as every tar ends
     facts = TarFacts(
         num_bytes=status.st_size,
-        changed_ns=status.st_mtime_ns,
+        changed_ns=0 if sha256 else status.st_mtime_ns,
+        sha256=sha256,
         num_samples=len(chosen),
         num_without_picture=num_without_picture,
         num_too_large=num_too_large,
@@ -211,6 +235,28 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
     label_N = np.array([NO_LABEL if word is None else numbers[word] for word in words], dtype=np.int64)
     _write_part(_part_path(inputs.directory, task.path), facts, np.concatenate([packed, label_N]))
     return facts
+
+
+@contextmanager
+def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
+    """Yield the path of a tar on this machine while the block runs, and the sha256 of a tar that was fetched for it."""
+    if not is_remote(task.path):
+        yield Path(task.path), ""
+        return
+    config = inputs.remote
+    limits = Limits(
+        stall_seconds=config.stall_seconds,
+        num_attempts=config.num_attempts,
+        deadline=time.monotonic() + config.file_seconds,
+        must_answer=True,
+    )
+    with tempfile.TemporaryDirectory(dir=inputs.directory / _PARTS) as directory:
+        path = Path(directory, "copy.tar")
+        with path.open("w+b") as file:
+            fetch(task.path, file, expected=Expected(max_bytes=_MAX_TAR_BYTES), limits=limits)
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        yield path, sha256
 
 
 def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview) -> str | None:
@@ -314,7 +360,9 @@ def make_index(
     counts, numbers_S3 = _write_samples(paths, facts, names, out)
     (out / TARS_NAME).write_text("".join(f"{name}\n" for name in paths))
     (out / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
-    sha256 = tars_sha256(paths, numbers_S3)
+    hashes = "".join(each.sha256 for each in facts)
+    (out / TAR_HASHES_NAME).write_bytes(bytes.fromhex(hashes))
+    sha256 = tars_sha256(paths, numbers_S3, hashes=bytes.fromhex(hashes))
     mean, std = _mean_and_std(facts)
     manifest = Manifest(
         format_version=TARS_FORMAT_VERSION,
@@ -368,8 +416,8 @@ def _scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, s
     facts: dict[int, TarFacts] = {}
     tasks: list[TarTask] = []
     for number, name in enumerate(paths):
-        part, status = _read_part(_part_path(settings.directory, name)), Path(name).stat()
-        if part is not None and (part[0].num_bytes, part[0].changed_ns) == (status.st_size, status.st_mtime_ns):
+        part = _read_part(_part_path(settings.directory, name))
+        if part is not None and (is_remote(name) or _is_as_scanned(Path(name), part[0])):
             facts[number] = part[0]
         else:
             tasks.append(TarTask(number, name))
@@ -380,6 +428,11 @@ def _scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, s
             num_samples += found.num_samples
             progress.advance(note=f"{num_samples} samples")
     return [facts[number] for number in range(len(paths))]
+
+
+def _is_as_scanned(path: Path, facts: TarFacts) -> bool:
+    status = path.stat()
+    return (facts.num_bytes, facts.changed_ns) == (status.st_size, status.st_mtime_ns)
 
 
 def _class_names(
@@ -505,6 +558,8 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline index` asks for."""
     started = time.monotonic()
+    if args.out is None and is_remote(args.location):
+        raise UserError(f"{args.location} is remote; name a directory on this machine for its index by --out")
     out = args.out or index_directory(args.location)
     fields = Fields(
         picture=tuple(name.strip().lower().lstrip(".") for name in re.split("[;,]", args.image) if name.strip()),

@@ -35,7 +35,7 @@ from data_pipeline.loading.order import ORDER_VERSION, BatchOrder, OrderVersion,
 from data_pipeline.loading.placement import DataPlacement, num_cores, place_data
 from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.overlays import evaluation_keys
-from data_pipeline.remote.cache import RemoteConfig, is_remote
+from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 
@@ -153,7 +153,7 @@ class _StreamedBatches(Dataset[Batch | UserError]):
         self._store, self._order, self._maker = store, order, maker
         # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
         self._bad = {sample.index: sample for sample in store.known_bad}
-        self._prefetcher = _ShardPrefetcher(store, order) if is_remote(store.location) else None
+        self._prefetcher = _ShardPrefetcher(store, order) if store.is_remote else None
 
     def __getitem__(self, step: int) -> Batch | UserError:
         try:

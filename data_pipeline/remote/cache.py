@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,14 +32,13 @@ from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
-from data_pipeline.remote.fetch import Expected, Limits, fetch
+from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, fetch
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
     Manifest,
-    ShardEntry,
     is_plain_name,
     parse_manifest,
 )
@@ -47,7 +46,7 @@ from data_pipeline.storage.shards import index_num_bytes, index_path
 
 logger = logging.getLogger(__name__)
 
-_SCHEMES: Final = ("http", "https", "pipe")
+_SCHEMES: Final = ("http", "https", "pipe", *OBJECT_STORES)
 _SPOOL_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
 _SPOOL_LOCK_SECONDS: Final = 60.0
 _DISK_REFUSES: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOLCK)
@@ -121,7 +120,7 @@ def file_url(location: str, name: str) -> str:
     scheme, _, rest = location.partition(":")
     if scheme not in _SCHEMES or not rest.strip("/ "):
         raise UserError(
-            f"{location} is not a location of a dataset; give a directory, http(s)://HOST/DIR, "
+            f"{location} is not a location of a dataset; give a directory, http(s)://HOST/DIR, s3://BUCKET/DIR, "
             "or pipe:COMMAND with {name} where the file name goes"
         )
     if not is_plain_name(name):
@@ -166,26 +165,48 @@ def _limits(config: RemoteConfig, stop: threading.Event | None = None) -> Limits
     )
 
 
-class RemoteShards:
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a remote dataset: where it is, and what is known of it.
+
+    Attributes:
+        index_url, index: the index that may lie beside a shard; None if there is none.
+    """
+
+    url: str
+    expected: Expected
+    index_url: str = ""
+    index: Expected | None = None
+
+    @property
+    def is_shard(self) -> bool:
+        """Return whether the file counts for the size of the cache, which may then evict it."""
+        return self.expected.num_bytes is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of a shard with its index."""
+        return sum(each.num_bytes or 0 for each in (self.expected, self.index) if each is not None)
+
+
+class FileCache:
     """The files of one remote dataset as local paths; each file is fetched when it is first used.
 
     May be forked and pickled. All processes of a machine share the copies, and only one process fetches a file.
 
-    Attributes:
-        location: the location as given.
-        manifest: the manifest, which the constructor fetches unless it is given.
+    Args:
+        location: of the dataset, for messages.
+        files: by the plain name that a copy gets.
+        sha256: of what identifies the dataset.
 
-    Raises `UserError` if the location is not valid, if it is a command from a file (see `refuse_untyped_command`), if
-    the manifest cannot be fetched, or if the disk has no room for the cache.
+    Raises `UserError` if the disk has no room for the cache.
     """
 
-    def __init__(self, location: str, *, config: RemoteConfig, manifest: Manifest | None = None) -> None:
-        refuse_untyped_command(location, config)
+    def __init__(self, location: str, files: Mapping[str, RemoteFile], *, sha256: str, config: RemoteConfig) -> None:
         self.location = location
-        self._config = config
-        self.manifest = manifest or fetch_manifest(location, config=config)
-        self._shards = {entry.name: entry for entry in self.manifest.shards}
-        dataset = self.manifest.sha256[:16]
+        self._config, self._files = config, files
+        self._shards = {name: file for name, file in files.items() if file.is_shard}
+        dataset = sha256[:16]
         gigabytes = config.cache_gigabytes
         if config.cache_dir is not None:
             self._root = Path(config.cache_dir).expanduser().absolute()
@@ -206,7 +227,7 @@ class RemoteShards:
     @cached_property
     def max_shards(self) -> int | None:
         """Return the number of the largest shards that the cache can hold at once; None if it can hold all shards."""
-        sizes = sorted(self._num_bytes(name) for name in self._shards)
+        sizes = sorted(file.num_bytes for file in self._shards.values())
         if self._limit is None or sum(sizes) <= self._limit:
             return None
         count, total = 0, sizes.pop()
@@ -222,11 +243,12 @@ class RemoteShards:
 
         Raises `UserError` if the file cannot be fetched in time, if the disk is full, or when `stop` is set.
         """
-        expected = self._expected(name)
-        path = self._directory / name
+        if name not in self._files:
+            raise ValueError(f"the dataset at {self.location} has no file {name!r}")
+        path, expected = self._directory / name, self._files[name].expected
         while True:
             if not _is_cached(path, expected):
-                self._fetch(name, expected, limits=_limits(self._config, stop))
+                self._fetch(name, limits=_limits(self._config, stop))
             now = time.time_ns()
             try:
                 os.utime(path, ns=(now, now))
@@ -246,24 +268,10 @@ class RemoteShards:
             self._prefetcher = _Prefetcher(self)
         self._prefetcher.replace(names)
 
-    def _expected(self, name: str) -> Expected:
-        if (entry := self._shards.get(name)) is not None:
-            return Expected(num_bytes=entry.num_bytes, sha256=entry.sha256)
-        if name == OVERLAY_NAME and self.manifest.overlay is not None and self.manifest.is_online:
-            return Expected(sha256=self.manifest.overlay.sha256)
-        if name == SOURCE_DIGESTS_NAME and self.manifest.source_digests_sha256 is not None:
-            return Expected(sha256=self.manifest.source_digests_sha256)
-        raise ValueError(f"the dataset at {self.location} has no file {name!r}")
-
-    def _num_bytes(self, name: str) -> int:
-        """Return the size of a shard with its index, in bytes."""
-        entry = self._shards[name]
-        return entry.num_bytes + index_num_bytes(entry, self.manifest.members)
-
     def _check_room(self) -> None:
         """Raise `UserError` if the cache or its disk is too small, before training starts."""
         if self.max_shards == 0:
-            largest = max(self._num_bytes(name) for name in self._shards)
+            largest = max(file.num_bytes for file in self._shards.values())
             raise UserError(
                 f"the largest shard of {self.location} takes {largest / 1e9:.3g} GB, but the cache may hold only "
                 f"{(self._limit or 0) / 1e9:.3g} GB; raise data.remote.cache_gigabytes"
@@ -271,7 +279,7 @@ class RemoteShards:
         with self._disk_errors_as_user_errors():
             free = shutil.disk_usage(self._root).free
         files = _files(self._root)
-        missing = sum(map(self._num_bytes, self._shards))
+        missing = sum(file.num_bytes for file in self._shards.values())
         missing -= sum(file.num_bytes for file in files if file.path.parent == self._directory)
         if self._limit is not None:
             missing = min(missing, self._limit - sum(file.num_bytes for file in files))
@@ -288,21 +296,22 @@ class RemoteShards:
                 _hold_spool(self._root)
             self._directory.mkdir(parents=True, exist_ok=True)
 
-    def _fetch(self, name: str, expected: Expected, *, limits: Limits) -> None:
+    def _fetch(self, name: str, *, limits: Limits) -> None:
         """Fetch one file, or wait for the process that is fetching it."""
+        wanted = self._files[name]
         self._make_directories()
         path = self._directory / name
         partial = path.with_name(f".{name}.partial")
         with self._disk_errors_as_user_errors(), _locked(partial, deadline=limits.deadline) as file:
-            if _is_cached(path, expected):
+            if _is_cached(path, wanted.expected):
                 return
             path.unlink(missing_ok=True)  # its size has changed since it was fetched
             start = time.monotonic()
-            if self._limit is not None and name in self._shards:
-                self._make_room(file, num_bytes=self._num_bytes(name), limits=limits)
-            fetch(file_url(self.location, name), file, expected=expected, limits=limits)
-            if (entry := self._shards.get(name)) is not None:
-                self._fetch_index(index_path(path), entry, limits=limits)
+            if self._limit is not None and wanted.is_shard:
+                self._make_room(file, num_bytes=wanted.num_bytes, limits=limits)
+            fetch(wanted.url, file, expected=wanted.expected, limits=limits)
+            if wanted.index is not None:
+                self._fetch_index(index_path(path), wanted.index_url, wanted.index, limits=limits)
             if not self._is_spool:
                 # A later run checks only the size, so the file must be whole even after a power cut.
                 os.fsync(file.fileno())
@@ -310,16 +319,13 @@ class RemoteShards:
             megabytes, seconds = os.fstat(file.fileno()).st_size / 1e6, time.monotonic() - start
             logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
-    def _fetch_index(self, path: Path, entry: ShardEntry, *, limits: Limits) -> None:
+    def _fetch_index(self, path: Path, url: str, expected: Expected, *, limits: Limits) -> None:
         """Fetch the index beside a shard. If this fails, the reader rebuilds the index."""
         if not self._may_have_index:
             return
         partial = path.with_name(f".{path.name}.partial")
-        url = file_url(self.location, path.name)
         with _locked(partial, deadline=limits.deadline) as file:
             try:
-                num_bytes = index_num_bytes(entry, self.manifest.members)
-                expected = Expected(num_bytes=num_bytes, sha256=entry.index_sha256)
                 fetch(url, file, expected=expected, limits=replace(limits, num_attempts=1))
             except UserError as error:
                 self._may_have_index = False
@@ -381,10 +387,51 @@ class RemoteShards:
             raise
 
 
+class RemoteShards(FileCache):
+    """The files of a remote dataset that `build` wrote.
+
+    Attributes:
+        location: the location as given.
+        manifest: the manifest, which the constructor fetches unless it is given.
+
+    Raises `UserError` if the location is not valid, if it is a command from a file (see `refuse_untyped_command`), if
+    the manifest cannot be fetched, or if the disk has no room for the cache.
+    """
+
+    def __init__(self, location: str, *, config: RemoteConfig, manifest: Manifest | None = None) -> None:
+        refuse_untyped_command(location, config)
+        if re.search(r"\.tar\b", location) is not None and not is_command(location):
+            raise UserError(
+                f"{location} names tars; index them with `python -m data_pipeline index '{location}' --out DIR`, and "
+                "name that DIR in place of them"
+            )
+        self.manifest = manifest or fetch_manifest(location, config=config)
+        super().__init__(location, _files_of(location, self.manifest), sha256=self.manifest.sha256, config=config)
+
+
+def _files_of(location: str, manifest: Manifest) -> dict[str, RemoteFile]:
+    """Return the files beside the manifest of a remote dataset, by name."""
+    files: dict[str, RemoteFile] = {}
+    for entry in manifest.shards:
+        index = index_path(Path(entry.name)).name
+        files[entry.name] = RemoteFile(
+            url=file_url(location, entry.name),
+            expected=Expected(num_bytes=entry.num_bytes, sha256=entry.sha256),
+            index_url=file_url(location, index),
+            index=Expected(num_bytes=index_num_bytes(entry, manifest.members), sha256=entry.index_sha256),
+        )
+    if manifest.overlay is not None and manifest.is_online:
+        files[OVERLAY_NAME] = RemoteFile(file_url(location, OVERLAY_NAME), Expected(sha256=manifest.overlay.sha256))
+    if manifest.source_digests_sha256 is not None:
+        expected = Expected(sha256=manifest.source_digests_sha256)
+        files[SOURCE_DIGESTS_NAME] = RemoteFile(file_url(location, SOURCE_DIGESTS_NAME), expected)
+    return files
+
+
 class _Prefetcher:
     """A thread that fetches the files of the last `replace`, and ends after the last file."""
 
-    def __init__(self, shards: RemoteShards) -> None:
+    def __init__(self, shards: FileCache) -> None:
         self.process_id = os.getpid()
         self._shards = shards
         self._names: deque[str] = deque()

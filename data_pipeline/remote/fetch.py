@@ -1,10 +1,11 @@
-"""Fetch one file from http(s), or from a command that prints it, into an open file.
+"""Fetch one file from http(s), from a store that fsspec opens, or from a command that prints it, into an open file.
 
 Guarantees: `fetch` returns within its time limits, and the file is then whole. A server that drops the connection,
 stalls, trickles, truncates or corrupts an answer costs attempts, never a wrong byte.
 
 `requests` reads http(s) in a thread: its timeouts hold for one read of a socket, and a server that trickles never
-reaches them. A command runs in a shell, in a process group of its own.
+reaches them. fsspec, which reads s3://, gs://, hf:// and others, has no timeouts of its own, so it reads in a thread
+too. A command runs in a shell, in a process group of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final, Protocol
 
+import fsspec
 import pydantic_core
 import requests
 import urllib3
@@ -48,6 +50,23 @@ _NOT_A_URL: Final = (
     requests.exceptions.MissingSchema,
     requests.exceptions.TooManyRedirects,
 )
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """The package with which fsspec reads a store, and the variables that hold its credentials."""
+
+    package: str
+    variables: str
+
+
+OBJECT_STORES: Final = {
+    "s3": ObjectStore("s3fs", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
+    "gs": ObjectStore("gcsfs", "GOOGLE_APPLICATION_CREDENTIALS"),
+    "hf": ObjectStore("huggingface_hub", "HF_TOKEN"),
+    "az": ObjectStore("adlfs", "AZURE_STORAGE_CONNECTION_STRING"),
+    "oci": ObjectStore("ocifs", "OCIFS_IAM_TYPE"),
+}
 
 
 @dataclass(frozen=True)
@@ -179,7 +198,9 @@ def _open(url: str, limits: Limits) -> _Source:
         return _Command(rest, seconds=max(0.0, limits.deadline - time.monotonic()) + _GRACE_SECONDS)
     if scheme in ("http", "https"):
         return _Download(rewritten, stall_seconds=limits.stall_seconds)
-    raise UserError(f"{url} is rewritten to {rewritten} by GOPEN_REWRITE; rewrite it to http:, https: or pipe:")
+    if scheme in OBJECT_STORES:
+        return _Object(rewritten)
+    raise UserError(f"{url} is rewritten to {rewritten} by GOPEN_REWRITE; rewrite it to a location that can be read")
 
 
 def _blocks(source: _Source, limits: Limits) -> Iterator[bytes]:
@@ -204,20 +225,16 @@ def _blocks(source: _Source, limits: Limits) -> Iterator[bytes]:
         last_byte = time.monotonic()
 
 
-class _Download:
-    """The answer of a web server, read by a thread.
+class _ReadInThread:
+    """Bytes that a thread reads.
 
-    The bytes pass through a queue and not a pipe, because a process that is forked meanwhile would keep a pipe open.
+    They pass through a queue and not a pipe, because a process that is forked meanwhile would keep a pipe open.
     """
 
-    def __init__(self, url: str, *, stall_seconds: float) -> None:
-        self._url = url
-        # `_blocks` gives up before this timeout, which then ends the thread.
-        self._socket_seconds = stall_seconds + _GRACE_SECONDS
+    def __init__(self) -> None:
         self._blocks: queue.Queue[bytes] = queue.Queue(_MAX_BLOCKS)
         self._is_stopped = threading.Event()
         self._error: _AttemptError | None = None
-        self._answer: requests.Response | None = None
         threading.Thread(target=self._run, name="download", daemon=True).start()
 
     def read(self, seconds: float) -> bytes | None:
@@ -232,24 +249,54 @@ class _Download:
 
     def stop(self) -> None:
         self._is_stopped.set()
-        if self._answer is not None:
-            with suppress(ValueError, RuntimeError, OSError):  # the answer has ended
-                self._answer.raw.shutdown()
 
     def _run(self) -> None:
         try:
             self._download()
         except _AttemptError as error:
             self._error = error
-        except _NOT_A_URL as error:
-            self._error = _AttemptError(f"its URL does not work ({error})", is_final=True)
-        except requests.exceptions.ConnectionError as error:
-            self._error = _AttemptError(_connection_problem(error), is_unanswered=True)
-        except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-            self._error = _AttemptError(f"the connection broke off ({error})")
         self._put(b"")
 
     def _download(self) -> None:
+        """Read all bytes and `_put` them. Raises `_AttemptError`."""
+        raise NotImplementedError
+
+    def _put(self, block: bytes) -> None:
+        while not self._is_stopped.is_set():
+            try:
+                self._blocks.put(block, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+            return
+
+
+class _Download(_ReadInThread):
+    """The answer of a web server."""
+
+    def __init__(self, url: str, *, stall_seconds: float) -> None:
+        self._url = url
+        # `_blocks` gives up before this timeout, which then ends the thread.
+        self._socket_seconds = stall_seconds + _GRACE_SECONDS
+        self._answer: requests.Response | None = None
+        super().__init__()
+
+    def stop(self) -> None:
+        super().stop()
+        if self._answer is not None:
+            with suppress(ValueError, RuntimeError, OSError):  # the answer has ended
+                self._answer.raw.shutdown()
+
+    def _download(self) -> None:
+        try:
+            self._read_answer()
+        except _NOT_A_URL as error:
+            raise _AttemptError(f"its URL does not work ({error})", is_final=True) from None
+        except requests.exceptions.ConnectionError as error:
+            raise _AttemptError(_connection_problem(error), is_unanswered=True) from None
+        except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            raise _AttemptError(f"the connection broke off ({error})") from None
+
+    def _read_answer(self) -> None:
         with requests.get(
             self._url, stream=True, timeout=self._socket_seconds, headers={"Accept-Encoding": "identity"}
         ) as answer:
@@ -265,13 +312,28 @@ class _Download:
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 raise _AttemptError(f"the connection broke off after {num_bytes} bytes ({error})") from None
 
-    def _put(self, block: bytes) -> None:
-        while not self._is_stopped.is_set():
-            try:
-                self._blocks.put(block, timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
-            return
+
+class _Object(_ReadInThread):
+    """An object of a store, read by fsspec."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        super().__init__()
+
+    def _download(self) -> None:
+        store = OBJECT_STORES[self._url.partition(":")[0]]
+        try:
+            with fsspec.open(self._url, "rb") as file:
+                while not self._is_stopped.is_set() and (block := file.read(_BLOCK)):
+                    self._put(block)
+        except ImportError:
+            raise _AttemptError(f"it needs `pip install {store.package}`", is_final=True) from None
+        except FileNotFoundError:
+            raise _AttemptError("there is no such object", is_final=True) from None
+        except Exception as error:  # each store has errors of its own
+            is_final = isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower()
+            mend = f"; set {store.variables}" if is_final else ""
+            raise _AttemptError(f"{type(error).__name__}: {error}{mend}", is_final=is_final) from None
 
 
 def _connection_problem(error: requests.exceptions.ConnectionError) -> str:

@@ -51,6 +51,10 @@ class BuiltShards:
         return None if isinstance(self._files, Path) else self._files.max_shards
 
     @property
+    def is_remote(self) -> bool:
+        return not isinstance(self._files, Path)
+
+    @property
     def _location(self) -> str | Path:
         return self._files if isinstance(self._files, Path) else self._files.location
 

@@ -50,6 +50,7 @@ class Shards(Protocol):
         members: the names of the members of a sample, in the order of a row.
         shard_ends: (num_shards,) int64, the index after the last sample of each shard.
         max_shards: the number of shards that can be on this machine at a time; None if all can.
+        is_remote: whether shards are fetched.
     """
 
     @property
@@ -60,6 +61,9 @@ class Shards(Protocol):
 
     @property
     def max_shards(self) -> int | None: ...
+
+    @property
+    def is_remote(self) -> bool: ...
 
     def name(self, number: int) -> str:
         """Return the file name of a shard, for messages."""

@@ -88,7 +88,7 @@ class SampleStore:
         if self.manifest.tars is None:
             self._shards = BuiltShards(files, self.manifest)
         else:
-            self._shards = TarShards(files, self.manifest)
+            self._shards = TarShards(files, self.manifest, remote=remote)
         self._members, self._ends = self._shards.members, self._shards.shard_ends
         self._open: dict[int, OpenShard] = {}  # the last used at the end
         self._limit = _MAX_OPEN_SHARDS if self.max_shards is None else min(_MAX_OPEN_SHARDS, max(1, self.max_shards))
@@ -109,6 +109,11 @@ class SampleStore:
     def max_shards(self) -> int | None:
         """Return the number of shards that the cache can hold at a time; None if it can hold all."""
         return self._shards.max_shards
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether shards are fetched when they are first read."""
+        return self._shards.is_remote
 
     def prefetch(self, shards: Iterable[int]) -> None:
         """Fetch shards of a remote dataset in the background, in this order, in place of those that still wait."""
@@ -194,7 +199,7 @@ class SampleStore:
     def _close_unused(self) -> None:
         """Unmap the shards that the cache has evicted, which frees their disk space, and the least recently used."""
         opened = list(self._open.items())
-        gone = [number for number, shard in opened if not shard.path.exists()] if is_remote(self.location) else []
+        gone = [number for number, shard in opened if not shard.path.exists()] if self.is_remote else []
         kept = [number for number, _ in opened if number not in gone]
         for number in gone + kept[: -self._limit]:
             self._open.pop(number, None)

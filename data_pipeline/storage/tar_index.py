@@ -3,8 +3,9 @@
 An index is a directory:
 
     manifest.json   what the samples are: a `Manifest` with the section `tars`
-    tars.txt        the path of each tar, a line each
+    tars.txt        the path or URL of each tar, a line each
     tars.bin        (num_tars, 3) int64: the samples up to its end, its size in bytes, its time of change in nanoseconds
+    tars.sha256     the sha256 of each tar, 32 bytes, if the tars are remote; else empty
     samples.bin     int64 for each sample: where its picture lies in its tar, and its size (`pack`)
     label_base.bin  int32 for each sample, if the samples have labels: the number of its class, -1 if it has none
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +33,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, BadSample
-from data_pipeline.remote.cache import RemoteShards
+from data_pipeline.remote.cache import FileCache, RemoteConfig, RemoteFile, RemoteShards, is_command
+from data_pipeline.remote.fetch import Expected
 from data_pipeline.storage.files import read_regular, regular_size
 from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest
 from data_pipeline.storage.open_shard import OpenShard, map_file
@@ -41,12 +44,14 @@ logger = logging.getLogger(__name__)
 
 _SIZE_BITS: Final = 28  # and 35 bits for the offset in blocks: tars of up to 16 TiB
 TARS_NAME: Final = "tars.txt"
+TAR_HASHES_NAME: Final = "tars.sha256"
 TAR_NUMBERS_NAME: Final = "tars.bin"
 SAMPLES_NAME: Final = "samples.bin"
 LABELS_NAME: Final = "label_base.bin"
 PICTURE: Final = "picture"  # the name of the one member that a reader gets
 MAX_PICTURE_BYTES: Final = (1 << _SIZE_BITS) - 1
 _MAX_TARS_BYTES: Final = 1 << 30
+_NUM_ATTEMPTS: Final = 5
 _REINDEX: Final = "run `python -m data_pipeline index` again"
 
 
@@ -71,24 +76,24 @@ class PackedRows:
         return np.stack([(packed_B >> _SIZE_BITS) * BLOCK, packed_B & MAX_PICTURE_BYTES], axis=1)
 
 
-def tars_sha256(paths: Sequence[str], numbers_S3: NDArray[np.int64]) -> str:
-    """Return a hash of the names, sizes and numbers of samples of all tars."""
+def tars_sha256(paths: Sequence[str], numbers_S3: NDArray[np.int64], *, hashes: bytes = b"") -> str:
+    """Return a hash of the names, sizes, numbers of samples and, of remote tars, hashes of all tars."""
     digest = hashlib.sha256("\n".join(paths).encode())
     digest.update(np.ascontiguousarray(numbers_S3[:, :2], dtype="<i8").tobytes())
+    digest.update(hashes)
     return digest.hexdigest()
 
 
 class TarShards:
     """The indexed tars; see `data_pipeline.storage.open_shard.Shards`.
 
-    `directory` is that of the index. Raises `UserError` if a file of the index is missing, or does not agree with the
-    manifest.
+    `directory` is that of the index. Remote tars are fetched into a cache, by `remote`. Raises `UserError` if a file of
+    the index is missing, or does not agree with the manifest.
     """
 
     members: Sequence[str] = (PICTURE,)
-    max_shards: int | None = None
 
-    def __init__(self, directory: Path | RemoteShards, manifest: Manifest) -> None:
+    def __init__(self, directory: Path | RemoteShards, manifest: Manifest, *, remote: RemoteConfig) -> None:
         assert manifest.tars is not None
         if not isinstance(directory, Path):
             raise UserError(
@@ -99,18 +104,31 @@ class TarShards:
         try:
             names = read_regular(directory / TARS_NAME, max_bytes=_MAX_TARS_BYTES)
             numbers = read_regular(directory / TAR_NUMBERS_NAME, max_bytes=_MAX_TARS_BYTES)
+            hashes = read_regular(directory / TAR_HASHES_NAME, max_bytes=_MAX_TARS_BYTES)
             self._paths = names.decode().splitlines()
         except (OSError, ValueError) as error:
             raise UserError(f"the index in {directory} cannot be read ({error}); {_REINDEX}") from None
         if len(numbers) != 24 * manifest.tars.num_tars or len(self._paths) != manifest.tars.num_tars:
             raise self._contradiction(TAR_NUMBERS_NAME)
         numbers_S3 = np.frombuffer(numbers, dtype="<i8").astype(np.int64).reshape(-1, 3)
-        if tars_sha256(self._paths, numbers_S3) != manifest.tars.sha256:
+        if tars_sha256(self._paths, numbers_S3, hashes=hashes) != manifest.tars.sha256:
             raise self._contradiction(TARS_NAME)
         self.shard_ends: NDArray[np.int64] = np.ascontiguousarray(numbers_S3[:, 0])
         self._num_bytes_S, self._changed_ns_S = numbers_S3[:, 1], numbers_S3[:, 2]
         if self.shard_ends[-1] != manifest.num_samples or (np.diff(self.shard_ends, prepend=0) < 0).any():
             raise self._contradiction(TAR_NUMBERS_NAME)
+        self._cache: FileCache | None = None
+        if hashes:
+            if len(hashes) != 32 * len(self._paths) or any(is_command(path) for path in self._paths):
+                raise self._contradiction(TAR_HASHES_NAME)
+            files = {
+                _copy_name(number): RemoteFile(
+                    url, Expected(num_bytes=num_bytes, sha256=hashes[32 * number : 32 * number + 32].hex())
+                )
+                for number, (url, num_bytes) in enumerate(zip(self._paths, self._num_bytes_S.tolist(), strict=True))
+            }
+            location = manifest.tars.location
+            self._cache = FileCache(location, files, sha256=manifest.tars.sha256, config=remote)
         self._packed = self._map(SAMPLES_NAME, np.dtype("<i8"), manifest.num_samples)
         self._num_classes = len(manifest.label_names.base)
         self._labels: NDArray[np.int32] | None = None
@@ -129,11 +147,22 @@ class TarShards:
     def name(self, number: int) -> str:
         return Path(self._paths[number]).name
 
+    @property
+    def max_shards(self) -> int | None:
+        return None if self._cache is None else self._cache.max_shards
+
+    @property
+    def is_remote(self) -> bool:
+        return self._cache is not None
+
     def prefetch(self, numbers: Iterable[int]) -> None:
-        pass  # nothing to fetch
+        if self._cache is not None:
+            self._cache.prefetch(_copy_name(number) for number in numbers)
 
     def survey(self) -> tuple[BadSample, ...]:
-        """Raise `UserError` if a tar is missing or has another size than when it was indexed."""
+        """Raise `UserError` if a local tar is missing or has another size than when it was indexed."""
+        if self._cache is not None:
+            return ()
         for number in range(len(self._paths)):
             self._check_size(number)
         return ()
@@ -151,13 +180,23 @@ class TarShards:
 
     def open(self, number: int) -> OpenShard:
         """Map one tar. Raises `UserError` if it is missing or has another size than when it was indexed."""
+        start, end = int(self.shard_ends[number - 1]) if number else 0, int(self.shard_ends[number])
+        rows = PackedRows(self._packed[start:end])
+        is_checked = np.zeros(end - start, dtype=np.bool_)
+        if self._cache is not None:
+            for _ in range(_NUM_ATTEMPTS):
+                path = self._cache.path(_copy_name(number))
+                with suppress(FileNotFoundError):  # another process has just evicted it
+                    return OpenShard(path, map_file(path), start, rows, is_checked)
+            raise UserError(
+                f"{self._paths[number]} was removed from the cache {_NUM_ATTEMPTS} times before it could be read; "
+                "raise data.remote.cache_gigabytes"
+            )
         self._check_size(number)
         path = Path(self._paths[number])
         if path.stat().st_mtime_ns != self._changed_ns_S[number]:
             logger.warning("%s was written again after it was indexed; to be sure of its content, %s", path, _REINDEX)
-        start, end = int(self.shard_ends[number - 1]) if number else 0, int(self.shard_ends[number])
-        rows = PackedRows(self._packed[start:end])
-        return OpenShard(path, map_file(path), start, rows, np.zeros(end - start, dtype=np.bool_))
+        return OpenShard(path, map_file(path), start, rows, is_checked)
 
     def problem(self, shard: OpenShard, index: int) -> str | None:
         """Return a sentence if the tar's own header does not confirm the place of a picture."""
@@ -180,6 +219,16 @@ class TarShards:
     def key(self, shard: OpenShard, index: int) -> str:
         """Return the key of a sample in its tar."""
         return split_name(name_at(shard.data, shard.row(index)[0]))[0]
+
+
+def has_remote_tars(directory: Path) -> bool:
+    """Return whether a directory is an index of remote tars."""
+    return bool(regular_size(directory / TAR_HASHES_NAME))
+
+
+def _copy_name(number: int) -> str:
+    """Return the name of the copy of a remote tar in the cache."""
+    return f"tar-{number:08d}.tar"
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -120,7 +120,9 @@ def test_results_elsewhere_come_before_those_of_the_run(run: Path, tmp_path: Pat
     assert "98.7" in out.read_text()
     call(trainer.report, run, "--out", out, "--probes", tmp_path / "probes")
     assert "98.7" not in out.read_text()
-    assert "is no directory; pass to --probes the --out of" in call(trainer.report, run, "--probes", tmp_path / "nothing")
+    assert "is no directory; pass to --probes the --out of" in call(
+        trainer.report, run, "--probes", tmp_path / "nothing"
+    )
 
 
 def test_two_runs_of_one_name_cannot_share_a_place(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:

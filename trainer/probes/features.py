@@ -35,7 +35,6 @@ from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.loading.placement import free_host_bytes, place_data, read_whole, resident_bytes
 from data_pipeline.loading.stream import ReadConfig, check_bad_share
 from data_pipeline.overlays import Overlay, evaluation_keys
-from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
@@ -214,7 +213,7 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
     chosen = _choose(
         store.shard_ends,
         num=num,
-        num_shards=min(_REMOTE_SHARDS, store.max_shards or _REMOTE_SHARDS) if is_remote(location) else None,
+        num_shards=min(_REMOTE_SHARDS, store.max_shards or _REMOTE_SHARDS) if store.is_remote else None,
     )
     samples = _labelled(store, decode(store, chosen).without_bad())
     if not len(samples):

@@ -8,15 +8,18 @@ import logging
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import boto3
 import numpy as np
 import pytest
+import s3fs
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moto.server import ThreadedMotoServer
 from PIL import Image
 
 from data_pipeline.__main__ import main
@@ -25,9 +28,11 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.stream import ReadConfig, Stream, read_all
+from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.manifest import INDEX_NAME, dataset_directory, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_headers
+from data_pipeline.storage.tar_index import has_remote_tars
 from tests.commands import call
 
 Member = tuple[str, bytes]  # name and content
@@ -199,6 +204,13 @@ def test_a_tar_that_is_cut_short_gives_what_is_before_the_cut(
     assert whole == list(range(len(whole)))
 
 
+@pytest.mark.process
+def test_processes_index_the_tars_side_by_side(tmp_path: Path) -> None:
+    simple(tmp_path / "tars", [5, 1, 8, 3, 4])
+    store = indexed(tmp_path / "tars", tmp_path / "index", num_workers=2)
+    assert numbers_in(store) == list(range(21))
+
+
 def test_locations_are_directories_patterns_and_lists(tmp_path: Path) -> None:
     simple(tmp_path, [1, 1, 1])
     tars = [str(tmp_path / f"train-000{number}.tar") for number in range(3)]
@@ -216,7 +228,6 @@ def test_locations_are_directories_patterns_and_lists(tmp_path: Path) -> None:
         ("train-{0000..0009}.tar", r"train-0003.tar, which .* names, does not exist"),
         ("none.txt", "names no tars; write the path of one in each line"),
         ("twice.txt", "names .*train-0000.tar 2 times; name each tar once"),
-        ("s3://bucket/train-0000.tar", "is remote; copy the tars to this machine"),
     ],
 )
 def test_a_location_that_names_no_tars_is_refused_in_a_sentence(tmp_path: Path, location: str, said: str) -> None:
@@ -382,3 +393,117 @@ def test_batches_of_tars_are_the_same_on_any_ranks_and_resumed(
     for epoch in (whole[:4], whole[4:]):
         seen = [number for batch in epoch for number in batch]
         assert len(set(seen)) == 32
+
+
+# Remote tars
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """An S3-compatible server on the loopback address, with an empty bucket. Its URL is in AWS_ENDPOINT_URL."""
+    with pytest.MonkeyPatch.context() as patch:
+        server = ThreadedMotoServer(port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+            ("AWS_ACCESS_KEY_ID", "test"),
+            ("AWS_SECRET_ACCESS_KEY", "test"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ):
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="pictures")
+        yield "s3://pictures"
+        server.stop()
+
+
+def upload(directory: Path, bucket: str, prefix: str) -> str:
+    client = boto3.client("s3")
+    for path in sorted(directory.glob("*.tar")):
+        client.upload_file(str(path), bucket.removeprefix("s3://"), f"{prefix}/{path.name}")
+    return f"{bucket}/{prefix}"
+
+
+def test_tars_in_an_object_store_are_indexed_and_read_through_the_cache(bucket: str, tmp_path: Path) -> None:
+    where = upload(simple(tmp_path / "tars", [5, 6, 7]), bucket, "read")
+    make_index(f"{where}/train-{{0000..0002}}.tar", tmp_path / "index", fields=Fields(), size=32)
+    remote = RemoteConfig(cache_dir=str(tmp_path / "cache"))
+    store = SampleStore(tmp_path / "index", remote=remote)
+    assert store.is_remote
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").rglob("*.tar"))
+    assert numbers_in(store) == list(range(18))
+    assert len(list((tmp_path / "cache").rglob("*.tar"))) == 3
+    assert has_remote_tars(tmp_path / "index")
+    assert (tmp_path / "index" / "tars.sha256").stat().st_size == 3 * 32
+
+
+def test_a_remote_tar_that_was_replaced_is_refused(bucket: str, tmp_path: Path) -> None:
+    tars = simple(tmp_path / "tars", [5])
+    where = upload(tars, bucket, "replaced")
+    make_index(f"{where}/train-0000.tar", tmp_path / "index", fields=Fields(), size=32)
+    path = tars / "train-0000.tar"
+    content = bytearray(path.read_bytes())
+    content[3_600] ^= 1
+    path.write_bytes(content)
+    upload(tars, bucket, "replaced")
+    store = SampleStore(tmp_path / "index", remote=RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1))
+    with pytest.raises(UserError, match="is not the file that the manifest names"):
+        decode(store, np.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("s3://pictures/none/train-0000.tar", "there is no such object"),
+        ("pipe:cat /data/train-{0000..0001}.tar", "is a command, which an index does not keep"),
+        ("ftp://host/train-0000.tar", "is not a location of a dataset"),
+    ],
+)
+def test_remote_tars_that_cannot_be_read_are_named(bucket: str, tmp_path: Path, location: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_index(location, tmp_path / "index", fields=Fields())
+
+
+def test_missing_credentials_are_named_by_their_variables(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(UserError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"):
+        make_index(f"{bucket}/x/train-0000.tar", tmp_path / "index", fields=Fields())
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_remote_tars_as_a_dataset_say_how_to_index_them(bucket: str) -> None:
+    with pytest.raises(UserError, match="names tars; index them with `python -m data_pipeline index"):
+        SampleStore(f"{bucket}/train-{{0000..0002}}.tar")
+
+
+@pytest.mark.parametrize("num_cached", [2, 4])
+def test_remote_tars_are_read_in_windows_with_a_small_cache(bucket: str, tmp_path: Path, num_cached: int) -> None:
+    tars = simple(tmp_path / "tars", [6] * 8, with_labels=False)
+    where = upload(tars, bucket, f"windows{num_cached}")
+    make_index(f"{where}/train-{{0000..0007}}.tar", tmp_path / "index", fields=Fields(), size=32)
+    largest = max(path.stat().st_size for path in tars.glob("*.tar"))
+    gigabytes = (num_cached + 0.5) * largest / 1e9
+    remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=gigabytes)
+
+    def batches(start_step: int) -> list[list[int]]:
+        stream = Stream(
+            tmp_path / "index",
+            read=ReadConfig(num_workers=0, placement="stream", shuffle_shards=num_cached // 2, remote=remote),
+            global_batch_size=8,
+            seed=0,
+            rank=0,
+            world_size=1,
+            start_step=start_step,
+            end_step=6,
+        )
+        return [[number_of(pixels) for pixels in batch.inputs_a.numpy()] for batch in stream]
+
+    whole = batches(0)
+    assert sorted(number for batch in whole for number in batch) == list(range(48))
+    assert batches(3) == whole[3:]
+    assert len(list((tmp_path / "cache").rglob("*.tar"))) <= num_cached

@@ -152,7 +152,7 @@ def test_a_manifest_with_such_a_name_is_refused(dataset: Path, tmp_path: Path) -
         ("http://host/dir?token=1", "lacks {name}; put it where"),
         ("pipe:", "is not a location of a dataset"),
         ("http://", "is not a location of a dataset"),
-        ("s3://bucket/dir", "pipe:COMMAND with {name}"),
+        ("ftp://bucket/dir", "pipe:COMMAND with {name}"),
         ("file:///data", "give a directory"),
         ("pipe:no-such-command {name}", "no-such-command"),
         ("http://no-such-host.invalid/dir", "no host of that name"),
