@@ -330,7 +330,7 @@ def spoil_index(directory: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (cut, "encoder.safetensors has 100 bytes where"),
+    "cut": (cut, "encoder.safetensors has 100 bytes, but"),
     "lost": (lose, "encoder_optimizer.safetensors is missing"),
     "flipped": (flip, "encoder_optimizer.safetensors has changed since it was written"),
     "index_spoilt": (spoil_index, "checkpoint.json cannot be read"),
