@@ -136,7 +136,7 @@ def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
     """Return the steps of all checkpoints, ascending. Raises `UserError` if there is none."""
     steps = steps_in(run_dir.checkpoints)
     if not steps:
-        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or ask for step 0, the untrained encoder")
+        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
     return [*steps]
 
 
