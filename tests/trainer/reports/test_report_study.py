@@ -147,7 +147,7 @@ def test_errors_of_pairs_are_set_beside_their_concentration(sign: int, told: str
     write_json(RunDir(run).analysis / "concentration.json", result | {"pairs": alike})
     assert "none at δ = 9, because all pairs have the same value" in sentence()
     write_json(RunDir(run).analysis / "concentration.json", result | {"test_manifest_sha256": "other"})
-    assert "of other test data" in sentence()
+    assert "was made from other test data" in sentence()
 
 
 @pytest.mark.parametrize(
