@@ -272,7 +272,7 @@ def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
     for other in (longer, elsewhere):
         pair = (runs[0], other)
         results = [{space: read_result(run.probes(10) / f"{space}.json") for space in LABEL_SPACES} for run in pair]
-        assert runs_table([run.path for run in pair], results).endswith("so there is no mean over them")
+        assert runs_table([run.path for run in pair], results).endswith("so there is no mean over runs")
 
 
 def test_the_best_is_the_first_of_the_highest() -> None:
