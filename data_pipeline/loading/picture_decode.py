@@ -9,7 +9,8 @@ formats are decoded by Pillow at full size.
 
 Guarantees:
 - The number of pixels in the header is compared with Pillow's `MAX_IMAGE_PIXELS` before a pixel is decoded.
-- A truncated file is refused, even if most of its pixels could be shown.
+- A truncated file is refused, even if most of its pixels could be shown. A JPEG that lacks only its end mark is not.
+- Bytes that are damaged in the middle of a file may become wrong pixels, if Pillow decodes it.
 - A file that cannot be decoded raises `ValueError` with one reason, whatever is wrong with it.
 
 Shapes: H rows, W columns, K crops. "Stored" means before the picture is turned upright.
@@ -18,6 +19,7 @@ Shapes: H rows, W columns, K crops. "Stored" means before the picture is turned 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,16 +55,18 @@ _START: Final = b"\xff\xd8"
 _FRAMES: Final = frozenset({0xC0, 0xC1, 0xC2})  # of the kinds that simplejpeg decodes: with Huffman codes, lossy
 _SCAN: Final = 0xDA  # the pixels begin
 _METADATA: Final = 0xE1  # EXIF or XMP
+# The entry of EXIF for the orientation 1, in either order of bytes
+_ORIENTATION_OF_1: Final = re.compile(rb"\x01\x12\0\x03\0\0\0\x01\0\x01|\x12\x01\x03\0\x01\0\0\0\x01\0")
 _FRAME: Final = Struct(">BHHB")  # bits, height, width, channels
 _EIGHTHS: Final = (1, 2, 4, 8)  # of the full size, in which libjpeg decodes fast; the others take longer than 8
 
 
 class _Frame(NamedTuple):
-    """Size of a stored JPEG in pixels, and whether it has metadata that may turn it."""
+    """Size of a stored JPEG in pixels, and whether its metadata may turn it."""
 
     height: int
     width: int
-    has_metadata: bool
+    may_be_turned: bool
 
 
 @dataclass(frozen=True)
@@ -96,28 +100,33 @@ def decode_square(file: memoryview, *, size: int) -> Tensor:
 
 
 def decode_crops(file: memoryview, crops: Sequence[Crop], *, size: int) -> Tensor:
-    """Return regions of the upright picture, each resized to (size, size): (K, 3, size, size) uint8, in channels-last.
+    """Return one or more regions of the upright picture, each resized to (size, size): (K, 3, size, size) uint8.
 
     The resize is bilinear with antialiasing. The crops must lie inside the picture, whose size `picture_size` tells.
-    They share one decode, which is most of the cost.
+    They share one decode, which is most of the cost. The memory format of the result is channels-last.
 
     Raises `ValueError` with the reason if the file cannot be decoded.
     """
     header = _read_header(file)
-    reverses_rows, reverses_columns, exchanges = _TURNS[header.orientation]
     stored_crops = [_stored_crop(crop, header) for crop in crops]
     pixels_HWC, eighths = _decode(file, header, _enough_eighths(stored_crops, size))
     # In this layout torch resizes uint8 with AVX2 and no repacking, in half of the time.
     stored_1CHW = pixels_HWC[None].permute(0, 3, 1, 2)
-    crops_KCHW = torch.empty(len(crops), 3, size, size, dtype=torch.uint8, memory_format=torch.channels_last)
-    for stored_crop, crop_CHW in zip(stored_crops, crops_KCHW, strict=True):
-        top, left, bottom, right = _scaled_edges(stored_crop, eighths)
+    views = []
+    for crop in stored_crops:
+        top, left, bottom, right = _scaled_edges(crop, eighths)
         region_1CHW = stored_1CHW[:, :, top:bottom, left:right]
-        resized_CHW = F.interpolate(region_1CHW, (size, size), mode="bilinear", antialias=True)[0]
-        reversed_dims = [dim for dim, is_reversed in ((1, reverses_rows), (2, reverses_columns)) if is_reversed]
-        resized_CHW = resized_CHW.flip(reversed_dims) if reversed_dims else resized_CHW
-        crop_CHW.copy_(resized_CHW.transpose(1, 2) if exchanges else resized_CHW)
-    return crops_KCHW
+        view_1CHW = F.interpolate(region_1CHW, (size, size), mode="bilinear", antialias=True)
+        views.append(view_1CHW if header.orientation == 1 else _turned(view_1CHW, header.orientation))
+    return torch.cat(views)
+
+
+def _turned(view_1CHW: Tensor, orientation: int) -> Tensor:
+    """Return a square view of the stored picture as a view of the upright one, in channels-last."""
+    reverses_rows, reverses_columns, exchanges = _TURNS[orientation]
+    reversed_dims = [dim for dim, is_reversed in ((2, reverses_rows), (3, reverses_columns)) if is_reversed]
+    view_1CHW = view_1CHW.flip(reversed_dims)
+    return (view_1CHW.mT if exchanges else view_1CHW).contiguous(memory_format=torch.channels_last)
 
 
 def _stored_crop(crop: Crop, header: _Header) -> Crop:
@@ -137,7 +146,7 @@ def _stored_crop(crop: Crop, header: _Header) -> Crop:
 
 def _enough_eighths(crops: Sequence[Crop], size: int) -> int:
     """Return the smallest scale, in eighths, at which no crop is smaller than `size`; 8 if one is smaller already."""
-    shortest = min((side for crop in crops for side in (crop.height, crop.width)), default=0)
+    shortest = min(side for crop in crops for side in (crop.height, crop.width))
     return next((eighths for eighths in _EIGHTHS if shortest * eighths >= 8 * size), 8)
 
 
@@ -172,7 +181,11 @@ def _read_header(file: memoryview) -> _Header:
     Raises `ValueError` with the reason if the file is not a picture or has too many pixels.
     """
     frame = _plain_jpeg_frame(file)
-    if frame is not None and not frame.has_metadata and 0 < frame.height * frame.width <= (Image.MAX_IMAGE_PIXELS or 0):
+    if (
+        frame is not None
+        and not frame.may_be_turned
+        and 0 < frame.height * frame.width <= (Image.MAX_IMAGE_PIXELS or 0)
+    ):
         return _Header(frame.height, frame.width, orientation=1, is_plain_jpeg=True)
     with _reasons(), open_picture(io.BytesIO(file)) as picture:
         return _Header(picture.height, picture.width, _orientation(picture), is_plain_jpeg=frame is not None)
@@ -185,20 +198,29 @@ def _plain_jpeg_frame(file: memoryview) -> _Frame | None:
     """
     if bytes(file[:2]) != _START:
         return None
-    at, frame, has_metadata = 2, None, False
+    at, frame, may_be_turned = 2, None, False
     while at + 4 + _FRAME.size <= len(file) and file[at] == 0xFF:
         part, length = file[at + 1], file[at + 2] << 8 | file[at + 3]
         if part in _FRAMES:
             frame = _FRAME.unpack_from(file, at + 4)
         elif part == _METADATA:
-            has_metadata = True
+            may_be_turned |= _may_turn(bytes(file[at + 4 : at + 2 + length]))
         elif part == _SCAN:
             if frame is None:
                 return None
             bits, height, width, num_channels = frame
-            return _Frame(height, width, has_metadata) if bits == 8 and num_channels in (1, 3) else None
+            return _Frame(height, width, may_be_turned) if bits == 8 and num_channels in (1, 3) else None
         at += 2 + length
     return None
+
+
+def _may_turn(metadata: bytes) -> bool:
+    """Return whether metadata may hold an orientation other than 1; only then does Pillow have to parse them.
+
+    The bytes of the tag may also be there by chance.
+    """
+    others = _ORIENTATION_OF_1.sub(b"", metadata)
+    return any(mark in others for mark in (b"\x01\x12", b"\x12\x01", b"tiff:Orientation"))
 
 
 def _orientation(picture: Image.Image) -> int:

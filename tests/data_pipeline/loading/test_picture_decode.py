@@ -108,7 +108,7 @@ def test_crops_of_any_size_equal_the_reference(
 ) -> None:
     file = encode(photo(height, width).convert(mode), kind)
     assert picture_size(file) == (height, width)
-    boxes = data.draw(st.lists(crops(height, width), max_size=3))
+    boxes = data.draw(st.lists(crops(height, width), min_size=1, max_size=3))
     views = decode_crops(file, boxes, size=size)
     assert views.shape == (len(boxes), 3, size, size)
     is_scaled = kind == "JPEG" and all(min(box.height, box.width) >= 2 * size for box in boxes)
@@ -126,6 +126,7 @@ def test_crops_are_of_the_upright_picture(turn: int, kind: str) -> None:
     for box in (Crop(0, 0, height, width), Crop(7, 3, 31, 40), Crop(height - 20, width - 25, 20, 25)):
         (view,) = decode_crops(file, [box], size=31)
         assert difference(view, reference(file, box, 31)).max() <= ROUNDING
+    assert decode_crops(file, [box, box], size=31).is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("orientation", [0, 9, "six", None])
@@ -138,6 +139,24 @@ def test_metadata_that_mean_nothing_turn_nothing(orientation: object) -> None:
     else:
         written = exif(int(str(orientation))).tobytes()
     assert picture_size(encode(photo(40, 30), exif=written)) == (40, 30)
+
+
+@pytest.mark.parametrize("endian", ["<", ">"])
+@pytest.mark.parametrize("turn", [*TURNS, None])
+def test_the_orientation_is_found_in_either_order_of_bytes(turn: int | None, endian: str) -> None:
+    written = Image.Exif()
+    written.endian = endian
+    written[0x010F] = "maker"
+    if turn is not None:
+        written[0x0112] = turn
+    assert written.tobytes()[6:8] == (b"II" if endian == "<" else b"MM")
+    file = encode(photo(40, 30), exif=written)
+    assert picture_size(file) == ((30, 40) if (turn or 1) >= 5 else (40, 30))
+
+
+def test_the_orientation_is_found_in_xmp() -> None:
+    file = encode(photo(40, 30), xmp=b'<x:xmpmeta tiff:Orientation="6"/>')
+    assert picture_size(file) == upright(file).shape[:2] == (30, 40)
 
 
 def of_other_filters(file: memoryview, crop: Crop, size: int) -> float:
@@ -292,12 +311,18 @@ def test_a_jpeg_with_wrong_bytes_between_its_parts_is_a_picture() -> None:
     assert torch.equal(decode_square(dirty, size=50), decode_square(memoryview(file), size=50))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "PPM"])
+@pytest.mark.parametrize("kind", ["JPEG", "JPEG2000", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
 def test_a_truncated_picture_is_refused(kind: str, share: float) -> None:
     file = encode(photo(200, 300), kind)
     with pytest.raises(ValueError, match=r"it does not decode|it is not a picture of a known format"):
         decode_square(file[: int(share * len(file))], size=32)
+
+
+def test_a_jpeg_without_its_end_mark_is_whole() -> None:
+    file = encode(photo(200, 300))
+    assert bytes(file[-2:]) == b"\xff\xd9"
+    assert torch.equal(decode_square(file[:-2], size=101), decode_square(file, size=101))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"\xff\xd8", b"\xff\xd8\xff", b"hello", bytes(1000), b"<svg></svg>"])
