@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 
 import pytest
@@ -41,6 +42,7 @@ def configure(run: str, *more: str) -> RunConfig:
     return resolve_recipe(recipe, [f"global_batch_size={BATCH_SIZE}", *overrides, *more])
 
 
+@functools.cache
 def planned(config: RunConfig, *, ranks: int = 1, device_gigabytes: float | None = None) -> TrainingPlan:
     return plan(
         config,

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,6 +76,27 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     main()
 
 
+@dataclass(frozen=True)
+class Probed:
+    """A run whose checkpoint and untrained encoder were probed, and what the two commands printed."""
+
+    run_dir: RunDir
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def probed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Probed:
+    """Tests read it; one that writes copies it."""
+    run_dir = make_run(tmp_path_factory.mktemp("probed") / "run", data)
+    checkpoint = (run_dir.checkpoint(10) / "encoder.safetensors").read_bytes()
+    torch.manual_seed(1)
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        call(monkeypatch, run_dir.path)
+        call(monkeypatch, run_dir.path, "--step", 0)
+    assert (run_dir.checkpoint(10) / "encoder.safetensors").read_bytes() == checkpoint
+    return Probed(run_dir, printed.getvalue())
+
+
 def test_every_sample_is_read_once(data: Path) -> None:
     pictures = read_pictures(data / "train")
     assert pictures.index_N.tolist() == list(range(103))
@@ -85,13 +107,8 @@ def test_every_sample_is_read_once(data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encoder(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = make_run(tmp_path / "run", data)
-    checkpoint = (run_dir.checkpoint(10) / "encoder.safetensors").read_bytes()
-    call(monkeypatch, run_dir.path)
-    call(monkeypatch, run_dir.path, "--step", 0)
+def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encoder(data: Path, probed: Probed) -> None:
+    run_dir = probed.run_dir
     assert run_dir.probe_steps() == [0, 10]
     for step in (0, 10):
         base, overlay = (read_result(run_dir.probes(step) / f"{name}.json") for name in ("base", "overlay"))
@@ -104,8 +121,7 @@ def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encode
             assert result.num_shared == 0
             assert result.test_manifest_sha256 == read_pictures(data / "test").manifest.sha256
             assert (result.linear.accuracy * 41) == pytest.approx(round(result.linear.accuracy * 41))
-    assert (run_dir.checkpoint(10) / "encoder.safetensors").read_bytes() == checkpoint
-    last = capsys.readouterr().out.strip().splitlines()
+    last = probed.printed.strip().splitlines()
     assert last[-1] == str(run_dir.probes(0))
     shown = read_result(run_dir.probes(0) / "overlay.json")
     assert f"{100 * shown.linear.accuracy:.1f}" in last[-2]
@@ -114,18 +130,15 @@ def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encode
 
 @pytest.mark.slow
 def test_a_study_is_probed_at_once_with_its_untrained_encoders(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, probed: Probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [make_run(tmp_path / "study" / name, data) for name in ("a", "b")]
-    alone = make_run(tmp_path / "alone", data)
     call(monkeypatch, tmp_path / "study", "--untrained")
-    call(monkeypatch, alone.path, "--step", 0)
-    call(monkeypatch, alone.path)
     for step in (0, 10):
         for label in ("base", "overlay"):
             expected, *found = (
                 read_result(run.probes(step) / f"{label}.json").model_dump(exclude={"seconds"})
-                for run in (alone, *runs)
+                for run in (probed.run_dir, *runs)
             )
             assert found == [expected] * 2
     (tmp_path / "empty").mkdir()
@@ -135,15 +148,15 @@ def test_a_study_is_probed_at_once_with_its_untrained_encoders(
 
 @pytest.mark.slow
 def test_doing_it_again_changes_nothing_but_the_seconds(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probed: Probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = make_run(tmp_path / "run", data)
-    results = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        call(monkeypatch, run_dir.path)
-        results.append(read_result(run_dir.probes(10) / "base.json").model_dump(exclude={"seconds"}))
-    assert results[0] == results[1]
+    again = RunDir(shutil.copytree(probed.run_dir.path, tmp_path / "run"))
+    torch.manual_seed(2)
+    call(monkeypatch, again.path)
+    for name in ("base", "overlay"):
+        first, second = (read_result(run.probes(10) / f"{name}.json") for run in (probed.run_dir, again))
+        assert first.model_dump(exclude={"seconds"}) == second.model_dump(exclude={"seconds"})
+        assert first.seconds != second.seconds
 
 
 @pytest.mark.slow
@@ -163,11 +176,8 @@ def test_real_players_come_out_as_they_went_in(recipe: Any, data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_heads_that_are_kept_score_what_was_reported(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = make_run(tmp_path / "run", data)
-    call(monkeypatch, run_dir.path, "--step", 0)
+def test_the_heads_that_are_kept_score_what_was_reported(data: Path, probed: Probed) -> None:
+    run_dir = probed.run_dir
     heads, test = read_heads(run_dir.probes(0) / "heads.safetensors"), read_pictures(data / "test")
     encoder = build_modules(debug.image()).encoder.eval()
     with torch.no_grad():
