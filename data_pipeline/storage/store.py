@@ -173,6 +173,10 @@ class SampleStore:
         files = {name: [sample[number] for sample in views] for number, name in enumerate(self._members)}
         return StoredSamples(files, unreadable, self._shards.labels(indices))
 
+    def labels(self, indices: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return the labels of samples of tars, (B,) int64; None for a built dataset, whose shards hold them."""
+        return self._shards.labels(indices)
+
     def bad_sample(self, index: int, reason: str) -> BadSample:
         return BadSample(index, self._shards.name(self._shard_of(index)), reason)
 

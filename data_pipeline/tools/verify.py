@@ -15,6 +15,7 @@ import hashlib
 import io
 import logging
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample, sample_key
-from data_pipeline.loading.decode import decode_label, label_ranges
+from data_pipeline.loading.decode import decode, decode_label, label_ranges
 from data_pipeline.overlays import PictureOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
@@ -48,6 +49,7 @@ from data_pipeline.storage.manifest import (
 from data_pipeline.storage.png import wrong_size
 from data_pipeline.storage.shards import index_content, index_members, index_num_bytes, index_path
 from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
+from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import TarMember, read_headers
 from data_pipeline.storage.totals import Totals
 
@@ -59,6 +61,7 @@ _LOUDEST = 1 << 20  # times full scale; `Totals` adds up points as whole numbers
 _REMOTE = RemoteConfig()
 _SLACK = 1 << 20  # bytes by which an index may be too long and is still fetched, so that its hash can be compared
 _BLOCK = 1 << 20
+_CHUNK = 256  # pictures of tars that are decoded at a time
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,12 @@ class Verification:
         - Pictures or sounds, masks and labels decode and fit the manifest.
         - Counts, mean and std in the manifest agree with the samples.
         - The source digests and the online overlay are right.
+
+        For tars of others: each has the size that it had when it was indexed, its own headers confirm the place of each
+        picture, each picture decodes, and the counts of the labels agree with the manifest.
         """
         self.num_problems = self.num_sound = self.num_bytes = 0
-        for problem in self._problems():
+        for problem in self._problems() if self.manifest.tars is None else self._problems_of_tars():
             self.num_problems += 1
             yield problem
 
@@ -134,6 +140,30 @@ class Verification:
             if (said := getattr(manifest, field)) != (found := getattr(totals, field)):
                 yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but the samples give {found}")
 
+    def _problems_of_tars(self) -> Iterator[DatasetProblem]:
+        manifest = self.manifest
+        assert manifest.tars is not None
+        try:
+            store = SampleStore(self.location, remote=self._remote)
+        except UserError as error:
+            yield DatasetProblem(str(self.location), None, str(error))
+            return
+        counts: Counter[int] = Counter()
+        with Progress(f"verifying {self.location}", total=len(store)) as progress:
+            for start in range(0, len(store), _CHUNK):
+                decoded = decode(store, np.arange(start, min(start + _CHUNK, len(store))))
+                for bad in decoded.bad.values():
+                    yield DatasetProblem(bad.shard, bad.key, bad.reason)
+                self.num_sound += len(decoded) - len(decoded.bad)
+                labels = store.labels(decoded.index_B.numpy())
+                counts.update([] if labels is None else labels.tolist())
+                progress.advance(len(decoded))
+        self.num_bytes = manifest.tars.num_bytes
+        found = tuple(counts[number] for number in range(len(manifest.counts_base)))
+        if found != manifest.counts_base:
+            said = manifest.counts_base
+            yield DatasetProblem(MANIFEST_NAME, None, f"counts_base is {said}, but the samples give {found}")
+
     @property
     def summary(self) -> str:
         """Return one line about the result: samples, shards, bytes, sizes and classes."""
@@ -147,7 +177,8 @@ class Verification:
             size = f"pictures of {shape}"
         else:
             size = f"sounds for inputs of {shape} points at {manifest.sample_rate} a second"
-        parts = [f"{samples} in {len(manifest.shards)} shards", f"{self.num_bytes:,} bytes", size]
+        files = f"{len(manifest.shards)} shards" if manifest.tars is None else f"{manifest.tars.num_tars} tars"
+        parts = [f"{samples} in {files}", f"{self.num_bytes:,} bytes", size]
         for name, counts in (("base", manifest.counts_base), ("overlay", manifest.counts_overlay)):
             if counts:
                 parts.append(f"{len(counts)} {name} classes of {min(counts)} to {max(counts)} samples")

@@ -395,6 +395,48 @@ def test_batches_of_tars_are_the_same_on_any_ranks_and_resumed(
         assert len(set(seen)) == 32
 
 
+def test_verify_reads_every_picture_of_the_tars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simple(tmp_path, [4, 5])
+    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields(), size=32)
+    done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert (done.status, done.stdout.count("\n")) == (0, 1)
+    assert "is sound: 9 samples in 2 tars" in done.stdout
+    path = tmp_path / "train-0001.tar"
+    content = path.read_bytes()
+    place = content.index(b"IDAT")
+    path.write_bytes(content[:place] + bytes(40) + content[place + 40 :])
+    done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 1
+    assert "train-0001.tar: 00000004: " in done.stdout
+    assert "8 of 9 samples sound in 2 tars" in done.stdout
+    path.write_bytes(content[:-512])
+    done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 1
+    assert "but it had" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["preview", "--out", "x.png"],
+        ["trace", "--batch-size", "3"],
+        ["bench", "--seconds", "0.01", "--max-workers", "0"],
+    ],
+)
+def test_the_other_commands_take_tars(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simple(tmp_path, [4, 5])
+    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields(), size=32)
+    monkeypatch.chdir(tmp_path)
+    more = ["--batch-size", "4"] if command[0] == "bench" else []
+    done = call(main, command[0], tmp_path, *command[1:], *more, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert done.stdout
+
+
 # Remote tars
 
 
