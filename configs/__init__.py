@@ -1,8 +1,8 @@
-"""Recipes and studies: WHAT to run.
+"""Recipes and studies: the experiments to run.
 
-A recipe is a plain function that returns a RunConfig, one for each row of a paper's table. A study returns several.
-`resolve_recipe` turns `module:function` (or the path of a config file) and each `--set a.b=c` of a command line into
-the RunConfig of a run.
+A recipe is a plain function that returns the RunConfig of one run; each row of a paper's table has a recipe. A study
+returns several RunConfigs. `resolve_recipe` turns `module:function`, or the path of a config file, and each
+`--set a.b=c` of a command line into the RunConfig of a run.
 
 Invariants: recipes hold no logic, and every setting is in the resolved config.json.
 """

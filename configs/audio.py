@@ -1,12 +1,12 @@
 """Spoken digits with a background sound: Table 2 of Tamkin et al. (2022), one function for each cell.
 
 The encoder is torchvision's ResNet-18 on spectrograms of 64 bands and 64 frames. Batches have 128 sounds, as in the
-published code; the paper says 256. Training takes 200 epochs. Its learning rate and the probe's are constant.
+published code; the paper says 256. Training takes 200 epochs. The learning rates of training and probe are constant.
 
-The published code mixes another background sound into each view (`noise_per_view`: data.overlay=online_per_view), so
-the views do not share the second feature. The recipes `..._per_item` have one background for both views. `..._speech`
-and `..._sound` are for speech and background alone. The paper does not say how it left out speech; here silence takes
-its place. Build the shards first, for example
+The published code mixes another background sound into each view (`noise_per_view`, here data.overlay=online_per_view),
+so the views do not share the second feature. The recipes `..._per_item` have one background for both views.
+`..._speech` and `..._sound` have only speech or only backgrounds. The paper does not say how it removed the speech;
+here silence replaces it. Build the shards first, for example
 
     for split in train test; do
       python -m data_pipeline build spoken_noise --root DIR --noise-root DIR --overlay online --split $split \
@@ -16,8 +16,8 @@ its place. Build the shards first, for example
     done
     torchrun --standalone --nproc-per-node 8 launch/train.py --config audio:spectral
 
-With `--source fsdd` the sounds have 8,000 points a second: add `--set data.sample_rate=8000`. That is another dataset
-than the paper's, with other numbers.
+With `--source fsdd` the sounds have 8,000 points a second: add `--set data.sample_rate=8000`. This is not the dataset
+of the paper, and its numbers differ.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def viewmaker() -> RunConfig:
 
 
 def viewmaker_after_waveform() -> RunConfig:
-    """A viewmaker after crop and noise on the waveform, as the published code trained it without saying so.
+    """A viewmaker after crop and noise on the waveform, as in the published code; the paper does not mention them.
 
-    The published probe had no crop and noise. Here the probe has the views of training (`--set probe.views=none` for no
-    views).
+    The published probe used no crop and noise. Here the probe uses the views of training; use `--set probe.views=none`
+    for no views.
     """
     return _published("viewmaker-after-waveform", _VIEWMAKER.model_copy(update={"waveform": WaveformConfig()}))
 
@@ -105,7 +105,7 @@ def viewmaker_per_item() -> RunConfig:
 
 
 def _on(dataset: str, recipe: RunConfig) -> RunConfig:
-    """Return the recipe on another dataset of sounds; speech alone has no background for each view to draw."""
+    """Return the recipe on another dataset of sounds, without a background for each view if there is only speech."""
     overlay = "online" if dataset == "spoken" else recipe.data.overlay
     shards = data(dataset, overlay=overlay, sample_rate=recipe.data.sample_rate)
     return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-{dataset}", "data": shards})

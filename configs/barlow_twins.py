@@ -1,4 +1,4 @@
-"""Barlow Twins, as Huang et al. (2023) train it for their table of richer views.
+"""Barlow Twins with the settings of Huang et al. (2023) for their table of richer views.
 
 `configs.base.huang` has the settings and the commands.
 """

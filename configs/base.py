@@ -13,7 +13,7 @@ from trainer.optim.optimizers import AdamConfig, SGDConfig
 from trainer.optim.schedules import CosineConfig
 from trainer.views.expert_image import huang_views
 
-CIFAR10_MEAN, CIFAR10_STD = (0.491, 0.482, 0.446), (0.247, 0.243, 0.261)  # as Tamkin et al. 2022 have them
+CIFAR10_MEAN, CIFAR10_STD = (0.491, 0.482, 0.446), (0.247, 0.243, 0.261)  # the values of Tamkin et al. 2022
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NAME_OF_DATA = "DATA"  # `configs.resolve` puts the name of the data in its place, in the name of a recipe
 PUBLISHED_SGD = SGDConfig(learning_rate=0.03, momentum=0.9, weight_decay=1e-4)
@@ -27,7 +27,7 @@ def data(
     overlay: Literal["baked", "online", "online_per_view"] = "baked",
     sample_rate: int | None = None,
 ) -> DataConfig:
-    """Return shards in data/DATASET/train and data/DATASET/test, where the documented build commands put them."""
+    """Return the config of the shards that the documented build commands write to data/DATASET/train and .../test."""
     return DataConfig(
         train_dir=f"data/{dataset}/train",
         test_dir=f"data/{dataset}/test",
@@ -43,12 +43,12 @@ HuangMethod = Literal["simclr-huang", "barlow_twins", "moco", "simsiam"]
 def huang(method: HuangMethod, dataset: str) -> RunConfig:
     """Return row "abcde" of a method in the table of richer views of Huang et al. (2023).
 
-    800 epochs with batches of 512. ResNet-18 in its small-image form, whose stem has no ReLU in the published code.
-    Pictures are normalised as ImageNet's. The published accuracies are kNN's at the best epoch on the test set, means
-    of the seeds 0, 1 and 2.
+    Training takes 800 epochs with batches of 512. The encoder is a ResNet-18 for small images, without a ReLU in its
+    stem, as in the published code. Pictures are normalised with the mean and deviation of ImageNet. The published
+    accuracies are from kNN on the test set at the best epoch, averaged over the seeds 0, 1 and 2.
 
-    All five transforms are used: a crop, e flip, d jitter, c grayscale, b blur. Other rows and the colour strengths
-    follow by `trainer.views.expert_image.huang_views`. Build the shards first, for example
+    The row uses all five transforms: a crop, e flip, d jitter, c grayscale, b blur. For other rows and colour strengths
+    see `trainer.views.expert_image.huang_views`. Build the shards first, for example
 
         for split in train test; do
           python -m data_pipeline build cifar10 --root DIR --split $split --out data/cifar10/$split

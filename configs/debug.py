@@ -1,4 +1,4 @@
-"""Runs of seconds on a CPU, for torchrun debugging and the tests. They show that the parts fit, not learning.
+"""Runs that take seconds on a CPU, for debugging with torchrun and for tests. They are too short to learn anything.
 
 python -m data_pipeline build procedural_digits --out data/debug/train --limit 256
 python -m data_pipeline build procedural_digits --out data/debug/test --split test --limit 128

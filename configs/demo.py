@@ -1,9 +1,9 @@
-"""The two runs of `make demo`: drawn pictures with handwritten digits on them, minutes on two CPU cores.
+"""The two runs of `make demo`: generated pictures with handwritten digits on them, minutes on two CPU cores.
 
-As in the paper, the digits are drawn anew each time a picture is read, and loss and learning rate are the published
-ones. Encoder and viewmaker are small enough for minutes. The probes are fitted on pictures without views, which costs
-seconds and gives both runs the same untrained baseline. Batch norm is local, as in plain DDP: synchronised over two
-processes it sends 48 messages in each step, which take as long as the step itself on a CPU.
+As in the paper, another digit is drawn each time a picture is read, and loss and learning rate are the published ones.
+Encoder and viewmaker are small, so that a run takes minutes. The probes are fitted on pictures without views, which
+takes seconds and gives both runs the same untrained baseline. Batch norm is local, as in plain DDP. Synchronised over
+two processes, it would send 48 messages in each step, which take as long as the step itself on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.views.viewmaker import ViewmakerConfig
 
 
 def expert() -> RunConfig:
-    """SimCLR with expert views. Seen, three seeds: 34 % on the picture, 76 % on the digit; untrained 12 % and 60 %."""
+    """SimCLR with expert views. Measured, 3 seeds: 34 % on the picture, 76 % on the digit; untrained 12 % and 60 %."""
     return RunConfig(
         name="demo-expert",
         data=DataConfig(train_dir="demo/data/train", test_dir="demo/data/test", num_workers=0, overlay="online"),
@@ -36,7 +36,7 @@ def expert() -> RunConfig:
 
 
 def viewmaker() -> RunConfig:
-    """SimCLR with a small viewmaker. Seen over three seeds: 32 % on the picture, 84 % on the digit."""
+    """SimCLR with a small viewmaker. Measured, 3 seeds: 32 % on the picture, 84 % on the digit."""
     return RunConfig.model_validate(
         expert().model_dump()
         | {

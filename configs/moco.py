@@ -1,4 +1,4 @@
-"""MoCo with a queue of 4,096 keys, symmetric, as Huang et al. (2023) train it for their table of richer views.
+"""MoCo, symmetric and with a queue of 4,096 keys, with the settings of Huang et al. (2023) for richer views.
 
 `configs.base.huang` has the settings and the commands.
 """

@@ -1,4 +1,4 @@
-"""Resolves the name of a recipe and its overrides to a RunConfig, and says where each value comes from."""
+"""Find a recipe or a study by name, apply overrides, and explain where each value comes from."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _MAX_DATA_CHARACTERS = 60
 
 
 def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool = False) -> RunConfig:
-    """Return the RunConfig of a recipe with overrides such as "a.b=c", where the value is YAML.
+    """Return the RunConfig of a recipe with overrides such as "a.b=c"; the value is YAML.
 
-    name: `module:function` in configs/, such as "viewmaker:digits", or the path of a .json or .yaml file with the same
-        fields.
-    allow_pipe: whether a file may name a `pipe:` location, which is executed. A recipe is code and always may.
+    name: `module:function` in configs/, such as "viewmaker:digits", or the path of a .json or .yaml file with the
+        fields of a RunConfig.
+    allow_pipe: whether a file may name a `pipe:` location, which runs a command. A recipe may always name one.
 
     `NAME_OF_DATA` in the name of a recipe becomes the name of the train set, unless an override gives another name.
 
-    Raises `UserError`, for a wrong name or key with the nearest valid one.
+    Raises `UserError`; for an unknown name or key, it names the nearest valid one.
     """
     if Path(name).suffix not in CONFIG_SUFFIXES:
         recipe = _recipe(name)()
         config = recipe.override(overrides, where=f"config {name}")
         own_name = recipe.name.replace(NAME_OF_DATA, _name_of(config.data.train_dir))
         return config if config.name != recipe.name else config.model_copy(update={"name": own_name})
-    of_file = read_config(Path(name), allow_pipe=allow_pipe)
-    config = of_file.override(overrides, where=f"config {name}")
-    for location in {of_file.data.train_dir, of_file.data.test_dir} & {config.data.train_dir, config.data.test_dir}:
-        refuse_untyped_command(location, of_file.data.remote)
+    from_file = read_config(Path(name), allow_pipe=allow_pipe)
+    config = from_file.override(overrides, where=f"config {name}")
+    for location in {from_file.data.train_dir, from_file.data.test_dir} & {config.data.train_dir, config.data.test_dir}:
+        refuse_untyped_command(location, from_file.data.remote)
     return config
 
 
@@ -58,9 +58,10 @@ def _name_of(location: str) -> str:
 
 
 def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
-    """Return the runs of a study such as "studies:table1", each with the overrides of `resolve_recipe`.
+    """Return the runs of a study such as "studies:table1", with overrides such as "a.b=c" applied to each.
 
-    Raises `UserError` with the nearest valid name or key, and if two runs have the same name and seed.
+    Raises `UserError` if two runs have the same name and seed; for an unknown name or key, it names the nearest valid
+    one.
     """
     known = studies()
     if name not in known:
@@ -80,7 +81,7 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
 
 
 def explain(name: str, overrides: Sequence[str] = ()) -> str:
-    """Return a line for each setting: its name, its value, and the origin: --set, the recipe, or the default.
+    """Return one line for each setting: its name, its value, and its origin (--set, the recipe, or the default).
 
     If --set gives a section another kind, the other values of that section are defaults.
     """
@@ -99,7 +100,7 @@ def explain(name: str, overrides: Sequence[str] = ()) -> str:
 
 
 def describe_recipes() -> str:
-    """Return a line for every recipe and every study: its name, and the first paragraph of its docstring."""
+    """Return one line for every recipe and every study: its name, and the first paragraph of its docstring."""
     groups = {"recipes, for --config": recipes(), "studies, for --study of launch/slurm.py": studies()}
     width = max(len(name) for names in groups.values() for name in names)
     lines = []
@@ -144,7 +145,7 @@ def _names(module_name: str) -> list[str]:
 
 
 def _function(name: str) -> Callable[[], Any]:
-    """Return the function that `name`, module:function, stands for."""
+    """Return the function named `name`, such as module:function."""
     module_name, _, function_name = name.partition(":")
     function: Callable[[], Any] = getattr(importlib.import_module(f"configs.{module_name}"), function_name)
     return function
@@ -165,7 +166,7 @@ def _given(config: RunConfig) -> set[str]:
             here = f"{path}{field_name}"
             if hasattr(type(value), "model_fields"):
                 found |= walk(value, f"{here}.")
-                if type(value) is not type(default):  # the recipe has chosen the kind
+                if type(value) is not type(default):  # the recipe sets the kind
                     found.add(f"{here}.kind")
             elif value != default:
                 found.add(here)

@@ -1,8 +1,8 @@
 """SimCLR with expert views: the "Expert" columns of Table 1 (Tamkin et al. 2022), one function for each row.
 
-Loss, temperature and constant learning rate are those of the published code; ResNet-18 in its small-image form, 200
-epochs. The overlay is drawn anew each time a picture is read, as published (`--overlay online`). Build the shards
-first, for example
+Loss, temperature and the constant learning rate are taken from the published code. The encoder is a ResNet-18 for small
+images, trained for 200 epochs. As published, another overlay is drawn each time a picture is read (`--overlay online`).
+Build the shards first, for example
 
     for split in train test; do
       python -m data_pipeline build cifar10_digits --overlay online --root DIR --split $split \
@@ -44,7 +44,7 @@ def letters() -> RunConfig:
 def digits_small() -> RunConfig:
     """C+Digits for a CPU: ResNet-10 of width 16 on 10,000 pictures. Too small for the published numbers.
 
-    5 minutes on one core. Seen with seed 0 and JPEG pictures: 47.4 % on CIFAR-10, 17.4 % on the digit.
+    Takes 5 minutes on one core. Measured with seed 0 and JPEG pictures: 47.4 % on CIFAR-10, 17.4 % on the digit.
 
     python -m data_pipeline build cifar10_digits --overlay online --root DIR --limit 10000 \
            --out data/cifar10_digits_small/train
@@ -102,12 +102,12 @@ def folder_small() -> RunConfig:
 
 
 def huang_cifar10() -> RunConfig:
-    """SimCLR as Huang et al. (2023) train it, on CIFAR-10. Published: 89.76 % by kNN."""
+    """SimCLR with the settings of Huang et al. (2023), on CIFAR-10. Published: 89.76 % by kNN."""
     return huang("simclr-huang", "cifar10")
 
 
 def huang_cifar100() -> RunConfig:
-    """SimCLR as Huang et al. (2023) train it, on CIFAR-100. Published: 57.74 % by kNN."""
+    """SimCLR with the settings of Huang et al. (2023), on CIFAR-100. Published: 57.74 % by kNN."""
     return huang("simclr-huang", "cifar100")
 
 

@@ -1,4 +1,4 @@
-"""SimSiam, as Huang et al. (2023) train it for their table of richer views.
+"""SimSiam with the settings of Huang et al. (2023) for their table of richer views.
 
 `configs.base.huang` has the settings and the commands.
 """

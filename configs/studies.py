@@ -1,20 +1,20 @@
-"""Studies: runs to compare with one another. A study is a function that returns their RunConfigs.
+"""Studies: sets of runs to compare. A study is a function that returns their RunConfigs.
 
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/status.py runs/table1
 python -m trainer.probe runs/table1 --untrained
 python -m trainer.report --study table1 runs/table1
 
-Each run has a directory of its own, runs/STUDY/NAME-seedSEED. The report shows the measured numbers beside the
-published ones. At the papers' scale every recipe runs with three seeds, including the published one. Tamkin et al. have
-a single seed, but without a deviation no difference can be told from chance.
+Each run has its own directory, runs/STUDY/NAME-seedSEED. The report shows the measured numbers beside the published
+ones. At the scale of the papers, every recipe runs with three seeds, including the published seed. Tamkin et al. used
+only one seed, but without a deviation no difference can be told from chance.
 
 Studies `..._small` are the same tables for a CPU: a ResNet-10 of width 16 on a few thousand samples for some epochs.
-Their accuracies mean nothing by themselves, so the report compares directions only. Without a cluster run them by
+Their accuracies mean nothing by themselves, so the report compares only directions. To run one without a cluster:
 
     python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 
-Build their shards from any source; if you have MNIST's test digits only, add `--digits mnist_t10k` to cifar10_digits:
+Build their shards from any source. If you have only MNIST's test digits, add `--digits mnist_t10k` to cifar10_digits:
 
     for set in cifar10 cifar10_shapes cifar10_digits cifar10_letters; do
       drawn=$([ $set = cifar10 ] || echo --overlay online)
@@ -43,9 +43,9 @@ from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import NO_VIEWS, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
-_SEEDS = (0, 1, 2)  # Tamkin et al. publish 0 and 2 for pictures, Huang et al. all three
-_SOUND_SEEDS = (0, 1, 1337)  # 1337 is the published one
-_HUANG_EVERY_STEPS = 970  # ten epochs, between two kNN votes of the whole train and test set
+_SEEDS = (0, 1, 2)  # Tamkin et al. used 0 and 2 for pictures, Huang et al. all three
+_SOUND_SEEDS = (0, 1, 1337)  # Tamkin et al. used 1337 for sounds
+_HUANG_EVERY_STEPS = 970  # ten epochs, between two kNN evaluations on the whole train and test set
 _ROWS = ("cifar10", "shapes", "digits", "letters")
 _ADDED = ("abcde", "abcd", "abc", "ab", "a")
 _STRENGTHS = (1.0, 0.5, 0.25, 0.125)
@@ -54,8 +54,8 @@ _PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 
 
 def table1() -> list[RunConfig]:
-    """Table 1 of Tamkin et al. (2022): expert views and a viewmaker, without an overlay and with three; 24 runs."""
-    runs = [getattr(player, row)() for player in (simclr, viewmaker) for row in _ROWS]
+    """Table 1 of Tamkin et al. (2022): expert views and a viewmaker, on CIFAR-10 and with three overlays; 24 runs."""
+    runs = [getattr(module, row)() for module in (simclr, viewmaker) for row in _ROWS]
     return _study("table1", _seeded(runs, _SEEDS))
 
 
@@ -65,7 +65,7 @@ def table1_small() -> list[RunConfig]:
 
 
 def table2() -> list[RunConfig]:
-    """Table 2 of Tamkin et al. (2022): two expert policies and a viewmaker on speech, sound and both; 27 runs."""
+    """Table 2 of Tamkin et al. (2022): two expert policies and a viewmaker on speech, backgrounds and both; 27 runs."""
     policies = ("spectral", "waveform", "viewmaker")
     recipes = [getattr(audio, f"{policy}{ending}") for ending in ("_speech", "_sound", "") for policy in policies]
     return _study("table2", _seeded([recipe() for recipe in recipes], _SOUND_SEEDS))
@@ -77,7 +77,7 @@ def table2_small() -> list[RunConfig]:
 
 
 def table3() -> list[RunConfig]:
-    """Table 3 of Tamkin et al. (2022): a viewmaker, and one that may not change the object; 18 runs."""
+    """Table 3 of Tamkin et al. (2022): a viewmaker, and a viewmaker that cannot change the object; 18 runs."""
     recipes = [getattr(viewmaker, f"{row}{ending}") for ending in ("", "_masked") for row in _ROWS[1:]]
     return _study("table3", _seeded([recipe() for recipe in recipes], _SEEDS))
 
@@ -90,7 +90,7 @@ def table3_small() -> list[RunConfig]:
 def richness() -> list[RunConfig]:
     """The table of richer views of Huang et al. (2023): five sets of transforms, four methods, CIFAR-10 and CIFAR-100.
 
-    Three seeds each, 120 runs of 800 epochs.
+    With three seeds these are 120 runs of 800 epochs.
     """
     runs = [_named(recipe, letters, views=huang_views(letters)) for recipe in _huang() for letters in _ADDED]
     return _study("richness", _seeded(runs, _SEEDS))
@@ -117,10 +117,10 @@ def colour_small() -> list[RunConfig]:
 
 
 def temperatures() -> list[RunConfig]:
-    """The table of "Ours" of Huang et al. (2023): SimCLR at two temperatures and the split loss, four lengths; 36 runs.
+    """The table "Ours" of Huang et al. (2023): SimCLR at two temperatures and the split loss, four lengths; 36 runs.
 
-    The paper gives neither the weight of the split loss nor the dataset, and does not say if each row is a run. Here
-    the weight is twice the temperature, and each row is a run whose learning rate falls to 0.
+    The paper does not give the weight of the split loss or the dataset, and does not say whether each row is a run.
+    Here the weight is twice the temperature, and each row is a run whose learning rate falls to 0.
     """
     base = simclr.huang_cifar10()
     losses = {
@@ -133,7 +133,7 @@ def temperatures() -> list[RunConfig]:
         for name, loss in losses.items()
         for epochs in (200, 400, 600, 800)
     ]
-    return _study("temperatures", _seeded(_voted(runs), _SEEDS))
+    return _study("temperatures", _seeded(_with_knn(runs), _SEEDS))
 
 
 def temperatures_small() -> list[RunConfig]:
@@ -142,8 +142,8 @@ def temperatures_small() -> list[RunConfig]:
 
 
 def pairs() -> list[RunConfig]:
-    """The figure of composed pairs of Huang et al. (2023): SimCLR with two transforms, 200 epochs; 30 runs."""
-    base = _changed(_voted([simclr.huang_cifar10()])[0], num_epochs=200)
+    """The figure of pairs of transforms of Huang et al. (2023): SimCLR with two transforms, 200 epochs; 30 runs."""
+    base = _changed(_with_knn([simclr.huang_cifar10()])[0], num_epochs=200)
     runs = [_named(base, f"{letters}-200epochs", views=huang_views(letters)) for letters in _PAIRS]
     return _study("pairs", _seeded(runs, _SEEDS))
 
@@ -156,7 +156,7 @@ def pairs_small() -> list[RunConfig]:
 def sharing() -> list[RunConfig]:
     """Shared or separate backgrounds for the two views of a sound, for each policy of Table 2; 18 runs.
 
-    Separate backgrounds are published. The paper has no numbers for shared ones.
+    The published runs have separate backgrounds. There are no published numbers for shared backgrounds.
     """
     policies = ("spectral", "waveform", "viewmaker")
     runs = [getattr(audio, f"{policy}{ending}")() for policy in policies for ending in _SHARING]
@@ -169,12 +169,12 @@ def sharing_small() -> list[RunConfig]:
 
 
 def ablations() -> list[RunConfig]:
-    """Differences of paper and code, and of the paper and the field, on C+Shapes and C+Digits; 48 runs.
+    """Ablations of choices in which paper, code and common practice differ, on C+Shapes and C+Digits; 48 runs.
 
-    They stand beside the rows of Table 1: the paper's temperature (the code has 0.07), NT-Xent in both directions
-    without the anchor among its negatives, views without a clamp (the code), two passes in each step (the code). The
-    published mode of batch norm in the probe needs no run: `trainer.probe --batch-norm train`. The paper has no
-    numbers.
+    Each changes one choice of the rows of Table 1: the temperature of the paper (the code has 0.07); NT-Xent in both
+    directions, without the anchor among its negatives; views without a clamp, as in the code; two passes in each step,
+    as in the code. The published mode of batch norm in the probe needs no run: use `trainer.probe --batch-norm train`.
+    There are no published numbers.
     """
     losses: dict[str, dict[str, Any]] = {
         "t0.1": {"objective": PublishedNTXentConfig(temperature=0.1)},
@@ -200,7 +200,7 @@ def ablations_small() -> list[RunConfig]:
 def firing() -> list[RunConfig]:
     """Figures 2 to 4 of Wen and Li (2021): no augmentation, crop, crop and colour, for `trainer.analyze filters`.
 
-    The network is the paper's. The paper does not describe the training; here it follows Huang et al. for SimCLR.
+    The network is that of the paper. The paper does not describe the training; here it is SimCLR as in Huang et al.
     """
     base = simclr.huang_cifar10()
     network = WideResNet34x5Config.model_validate(
@@ -222,7 +222,7 @@ def debug_seeds() -> list[RunConfig]:
 
 
 def _study(name: str, runs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Return the runs with the study's name as a tag, by which W&B finds them."""
+    """Return the runs with the study's name as a tag, so that W&B can find them."""
     return [_changed(run, tracking=run.tracking.model_copy(update={"tags": (name,)})) for run in runs]
 
 
@@ -239,16 +239,16 @@ def _seeded(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
 
 
 def _huang() -> list[RunConfig]:
-    """Return all five transforms by each method, on CIFAR-10 and on CIFAR-100."""
+    """Return the runs with all five transforms for each method, on CIFAR-10 and on CIFAR-100."""
     ten = (simclr.huang_cifar10(), barlow_twins.cifar10(), moco.cifar10(), simsiam.cifar10())
     hundred = (simclr.huang_cifar100(), barlow_twins.cifar100(), moco.cifar100(), simsiam.cifar100())
-    return _voted([*ten, *hundred])
+    return _with_knn([*ten, *hundred])
 
 
-def _voted(runs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Return the runs with regular kNN votes of all train pictures on all test pictures; the paper reports the best."""
-    votes = {"online_every_steps": _HUANG_EVERY_STEPS, "online_num_train": 50_000, "online_num_test": 10_000}
-    return [_changed(run, probe=run.probe.model_copy(update=votes)) for run in runs]
+def _with_knn(runs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Return the runs with regular kNN evaluations on all train and test pictures; the paper reports the best one."""
+    every = {"online_every_steps": _HUANG_EVERY_STEPS, "online_num_train": 50_000, "online_num_test": 10_000}
+    return [_changed(run, probe=run.probe.model_copy(update=every)) for run in runs]
 
 
 def _of_cifar10(runs: Sequence[RunConfig]) -> list[RunConfig]:
@@ -258,7 +258,10 @@ def _of_cifar10(runs: Sequence[RunConfig]) -> list[RunConfig]:
 def _small(
     name: str, runs: Sequence[RunConfig], *, seeds: Sequence[int], epochs: Mapping[int, int] = MappingProxyType({})
 ) -> list[RunConfig]:
-    """Return the runs of a study, once for each seed, for minutes on a CPU; 6 epochs unless `epochs` says otherwise."""
+    """Return the runs of a study in a form that takes minutes on a CPU, once for each seed.
+
+    `epochs` gives the number of epochs for some numbers of epochs in the study; other runs have 6.
+    """
     by_name = {run.name: _small_run(run, num_epochs=epochs.get(run.num_epochs, 6)) for run in runs}
     return _study(name, _seeded(list(by_name.values()), seeds))
 
@@ -291,6 +294,6 @@ def _small_run(run: RunConfig, *, num_epochs: int) -> RunConfig:
         global_batch_size=64,
         num_epochs=num_epochs,
         channels_last=not sounds,
-        # With two drops of the rate for sounds too, which audio.py leaves out: docs/claims.md was measured so.
+        # The rate drops twice for sounds too, unlike in audio.py: docs/claims.md was measured with this.
         probe=ProbeConfig(num_epochs=20, views="none"),
     )

@@ -1,9 +1,10 @@
 """SimCLR with a viewmaker: the "Viewmaker" columns of Table 1 (Tamkin et al. 2022), one function for each row.
 
-The recipes are those of simclr.py, with a viewmaker of three residual blocks in place of the expert views. It is
-trained with Adam against the encoder. Two settings follow the paper and not its code. Views are clamped to [0, 1]
-(`--set views.clamp=false` for the code's way). Encoder and viewmaker share one pass (`--set
-adversary.update=alternating` for the code's order).
+The recipes equal the ones in simclr.py, but a viewmaker of three residual blocks replaces the expert views. It is
+trained with Adam against the encoder. Two settings follow the paper and not its code:
+
+- Views are clamped to [0, 1]. Use `--set views.clamp=false` for the way of the code.
+- Encoder and viewmaker share one backward pass. Use `--set adversary.update=alternating` for the order of the code.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def digits() -> RunConfig:
 
 
 def letters() -> RunConfig:
-    """C+Letters, with the published config's larger budget. Published: 71.9 % on CIFAR-10, 96.9 % on the letter."""
+    """C+Letters, with the larger budget of its config. Published: 71.9 % on CIFAR-10, 96.9 % on the letter."""
     return _against(simclr.letters(), ViewmakerConfig(budget=0.1))
 
 
 def digits_dropout() -> RunConfig:
-    """C+Digits with a large budget for a quarter of the views, an upper bound on how often any feature is dropped.
+    """C+Digits with a large budget for a quarter of the views, which bounds how often any feature is dropped.
 
-    This is not in the paper, which asks for such a rate. docs/dropout_rate.md has the measurements.
+    The paper suggests such a rate but has no experiment. docs/dropout_rate.md has the measurements.
     """
     recipe = digits()
     views = ViewmakerConfig(budget=0.4, dropout_rate=0.25)
@@ -46,24 +47,24 @@ def digits_dropout() -> RunConfig:
 
 
 def shapes_masked() -> RunConfig:
-    """C+Shapes, the object protected (Table 3). Published: 26.0 % on CIFAR-10, 95.8 % on the shape."""
+    """C+Shapes with the object protected (Table 3). Published: 26.0 % on CIFAR-10, 95.8 % on the shape."""
     return _masked(shapes())
 
 
 def digits_masked() -> RunConfig:
-    """C+Digits, the objects protected (Table 3). Published: 50.7 % on CIFAR-10, 95.0 % on the digit."""
+    """C+Digits with the objects protected (Table 3). Published: 50.7 % on CIFAR-10, 95.0 % on the digit."""
     return _masked(digits())
 
 
 def letters_masked() -> RunConfig:
-    """C+Letters, the objects protected (Table 3). Published: 23.2 % on CIFAR-10, 71.8 % on the letter."""
+    """C+Letters with the objects protected (Table 3). Published: 23.2 % on CIFAR-10, 71.8 % on the letter."""
     return _masked(letters())
 
 
 def digits_small() -> RunConfig:
     """C+Digits for a CPU: simclr:digits_small with a viewmaker of half the published width.
 
-    15 minutes on one core. Seen with seed 2 and JPEG pictures: 33.5 % on CIFAR-10, 79.0 % on the digit.
+    Takes 15 minutes on one core. Measured with seed 2 and JPEG pictures: 33.5 % on CIFAR-10, 79.0 % on the digit.
     """
     return _against(simclr.digits_small(), ViewmakerConfig(base_width=16))
 
@@ -79,7 +80,7 @@ def folder_small() -> RunConfig:
 
 
 def _masked(recipe: RunConfig) -> RunConfig:
-    """Return the recipe with a viewmaker that changes nothing inside the tight boxes of the drawn objects."""
+    """Return the recipe with a viewmaker that changes nothing inside the boxes around the drawn objects."""
     views = recipe.views.model_copy(update={"mask": "box"})
     return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-masked", "views": views})
 
