@@ -277,7 +277,7 @@ def accumulate(case: Case) -> dict[str, Any]:
 
 
 def skip_a_step(case: Case) -> dict[str, Any]:
-    """Return whether a skipped step changes nothing, and the steps after it equal a run without it."""
+    """Return whether a skipped step changes nothing, and the steps after it equal the steps of a run without it."""
     result: dict[str, Any] = {}
     plain, skipping = deepspeed_engines(case), deepspeed_engines(case)
     play(plain, case.game, last=4)
@@ -560,7 +560,7 @@ def test_so_it_is_where_the_kernel_skips(name: str, ranks: list[dict[str, Any]])
 def test_a_real_run_ends_in_the_bits_of_ddp(
     name: str, real_runs: dict[str, RealRun], ranks: list[dict[str, Any]]
 ) -> None:
-    """On two ranks, where a sum has only one order. Its losses equal one process.
+    """On two ranks, where a sum has only one order. Its losses equal the losses of one process.
 
     The runs have batch norm and contrast over the ranks, a viewmaker, a predictor, a momentum copy, and micro batches.
     """
