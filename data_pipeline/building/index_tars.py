@@ -77,6 +77,7 @@ _MAX_LABEL_BYTES: Final = 1 << 20
 _MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
 _REMOTE: Final = RemoteConfig()
 _MAX_TAR_BYTES: Final = 1 << 44
+_MAX_COMPARED: Final = 50_000_000  # samples whose keys are compared, which takes 16 bytes of memory each
 _MAX_FIELDS: Final = 50  # that are counted in a tar
 
 
@@ -199,8 +200,9 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         fields: Counter[str] = Counter()
         chosen: list[TarMember] = []
         words: list[str | None] = []
+        keys: list[int] = []
         num_without_picture = num_too_large = 0
-        for _, group in groupby(members, key=lambda member: split_name(member.name)[0]):
+        for key, group in groupby(members, key=lambda member: split_name(member.name)[0]):
             of_sample = {split_name(member.name)[1]: member for member in group}
             fields.update(of_sample.keys())
             picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
@@ -210,6 +212,9 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
                 num_too_large += 1
             else:
                 chosen.append(picture)
+                keys.append(
+                    int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+                )
                 words.append(_label(inputs.fields.label, of_sample, data))
         labels = tuple(dict.fromkeys(word for word in words if word is not None))
         numbers = {word: number for number, word in enumerate(labels)}
@@ -233,7 +238,8 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         np.array([member.size for member in chosen], dtype=np.int64),
     )
     label_N = np.array([NO_LABEL if word is None else numbers[word] for word in words], dtype=np.int64)
-    _write_part(_part_path(inputs.directory, task.path), facts, np.concatenate([packed, label_N]))
+    part = np.concatenate([packed, label_N, np.array(keys, dtype=np.int64)])
+    _write_part(_part_path(inputs.directory, task.path), facts, part)
     return facts
 
 
@@ -312,13 +318,13 @@ def _write_part(path: Path, facts: TarFacts, numbers: NDArray[np.int64]) -> None
 
 
 def _read_part(path: Path) -> tuple[TarFacts, NDArray[np.int64]] | None:
-    """Return the facts of a tar, and places and labels of its pictures, (2 N,) int64; None if no part is whole."""
+    """Return the facts of a tar, and places, labels and hashed keys of its samples, (3 N,) int64; None if not whole."""
     try:
         head, _, tail = path.read_bytes().partition(b"\n")
         facts = TarFacts.model_validate_json(head)
     except (OSError, ValueError):
         return None
-    if len(tail) != 16 * facts.num_samples:
+    if len(tail) != 24 * facts.num_samples:
         return None
     return facts, np.frombuffer(tail, dtype="<i8").astype(np.int64)
 
@@ -389,9 +395,8 @@ def make_index(
             sha256=sha256,
         ),
     )
-    partial = out / f".{MANIFEST_NAME}.partial"
-    partial.write_text(manifest.model_dump_json(indent=1))
-    partial.replace(out / MANIFEST_NAME)
+    _partial(out, MANIFEST_NAME).write_text(manifest.model_dump_json(indent=1))
+    _partial(out, MANIFEST_NAME).replace(out / MANIFEST_NAME)
     shutil.rmtree(parts)
     return manifest, facts
 
@@ -478,12 +483,16 @@ def _write_samples(
     counts = np.zeros(len(names), dtype=np.int64)
     rows: list[tuple[int, int, int]] = []
     end = 0
-    with (out / SAMPLES_NAME).open("wb") as samples, (out / LABELS_NAME).open("wb") as labels:
+    all_keys: list[NDArray[np.int64]] = []
+    # Not in place: a run that reads an older index has its files mapped into memory.
+    with _partial(out, SAMPLES_NAME).open("wb") as samples, _partial(out, LABELS_NAME).open("wb") as labels:
         for name, each in zip(paths, facts, strict=True):
             part = _read_part(_part_path(out, name))
             if part is None:
                 raise UserError(f"{out / _PARTS} was changed while the index was made; index again")
-            packed, local = np.split(part[1], 2)
+            packed, local, keys = np.split(part[1], 3)
+            if end + each.num_samples <= _MAX_COMPARED:
+                all_keys.append(keys)
             samples.write(packed.astype("<i8").tobytes())
             # The last entry is for samples without a label.
             of_class = np.array([*(numbers[word] for word in each.labels), NO_LABEL], dtype=np.int64)
@@ -492,9 +501,29 @@ def _write_samples(
             counts += np.bincount(label_N[label_N >= 0], minlength=len(names))[: len(names)]
             end += each.num_samples
             rows.append((end, each.num_bytes, each.changed_ns))
+    for name in (SAMPLES_NAME, LABELS_NAME):
+        _partial(out, name).replace(out / name)
     if not names:
         (out / LABELS_NAME).unlink()
+    _warn_of_equal_keys(all_keys, paths)
     return tuple(counts.tolist()), np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _partial(out: Path, name: str) -> Path:
+    return out / f".{name}.partial"
+
+
+def _warn_of_equal_keys(keys_of_tars: Sequence[NDArray[np.int64]], paths: Sequence[str]) -> None:
+    """Warn if samples have the same key: they are read as different samples, but somebody may have copied a tar."""
+    keys_N = np.concatenate(keys_of_tars) if keys_of_tars else np.empty(0, dtype=np.int64)
+    order = np.argsort(keys_N, kind="stable")
+    (again,) = np.nonzero(keys_N[order[1:]] == keys_N[order[:-1]])
+    if not len(again):
+        return
+    ends = np.cumsum([len(keys) for keys in keys_of_tars])
+    both = np.searchsorted(ends, order[again[0] : again[0] + 2], side="right").tolist()
+    names = " and in ".join(dict.fromkeys(paths[number] for number in both))
+    logger.warning("%d samples have the key of an earlier one, such as one in %s", len(again), names)
 
 
 def _mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -395,6 +395,25 @@ def test_batches_of_tars_are_the_same_on_any_ranks_and_resumed(
         assert len(set(seen)) == 32
 
 
+def test_samples_with_the_same_key_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    simple(tmp_path, [3, 3])
+    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields())
+    assert not caplog.text
+    shutil.copy(tmp_path / "train-0000.tar", tmp_path / "train-0002.tar")
+    store = indexed(tmp_path, tmp_path / INDEX_NAME)
+    assert "3 samples have the key of an earlier one, such as one in" in caplog.text
+    assert "train-0000.tar and in" in caplog.text
+    assert numbers_in(store) == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+
+
+def test_an_index_that_is_made_again_leaves_open_readers_alone(tmp_path: Path) -> None:
+    simple(tmp_path, [3, 3])
+    store = indexed(tmp_path, tmp_path / INDEX_NAME)
+    make_index(str(tmp_path / "train-0000.tar"), tmp_path / INDEX_NAME, fields=Fields(), size=32)
+    assert numbers_in(store) == list(range(6))
+    assert numbers_in(SampleStore(tmp_path)) == [0, 1, 2]
+
+
 def test_verify_reads_every_picture_of_the_tars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
