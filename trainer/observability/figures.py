@@ -43,29 +43,33 @@ def difference_pictures(difference_NHWC: NDArray[np.float32], *, gain: int) -> N
 def picture_grid(rows: Sequence[GridRow], *, column_titles: Sequence[str]) -> bytes:
     """Return a PNG of the rows, one below the other. Pictures are enlarged by a whole factor.
 
-    A pixel that is nan is black. A title that is wider than its column ends in three dots. Equal input gives equal
-    bytes.
+    A pixel that is nan is black. Titles grow with large pictures, because a page shows the whole grid in its width. A
+    title that is wider than its column ends in three dots. Equal input gives equal bytes.
     """
     num_columns, height, width = rows[0].pictures_NHWC.shape[:3]
     scale = max(1, round(PICTURE_SIZE / width))
     cell_width, cell_height = scale * width + GAP, scale * height + GAP
-    canvas_HWC = np.ones((TOP + cell_height * len(rows), LEFT + cell_width * num_columns, 3), dtype=np.float32)
+    zoom = max(1.0, scale * width / PICTURE_SIZE)
+    top_of_grid, left_of_grid = round(zoom * TOP), round(zoom * LEFT)
+    size = (top_of_grid + cell_height * len(rows), left_of_grid + cell_width * num_columns, 3)
+    canvas_HWC = np.ones(size, dtype=np.float32)
     full_height, full_width = canvas_HWC.shape[:2]
     figure = Figure(figsize=(full_width / DPI, full_height / DPI), dpi=DPI)
     for row_number, row in enumerate(rows):
-        top = TOP + cell_height * row_number
+        top = top_of_grid + cell_height * row_number
         for column, picture_HWC in enumerate(row.pictures_NHWC):
-            left = LEFT + cell_width * column
+            left = left_of_grid + cell_width * column
             enlarged_HWC = picture_HWC.repeat(scale, axis=0).repeat(scale, axis=1)
             canvas_HWC[top : top + scale * height, left : left + scale * width] = np.nan_to_num(enlarged_HWC)
         middle = 1 - (top + scale * height / 2) / full_height
-        figure.text((LEFT - 14) / full_width, middle, row.title, ha="right", va="center", fontsize=11)
-    num_letters = int(cell_width / _LETTER)
+        x = (left_of_grid - 14) / full_width
+        figure.text(x, middle, row.title, ha="right", va="center", fontsize=11 * zoom)
+    num_letters = int(cell_width / (_LETTER * zoom))
     for column, title in enumerate(column_titles):
         shown = title if len(title) <= num_letters else f"{title[: num_letters - 3]}..."
-        x = (LEFT + cell_width * column + scale * width / 2) / full_width
-        y = 1 - (TOP - 8) / full_height
-        figure.text(x, y, shown, ha="center", va="bottom", fontsize=10, color="#444444")
+        x = (left_of_grid + cell_width * column + scale * width / 2) / full_width
+        y = 1 - (top_of_grid - 8) / full_height
+        figure.text(x, y, shown, ha="center", va="bottom", fontsize=10 * zoom, color="#444444")
     figure.figimage(canvas_HWC, vmin=0.0, vmax=1.0)
     return to_png(figure)
 

@@ -42,7 +42,7 @@ Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square i
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
 CROP_ATTEMPTS = 10
-_VALUES_ON_CPU: Final = 1 << 18  # of the pictures that are changed at once: 1 of 224 x 224, 85 of 32 x 32
+_VALUES_ON_CPU: Final = 1 << 18  # of the pictures that one thread changes at once: 1 of 224 x 224, 85 of 32 x 32
 _SIMCLR_BLUR: Final = 20  # its kernel is a tenth of the picture wide, so a twentieth to either side
 
 _DRAWS = {
@@ -204,7 +204,9 @@ class ExpertImage(nn.Module):
         if C != 3 or H != W:
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
         draws = draw(self.config, keys, size=H)
-        size = max(1, _VALUES_ON_CPU // (C * H * W))
+        # Threads wait for each other after each operation, so several threads get more at a time.
+        threads = torch.get_num_threads()
+        size = max(1, _VALUES_ON_CPU * (1 if threads == 1 else 16 * threads) // (C * H * W))
         if images_BCHW.device.type != "cpu" or size >= B:
             return apply_draws(images_BCHW, draws)
         # On a CPU a few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.

@@ -90,7 +90,7 @@ def test_large_pictures_have_fewer_columns(tmp_path: Path) -> None:
             Image.new("RGB", (230, 224), (20 * number, 0, 0)).save(folder / f"{number}.png")
     build_dataset("folder_letters", tmp_path / "built", root=tmp_path / "root", image_size=224)
     width, height = draw_grid(str(tmp_path / "built"), num_samples=60).size
-    assert (width, height) == (MARGIN + 5 * (224 + MARGIN), MARGIN + 3 * (224 + 2 * 15 + 4 + MARGIN))
+    assert (width, height) == (MARGIN + 6 * (224 + MARGIN), MARGIN + 2 * (224 + 2 * 15 + 4 + MARGIN))
 
 
 def test_a_grid_holds_the_samples_in_rows_of_ten(tmp_path: Path) -> None:
