@@ -212,9 +212,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
                 num_too_large += 1
             else:
                 chosen.append(picture)
-                keys.append(
-                    int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
-                )
+                keys.append(_hashed(key))
                 words.append(_label(inputs.fields.label, of_sample, data))
         labels = tuple(dict.fromkeys(word for word in words if word is not None))
         numbers = {word: number for number, word in enumerate(labels)}
@@ -263,6 +261,11 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
             file.seek(0)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         yield path, sha256
+
+
+def _hashed(key: str) -> int:
+    """Return 64 bits that differ for different keys, all but certainly."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview) -> str | None:
