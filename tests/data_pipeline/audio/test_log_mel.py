@@ -60,14 +60,16 @@ def sounds(config: MelConfig, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.slow
 @CONFIGS
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-4)])
-def test_equal_to_librosa(config: MelConfig, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_to_librosa(config: MelConfig, dtype: torch.dtype) -> None:
+    """To 1e-5 of a deviation; to 1e-4 for a chirp, most of whose bands have next to no power."""
     waveforms_BT = sounds(config, dtype)
     spectrograms = ours(waveforms_BT, config)
     assert spectrograms.shape == (5, 64, 64)
     assert spectrograms.dtype == dtype
     expected = np.stack([librosas(waveform, config) for waveform in waveforms_BT.numpy()])
-    np.testing.assert_allclose(spectrograms.numpy(), expected, rtol=0, atol=tolerance)
+    for sound, tolerance in enumerate((1e-5, 1e-5, 1e-4, 1e-5, 1e-4)):
+        np.testing.assert_allclose(spectrograms[sound].numpy(), expected[sound], rtol=0, atol=tolerance)
 
 
 @CONFIGS
@@ -101,7 +103,7 @@ def test_recorded_speech_is_equal_to_librosa() -> None:
             clips.append(torch.from_numpy(decode_wav(file.read())))
     waveforms_BT = to_float(fit_length(clips, FSDD.num_points, last_B=torch.zeros(8, dtype=torch.bool)))
     expected = np.stack([librosas(waveform, FSDD) for waveform in waveforms_BT.numpy()])
-    np.testing.assert_allclose(ours(waveforms_BT, FSDD).numpy(), expected, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(ours(waveforms_BT, FSDD).numpy(), expected, rtol=0, atol=1e-4)
 
 
 def test_the_published_backgrounds_have_the_published_figures() -> None:

@@ -89,10 +89,10 @@ def test_views_and_gradients_are_those_of_the_network_as_written(channels: int, 
         (views - target).square().sum().backward()
         gradients.append((views.detach(), {name: p.grad for name, p in network.named_parameters()}))
     (views, ours), (expected_views, expected) = gradients
-    torch.testing.assert_close(views, expected_views, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(views, expected_views, atol=1e-13, rtol=1e-12)
     # Both lists are in the order of the forward pass, with weight before bias.
     for (name, gradient), expected_gradient in zip(ours.items(), expected.values(), strict=True):
-        torch.testing.assert_close(gradient, expected_gradient, atol=1e-9, rtol=1e-7, msg=name)
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-11, rtol=1e-9, msg=name)
 
 
 def test_every_parameter_gets_a_gradient() -> None:
