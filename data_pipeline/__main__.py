@@ -60,6 +60,12 @@ def _build(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="Store each record R times, each time with another overlay.",
     )
+    add(
+        "--keep",
+        action="store_true",
+        help="For the dataset folder: keep the files as they are, of any size, and bring them to --image-size (224, if "
+        "it is not given) when they are read.",
+    )
     add("--image-size", metavar="N", type=int, help="Crop the pictures of a folder to squares and resize them to NxN.")
     add(
         "--test-share",

@@ -35,6 +35,8 @@ from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset
 from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES
+from data_pipeline.building.index_tars import DEFAULT_SIZE, describe_index
+from data_pipeline.building.keep_files import pack_folder
 from data_pipeline.building.workers import (
     FINISHED_SUFFIX,
     BuildInputs,
@@ -54,6 +56,7 @@ from data_pipeline.core.validation import describe
 from data_pipeline.overlays import Overlay, PictureOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.sources import Source
+from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.manifest import (
     FORMAT_VERSION,
@@ -495,6 +498,9 @@ def describe_manifest(manifest: Manifest) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.keep:
+        _run_keep(args)
+        return
     existed = (args.out / MANIFEST_NAME).is_file()
     manifest = build_dataset(
         args.dataset,
@@ -521,4 +527,29 @@ def run(args: argparse.Namespace) -> None:
     done = "exists already, built from the same data with the same arguments" if existed else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {len(manifest.shards)} shards, {manifest.sha256[:12]}")
     for line in describe_manifest(manifest):
+        print(line)
+
+
+def _run_keep(args: argparse.Namespace) -> None:
+    """Pack the files of a folder as they are."""
+    if args.dataset != "folder" or args.overlay is not None or args.repeats != 1:
+        raise UserError("--keep packs the files of a folder as they are; use it with the dataset folder alone")
+    if args.root is None:
+        raise UserError("--keep packs the files of a folder; name it with --root")
+    folder = ImageFolder(
+        args.root,
+        split=args.split,
+        image_size=args.image_size or DEFAULT_SIZE,
+        test_share=args.test_share,
+        seed=args.seed,
+    )
+    manifest, facts = pack_folder(
+        folder,
+        args.out,
+        size=args.image_size or DEFAULT_SIZE,
+        seed=args.seed,
+        num_samples_per_shard=args.samples_per_shard,
+        limit=args.limit,
+    )
+    for line in describe_index(manifest, facts):
         print(line)

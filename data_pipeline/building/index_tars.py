@@ -339,6 +339,7 @@ def make_index(
     fields: Fields,
     size: int = DEFAULT_SIZE,
     classes_of: Path | None = None,
+    classes: tuple[str, ...] | None = None,
     num_workers: int = 1,
     show_progress: bool = False,
 ) -> tuple[Manifest, list[TarFacts]]:
@@ -347,6 +348,7 @@ def make_index(
     Args:
         size: width and height in pixels to which pictures are brought when they are read.
         classes_of: an index whose classes and their numbers are taken, as a test set must have those of its train set.
+        classes: the names of the classes in their order, if they are known.
 
     Raises `UserError` if the location names no tars, no sample has a picture, the named label is in no sample, or a
     label is none of `classes_of`.
@@ -365,8 +367,9 @@ def make_index(
             f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
             f"{_named(seen)}, so name yours with --image"
         )
-    names = _class_names(facts, fields, seen, location, classes_of)
+    names = classes or _class_names(facts, fields, seen, location, classes_of)
     counts, numbers_S3 = _write_samples(paths, facts, names, out)
+    paths = [_stored(path, out) for path in paths]
     (out / TARS_NAME).write_text("".join(f"{name}\n" for name in paths))
     (out / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
     hashes = "".join(each.sha256 for each in facts)
@@ -402,6 +405,12 @@ def make_index(
     _partial(out, MANIFEST_NAME).replace(out / MANIFEST_NAME)
     shutil.rmtree(parts)
     return manifest, facts
+
+
+def _stored(path: str, out: Path) -> str:
+    """Return a path as the index names it: relative to the index if it lies there, so that both can be moved."""
+    inside = out.absolute()
+    return str(Path(path).relative_to(inside)) if not is_remote(path) and Path(path).is_relative_to(inside) else path
 
 
 def _begin(out: Path, settings: ScanInputs) -> None:

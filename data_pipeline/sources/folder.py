@@ -114,12 +114,13 @@ class ImageFolder:
                 progress.advance(len(numbers))
         return digests
 
-    def _path(self, number: int) -> Path:
+    def path(self, number: int) -> Path:
+        """Return the file of a record."""
         name = os.fsdecode(self._names[self._name_starts[number] : self._name_ends[number]])
         return self.root / self.class_names[int(self.labels[number])] / name
 
     def _decode(self, number: int) -> NDArray[np.uint8]:
-        picture = read_rgb(self._path(number))
+        picture = read_rgb(self.path(number))
         return np.asarray(picture if self.image_size is None else middle_square(picture, self.image_size))
 
     def __getitem__(self, number: int) -> Record:
@@ -127,7 +128,7 @@ class ImageFolder:
         if pixels.shape != self._shape:
             (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
             raise UserError(
-                f"{self._path(number)} is {width}x{height} pixels but {self._path(0)} is {first_width}x{first_height}; "
+                f"{self.path(number)} is {width}x{height} pixels but {self.path(0)} is {first_width}x{first_height}; "
                 "bring all pictures to one size with --image-size"
             )
         return Record(pixels, int(self.labels[number]))

@@ -3,7 +3,7 @@
 An index is a directory:
 
     manifest.json   what the samples are: a `Manifest` with the section `tars`
-    tars.txt        the path or URL of each tar, a line each
+    tars.txt        the path or URL of each tar, a line each; a path in the index's own directory is relative
     tars.bin        (num_tars, 3) int64: the samples up to its end, its size in bytes, its time of change in nanoseconds
     tars.sha256     the sha256 of each tar, 32 bytes, if the tars are remote; else empty
     samples.bin     int64 for each sample: where its picture lies in its tar, and its size (`pack`)
@@ -144,6 +144,9 @@ class TarShards:
     def _contradiction(self, name: str) -> UserError:
         return UserError(f"{self._directory / name} does not agree with {MANIFEST_NAME}; {_REINDEX}")
 
+    def _path(self, number: int) -> Path:
+        return self._directory / self._paths[number]  # which may be absolute
+
     def name(self, number: int) -> str:
         return Path(self._paths[number]).name
 
@@ -168,7 +171,7 @@ class TarShards:
         return ()
 
     def _check_size(self, number: int) -> None:
-        path, due = Path(self._paths[number]), int(self._num_bytes_S[number])
+        path, due = self._path(number), int(self._num_bytes_S[number])
         size = regular_size(path)
         if size is None:
             raise UserError(
@@ -193,7 +196,7 @@ class TarShards:
                 "raise data.remote.cache_gigabytes"
             )
         self._check_size(number)
-        path = Path(self._paths[number])
+        path = self._path(number)
         if path.stat().st_mtime_ns != self._changed_ns_S[number]:
             logger.warning("%s was written again after it was indexed; to be sure of its content, %s", path, _REINDEX)
         return OpenShard(path, map_file(path), start, rows, is_checked)

@@ -24,11 +24,13 @@ from PIL import Image
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.index_tars import Fields, ensure_index, expand, make_index
+from data_pipeline.building.keep_files import pack_folder
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.stream import ReadConfig, Stream, read_all
 from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.storage.manifest import INDEX_NAME, dataset_directory, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_headers
@@ -570,3 +572,77 @@ def test_remote_tars_are_read_in_windows_with_a_small_cache(
     assert sorted(number for batch in whole for number in batch) == list(range(48))
     assert batches(3) == whole[3:]
     assert len(list((tmp_path / "cache").rglob("*.tar"))) <= num_cached
+
+
+# A folder that is packed as it is
+
+
+def write_folder(root: Path, *, split: str = "train", num: int = 6) -> Path:
+    for number in range(num):
+        path = root / split / ("owl" if number % 2 else "crow") / f"{number}.{'PNG' if number % 3 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number, height=40 + number, kind="PNG" if number % 3 else "JPEG"))
+    return root
+
+
+def test_a_folder_is_packed_without_a_second_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = write_folder(tmp_path / "photos"), tmp_path / "kept"
+    arguments = ["build", "folder", "--keep", "--root", str(root), "--out", str(out), "--image-size", "32"]
+    done = call(main, *arguments, "--samples-per-shard", "4", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert "6 samples in 2 tars" in done.stdout
+    files = {path.read_bytes() for path in root.rglob("*.*")}
+    stored = {
+        bytes(content) for path in out.glob("*.tar") for name, content in contents_of(path) if not name.endswith(".cls")
+    }
+    assert stored == files
+    moved = out.rename(tmp_path / "moved")
+    store = SampleStore(moved)
+    assert store.manifest.label_names.base == ("crow", "owl")
+    decoded = decode(store, np.arange(6))
+    assert decoded.pictures_BCHW is not None
+    numbers = [number_of(pixels) for pixels in decoded.pictures_BCHW.numpy()]
+    assert sorted(numbers) == list(range(6)) != numbers
+    assert decoded.label_base_B.tolist() == [number % 2 for number in numbers]
+    again = call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert again.status == 0, again.stderr
+    whole = b"".join(path.read_bytes() for path in sorted(moved.glob("*.tar")))
+    assert all(content in whole for content in files)
+
+
+def contents_of(path: Path) -> list[tuple[str, bytes]]:
+    with tarfile.open(path) as tar:
+        return [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["build", "folder_digits", "--keep", "--root", "photos"], "use it with the dataset folder alone"),
+        (["build", "folder", "--keep"], "name it with --root"),
+        (["build", "folder", "--keep", "--root", "photos", "--repeats", "2"], "use it with the dataset folder alone"),
+        (["build", "folder", "--keep", "--root", "nothing"], "is not a folder"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_in_a_sentence(
+    tmp_path: Path,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_folder(tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    done = call(main, *arguments, "--out", tmp_path / "out", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert said in done.stderr
+
+
+def test_a_folder_is_not_packed_over_something_else(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("")
+    folder = ImageFolder(write_folder(tmp_path / "photos"), split="train", image_size=32)
+    with pytest.raises(UserError, match="is not empty; choose another directory"):
+        pack_folder(folder, tmp_path / "out", size=32)
