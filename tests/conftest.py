@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from tests import tiers
 
 # Tensors of tests are small, and `make test` has a worker on each core: more threads only wait for each other.
 # The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", THREADS)  # which UMAP's library sets for torch as well
 
 FOLDERS = {"slurm": "slurm", "e2e": "process"}  # the mark of every test in a folder of tests/
 SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 4}  # about, of a test with this mark
@@ -37,3 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     tiers.begin(item)
+
+
+def pytest_runtest_teardown() -> None:
+    """Fail a test after which torch computes on another number of threads: all tests after it would be slower."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != int(THREADS):
+        number = torch.get_num_threads()
+        torch.set_num_threads(int(THREADS))
+        pytest.fail(f"the test leaves torch with {number} threads in place of {THREADS}")
