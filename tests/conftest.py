@@ -41,6 +41,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     tiers.begin(item)
 
 
+@pytest.hookimpl(trylast=True)  # once the fixtures are gone
 def pytest_runtest_teardown() -> None:
     """Fail a test after which torch computes on another number of threads: all tests after it would be slower."""
     torch = sys.modules.get("torch")
