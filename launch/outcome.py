@@ -74,14 +74,14 @@ def outcomes_of_job(logs: Path, *, job_id: str, inside: Path) -> Mapping[int, Ra
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line that Python prints for an exception.
+    """Return the last line that Python prints for an exception, without the name of its module.
 
     Examples:
         >>> last_line(ValueError("the loss is nan"))
         'ValueError: the loss is nan'
     """
     text = "".join(traceback.format_exception_only(error)).strip()
-    return text.splitlines()[-1].strip()
+    return text.splitlines()[-1].strip().removeprefix(f"{type(error).__module__}.")
 
 
 def note_end(run_dir: RunDir, config: RunConfig, ended: Ended, reason: str = "") -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -21,6 +22,11 @@ from trainer.planning.describe import describe
 from trainer.planning.fit import plan
 from trainer.run_dir import RunDir
 from trainer.train import train
+
+_INTERRUPTED: Final = (
+    "interrupted by Ctrl-C, which saves no checkpoint; start it again with the same command and it goes on from its "
+    "newest one"
+)
 
 
 def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
@@ -45,6 +51,10 @@ def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accept
     is_first = read_env(os.environ).rank == 0
     try:
         run(config, run_dir, command=command, accepted_data=accepted_data)
+    except KeyboardInterrupt:
+        if is_first:
+            note_end(RunDir(run_dir), config, "stopped", _INTERRUPTED)
+        raise
     except Exception as error:
         if is_first and isinstance(error, StoppedError):
             note_end(RunDir(run_dir), config, "stopped", str(error))

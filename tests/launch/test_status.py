@@ -634,11 +634,13 @@ def test_only_what_was_submitted_can_be_submitted_again(
     [
         (StoppedError(5, "as SIGTERM asked"), 0, "stopped", "stopped after step 5, as SIGTERM asked; start it again"),
         (ValueError("of this rank"), 0, "failed", "ValueError: of this rank"),
+        (UserError("of this rank"), 0, "failed", "UserError: of this rank"),
+        (KeyboardInterrupt(), 0, "stopped", "interrupted by Ctrl-C, which saves no checkpoint; start it again"),
         (ValueError("of this rank"), 1, "killed", "it ended without a message"),
     ],
 )
 def test_a_run_of_train_py_notes_why_it_ended(
-    error: Exception, rank: int, state: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, rank: int, state: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path, "a", job_id=None)
 
