@@ -71,7 +71,10 @@ TIMM = ("encoder.kind=timm", "encoder.name=vit_tiny_patch16_224")
         ([*TIMM, "encoder.options=3"], "encoder.options is 3; it must be a mapping, such as {a: 1}"),
         ([*TIMM, "encoder.options.x=[3]"], "encoder.options.x is [3]; it must be true or false or a whole number or"),
         # A choice.
-        (["views.blur=guassian"], '"guassian"; it must be "pil", "gaussian", "simclr" or "constant"; did you mean "gaussian"?'),
+        (
+            ["views.blur=guassian"],
+            '"guassian"; it must be "pil", "gaussian", "simclr" or "constant"; did you mean "gaussian"?',
+        ),
         (["precision=int8"], 'precision is "int8"; it must be "float32", "bfloat16", "float16" or "float64"'),
         (["encoder.in_channels=2"], "encoder.in_channels is 2; it must be 1 or 3"),
         (["memory.encoder_checkpointing=x"], 'is "x"; it must be "none" or "whole" or a whole number'),
