@@ -118,7 +118,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
         "--image",
         metavar="EXTENSIONS",
         default="jpg;jpeg;png;webp",
-        help="The extensions of the pictures; the first that a sample has is read (default: '%(default)s').",
+        help="The extensions of the pictures; of each sample the first that it has is read (default: '%(default)s').",
     )
     add(
         "--label",
@@ -131,13 +131,13 @@ def _index(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=224,
-        help="Bring pictures to NxN pixels when they are read (default: %(default)s).",
+        help="Resize pictures to NxN pixels when they are read (default: %(default)s).",
     )
     add(
         "--classes-of",
-        metavar="DIR",
+        metavar="LOCATION",
         type=Path,
-        help="Number the classes as this index does. Index a test set with that of its train set.",
+        help="Number the classes as the index of these tars does. For a test set, give the location of its train set.",
     )
     num_cpus = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
@@ -193,7 +193,9 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_location(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "location", metavar="DIR", help="A built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}."
+        "location",
+        metavar="DIR",
+        help="A built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}. Or tars that were indexed.",
     )
 
 
