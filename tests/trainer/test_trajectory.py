@@ -29,7 +29,9 @@ STEPS = {
     "expert": ("debug:image", []),
     "simultaneous": ("debug:viewmaker", []),
     "alternating": ("debug:viewmaker", ALTERNATING),
-    "published": ("debug:viewmaker", ["objective.kind=nt_xent_published"]),
+    # With seed 0, some pixel lies at the edge of the clamp up to rounding, and the trajectories part by 1e-8. Without
+    # the clamp (views.clamp=false) they agree with seed 0 as well.
+    "published": ("debug:viewmaker", ["objective.kind=nt_xent_published", "seed=5"]),
     "info_nce": ("debug:viewmaker", ["objective.kind=info_nce"]),
     "split": ("debug:image", ["objective.kind=split", "view_forwards=one"]),
     "linear": ("debug:image", ["objective.kind=linear"]),
