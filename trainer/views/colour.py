@@ -17,7 +17,8 @@ from torch import Tensor
 from trainer.views.resampling import per_picture
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL; torchvision's tensors use 0.2989
+_GRAIN = 1 << 15  # torch leaves smaller sums to one thread
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as PIL; torchvision's tensors use 0.2989
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,16 @@ def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
     if not (needs(own_B != 0) or needs(mean_B != 0)):
         return x_BCHW.mul_(per_picture(factor_B)).clamp_(0, 1)
     reference_B1HW = luma(x_BCHW)
-    mean_B = mean_B * reference_B1HW.mean(dim=(1, 2, 3))
+    mean_B = mean_B * _mean(reference_B1HW)
     reference_B1HW.mul_(per_picture(own_B)).add_(per_picture(mean_B))
     return x_BCHW.mul_(per_picture(factor_B)).add_(reference_B1HW).clamp_(0, 1)
+
+
+def _mean(x_B1HW: Tensor) -> Tensor:
+    """Return the mean of each picture, (B,), in bits that do not depend on the number of threads or pictures."""
+    if x_B1HW.shape[2] * x_B1HW.shape[3] < _GRAIN:
+        return x_B1HW.mean(dim=(1, 2, 3))
+    return x_B1HW.mean(dim=3).mean(dim=(1, 2))  # threads would share the one sum of a single large picture
 
 
 def luma(x_BCHW: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional as tv
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import random_resized_crops
 from tests.trainer.views.kolmogorov import ks_p_value
+from trainer.views import expert_image
 from trainer.views.colour import (
     BRIGHTNESS,
     CONTRAST,
@@ -325,9 +326,10 @@ def test_the_blur_of_simclr_reaches_a_tenth_of_the_picture(size: int, reach: int
 @pytest.mark.parametrize("config", [ExpertImageConfig(), SIMCLR, huang_views("abcde"), huang_views("ab")])
 @pytest.mark.parametrize(("size", "num"), [(32, 120), (96, 12), (224, 4)])
 def test_pictures_that_are_changed_a_few_at_a_time_are_those_of_the_whole_batch(
-    config: ExpertImageConfig, size: int, num: int
+    config: ExpertImageConfig, size: int, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU also leaves out what changes none of the few; neither changes a bit."""
+    monkeypatch.setattr(expert_image, "_VALUES_ON_CPU", 3 * size**2 * 3)
     x = pictures(num, size=size)
     draws = draw(config, keys(num), size=size)
     assert torch.equal(ExpertImage(config)(x, keys(num)), apply_draws(x, draws))
