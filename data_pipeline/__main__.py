@@ -210,7 +210,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "index": Command(
-        "Index WebDataset tars of others, so that they can be trained from as they are.",
+        "Index WebDataset tars, so that they can be trained from as they are.",
         _index,
         "data_pipeline.building.index_tars",
     ),

@@ -46,14 +46,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P",
         help="The share of test samples that may also be in the train set (default: probe.allow_shared of the run).",
     )
-    add("--out", type=Path, metavar="DIR", help="Write DIR/NAME/, and nothing into the run directory.")
+    add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     fit = parser.add_argument_group(
         "linear probe", "The defaults are in the config of the run. A changed value becomes part of the file names."
     )
-    fit.add_argument("--views", choices=["policy", "none"], help="none computes the features once, which is fast.")
-    fit.add_argument("--batch-norm", choices=["eval", "train"], help="train uses batch statistics, as first published.")
-    fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs.")
+    fit.add_argument(
+        "--views",
+        choices=["policy", "none"],
+        help="Fit on views of the run's policy, or on samples without views, which is much faster.",
+    )
+    fit.add_argument(
+        "--batch-norm",
+        choices=["eval", "train"],
+        help="The mode of batch norm during the fit; train uses batch statistics, as in the published code.",
+    )
+    fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs of the fit.")
     return parser
 
 
