@@ -87,14 +87,21 @@ def read_manifests(data: DataConfig) -> Manifests:
     Raises `UserError` if one is missing.
     """
 
-    def manifest(location: str) -> Manifest:
-        if is_remote(location):
-            return RemoteShards(location, config=data.remote).manifest
-        return load_manifest(Path(location))
-
-    ensure_index(data.train_dir, show_progress=True)
+    train = read_train_manifest(data)
     ensure_index(data.test_dir, classes_of=data.train_dir, show_progress=True)
-    return Manifests(manifest(data.train_dir), manifest(data.test_dir))
+    return Manifests(train, _read_manifest(data.test_dir, data))
+
+
+def read_train_manifest(data: DataConfig) -> Manifest:
+    """Return the manifest of the train set, as `read_manifests` does."""
+    ensure_index(data.train_dir, show_progress=True)
+    return _read_manifest(data.train_dir, data)
+
+
+def _read_manifest(location: str, data: DataConfig) -> Manifest:
+    if is_remote(location):
+        return RemoteShards(location, config=data.remote).manifest
+    return load_manifest(Path(location))
 
 
 def read_agreed_manifests(data: DataConfig) -> Manifests:

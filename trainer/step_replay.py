@@ -20,7 +20,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from trainer.build import build_training
 from trainer.config import read_run_config
-from trainer.data import open_stream, read_manifests
+from trainer.data import open_stream, read_train_manifest
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
@@ -67,7 +67,7 @@ def replay(
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
     config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
     where = torch.device(device)
-    train = read_manifests(config.data).train
+    train = read_train_manifest(config.data)
     stream = open_stream(
         config.data.model_copy(update={"placement": "stream", "num_workers": 0}),
         global_batch_size=config.global_batch_size,

@@ -331,8 +331,11 @@ def dataset_directory(location: str | Path) -> Path:
     That is `location` itself, or the index of the tars that `location` names (see `index_directory`) if there is one.
     """
     path = Path(location).expanduser()
-    if not (path / MANIFEST_NAME).is_file() and (index_directory(path) / MANIFEST_NAME).is_file():
-        return index_directory(path)
+    try:
+        if not (path / MANIFEST_NAME).is_file() and (index_directory(path) / MANIFEST_NAME).is_file():
+            return index_directory(path)
+    except OSError:  # a directory that may not be entered
+        pass
     return path
 
 
@@ -345,10 +348,14 @@ def index_directory(location: str | Path) -> Path:
 
 
 def names_tars(location: str | Path) -> bool:
-    """Return whether a location seems to name tars and no dataset: by their ending, or a directory that holds some."""
+    """Return whether a location seems to name tars and no dataset: by their ending, or a directory that holds some.
+
+    Shards that `build` has not finished are a dataset: indexes lie beside them.
+    """
     path = Path(location).expanduser()
     if path.is_dir():
-        return not (path / MANIFEST_NAME).exists() and any(path.glob("*.tar"))
+        is_built = (path / MANIFEST_NAME).exists() or any(path.glob("*.index")) or any(path.glob(".shard-*"))
+        return not is_built and any(path.glob("*.tar"))
     return ".tar" in path.suffixes or (path.suffix in _LISTS and path.is_file())
 
 

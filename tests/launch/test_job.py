@@ -153,7 +153,7 @@ def test_a_start_takes_away_the_outcome_of_the_start_before_and_leaves_its_own(
     for path in (own, other):
         write_outcome(path, "failed", "RuntimeError: Connection closed by peer")
     (tmp_path / "config.json").touch()
-    monkeypatch.setattr(launch.job, "read_config", lambda _, **__: None)
+    monkeypatch.setattr(launch.job, "read_run_config", lambda _, **__: None)
     monkeypatch.setattr(launch.job, "Ending", lambda: SimpleNamespace(status=1))  # this process must not end
     monkeypatch.setattr(os, "environ", os.environ.copy())
     before = {number: signal.getsignal(number) for number in WARNINGS}

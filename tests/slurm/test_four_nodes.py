@@ -97,7 +97,7 @@ def test_deepspeed_on_four_nodes_follows_one_process(
     """Its optimizer is cut into four pieces (ZeRO 2), and it has only float32. There, one ReLU that rounding pushes
     over zero changes the next loss, so the steps are few and small. With twice the rate the curves are 1e-3 apart.
     """
-    recipe = [*recipe, "--set", "precision=float32", "--set", "optimizer.learning_rate=0.001", "--set", "num_epochs=1"]
+    recipe = [*recipe, "--set", "precision=float32", "--set", "optimizer.learning_rate=0.0005", "--set", "num_epochs=1"]
     environ = slurm | {"OMP_NUM_THREADS": "1"}
     alone = run(sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone", environ=environ)
     assert alone.returncode == 0, alone.stderr

@@ -56,7 +56,7 @@ class StoppedJob:
         }.items():
             monkeypatch.setenv(name, value)
         (path / "config.json").touch()
-        monkeypatch.setattr(launch.job, "read_config", lambda _, **__: None)
+        monkeypatch.setattr(launch.job, "read_run_config", lambda _, **__: None)
         monkeypatch.setattr(launch.job, "run", self._run)
         monkeypatch.setattr(launch.job, "Ending", Ending)
         self._rank = rank

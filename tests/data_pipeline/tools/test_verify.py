@@ -421,7 +421,7 @@ def test_the_assets_of_a_remote_overlay_are_verified(tmp_path: Path) -> None:
 
 def test_a_location_that_does_not_answer_is_one_sentence() -> None:
     with pytest.raises(UserError, match="is not a location of a dataset"):
-        Verification("s3://bucket/data")
+        Verification("ftp://host/data")
 
 
 def test_the_summary_names_samples_bytes_sizes_and_classes(sound: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_zero_cuts_what_its_stage_says() -> None:
     assert by_stage[2].step_bytes <= by_stage[1].step_bytes == of_ddp.step_bytes
     offloaded = planned(zero(2, offload=True), ranks=4)
     assert (offloaded.optimizer_bytes, offloaded.host_bytes) == (0, optimizer // 4 + gradient // 4)
-    assert "a least" in describe(by_stage[3])
+    assert "lower bound" in describe(by_stage[3])
 
 
 def test_the_parts_of_a_step_are_within_it() -> None:
