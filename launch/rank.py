@@ -24,8 +24,8 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 
 _INTERRUPTED: Final = (
-    "interrupted by Ctrl-C, which saves no checkpoint; start it again with the same command and it goes on from its "
-    "newest one"
+    "interrupted by a second Ctrl-C, which saves no checkpoint; start it again with the same command and it goes on "
+    "from its newest one"
 )
 
 

@@ -175,9 +175,10 @@ class _StreamedBatches(Dataset[Batch | UserError]):
             return error
 
 
-def _ignore_sigterm(worker_id: int) -> None:
-    """Ignore SIGTERM in a worker. The signal warns the training process, and the worker ends with that."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _leave_signals_to_the_trainer(worker_id: int) -> None:
+    """Ignore SIGTERM and SIGINT in a worker. They warn the training process, and the worker ends with that."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Stream:
@@ -342,7 +343,7 @@ class Stream:
             sampler=self._steps,
             num_workers=self._read.num_workers,
             pin_memory=self._device.type == "cuda",
-            worker_init_fn=_ignore_sigterm,
+            worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
         )
         try:

@@ -140,6 +140,36 @@ def test_one_warned_rank_stops_all_and_nothing_is_lost(
     assert [entry["step"] for entry in run_dir.read_metrics()] == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ctrl_c_stops_a_run_with_a_checkpoint(data: Path, tmp_path: Path, num_workers: int) -> None:
+    """Ctrl-C in a terminal reaches the process, its data workers and its watchdog, all at once."""
+    run_dir = RunDir(tmp_path / "run")
+    settings = [
+        *(f"data.{name}_dir={data / name}" for name in ("train", "test")),
+        *(f"data.num_workers={num_workers}", "data.placement=stream", "global_batch_size=16", "num_epochs=250"),
+        *("checkpoint_every_steps=1000", "tracking.wandb=disabled"),
+    ]
+    command = [sys.executable, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir.path)]
+    command += [word for setting in settings for word in ("--set", setting)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        wait_for_steps(run_dir, 3)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=240)
+    finally:
+        kill_tree(process)
+    step = run_dir.latest_step()
+    assert step is not None, said
+    assert 3 <= step < 1_000
+    assert process.returncode == 1
+    assert f"stopped after step {step}, as Ctrl-C asked" in said
+    assert "Traceback" not in said
+    status = run_status(run_dir, {})
+    assert (status.state, status.step) == ("stopped", step)
+
+
 def test_ranks_whose_torchrun_is_killed_save_stop_and_let_go_of_the_run_directory(data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "orphaned")
     with start(data, run_dir.path) as process:

@@ -635,7 +635,12 @@ def test_only_what_was_submitted_can_be_submitted_again(
         (StoppedError(5, "as SIGTERM asked"), 0, "stopped", "stopped after step 5, as SIGTERM asked; start it again"),
         (ValueError("of this rank"), 0, "failed", "ValueError: of this rank"),
         (UserError("of this rank"), 0, "failed", "UserError: of this rank"),
-        (KeyboardInterrupt(), 0, "stopped", "interrupted by Ctrl-C, which saves no checkpoint; start it again"),
+        (
+            KeyboardInterrupt(),
+            0,
+            "stopped",
+            "interrupted by a second Ctrl-C, which saves no checkpoint; start it again",
+        ),
         (ValueError("of this rank"), 1, "killed", "it ended without a message"),
     ],
 )

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 from trainer.distributed.collectives import AnyRank, rank
 
-# Batch systems, torchrun and `kill` send SIGTERM, submitit SIGUSR2, and many clusters SIGUSR1.
-WARNINGS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Batch systems, torchrun and `kill` send SIGTERM, submitit SIGUSR2, many clusters SIGUSR1, and Ctrl-C SIGINT.
+WARNINGS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_ON_CTRL_C: Final = b"\nCtrl-C: stopping after the step at hand, with a checkpoint; press it again to stop at once\n"
 # Variables of launchers that are the parent of their ranks, and that leave them running if they are killed. A shell is
 # not a launcher: it may end before its run (nohup). Slurm's daemon ends its ranks itself.
 _LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "SUBMITIT_LOCAL_JOB_ID": "submitit's local executor"}
@@ -42,12 +44,15 @@ def launcher_of(environ: Mapping[str, str]) -> str | None:
 class StopRequests:
     """A context manager that notes warning signals to this process, so that they do not end it.
 
+    Only a second SIGINT ends it, by a KeyboardInterrupt.
+
     Open it in the main thread, before any other code handles these signals. Closing it restores the previous handlers.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Prepare to note requests. If a launcher in `environ` started this process, its end is a request too."""
         self._warned_by: signal.Signals | None = None
+        self._is_interrupted = False
         self._before: dict[signal.Signals, Any] = {}
         self._any_rank: AnyRank | None = None
         self._launcher, self._parent = launcher_of(environ), os.getppid()
@@ -66,7 +71,7 @@ class StopRequests:
     def reason(self) -> str:
         """Return why this rank stops, such as "as SIGTERM asked"."""
         if self._warned_by is not None:
-            return f"as {self._warned_by.name} asked"
+            return "as Ctrl-C asked" if self._is_interrupted else f"as {self._warned_by.name} asked"
         if self._has_lost_its_launcher():
             return f"because {self._launcher} (process {self._parent}) has ended"
         return "as a signal to another rank asked"
@@ -85,4 +90,10 @@ class StopRequests:
         return self._launcher is not None and os.getppid() != self._parent
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+            self._is_interrupted = True
+            if rank() == 0:
+                os.write(sys.stderr.fileno(), _ON_CTRL_C)  # a signal may come in the middle of any other output
         self._warned_by = signal.Signals(number)

@@ -31,6 +31,27 @@ def test_a_shell_may_end_before_the_run_that_it_started(monkeypatch: pytest.Monk
         assert not requests.agreed()
 
 
+def test_the_first_ctrl_c_asks_to_stop_and_the_second_stops_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequests({}) as requests:
+        assert not requests.agreed()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert requests.agreed()
+        assert requests.reason == "as Ctrl-C asked"
+        assert "press it again to stop at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_under_torchrun_is_the_reason_although_sigterm_follows() -> None:
+    with StopRequests({}) as requests:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.agreed()
+        assert requests.reason == "as Ctrl-C asked"
+
+
 def test_a_signal_is_the_reason_even_if_the_launcher_ends_by_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopRequests({"TORCHELASTIC_RUN_ID": "7"}) as requests:
         os.kill(os.getpid(), signal.SIGTERM)
