@@ -15,6 +15,7 @@ from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.overrides import set_paths
 from data_pipeline.core.schema import flatten
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
+from data_pipeline.storage.manifest import INDEX_NAME, is_tars
 from trainer.config import RunConfig, read_config
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
@@ -48,11 +49,16 @@ def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool
 def _name_of(location: str) -> str:
     """Return a name for the data at a location: its last folder but `train`, in the characters of a run's name.
 
+    Of tars, of a list of tars and of an index it is the folder in which they lie.
+
     Examples:
         >>> _name_of("data/My photos/train"), _name_of("https://host/birds/train/"), _name_of("pipe:cat {name}")
         ('My-photos', 'birds', 'data')
+        >>> _name_of("imagenet/train-{0000..0009}.tar"), _name_of("imagenet/train/.tar_index")
+        ('imagenet', 'imagenet')
     """
-    folders = [] if is_command(location) else [part for part in location.split("/") if part not in ("", "train", "..")]
+    parts = [] if is_command(location) else location.split("/")
+    folders = [part for part in parts if part not in ("", "train", "..", INDEX_NAME) and not is_tars(part)]
     letters = re.sub(r"[^A-Za-z0-9._+=-]+", "-", folders[-1]).strip("-.") if folders else ""
     return letters[:_MAX_DATA_CHARACTERS] or "data"
 

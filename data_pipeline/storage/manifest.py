@@ -356,7 +356,17 @@ def names_tars(location: str | Path) -> bool:
     if path.is_dir():
         is_built = (path / MANIFEST_NAME).exists() or any(path.glob("*.index")) or any(path.glob(".shard-*"))
         return not is_built and any(path.glob("*.tar"))
-    return ".tar" in path.suffixes or (path.suffix in _LISTS and path.is_file())
+    return is_tars(path.name) or (path.suffix in _LISTS and path.is_file())
+
+
+def is_tars(name: str) -> bool:
+    """Return whether a file name is that of a tar, or a pattern of tars.
+
+    Examples:
+        >>> is_tars("train-{0000..0009}.tar"), is_tars("photos"), is_tars(".tar_index")
+        (True, False, False)
+    """
+    return ".tar" in Path(name).suffixes
 
 
 def load_manifest(directory: Path) -> Manifest:

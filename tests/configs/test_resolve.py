@@ -128,6 +128,8 @@ def test_recipes_for_own_pictures_take_their_numbers_and_their_name_from_the_dat
         ("../写真/train", "data"),
         ("train", "data"),
         ("x" * 200, "x" * 60),
+        ("/data/birds/train-{0000..0009}.tar", "birds"),
+        ("/data/birds/train/.tar_index", "birds"),
     ],
 )
 def test_the_name_of_data_is_the_name_of_their_folder(location: str, name: str) -> None:
