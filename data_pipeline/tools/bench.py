@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
+from typing import Final
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
 
 WARM_UP_SECONDS = 0.3  # not counted: files are mapped and kernels are chosen
+_ORDER_CHUNK: Final = 4_096  # positions whose samples are looked up at once, as in a large batch
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,12 @@ def encoded_counts(store: SampleStore) -> Iterator[int]:
     epoch = 0
     while True:
         order = epoch_order(len(store), seed=0, epoch=epoch)
-        for start in range(0, len(store), 100):
-            positions = np.arange(start, min(start + 100, len(store)))
-            for index in order(positions).tolist():
-                store.encoded(index)
-            yield len(positions)
+        for start in range(0, len(store), _ORDER_CHUNK):
+            indices = order(np.arange(start, min(start + _ORDER_CHUNK, len(store)))).tolist()
+            for first in range(0, len(indices), 100):
+                for index in indices[first : first + 100]:
+                    store.encoded(index)
+                yield len(indices[first : first + 100])
         epoch += 1
 
 
