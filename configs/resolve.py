@@ -49,7 +49,7 @@ def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool
 def _name_of(location: str) -> str:
     """Return a name for the data at a location: its last folder but `train`, in the characters of a run's name.
 
-    Of tars, of a list of tars and of an index it is the folder in which they lie.
+    For tars, a list of tars or an index, the name is that of the folder that holds them.
 
     Examples:
         >>> _name_of("data/My photos/train"), _name_of("https://host/birds/train/"), _name_of("pipe:cat {name}")

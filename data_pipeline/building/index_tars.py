@@ -95,7 +95,7 @@ class Fields(Schema):
 
 
 class TarFacts(Schema):
-    """What an index keeps of one tar, beside the places of its pictures.
+    """The entries of an index for one tar, beside the places of its pictures.
 
     Attributes:
         num_bytes, changed_ns: size and time of change of the file when it was scanned; of a remote tar the size alone.
@@ -132,7 +132,7 @@ class TarTask:
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """What a worker needs to scan any tar. `num_measured` pictures of each are decoded."""
+    """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each."""
 
     fields: Fields
     size: int
@@ -347,7 +347,7 @@ def make_index(
 
     Args:
         size: width and height in pixels to which pictures are brought when they are read.
-        classes_of: an index whose classes and their numbers are taken, as a test set must have those of its train set.
+        classes_of: an index whose class numbers are used; for a test set, the index of its train set.
         classes: the names of the classes in their order, if they are known.
 
     Raises `UserError` if the location names no tars, no sample has a picture, the named label is in no sample, or a
@@ -359,9 +359,7 @@ def make_index(
     _begin(out, settings)
     facts = _scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
     num_samples = sum(each.num_samples for each in facts)
-    seen: Counter[str] = Counter()
-    for each in facts:
-        seen.update(each.fields)
+    seen = _count_fields(facts)
     if num_samples == 0:
         raise UserError(
             f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
@@ -411,6 +409,14 @@ def _stored(path: str, out: Path) -> str:
     """Return a path as the index names it: relative to the index if it lies there, so that both can be moved."""
     inside = out.absolute()
     return str(Path(path).relative_to(inside)) if not is_remote(path) and Path(path).is_relative_to(inside) else path
+
+
+def _count_fields(facts: Sequence[TarFacts]) -> Counter[str]:
+    """Return how many samples of all tars have each extension."""
+    seen: Counter[str] = Counter()
+    for each in facts:
+        seen.update(each.fields)
+    return seen
 
 
 def _begin(out: Path, settings: ScanInputs) -> None:
@@ -579,10 +585,7 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
     yield (
         f"{manifest.num_samples} samples in {manifest.tars.num_tars} tars, {manifest.tars.num_bytes:,} bytes, {labels}"
     )
-    fields: Counter[str] = Counter()
-    for each in facts:
-        fields.update(each.fields)
-    yield f"fields: {', '.join(f'{name} {count}' for name, count in fields.most_common(10))}"
+    yield f"fields: {', '.join(f'{name} {count}' for name, count in _count_fields(facts).most_common(10))}"
     yield f"pictures are brought to {manifest.input_shape[1]} x {manifest.input_shape[2]} pixels when they are read"
     if 0 < num_labelled < manifest.num_samples:
         yield f"{manifest.num_samples - num_labelled} samples have no label"

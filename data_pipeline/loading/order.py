@@ -168,7 +168,7 @@ def batch_indices(
 class BatchOrder:
     """The samples that a rank reads at each step.
 
-    `shard_ends`, `shuffle_shards` and `version` are those of `epoch_order`.
+    `shard_ends`, `shuffle_shards` and `version` mean the same as in `epoch_order`.
     """
 
     num_samples: int

@@ -118,8 +118,8 @@ class _ShardPrefetcher:
 
     def __init__(self, store: SampleStore, order: BatchOrder) -> None:
         self._store, self._order = store, order
-        self._epoch = self._window = -1
-        self._windows = self._windows_after = self._windows_of(0)
+        self._epoch, self._window = 0, -1
+        self._windows, self._windows_after = self._windows_of(0), self._windows_of(1)
 
     def _windows_of(self, epoch: int) -> ShardWindows:
         ends = self._store.shard_ends

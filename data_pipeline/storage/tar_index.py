@@ -38,7 +38,7 @@ from data_pipeline.remote.fetch import Expected
 from data_pipeline.storage.files import read_regular, regular_size
 from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest
 from data_pipeline.storage.open_shard import OpenShard, map_file
-from data_pipeline.storage.tar_headers import BLOCK, is_size_at, name_at
+from data_pipeline.storage.tar_headers import BLOCK, is_size_at
 
 logger = logging.getLogger(__name__)
 
@@ -218,10 +218,6 @@ class TarShards:
         labels_B = self._labels[indices_B].astype(np.int64)
         labels_B[(labels_B < 0) | (labels_B >= self._num_classes)] = NO_LABEL
         return labels_B
-
-    def key(self, shard: OpenShard, index: int) -> str:
-        """Return the key of a sample in its tar."""
-        return split_name(name_at(shard.data, shard.row(index)[0]))[0]
 
 
 def has_remote_tars(directory: Path) -> bool:
