@@ -17,7 +17,9 @@ from data_pipeline.building.datasets import (
     NUM_SAMPLES_PER_SHARD,
     OVERLAY_LAYOUTS,
     OVERLAY_MODES,
+    PICTURE_FIELDS,
     SPLITS,
+    TAR_PICTURE_SIZE,
     TEST_SPEAKER,
     describe_datasets,
 )
@@ -117,7 +119,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
     add(
         "--image",
         metavar="EXTENSIONS",
-        default="jpg;jpeg;png;webp",
+        default=";".join(PICTURE_FIELDS),
         help="The extensions of the pictures; of each sample the first that it has is read (default: '%(default)s').",
     )
     add(
@@ -130,7 +132,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
         "--size",
         metavar="N",
         type=int,
-        default=224,
+        default=TAR_PICTURE_SIZE,
         help="Resize pictures to NxN pixels when they are read (default: %(default)s).",
     )
     add(

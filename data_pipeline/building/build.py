@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset
-from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES
-from data_pipeline.building.index_tars import DEFAULT_SIZE, describe_index
+from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE, check_at_least
+from data_pipeline.building.index_tars import describe_index
 from data_pipeline.building.keep_files import pack_folder
 from data_pipeline.building.workers import (
     FINISHED_SUFFIX,
@@ -170,13 +170,11 @@ def build_dataset(
     says when the overlay is drawn: `baked` into the shards (the default), or `online`, at each reading. See `Choices`
     for the rest. Raises `UserError` if the input is wrong, or if `directory` holds something else.
     """
-    for name, value, least in (
+    check_at_least(
         *(("--limit", limit, 1), ("--repeats", repeats, 1), ("--seed", seed, 0)),
         *(("--samples-per-shard", num_samples_per_shard, 1), ("--workers", num_workers, 1)),
         ("--image-size", choices.get("image_size"), 1),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"{name} must be at least {least}, got {value}")
+    )
     with _manifest_errors_as_user_errors(dataset):
         plan = _plan(
             dataset,
@@ -536,17 +534,16 @@ def _run_keep(args: argparse.Namespace) -> None:
         raise UserError("--keep packs the files of a folder as they are; use it with the dataset folder alone")
     if args.root is None:
         raise UserError("--keep packs the files of a folder; name it with --root")
-    folder = ImageFolder(
-        args.root,
-        split=args.split,
-        image_size=args.image_size or DEFAULT_SIZE,
-        test_share=args.test_share,
-        seed=args.seed,
+    check_at_least(
+        *(("--limit", args.limit, 1), ("--seed", args.seed, 0), ("--image-size", args.image_size, 1)),
+        ("--samples-per-shard", args.samples_per_shard, 1),
     )
+    size = args.image_size or TAR_PICTURE_SIZE
+    folder = ImageFolder(args.root, split=args.split, image_size=size, test_share=args.test_share, seed=args.seed)
     manifest, facts = pack_folder(
         folder,
         args.out,
-        size=args.image_size or DEFAULT_SIZE,
+        size=size,
         seed=args.seed,
         num_samples_per_shard=args.samples_per_shard,
         limit=args.limit,

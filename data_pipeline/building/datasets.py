@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from data_pipeline.core.errors import UserError
+
 SPLITS: Final = ("train", "test")
 OVERLAY_MODES: Final = ("baked", "online")  # drawn once into the shards, or again at each reading
 OVERLAY_LAYOUTS: Final = ("scaled", "tiled")  # on pictures of more than 32 pixels: drawn larger, or repeated
@@ -19,6 +21,16 @@ NOISE_CROPS: Final = ("first_or_last", "random_offset")  # of the train split; t
 NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
 TEST_SPEAKER: Final = "yweweler"  # of the Free Spoken Digit Dataset
 NUM_SAMPLES_PER_SHARD: Final = 1_000
+TAR_PICTURE_SIZE: Final = 224  # pixels, to which the pictures of tars are brought when they are read
+PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
+
+
+def check_at_least(*numbers: tuple[str, int | None, int]) -> None:
+    """Raise `UserError` if an option is below its least value; `numbers` are (option, value, least value)."""
+    for option, value, least in numbers:
+        if value is not None and value < least:
+            raise UserError(f"{option} must be at least {least}, got {value}")
+
 
 # The sources that can supply each base, the default first.
 SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

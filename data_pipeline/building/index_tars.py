@@ -32,6 +32,7 @@ from braceexpand import braceexpand
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 
+from data_pipeline.building.datasets import PICTURE_FIELDS, TAR_PICTURE_SIZE, check_at_least
 from data_pipeline.building.workers import run_all
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
@@ -68,9 +69,7 @@ from data_pipeline.storage.tar_index import (
 
 logger = logging.getLogger(__name__)
 
-PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
-DEFAULT_SIZE: Final = 224
 _PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _MAX_LABEL_BYTES: Final = 1 << 20
@@ -337,7 +336,7 @@ def make_index(
     out: Path,
     *,
     fields: Fields,
-    size: int = DEFAULT_SIZE,
+    size: int = TAR_PICTURE_SIZE,
     classes_of: Path | None = None,
     classes: tuple[str, ...] | None = None,
     num_workers: int = 1,
@@ -353,6 +352,7 @@ def make_index(
     Raises `UserError` if the location names no tars, no sample has a picture, the named label is in no sample, or a
     label is none of `classes_of`.
     """
+    check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
     paths = expand(location)
     parts = out / _PARTS
     settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from webdataset import TarWriter
 
-from data_pipeline.building.index_tars import PICTURE_FIELDS, Fields, TarFacts, make_index
+from data_pipeline.building.index_tars import Fields, TarFacts, make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.loading.permutation import KeyedPermutation
@@ -63,5 +63,5 @@ def pack_folder(
                     extension = path.suffix.lower().lstrip(".")
                     tar.write({"__key__": f"{position:08d}", extension: content, "cls": name.encode()})
             progress.advance(len(part))
-    fields = Fields(picture=PICTURE_FIELDS, label="cls")
+    fields = Fields(label="cls")
     return make_index(str(out), out, fields=fields, size=size, classes=folder.class_names)

@@ -250,6 +250,28 @@ def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_pat
     assert not (tmp_path / "index" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["index", "tars", "--size", "0"],
+        ["index", "tars", "--workers", "0"],
+        ["build", "folder", "--keep", "--root", "photos", "--out", "out", "--samples-per-shard", "0"],
+        ["build", "folder", "--keep", "--root", "photos", "--out", "out", "--limit", "0"],
+        ["build", "folder", "--keep", "--root", "photos", "--out", "out", "--image-size", "-1"],
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_is_read(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simple(tmp_path / "tars", [2])
+    write_folder(tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    done = call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert f"{arguments[-2]} must be at least 1, got {arguments[-1]}" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
     for name, words in (("train", "wren owl crow"), ("test", "wren crow"), ("other", "emu")):
         (tmp_path / name).mkdir()
