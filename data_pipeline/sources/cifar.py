@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torchvision.datasets import CIFAR10, CIFAR100
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record
@@ -23,6 +22,8 @@ class Cifar:
     title = "picture"
 
     def __init__(self, root: Path, *, num_classes: Literal[10, 100], split: str) -> None:
+        from torchvision.datasets import CIFAR10, CIFAR100  # takes a second to import
+
         reader = CIFAR10 if num_classes == 10 else CIFAR100
         try:
             dataset = reader(root, train=split == "train", download=False)

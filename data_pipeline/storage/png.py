@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
@@ -22,12 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_png
 
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _UP: Final = 2  # the filter type of PNG
 _COLOUR_TYPES: Final = {1: 0, 3: 2}
-_MODES: Final = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
 _LEVEL: Final = 3  # pictures of 32x32 are at most 1 % larger than with level 9
 _SIZE: Final = struct.Struct(">8s4x4sII")  # the signature, the first chunk's name, width and height
 _END: Final = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
@@ -127,17 +125,22 @@ def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None
 
 
 def _decode_one_by_one(
-    files: Sequence[memoryview], rows: Iterable[int], pictures_BCHW: Tensor
+    files: Sequence[memoryview], rows: Sequence[int], pictures_BCHW: Tensor
 ) -> tuple[Tensor, dict[int, str]]:
     """Decode the files of `rows` into `pictures_BCHW` with torchvision. Return by row why a file did not decode."""
     shape = pictures_BCHW.shape[1:]
     errors: dict[int, str] = {}
+    if not rows:
+        return pictures_BCHW, errors
+    from torchvision.io import ImageReadMode, decode_png  # more than a second, and own shards do not need it
+
+    mode = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}[shape[0]]
     for row in rows:
         if (wrong := wrong_size(files[row], shape[1], shape[2])) is not None:
             errors[row] = wrong
             continue
         try:
-            picture = decode_png(torch.frombuffer(files[row], dtype=torch.uint8), _MODES[shape[0]])
+            picture = decode_png(torch.frombuffer(files[row], dtype=torch.uint8), mode)
         except (RuntimeError, ValueError) as error:
             errors[row] = f"it is not a whole PNG: {' '.join(str(error).split())}"
             continue

@@ -26,7 +26,6 @@ import numpy as np
 import soundfile
 import torch
 from numpy.typing import NDArray
-from torchvision.io import ImageReadMode, decode_png
 
 from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.errors import UserError
@@ -350,6 +349,8 @@ def _decode_wav(name: str, data: bytes, *, sample_rate: int | None) -> NDArray[n
 
 
 def _decode_png(name: str, data: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
+    from torchvision.io import ImageReadMode, decode_png  # takes a second to import
+
     if (wrong := wrong_size(data, *shape[1:])) is not None:
         raise ValueError(f"{name} does not decode ({wrong})")
     try:
