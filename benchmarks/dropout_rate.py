@@ -43,6 +43,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import BASE, OVERLAY
 from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.storage.manifest import load_manifest
 from trainer.config import RunConfig
@@ -50,13 +51,14 @@ from trainer.data import open_stream
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import Encoder, ResNetConfig, build_encoder
 from trainer.pretrained import load_modules
-from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures, frozen, read_pictures, to_float
+from trainer.probes.features import LabelSpace, Pictures, frozen, read_pictures, to_float
 from trainer.run_dir import RunDir
 from trainer.train import train
 from trainer.views.viewmaker import Pairing, Viewmaker, ViewmakerConfig, attacked_views
 
 CPU = torch.device("cpu")
 PACKAGES = ("torch", "numpy")
+SPACES = (BASE, OVERLAY)
 JUDGE_EPOCHS, JUDGE_BATCH, JUDGE_SEED = 12, 64, 0
 NUM_VIEWS = 2  # of each test picture
 MEASURED_SEED = 1_000  # seed of the measured views, which no training uses
@@ -108,7 +110,7 @@ class Judge:
 
 def train_judge(config: RunConfig, test: Pictures) -> Judge:
     """Train a judge with labels, on the train pictures without views, with overlays drawn as in the runs."""
-    num_classes = {space: len(test.class_names(space)) for space in LABEL_SPACES}
+    num_classes = {space: len(test.class_names(space)) for space in SPACES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(JUDGE_SEED)
         network = build_encoder(
@@ -129,7 +131,7 @@ def train_judge(config: RunConfig, test: Pictures) -> Judge:
     with Progress("train the judge", total=num_steps) as progress:
         for batch in stream:
             base_BK, overlay_BK = torch.split(network(to_float(batch.inputs_a, CPU)), list(num_classes.values()), dim=1)
-            loss = F.cross_entropy(base_BK, batch.label_base_B) + F.cross_entropy(overlay_BK, batch.label_overlay_B)
+            loss = F.cross_entropy(base_BK, batch.labels[BASE]) + F.cross_entropy(overlay_BK, batch.labels[OVERLAY])
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()
@@ -150,7 +152,7 @@ def probabilities_of(
             if viewmaker is not None:
                 images_BCHW = viewmaker(images_BCHW, measured_keys(test.index_N[row_B], view), batch.masks_BHW)
             parts.append(judge.probabilities(images_BCHW, batch.labels))
-    return {space: torch.cat([part[space] for part in parts]) for space in LABEL_SPACES}
+    return {space: torch.cat([part[space] for part in parts]) for space in SPACES}
 
 
 def measured_keys(index_B: Tensor, view: int) -> DrawKeys:
@@ -168,13 +170,13 @@ def measure(
         keys = [measured_keys(test.index_N, view) for view in range(NUM_VIEWS)]
         attacked_NV = torch.stack([attacked_views(key, rate=rate, pairing=pairing) for key in keys], dim=1)
     views = [probabilities_of(judge, test, viewmaker, view=view) for view in range(NUM_VIEWS)]
-    p_NV = {space: torch.stack([view[space] for view in views], dim=1) for space in LABEL_SPACES}
-    is_read_N = {space: clean[space] > KEPT_ABOVE for space in LABEL_SPACES}
+    p_NV = {space: torch.stack([view[space] for view in views], dim=1) for space in SPACES}
+    is_read_N = {space: clean[space] > KEPT_ABOVE for space in SPACES}
     both_N = is_read_N["base"] & is_read_N["overlay"]
     overlay_gone_NV = p_NV["overlay"][both_N] < DESTROYED_BELOW
     base_in_those = p_NV["base"][both_N][overlay_gone_NV]
     return {
-        **{space: fate(p_NV[space][is_read_N[space]], attacked_NV[is_read_N[space]]) for space in LABEL_SPACES},
+        **{space: fate(p_NV[space][is_read_N[space]], attacked_NV[is_read_N[space]]) for space in SPACES},
         "base_kept_where_overlay_destroyed": _mean(base_in_those > KEPT_ABOVE),
     }
 
@@ -310,7 +312,7 @@ def fits(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
             [one["setting"]["dropout_rate"] for one in group], [one[space]["destroyed"] for one in group]
         )
         for title, group in groups.items()
-        for space in LABEL_SPACES
+        for space in SPACES
     }
 
 

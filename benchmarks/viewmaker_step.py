@@ -154,8 +154,7 @@ def batch_of(batch_size: int) -> Batch:
         inputs_b=images_BCHW,
         masks_BHW=None,
         masks_b_BHW=None,
-        label_base_B=none_B,
-        label_overlay_B=none_B,
+        labels={"base": none_B, "overlay": none_B},
     )
 
 

@@ -124,9 +124,11 @@ def _index(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--label",
-        metavar="FIELD",
+        metavar="FIELD|NAME=FIELD",
+        action="append",
         help="The extension of the label, such as cls or txt, or json:path.to.label for an entry of a JSON file "
-        "(default: cls, label or class, if there is one).",
+        "(default: cls, label or class, if there is one). Give it several times, with names, for several labels: "
+        "--label base=cls --label colour=json:attr.colour.",
     )
     add(
         "--size",

@@ -64,8 +64,7 @@ def write_tiny_dataset(
                 index=index,
                 content=picture.clip(0, 255).astype(np.uint8),
                 mask=mask,
-                label_base=base,
-                label_overlay=second if overlay == "baked" else NO_LABEL,
+                labels={"base": base, "overlay": second if overlay == "baked" else NO_LABEL},
             )
         )
     second_names = {"baked": ("low", "middle", "high"), "online": Shapes.class_names, "none": ()}[overlay]
@@ -125,8 +124,7 @@ def write_tiny_sounds(
                 index=index,
                 content=content,
                 mask=None,
-                label_base=base,
-                label_overlay=second if overlay == "baked" else NO_LABEL,
+                labels={"base": base, "overlay": second if overlay == "baked" else NO_LABEL},
             )
         )
     second_names: tuple[str, ...] = ("quiet", "middle", "loud") if overlay == "baked" else ()
@@ -185,7 +183,7 @@ def _write(
     if online is not None:
         sha256 = save_overlay(online, directory / OVERLAY_NAME)
         entry = OverlayEntry(kind=kind_of(online), drawn="online", sha256=sha256)
-    totals = Totals(num_base=len(names.base), num_overlay=0 if online is not None else len(names.overlay))
+    totals = Totals({"base": len(names.base), "overlay": 0 if online is not None else len(names.overlay)})
     for sample in samples:
         totals.add(sample)
     digests = b"".join(content_digest(sample.content) for sample in samples)
@@ -196,8 +194,8 @@ def _write(
         input_shape=input_shape,
         sample_rate=sample_rate,
         label_names=names,
-        counts_base=totals.counts_base,
-        counts_overlay=totals.counts_overlay,
+        counts_base=totals.counts["base"],
+        counts_overlay=totals.counts["overlay"],
         mean=totals.mean,
         std=totals.std,
         overlay=entry,

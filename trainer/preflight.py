@@ -22,7 +22,9 @@ from trainer.distributed.collectives import on_first_rank, world_size
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.open_settings import input_size
+from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
+from trainer.probes.targets import label_difference, readable_labels
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 from trainer.views.policy import check_image_size
 
@@ -44,13 +46,21 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     """
     train, test = manifests.train, manifests.test
     train_dir, test_dir = config.data.train_dir, config.data.test_dir
-    for name in ("medium", "input_shape", "sample_rate", "label_names"):
+    for name in ("medium", "input_shape", "sample_rate"):
         in_train, in_test = getattr(train, name), getattr(test, name)
         if in_train != in_test:
             raise UserError(
                 f"{train_dir} and {test_dir} differ in {name.replace('_', ' ')} ({in_train} and {in_test}); "
                 "build both from the same source and dataset"
             )
+    if (difference := label_difference(train, test)) is not None:
+        raise UserError(
+            f"{train_dir} and {test_dir} differ in their labels: {difference}; build both from the same source and "
+            "dataset"
+        )
+    if config.probe.labels is not None or config.probe.groups is not None:
+        pairs_of(readable_labels(train, test), config.probe.groups)
+        readable_labels(train, test, wanted=config.probe.labels)
     in_train, in_test = (None if each.overlay is None else each.overlay.layout for each in (train, test))
     if in_train != in_test:
         raise UserError(

@@ -1,9 +1,9 @@
 """`python -m trainer.probe RUN_DIR...`: one linear probe and one kNN vote for each label, from the frozen encoder.
 
 Reads run directories and the shards that their configs name. For each checkpoint it writes into
-RUN_DIR/probes/step_00010000/ the result base.json, the trained heads in heads.safetensors, and overlay.json if the
-samples have overlays. RUN_DIR/probes/curves.json has all checkpoints. With `--out DIR` it writes into DIR/NAME instead,
-NAME being the name of the run directory, which may then be read-only.
+RUN_DIR/probes/step_00010000/ a result for each label, such as base.json and, if the samples have overlays,
+overlay.json, and the trained heads in heads.safetensors. RUN_DIR/probes/curves.json has all checkpoints. With
+`--out DIR` it writes into DIR/NAME instead, NAME being the name of the run directory, which may then be read-only.
 
 It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
 """
@@ -32,7 +32,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     which.add_argument("--all-steps", action="store_true", help="Probe every checkpoint of the run.")
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
-    add("--label", choices=("base", "overlay"), help="Probe this label only (default: all labels of the data).")
+    add(
+        "--label",
+        action="append",
+        metavar="NAME",
+        help="Probe this label only, such as base or overlay; may be given several times (default: probe.labels of the "
+        "run, or all labels of the data).",
+    )
     add(
         "--overlay-draws",
         type=positive,
@@ -91,7 +97,7 @@ def main() -> None:
             probe_run(
                 run_dir,
                 steps="all" if arguments.all_steps else arguments.step,
-                labels=None if arguments.label is None else [arguments.label],
+                labels=arguments.label,
                 num_draws=arguments.overlay_draws,
                 changes={name: value for name, value in changes.items() if value is not None},
                 allow_shared=arguments.allow_shared,

@@ -17,6 +17,7 @@ import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_run_config
@@ -27,9 +28,10 @@ from trainer.observability.wandb_run import summarize
 from trainer.pretrained import load_modules
 from trainer.probes.curve import ProbeCurve, read_curves
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
+from trainer.probes.groups import describe_groups, measure_groups, pairs_of
 from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
-from trainer.probes.linear import ProbeConfig, Target, check_ranks, probe_linear, spread
+from trainer.probes.linear import ProbeConfig, Target, check_ranks, num_labelled, probe_linear, spread
 from trainer.probes.result import ProbeResult
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
@@ -67,7 +69,8 @@ def probe_run(
     manifests = read_agreed_manifests(config.data)
 
     def check() -> list[int | None]:
-        readable_labels(manifests.train, manifests.test, wanted=labels)
+        pairs_of(readable_labels(manifests.train, manifests.test), probe_config.groups)
+        readable_labels(manifests.train, manifests.test, wanted=labels or probe_config.labels)
         check_ranks(probe_config)
         chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
         return [0, *chosen] if untrained else chosen
@@ -96,7 +99,7 @@ def probe_run(
             test=test,
             device=device,
             config=probe_config,
-            labels=labels,
+            labels=labels or probe_config.labels,
             other_draws=other_draws,
             num_shared=num_shared,
         )
@@ -166,6 +169,7 @@ def probe(
     """
     started = time.monotonic()
     targets = label_targets(train, test, wanted=labels)
+    pairs = pairs_of(readable_labels(train.manifest, test.manifest), (config or modules.config.probe).groups)
     modules = modules.to(device)
     config = modules.config.probe if config is None else config
     title = f"probe of step {modules.step}"
@@ -192,18 +196,31 @@ def probe(
             label=space,
             checkpoint_step=modules.step,
             linear=linear[space].result,
-            knn=knn[space],
+            knn=knn[space].result,
             chance=1 / target.num_classes,
             majority_share=majority_share(target),
             class_names=train.class_names(space),
-            num_train=len(train),
-            num_test=len(test),
+            num_train=num_labelled(target.train_N),
+            num_test=num_labelled(target.test_N),
             probe_config=config.protocol,
             train_manifest_sha256=train.manifest.sha256,
             test_manifest_sha256=test.manifest.sha256,
             seconds=seconds,
-            title=getattr(train.manifest.label_names, f"title_{space}"),
+            title=train.manifest.labels[space].title,
             num_shared=num_shared,
+            num_unlabelled=len(test) - num_labelled(target.test_N),
+            groups=tuple(
+                measure_groups(
+                    space,
+                    {"linear": linear[space].predicted_N, "knn": knn[space].predicted_N},
+                    pair=pair,
+                    labels=test.by_label,
+                    manifest=test.manifest,
+                    min_size=config.min_group_size,
+                )
+                for pair in pairs
+                if space in pair
+            ),
         )
         for space, target in targets.items()
     }
@@ -214,8 +231,9 @@ def probe(
 
 def majority_share(target: Target) -> float:
     """Return the test accuracy of a probe that always answers the commonest class of the train set."""
-    commonest = torch.bincount(target.train_N, minlength=target.num_classes).argmax()
-    return float((target.test_N == commonest).float().mean().item())
+    train_N, test_N = (label_N[label_N != NO_LABEL] for label_N in (target.train_N, target.test_N))
+    commonest = torch.bincount(train_N, minlength=target.num_classes).argmax()
+    return float((test_N == commonest).float().mean().item())
 
 
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
@@ -233,6 +251,7 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
                 for draws in (result.linear.draws, result.knn.draws)
             )
             lines.append(f"  {len(result.linear.draws.accuracies)} draws of the test overlays: {linear}, kNN {knn}")
+        lines += [f"  {describe_groups(groups)}" for groups in result.groups]
     return "\n".join(lines)
 
 

@@ -51,11 +51,11 @@ from data_pipeline.building.workers import (
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.validation import describe
 from data_pipeline.overlays import Overlay, PictureOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
-from data_pipeline.sources import Source
+from data_pipeline.sources import Source, labels_of
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.manifest import (
@@ -64,9 +64,10 @@ from data_pipeline.storage.manifest import (
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
     HowMade,
-    LabelNames,
+    LabelEntry,
     Manifest,
     OverlayEntry,
+    label_fields,
     load_manifest,
 )
 from data_pipeline.storage.shards import index_path, shard_name
@@ -82,7 +83,8 @@ _OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, _ARGUM
 def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: int | None) -> NDArray[np.int64]:
     """Return a seeded shuffle of the records, cut at `limit`: (num_records,) int64 numbers of records.
 
-    The shuffle goes in rounds. Each round has one record of every class that has records left.
+    `labels` are the classes of the records, (num_records,); `NO_LABEL` counts as one more class. The shuffle goes in
+    rounds. Each round has one record of every class that has records left.
     """
     shuffled = generator(seed, f"order {split}").permutation(len(labels))
     by_class = np.argsort(labels[shuffled], kind="stable")
@@ -96,8 +98,13 @@ def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: i
 
 def _source_sha256(plan: BuildPlan, digests: Iterable[bytes]) -> str:
     """Hash the class names, and the labels and contents of the records in the order of the dataset."""
-    sha256 = hashlib.sha256(json.dumps(plan.inputs.label_names.base).encode())
-    sha256.update(plan.inputs.source.labels[plan.order].astype("<i8").tobytes())
+    source = plan.inputs.source
+    sha256 = hashlib.sha256(json.dumps(source.class_names).encode())
+    sha256.update(source.labels[plan.order].astype("<i8").tobytes())
+    for name, column in labels_of(source).items():
+        if name != BASE:
+            sha256.update(json.dumps([name, column.title, column.classes]).encode())
+            sha256.update(column.label_N[plan.order].astype("<i8").tobytes())
     for some in digests:
         sha256.update(some)
     return sha256.hexdigest()
@@ -137,13 +144,16 @@ class BuildPlan:
     @property
     def arguments(self) -> str:
         """Return as JSON what must be equal for a build to continue from the finished shards of another."""
+        columns = labels_of(self.inputs.source).items()
+        more = {name: hashlib.sha256(column.label_N.tobytes()).hexdigest() for name, column in columns if name != BASE}
         return json.dumps(
             {
                 "how_made": self.how_made.model_dump(),
                 "overlay": None if self.overlay_entry is None else self.overlay_entry.model_dump(),
                 "overlay_sha256": self.overlay_sha256,
                 "num_samples_per_shard": self.num_samples_per_shard,
-                "label_names": self.inputs.label_names.model_dump(),
+                "labels": {name: label.model_dump() for name, label in self.inputs.labels.items()},
+                "more_labels_sha256": more,
                 "order_sha256": hashlib.sha256(self.order.tobytes()).hexdigest(),
                 "labels_sha256": hashlib.sha256(self.inputs.source.labels.tobytes()).hexdigest(),
             },
@@ -239,7 +249,10 @@ def _plan(
         )
     ingredients = open_dataset(dataset, split=split, seed=seed, limit=limit, **choices)
     source, overlay = ingredients.source, ingredients.overlay
-    order = balanced_order(source.labels, seed=seed, split=split, limit=limit)
+    labels = _labels(source, overlay)
+    columns = labels_of(source)
+    to_balance = next(iter(columns.values())).label_N if columns else source.labels
+    order = balanced_order(to_balance, seed=seed, split=split, limit=limit)
     entry, overlay_sha256 = None, None
     if overlay is not None:
         overlay_sha256 = _overlay_sha256(overlay)
@@ -252,7 +265,7 @@ def _plan(
     inputs = BuildInputs(
         source=source,
         overlay=None if drawn == "online" else overlay,
-        label_names=_label_names(source, overlay),
+        labels=labels,
         split=split,
         seed=seed,
         sample_rate=ingredients.sample_rate,
@@ -270,15 +283,26 @@ def _plan(
     return BuildPlan(inputs, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
 
 
-def _label_names(source: Source, overlay: Overlay | None) -> LabelNames:
+def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
+    """Return every label of the source and of the overlay by name, without counts.
+
+    Raises `UserError` if both give a label of the same name.
+    """
+    of_source = {
+        name: LabelEntry(title=column.title, classes=column.classes, counts=())
+        for name, column in labels_of(source).items()
+    }
     if overlay is None:
-        return LabelNames(base=source.class_names, overlay=(), title_base=source.title)
-    return LabelNames(
-        base=source.class_names,
-        overlay=overlay.class_names,
-        title_base=source.title,
-        title_overlay=overlay.title,
-    )
+        return of_source
+    classes = {OVERLAY: (overlay.title, overlay.class_names)}
+    classes |= {name: (label.title, label.classes) for name, label in overlay.more_labels.items()}
+    if both := sorted(of_source.keys() & classes.keys()):
+        raise UserError(f"the source and the overlay both give the label {both[0]}; rename it in one of them")
+    of_overlay = {
+        name: LabelEntry(title=title, classes=names, counts=(), given_by="overlay")
+        for name, (title, names) in classes.items()
+    }
+    return {**of_source, **of_overlay}
 
 
 def _overlay_sha256(overlay: Overlay) -> str:
@@ -367,15 +391,14 @@ def _write_manifest(plan: BuildPlan, directory: Path) -> Manifest:
         )
     if inputs.num_points is None:
         height, width, num_channels = inputs.source[int(plan.order[0])].content.shape
+    counts = totals.counts
+    labels = {name: label.model_copy(update={"counts": counts.get(name, ())}) for name, label in inputs.labels.items()}
     manifest = Manifest(
-        format_version=FORMAT_VERSION,
         num_samples=plan.num_samples,
         medium="picture" if inputs.num_points is None else "sound",
         input_shape=(num_channels, height, width) if inputs.num_points is None else (inputs.num_points,),
         sample_rate=inputs.sample_rate,
-        label_names=inputs.label_names,
-        counts_base=totals.counts_base,
-        counts_overlay=() if is_online else totals.counts_overlay,
+        **label_fields(labels, format_version=FORMAT_VERSION, title_base=inputs.source.title),
         mean=totals.mean,
         std=totals.std,
         overlay=entry,
@@ -465,7 +488,7 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
 
 
 def describe_manifest(manifest: Manifest) -> list[str]:
-    """Return lines that describe a dataset: its samples, both labels with their classes, the overlay, the source."""
+    """Return lines that describe a dataset: its samples, each label with its classes, the overlay, the source."""
     size = " x ".join(map(str, manifest.input_shape[:0:-1]))
     samples = (
         f"pictures of {size} pixels"
@@ -474,18 +497,14 @@ def describe_manifest(manifest: Manifest) -> list[str]:
     )
     megabytes = sum(entry.num_bytes for entry in manifest.shards) / 1e6
     lines = [f"samples: {samples}, {megabytes:.1f} MB in all"]
-    names = manifest.label_names
-    for label, title, classes, counts in (
-        ("label_base", names.title_base, names.base, manifest.counts_base),
-        ("label_overlay", names.title_overlay, names.overlay, manifest.counts_overlay),
-    ):
-        if classes:
-            of_each = ""
-            if counts:
-                least, most = min(counts), max(counts)
-                of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
-            more = ", ..." if len(classes) > _NUM_NAMED else ""
-            lines.append(f"{label}, {title}: {len(classes)} classes{of_each}, {', '.join(classes[:_NUM_NAMED])}{more}")
+    for name, label in manifest.labels.items():
+        classes, of_each = label.classes, ""
+        if label.counts:
+            least, most = min(label.counts), max(label.counts)
+            of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
+        more = ", ..." if len(classes) > _NUM_NAMED else ""
+        shown = ", ".join(classes[:_NUM_NAMED])
+        lines.append(f"label_{name}, {label.title}: {len(classes)} classes{of_each}, {shown}{more}")
     if manifest.overlay is not None:
         when = "anew at each reading" if manifest.is_online else "into the shards"
         layout = ", tiled" if manifest.overlay.layout == "tiled" else ""

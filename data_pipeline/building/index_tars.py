@@ -20,11 +20,12 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -36,8 +37,8 @@ from data_pipeline.building.datasets import PICTURE_FIELDS, TAR_PICTURE_SIZE, ch
 from data_pipeline.building.workers import run_all
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.sample import BASE, NO_LABEL
+from data_pipeline.core.schema import LabelName, Line, Schema, check_label_name
 from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
@@ -47,21 +48,22 @@ from data_pipeline.storage.manifest import (
     MAX_CLASSES,
     TARS_FORMAT_VERSION,
     HowMade,
-    LabelNames,
+    LabelEntry,
     Manifest,
     TarSet,
     index_directory,
+    label_fields,
     load_manifest,
     names_tars,
 )
 from data_pipeline.storage.tar_headers import BLOCK, TarMember, read_headers
 from data_pipeline.storage.tar_index import (
-    LABELS_NAME,
     MAX_PICTURE_BYTES,
     SAMPLES_NAME,
     TAR_HASHES_NAME,
     TAR_NUMBERS_NAME,
     TARS_NAME,
+    labels_name,
     pack,
     split_name,
     tars_sha256,
@@ -81,16 +83,20 @@ _MAX_FIELDS: Final = 50  # that are counted in a tar
 
 
 class Fields(Schema):
-    """Which members of a sample are its picture and its label.
+    """Which members of a sample are its picture and its labels.
 
     Attributes:
         picture: extensions, of which the first that a sample has is its picture.
-        label: an extension, whose content is the label; or `EXTENSION:a.b`, the entry `b` of `a` in its JSON. None
-            takes the first of `LABEL_FIELDS` that there is.
+        labels: for each label by name, an extension, whose content is the label; or `EXTENSION:a.b`, the entry `b` of
+            `a` in its JSON. None takes the first of `LABEL_FIELDS` that there is, as the label `base`.
     """
 
     picture: tuple[str, ...] = PICTURE_FIELDS
-    label: str | None = None
+    labels: dict[LabelName, Line] | None = None
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return (BASE,) if self.labels is None else tuple(self.labels)
 
 
 class TarFacts(Schema):
@@ -103,7 +109,7 @@ class TarFacts(Schema):
         num_without_picture: samples that are left out.
         is_whole: whether the tar ends as tars do; else it is cut short, and what is before the cut is used.
         fields: how many samples have each extension.
-        labels: the different labels, in the order in which they are met.
+        labels: for each label by name, the different values, in the order in which they are met.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
         unreadable: a reason for each of the measured pictures that do not decode.
     """
@@ -116,7 +122,7 @@ class TarFacts(Schema):
     num_too_large: NonNegativeInt
     is_whole: bool
     fields: dict[str, int]
-    labels: tuple[str, ...]
+    labels: dict[str, tuple[str, ...]]
     sums: tuple[float, ...]
     unreadable: tuple[str, ...]
 
@@ -198,7 +204,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         members, end = read_headers(data)
         fields: Counter[str] = Counter()
         chosen: list[TarMember] = []
-        words: list[str | None] = []
+        words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
         keys: list[int] = []
         num_without_picture = num_too_large = 0
         for key, group in groupby(members, key=lambda member: split_name(member.name)[0]):
@@ -212,9 +218,12 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
             else:
                 chosen.append(picture)
                 keys.append(_hashed(key))
-                words.append(_label(inputs.fields.label, of_sample, data))
-        labels = tuple(dict.fromkeys(word for word in words if word is not None))
-        numbers = {word: number for number, word in enumerate(labels)}
+                for name, found in words.items():
+                    field = None if inputs.fields.labels is None else inputs.fields.labels[name]
+                    found.append(_label(field, of_sample, data))
+        labels = {
+            name: tuple(dict.fromkeys(word for word in found if word is not None)) for name, found in words.items()
+        }
         sums, unreadable = _measure(chosen, data, size=inputs.size, num=inputs.num_measured)
         is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)  # as every tar ends
     facts = TarFacts(
@@ -234,8 +243,11 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         np.array([member.offset for member in chosen], dtype=np.int64),
         np.array([member.size for member in chosen], dtype=np.int64),
     )
-    label_N = np.array([NO_LABEL if word is None else numbers[word] for word in words], dtype=np.int64)
-    part = np.concatenate([packed, label_N, np.array(keys, dtype=np.int64)])
+    columns = [packed, np.array(keys, dtype=np.int64)]
+    for name, found in words.items():
+        numbers = {word: number for number, word in enumerate(labels[name])}
+        columns.append(np.array([NO_LABEL if word is None else numbers[word] for word in found], dtype=np.int64))
+    part = np.concatenate(columns)
     _write_part(_part_path(inputs.directory, task.path), facts, part)
     return facts
 
@@ -320,13 +332,16 @@ def _write_part(path: Path, facts: TarFacts, numbers: NDArray[np.int64]) -> None
 
 
 def _read_part(path: Path) -> tuple[TarFacts, NDArray[np.int64]] | None:
-    """Return the facts of a tar, and places, labels and hashed keys of its samples, (3 N,) int64; None if not whole."""
+    """Return the facts of a tar, and places, hashed keys and each label of its samples, end to end; None if not whole.
+
+    The numbers are ((2 + num_labels) * N,) int64.
+    """
     try:
         head, _, tail = path.read_bytes().partition(b"\n")
         facts = TarFacts.model_validate_json(head)
     except (OSError, ValueError):
         return None
-    if len(tail) != 24 * facts.num_samples:
+    if len(tail) != 8 * (2 + len(facts.labels)) * facts.num_samples:
         return None
     return facts, np.frombuffer(tail, dtype="<i8").astype(np.int64)
 
@@ -338,7 +353,7 @@ def make_index(
     fields: Fields,
     size: int = TAR_PICTURE_SIZE,
     classes_of: Path | None = None,
-    classes: tuple[str, ...] | None = None,
+    classes: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     num_workers: int = 1,
     show_progress: bool = False,
 ) -> tuple[Manifest, list[TarFacts]]:
@@ -347,10 +362,10 @@ def make_index(
     Args:
         size: width and height in pixels to which pictures are brought when they are read.
         classes_of: an index whose class numbers are used; for a test set, the index of its train set.
-        classes: the names of the classes in their order, if they are known.
+        classes: the names of the classes in their order, of the labels for which they are known.
 
-    Raises `UserError` if the location names no tars, no sample has a picture, the named label is in no sample, or a
-    label is none of `classes_of`.
+    Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, or a
+    value of a label is none of `classes_of` or `classes`.
     """
     check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
     paths = expand(location)
@@ -365,8 +380,21 @@ def make_index(
             f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
             f"{_named(seen)}, so name yours with --image"
         )
-    names = classes or _class_names(facts, fields, seen, location, classes_of)
+    names = {
+        name: _class_names(
+            facts,
+            name,
+            None if fields.labels is None else fields.labels[name],
+            seen,
+            location,
+            known=classes.get(name),
+            classes_of=classes_of,
+        )
+        for name in fields.label_names
+    }
+    names = {name: found for name, found in names.items() if found}
     counts, numbers_S3 = _write_samples(paths, facts, names, out)
+    labels = {name: LabelEntry(title=name, classes=found, counts=counts[name]) for name, found in names.items()}
     paths = [_stored(path, out) for path in paths]
     (out / TARS_NAME).write_text("".join(f"{name}\n" for name in paths))
     (out / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
@@ -375,14 +403,11 @@ def make_index(
     sha256 = tars_sha256(paths, numbers_S3, hashes=bytes.fromhex(hashes))
     mean, std = _mean_and_std(facts)
     manifest = Manifest(
-        format_version=TARS_FORMAT_VERSION,
         num_samples=num_samples,
         medium="picture",
         input_shape=(3, size, size),
         sample_rate=None,
-        label_names=LabelNames(base=names, overlay=()),
-        counts_base=counts,
-        counts_overlay=(),
+        **label_fields(labels, format_version=TARS_FORMAT_VERSION),
         mean=mean,
         std=std,
         overlay=None,
@@ -393,7 +418,7 @@ def make_index(
         tars=TarSet(
             location=location,
             picture_fields=fields.picture,
-            label_field=fields.label,
+            label_field=_described(fields.labels),
             num_tars=len(paths),
             num_bytes=sum(each.num_bytes for each in facts),
             sha256=sha256,
@@ -403,6 +428,13 @@ def make_index(
     _partial(out, MANIFEST_NAME).replace(out / MANIFEST_NAME)
     shutil.rmtree(parts)
     return manifest, facts
+
+
+def _described(labels: Mapping[str, str] | None) -> str | None:
+    """Return the fields of the labels in the form of `TarSet.label_field`."""
+    if labels is None or set(labels) == {BASE}:
+        return None if labels is None else labels[BASE]
+    return ",".join(f"{name}={field}" for name, field in labels.items()) or None
 
 
 def _stored(path: str, out: Path) -> str:
@@ -459,33 +491,54 @@ def _is_as_scanned(path: Path, facts: TarFacts) -> bool:
 
 
 def _class_names(
-    facts: Sequence[TarFacts], fields: Fields, seen: Mapping[str, int], location: str, classes_of: Path | None
+    facts: Sequence[TarFacts],
+    label: str,
+    field: str | None,
+    seen: Mapping[str, int],
+    location: str,
+    *,
+    known: tuple[str, ...] | None,
+    classes_of: Path | None,
 ) -> tuple[str, ...]:
-    """Return the names of the classes. Labels that are whole numbers are their own classes; others are sorted."""
-    words = {word for each in facts for word in each.labels}
+    """Return the names of the classes of one label, whose field is `field`; none if no sample has it."""
+    words = {word for each in facts for word in each.labels[label]}
     if not words:
-        if fields.label is not None:
+        if field is not None:
             raise UserError(
-                f"no sample of {location} has a label under {fields.label}; its fields are {_named(seen)}, so name "
+                f"no sample of {location} has a label under {field}; its fields are {_named(seen)}, so name "
                 "yours with --label, or leave it out"
             )
         return ()
-    if classes_of is not None:
-        names = load_manifest(classes_of).label_names.base
-        if not names:
+    if known is None and classes_of is not None:
+        of_train = load_manifest(classes_of).labels.get(label)
+        if of_train is None:
             return ()
-        if unknown := sorted(words - set(names))[:3]:
+        known = of_train.classes
+    if known is not None:
+        if unknown := sorted(words - set(known))[:3]:
             raise UserError(
-                f"{location} has labels that {classes_of} lacks, such as {', '.join(unknown)}; index both with the "
-                "same --label"
+                f"{location} has labels that {classes_of or f'the list of classes of {label}'} lacks, such as "
+                f"{', '.join(unknown)}; index both with the same --label"
             )
-        return names
+        return known
+    if len(words) > MAX_CLASSES:
+        raise UserError(
+            f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than {label}"
+        )
+    return class_names(words)
+
+
+def class_names(words: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the classes of labels. Whole numbers are their own classes; other labels are sorted.
+
+    Examples:
+        >>> class_names({"wren", "owl"}), class_names({"0", "2"})
+        (('owl', 'wren'), ('0', '1', '2'))
+    """
     if all(word.isascii() and word.isdigit() and str(int(word)) == word for word in words):
         largest = max(map(int, words))
         if largest < max(10 * len(words), 1_000) and largest < MAX_CLASSES:
             return tuple(map(str, range(largest + 1)))
-    if len(words) > MAX_CLASSES:
-        raise UserError(f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label")
     return tuple(sorted(words))
 
 
@@ -494,37 +547,49 @@ def _named(seen: Mapping[str, int]) -> str:
 
 
 def _write_samples(
-    paths: Sequence[str], facts: Sequence[TarFacts], names: Sequence[str], out: Path
-) -> tuple[tuple[int, ...], NDArray[np.int64]]:
-    """Write the places and the labels of all samples. Return the number of each class, and the numbers of the tars."""
-    numbers = {name: number for number, name in enumerate(names)}
-    counts = np.zeros(len(names), dtype=np.int64)
+    paths: Sequence[str], facts: Sequence[TarFacts], names: Mapping[str, Sequence[str]], out: Path
+) -> tuple[dict[str, tuple[int, ...]], NDArray[np.int64]]:
+    """Write the places and the labels of all samples, of the labels with the classes `names`.
+
+    Returns for each label the number of samples of each class, and the numbers of the tars.
+    """
+    numbers = {name: {word: number for number, word in enumerate(words)} for name, words in names.items()}
+    counts = {name: np.zeros(len(words), dtype=np.int64) for name, words in names.items()}
     rows: list[tuple[int, int, int]] = []
     end = 0
     all_keys: list[NDArray[np.int64]] = []
     # Not in place: a run that reads an older index has its files mapped into memory.
-    with _partial(out, SAMPLES_NAME).open("wb") as samples, _partial(out, LABELS_NAME).open("wb") as labels:
+    with ExitStack() as files:
+        samples = files.enter_context(_partial(out, SAMPLES_NAME).open("wb"))
+        labels = {name: files.enter_context(_partial(out, labels_name(name)).open("wb")) for name in names}
         for name, each in zip(paths, facts, strict=True):
             part = _read_part(_part_path(out, name))
             if part is None:
                 raise UserError(f"{out / _PARTS} was changed while the index was made; index again")
-            packed, local, keys = np.split(part[1], 3)
+            packed, keys, *local = np.split(part[1], 2 + len(each.labels))
             if end + each.num_samples <= _MAX_COMPARED:
                 all_keys.append(keys)
             samples.write(packed.astype("<i8").tobytes())
-            # The last entry is for samples without a label.
-            of_class = np.array([*(numbers[word] for word in each.labels), NO_LABEL], dtype=np.int64)
-            label_N = of_class[local]
-            labels.write(label_N.astype("<i4").tobytes())
-            counts += np.bincount(label_N[label_N >= 0], minlength=len(names))[: len(names)]
+            for (name, words), local_N in zip(each.labels.items(), local, strict=True):
+                if name not in names:
+                    continue
+                # The last entry is for samples without a label.
+                of_class = np.array([*(numbers[name][word] for word in words), NO_LABEL], dtype=np.int64)
+                label_N = of_class[local_N]
+                labels[name].write(label_N.astype("<i4").tobytes())
+                counts[name] += np.bincount(label_N[label_N >= 0], minlength=len(names[name]))
             end += each.num_samples
             rows.append((end, each.num_bytes, each.changed_ns))
-    for name in (SAMPLES_NAME, LABELS_NAME):
-        _partial(out, name).replace(out / name)
-    if not names:
-        (out / LABELS_NAME).unlink()
+    written = {SAMPLES_NAME, *map(labels_name, names)}
+    for file_name in written:
+        _partial(out, file_name).replace(out / file_name)
+    for old in out.glob(labels_name("*")):  # of an older index with other labels
+        if old.name not in written:
+            old.unlink()
     _warn_of_equal_keys(all_keys, paths)
-    return tuple(counts.tolist()), np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return {name: tuple(of_label.tolist()) for name, of_label in counts.items()}, np.array(
+        rows, dtype=np.int64
+    ).reshape(-1, 3)
 
 
 def _partial(out: Path, name: str) -> Path:
@@ -572,7 +637,10 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
     out = index_directory(location)
     logger.info("indexing the tars of %s into %s, once", location, out)
     named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
-    manifest, facts = make_index(location, out, fields=Fields(), classes_of=named, show_progress=show_progress)
+    fields = Fields()
+    if named is not None and (train := load_manifest(named)).more_labels and train.tars and train.tars.label_field:
+        fields = Fields(labels=parse_labels(train.tars.label_field.split(",")))
+    manifest, facts = make_index(location, out, fields=fields, classes_of=named, show_progress=show_progress)
     for line in describe_index(manifest, facts):
         logger.info("%s", line)
 
@@ -580,15 +648,20 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
 def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[str]:
     """Yield lines that say what was found, and then a line for each kind of thing that was left out."""
     assert manifest.tars is not None
-    num_labelled, num_classes = sum(manifest.counts_base), len(manifest.label_names.base)
-    labels = f"{num_labelled} labels of {num_classes} classes" if num_classes else "no labels"
+    found = [
+        f"{sum(label.counts)} labels {f'{name} ' if name != BASE else ''}of {len(label.classes)} classes"
+        for name, label in manifest.labels.items()
+    ]
+    labels = ", ".join(found) or "no labels"
     yield (
         f"{manifest.num_samples} samples in {manifest.tars.num_tars} tars, {manifest.tars.num_bytes:,} bytes, {labels}"
     )
     yield f"fields: {', '.join(f'{name} {count}' for name, count in _count_fields(facts).most_common(10))}"
     yield f"pictures are brought to {manifest.input_shape[1]} x {manifest.input_shape[2]} pixels when they are read"
-    if 0 < num_labelled < manifest.num_samples:
-        yield f"{manifest.num_samples - num_labelled} samples have no label"
+    for name, label in manifest.labels.items():
+        if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
+            which = "" if name == BASE else f" {name}"
+            yield f"{manifest.num_samples - num_labelled} samples have no label{which}"
     if left_out := sum(each.num_without_picture for each in facts):
         yield f"{left_out} samples have no picture and are left out"
     if too_large := sum(each.num_too_large for each in facts):
@@ -599,6 +672,34 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         yield f"{len(unreadable)} of the pictures that were tried do not decode, such as {unreadable[0]}"
 
 
+def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
+    """Return the field of each label from words such as `colour=json:attr.colour`; a word without a name is `base`.
+
+    Raises `UserError` if a label is named twice, or its name is not a plain word.
+
+    Examples:
+        >>> parse_labels(["cls", "colour=json:attr.colour"]), parse_labels([])
+        ({'base': 'cls', 'colour': 'json:attr.colour'}, None)
+    """
+    labels: dict[str, str] = {}
+    for word in words:
+        name, equals, field = word.partition("=")
+        name, field = (name, field) if equals else (BASE, word)
+        try:
+            check_label_name(name)
+        except ValueError as error:
+            raise UserError(f"--label {word}: {error}") from None
+        if not field or "," in field:
+            raise UserError(
+                f"--label {word} names no field, or one with a comma; write it as {name}=cls or "
+                f"{name}=json:path.to.label"
+            )
+        if name in labels:
+            raise UserError(f"--label names {name} twice ({labels[name]} and {field}); give each label once")
+        labels[name] = field
+    return labels or None
+
+
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline index` asks for."""
     started = time.monotonic()
@@ -607,7 +708,7 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or index_directory(args.location)
     fields = Fields(
         picture=tuple(name.strip().lower().lstrip(".") for name in re.split("[;,]", args.image) if name.strip()),
-        label=args.label,
+        labels=parse_labels(args.label or ()),
     )
     manifest, facts = make_index(
         args.location,

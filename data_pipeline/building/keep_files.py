@@ -14,6 +14,7 @@ from webdataset import TarWriter
 from data_pipeline.building.index_tars import Fields, TarFacts, make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import BASE
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.storage.files import read_regular
@@ -63,5 +64,5 @@ def pack_folder(
                     extension = path.suffix.lower().lstrip(".")
                     tar.write({"__key__": f"{position:08d}", extension: content, "cls": name.encode()})
             progress.advance(len(part))
-    fields = Fields(label="cls")
-    return make_index(str(out), out, fields=fields, size=size, classes=folder.class_names)
+    fields = Fields(labels={BASE: "cls"})
+    return make_index(str(out), out, fields=fields, size=size, classes={BASE: folder.class_names})

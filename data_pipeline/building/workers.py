@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import crop_last, fit_length, to_float
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import NO_LABEL, Record, Sample
+from data_pipeline.core.sample import Record, Sample
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay, baked_keys
-from data_pipeline.sources import Source
-from data_pipeline.storage.manifest import LabelNames, ShardEntry
+from data_pipeline.sources import Source, labels_of
+from data_pipeline.storage.manifest import LabelEntry, ShardEntry
 from data_pipeline.storage.shards import EncodedSample, encode, index_path, shard_name, write_shard
 from data_pipeline.storage.source_digests import content_digest
 from data_pipeline.storage.totals import Sums, Totals
@@ -53,18 +53,27 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """Everything that a worker needs to make any shard of a dataset; `overlay` is drawn into the shards."""
+    """Everything that a worker needs to make any shard of a dataset; `overlay` is drawn into the shards.
+
+    `labels` are those of the source and of the overlay, also of one that is drawn at each reading; without counts.
+    """
 
     source: Source
     overlay: Overlay | None
-    label_names: LabelNames
+    labels: Mapping[str, LabelEntry]
     split: str
     seed: int
     sample_rate: int | None
     num_points: int | None
 
     def no_totals(self) -> Totals:
-        return Totals(num_base=len(self.label_names.base), num_overlay=len(self.label_names.overlay))
+        return Totals(
+            {
+                name: len(label.classes)
+                for name, label in self.labels.items()
+                if label.given_by == "source" or self.overlay is not None
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -112,37 +121,49 @@ def make_shard(inputs: BuildInputs, task: ShardTask, *, directory: Path) -> int:
 def _samples(inputs: BuildInputs, task: ShardTask) -> Iterator[tuple[Sample, Record]]:
     """Yield the samples of a shard in order, each with its record."""
     num_at_once = 1 if inputs.overlay is None else _NUM_SAMPLES_PER_DRAW
+    columns = labels_of(inputs.source)
     for start in range(0, len(task.records_B), num_at_once):
-        records = [inputs.source[number] for number in task.records_B[start : start + num_at_once].tolist()]
+        numbers_B = task.records_B[start : start + num_at_once]
+        records = [inputs.source[number] for number in numbers_B.tolist()]
+        labels = {name: column.label_N[numbers_B] for name, column in columns.items()}
         first_index = task.first_index + start
         samples = (
-            [Sample(first_index, records[0].content, None, records[0].label, NO_LABEL)]
+            [Sample(first_index, records[0].content, None, _row(labels, 0))]
             if inputs.overlay is None
-            else _overlaid(inputs.overlay, inputs, records, first_index)
+            else _overlaid(inputs.overlay, inputs, records, labels, first_index)
         )
         yield from zip(samples, records, strict=True)
 
 
-def _overlaid(overlay: Overlay, inputs: BuildInputs, records: Sequence[Record], first_index: int) -> list[Sample]:
+def _row(labels: Mapping[str, NDArray[np.int64]], row: int) -> dict[str, int]:
+    return {name: int(label_B[row]) for name, label_B in labels.items()}
+
+
+def _overlaid(
+    overlay: Overlay,
+    inputs: BuildInputs,
+    records: Sequence[Record],
+    labels: Mapping[str, NDArray[np.int64]],
+    first_index: int,
+) -> list[Sample]:
     """Return consecutive samples, with the overlay drawn on all of them in one call."""
+    given = {name: torch.from_numpy(label_B) for name, label_B in labels.items()}
     index_B = torch.arange(first_index, first_index + len(records))
     keys = baked_keys(index_B, seed=inputs.seed, split=inputs.split)
     contents = [record.content for record in records]
     if inputs.num_points is None:
-        overlaid = overlay(torch.from_numpy(np.stack(contents)).permute(0, 3, 1, 2), keys)
+        overlaid = overlay(torch.from_numpy(np.stack(contents)).permute(0, 3, 1, 2), keys, given)
         contents_B = overlaid.inputs.permute(0, 2, 3, 1).contiguous().numpy()
     else:
         last_B = crop_last(keys) if inputs.split == "train" else torch.zeros(len(records), dtype=torch.bool)
         clips = [torch.from_numpy(content) for content in contents]
-        overlaid = overlay(to_float(fit_length(clips, inputs.num_points, last_B=last_B)), keys)
+        overlaid = overlay(to_float(fit_length(clips, inputs.num_points, last_B=last_B)), keys, given)
         contents_B = overlaid.inputs.numpy()
     masks_B = [None] * len(records) if overlaid.masks_BHW is None else overlaid.masks_BHW.numpy()
-    labels_B = overlaid.label_B.tolist()
+    labels = {**labels, **{name: label_B.numpy() for name, label_B in overlaid.labels.items()}}
     return [
-        Sample(index, content, mask, record.label, label)
-        for index, content, mask, record, label in zip(
-            index_B.tolist(), contents_B, masks_B, records, labels_B, strict=True
-        )
+        Sample(index, content, mask, _row(labels, row))
+        for row, (index, content, mask) in enumerate(zip(index_B.tolist(), contents_B, masks_B, strict=True))
     ]
 
 

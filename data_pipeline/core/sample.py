@@ -1,8 +1,8 @@
 """The containers of samples: records of a source, stored samples, and batches.
 
-A sample is a picture or a sound with two independent labels. `label_base` says what the picture shows or which digit is
-spoken. `label_overlay` says what was drawn on the picture or is heard behind the digit. It is `NO_LABEL` if there is no
-overlay, or if the overlay is drawn at each reading.
+A sample is a picture or a sound with any number of named labels. `base` says what the picture shows or which digit is
+spoken. `overlay` says what was drawn on the picture or is heard behind the digit. Sources and overlays may give others.
+The labels of an overlay that is drawn at each reading are `NO_LABEL` until it is drawn.
 
 Shapes: B batch, C channels, H height, W width, T points of a waveform.
 """
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 Medium = Literal["picture", "sound"]
 Layout = Literal["scaled", "tiled"]  # of an overlay, on pictures of more than 32 pixels; see `PictureOverlay`
 
-NO_LABEL = -1
+NO_LABEL = -1  # the class of a sample without this label
+BASE, OVERLAY = "base", "overlay"  # the labels that most datasets have; see `Manifest.labels` for all
 
 MASK_OUTSIDE = 0  #   outside the object's box
 MASK_BOX = 128  #     inside the smallest box around the object, but not drawn on
@@ -34,7 +35,7 @@ def sample_key(index: int) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One clean picture or sound of a source; `label` is an index into the source's class names.
+    """One clean picture or sound of a source; `label` is its base label, an index into the source's class names.
 
     `content` is a picture, (H, W, 3) uint8, or a sound of any length, (T,) int16.
     """
@@ -52,13 +53,13 @@ class Sample:
 
     `content` is a picture, (H, W, 3) uint8, or a sound, (T,): int16 as recorded, or float32 if an overlay was mixed in.
     `mask` is (H, W) uint8 in the levels above, or None without an overlay in the shard; then there is no `.mask.png`.
+    `labels` maps names of labels to numbers of classes. A label that is not named is stored as `NO_LABEL`.
     """
 
     index: int
     content: NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.float32]
     mask: NDArray[np.uint8] | None
-    label_base: int
-    label_overlay: int
+    labels: Mapping[str, int]
 
     @property
     def key(self) -> str:
@@ -91,8 +92,8 @@ class Batch:
             view (`noise_per_view` of the spoken digits).
         masks_BHW, masks_b_BHW: (B, H, W) uint8, the masks of `inputs_a` and `inputs_b` in the levels above; None for
             sounds, and zeros if nothing was drawn.
-        label_base_B: (B,) int64; `NO_LABEL` if there is none.
-        label_overlay_B: (B,) int64, the overlay of `inputs_a`; `NO_LABEL` if there is none.
+        labels: each label of the dataset by name, (B,) int64; `NO_LABEL` for a sample without it. Those of an overlay
+            are of `inputs_a`.
         bad: samples of this rank's part that could not be read and were replaced.
         seconds: time that each stage of making the batch took: "read", "decode", "overlay", "transfer".
     """
@@ -104,8 +105,7 @@ class Batch:
     inputs_b: torch.Tensor
     masks_BHW: torch.Tensor | None
     masks_b_BHW: torch.Tensor | None
-    label_base_B: torch.Tensor
-    label_overlay_B: torch.Tensor
+    labels: Mapping[str, torch.Tensor]
     bad: tuple[BadSample, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -146,8 +146,7 @@ class Batch:
             inputs_b=inputs_a if self.inputs_b is self.inputs_a else move(self.inputs_b),
             masks_BHW=masks_BHW,
             masks_b_BHW=masks_b_BHW,
-            label_base_B=move(self.label_base_B),
-            label_overlay_B=move(self.label_overlay_B),
+            labels={name: move(label_B) for name, label_B in self.labels.items()},
             bad=self.bad,
             seconds=self.seconds,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
@@ -69,8 +70,19 @@ def _check_name(text: str) -> str:
     return text
 
 
+def check_label_name(text: str) -> str:
+    """Return the name of a label; raise `ValueError` if it is not a plain word."""
+    if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", text, flags=re.ASCII) is None:
+        raise ValueError(
+            f"{json.dumps(text[:100])} is not a valid name of a label; use up to 32 of the letters a to z and A to Z, "
+            "digits and _, and begin with a letter"
+        )
+    return text
+
+
 Line = Annotated[str, AfterValidator(_check_line)]  # text that is safe in a line of a terminal or a script
 Name = Annotated[str, AfterValidator(_check_name)]  # text that can be the name of a file
+LabelName = Annotated[str, AfterValidator(check_label_name)]  # part of file names, metrics and fields of JSON
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -69,8 +69,7 @@ class BatchMaker:
             inputs_b=inputs_b,
             masks_BHW=samples.masks_BHW,
             masks_b_BHW=samples.masks_BHW,
-            label_base_B=samples.label_base_B,
-            label_overlay_B=samples.label_overlay_B,
+            labels=samples.labels,
             bad=bad,
         )
 
@@ -94,15 +93,16 @@ class BatchMaker:
             inputs_a = to_float(clean.inputs_a)
             inputs_b = inputs_a if clean.inputs_b is clean.inputs_a else to_float(clean.inputs_b)
         if self.overlay is not None:
-            view_a = self.overlay(inputs_a, self.keys(clean.index_B, clean.epoch, 0))
-            view_b = self.overlay(inputs_b, self.keys(clean.index_B, clean.epoch, 1)) if self.per_view else view_a
+            view_a = view_b = self.overlay(inputs_a, self.keys(clean.index_B, clean.epoch, 0), clean.labels)
+            if self.per_view:
+                view_b = self.overlay(inputs_b, self.keys(clean.index_B, clean.epoch, 1), clean.labels)
             return replace(
                 clean,
                 inputs_a=view_a.inputs,
                 inputs_b=view_b.inputs,
                 masks_BHW=view_a.masks_BHW,
                 masks_b_BHW=view_b.masks_BHW,
-                label_overlay_B=view_a.label_B,
+                labels={**clean.labels, **view_a.labels},
             )
         masks_BHW = no_mask(inputs_a) if clean.masks_BHW is None and not is_sound else clean.masks_BHW
         return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW, masks_b_BHW=masks_BHW)

@@ -34,6 +34,7 @@ from data_pipeline.storage.store import SampleStore
 _CPU: Final = torch.device("cpu")
 _CHUNK: Final = 512  # samples that a thread decodes at a time
 _MAX_THREADS: Final = 16
+_LABEL: Final = "label/"  # before the name of a label, in the name of its tensor
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,13 @@ def read_whole(store: SampleStore, device: torch.device, *, show_progress: bool 
         for name, layout in _layouts(store.manifest).items()
     }
     bad, longest = _fill(store, tensors, show_progress=show_progress)
-    return _whole(tensors, bad=bad, longest=longest)
+    return _whole(tensors, num_samples=len(store), bad=bad, longest=longest, device=device)
 
 
 def _layouts(manifest: Manifest) -> dict[str, TensorLayout]:
-    """Return the layouts of the tensors of `DecodedSamples` for a whole dataset, without `index_B`."""
+    """Return the layouts of the tensors of `DecodedSamples` for a whole dataset, by name, without `index_B`."""
     num_samples = manifest.num_samples
-    numbers = ["label_base_B", "label_overlay_B"]
+    numbers = [f"{_LABEL}{name}" for name in manifest.labels]
     layouts: dict[str, TensorLayout] = {}
     if manifest.medium == "picture":
         layouts["pictures_BCHW"] = TensorLayout((num_samples, *manifest.input_shape), torch.uint8)
@@ -142,7 +143,8 @@ def _fill(
         for chunk in decode_ahead(store, _chunks(store), num_threads=min(num_cores(), _MAX_THREADS)):
             first = int(chunk.index_B[0])
             for name, tensor in tensors.items():
-                part = getattr(chunk, name)
+                is_label = name.startswith(_LABEL)
+                part = chunk.labels[name.removeprefix(_LABEL)] if is_label else getattr(chunk, name)
                 if name == "points_X":
                     tensor[num_points : num_points + len(part)] = part
                 else:
@@ -166,12 +168,17 @@ def _chunks(store: SampleStore) -> Iterator[NDArray[np.int64]]:
             yield np.arange(first, min(first + _CHUNK, end), dtype=np.int64)
 
 
-def _whole(tensors: Mapping[str, Tensor], *, bad: Mapping[int, BadSample], longest: int) -> DecodedSamples:
-    label_base_N = tensors["label_base_B"]
+def _whole(
+    tensors: Mapping[str, Tensor],
+    *,
+    num_samples: int,
+    bad: Mapping[int, BadSample],
+    longest: int,
+    device: torch.device = _CPU,
+) -> DecodedSamples:
     return DecodedSamples(
-        index_B=torch.arange(len(label_base_N), device=label_base_N.device),
-        label_base_B=label_base_N,
-        label_overlay_B=tensors["label_overlay_B"],
+        index_B=torch.arange(num_samples, device=device),
+        labels={name.removeprefix(_LABEL): label_N for name, label_N in tensors.items() if name.startswith(_LABEL)},
         pictures_BCHW=tensors.get("pictures_BCHW"),
         masks_BHW=tensors.get("masks_BHW"),
         points_X=tensors.get("points_X"),
@@ -217,7 +224,7 @@ def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -
     if header.error:
         raise UserError(header.error)
     samples = {index: store.bad_sample(index, reason) for index, reason in header.bad.items()}
-    return _whole(memory.tensors, bad=samples, longest=header.longest)
+    return _whole(memory.tensors, num_samples=manifest.num_samples, bad=samples, longest=header.longest)
 
 
 def _shortage(num_bytes: int, device: torch.device) -> str:

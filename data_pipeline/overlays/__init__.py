@@ -2,7 +2,8 @@
 
 An overlay takes a batch of clean pictures or waveforms, on any device, and the keys of all draws. It returns the batch
 with an object in each input, the class of the object, and for pictures a mask of it. The draw of the class does not
-depend on the input, so the two labels of a sample are independent.
+depend on the input, so the two labels of a sample are independent, unless the overlay asks for the labels of the source
+(`PictureOverlay.draw_given`). An overlay may give more labels than one (`Overlay.more_labels`).
 
 Guarantees: the same input and keys give the same output, in a build, in a stream and from data in memory, on CPU and
 GPU. The input is not changed.
@@ -20,20 +21,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_OUTSIDE, Layout
+from data_pipeline.core.sample import MASK_OUTSIDE, OVERLAY, Layout
 
 IMAGE_SIZE: Final = 32  # width and height in pixels of the published pictures; on smaller ones, glyphs are illegible
 FIRST_PURPOSE: Final = 100  # overlays number their draws from here (`purpose` in `data_pipeline.core.counter_rng`)
 _VALUES_AT_ONCE: Final = 1 << 24  # of the pictures that are painted at once, in int32: 64 MiB for each intermediate
+
+
+NOTHING_GIVEN: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class LabelClasses:
+    """What a label is about, such as "digit", and its class names in the order of their numbers."""
+
+    title: str
+    classes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -41,12 +54,18 @@ class Overlaid:
     """The result of an overlay: the inputs with an object in each, the classes, and the masks (None for sounds).
 
     `inputs` are pictures (B, 3, H, W) uint8 or waveforms (B, T) float32; `label_B` is int64; `masks_BHW` is uint8 in
-    the levels `MASK_OUTSIDE`, `MASK_BOX`, `MASK_OBJECT`.
+    the levels `MASK_OUTSIDE`, `MASK_BOX`, `MASK_OBJECT`. `more_labels` are the other labels of the overlay, by name.
     """
 
     inputs: Tensor
     label_B: Tensor
     masks_BHW: Tensor | None
+    more_labels: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> dict[str, Tensor]:
+        """Return every label of the overlay by name, (B,) int64."""
+        return {OVERLAY: self.label_B, **self.more_labels}
 
 
 class Overlay(nn.Module, ABC):
@@ -57,15 +76,19 @@ class Overlay(nn.Module, ABC):
     """
 
     class_names: tuple[str, ...]  # in the order of the labels
-    title: str = "object"  # what the label is about, such as "digit"
+    title: str = "object"  # what the label `overlay` is about, such as "digit"
+    more_labels: Mapping[str, LabelClasses] = NOTHING_GIVEN  # the labels beside `overlay`, by name
 
     def options(self) -> dict[str, str | int | float]:
         """Return the other arguments of the constructor: `type(overlay)(**buffers, **options)` is the same overlay."""
         return {}
 
     @abstractmethod
-    def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
-        """Put one object into each input, drawn from `keys` alone."""
+    def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
+        """Put one object into each input, drawn from `keys`, and from `labels` if the overlay asks for them.
+
+        `labels` are those of the source by name, (B,) int64, on the device of the inputs.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,12 +100,14 @@ class Layer:
         colour_BCHW: uint8, broadcastable to (B, 3, H, W): (B, 3, 1, 1) is one colour for each picture.
         alpha_BHW: (B, H, W) uint8, the opacity of the paint: 0 is the photo, 255 the colour alone.
         mask_BHW: (B, H, W) uint8 in the three mask levels.
+        more_labels: (B,) int64 for each of the overlay's `more_labels`.
     """
 
     label_B: Tensor
     colour_BCHW: Tensor
     alpha_BHW: Tensor
     mask_BHW: Tensor
+    more_labels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class PictureOverlay(Overlay):
@@ -122,7 +147,14 @@ class PictureOverlay(Overlay):
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one object for each key, `drawn_size` high and wide; the draw does not depend on the pictures."""
 
-    def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
+    def draw_given(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> Layer:
+        """Draw one object for each key, given the labels of the source by name, (B,) int64.
+
+        Calls `draw`, so that labels are independent. An overlay whose class depends on a label overrides this.
+        """
+        return self.draw(keys)
+
+    def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
         """Paint over pictures (B, 3, H, W) uint8; each value is rounded to the nearest integer.
 
         Raises `UserError` if H or W is not `image_size`.
@@ -132,18 +164,22 @@ class PictureOverlay(Overlay):
                 f"the overlay draws on pictures of {self.image_size}x{self.image_size} pixels, but these have "
                 f"{inputs.shape[3]}x{inputs.shape[2]}; build the dataset again"
             )
-        painted, labels, masks = zip(*self._paint_parts(inputs, keys), strict=True)
-        return Overlaid(torch.cat(painted), torch.cat(labels), torch.cat(masks))
+        painted, found, masks = zip(*self._paint_parts(inputs, keys, labels), strict=True)
+        drawn = {name: torch.cat([part[name] for part in found]) for name in (OVERLAY, *self.more_labels)}
+        return Overlaid(torch.cat(painted), drawn.pop(OVERLAY), torch.cat(masks), drawn)
 
-    def _paint_parts(self, inputs: Tensor, keys: DrawKeys) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield pictures, labels and masks of a part of the batch at a time, which bounds the memory."""
+    def _paint_parts(
+        self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
+        """Yield pictures, labels by name and masks of a part of the batch at a time, which bounds the memory."""
         size = max(1, _VALUES_AT_ONCE // math.prod(inputs.shape[1:]))
         for first in range(0, max(1, len(inputs)), size):
             rows = slice(first, first + size)
-            layer = self.draw(dataclasses.replace(keys, index_B=keys.index_B[rows]))
+            of_rows = {name: label_B[rows] for name, label_B in labels.items()}
+            layer = self.draw_given(dataclasses.replace(keys, index_B=keys.index_B[rows]), of_rows)
             if self.drawn_size < self.image_size:
                 layer = tile(layer, self.image_size)
-            yield paint(inputs[rows], layer), layer.label_B, layer.mask_BHW
+            yield paint(inputs[rows], layer), {OVERLAY: layer.label_B, **layer.more_labels}, layer.mask_BHW
 
 
 def scaled(length: int, *, drawn_size: int) -> int:
@@ -165,7 +201,9 @@ def tile(layer: Layer, size: int) -> Layer:
 
     one_colour = layer.colour_BCHW.shape[-1] == 1
     colour_BCHW = layer.colour_BCHW if one_colour else repeated(layer.colour_BCHW)
-    return Layer(layer.label_B, colour_BCHW, repeated(layer.alpha_BHW), repeated(layer.mask_BHW))
+    return dataclasses.replace(
+        layer, colour_BCHW=colour_BCHW, alpha_BHW=repeated(layer.alpha_BHW), mask_BHW=repeated(layer.mask_BHW)
+    )
 
 
 def paint(pictures_BCHW: Tensor, layer: Layer) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: B batch, T points of an input, K classes, X points of all recordings one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Self, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
-from data_pipeline.overlays import FIRST_PURPOSE, Overlaid, Overlay
+from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, Overlay
 
 Crop = Literal["first_or_last", "random_offset", "first"]
 
@@ -103,7 +103,7 @@ class Noise(Overlay):
     def options(self) -> dict[str, str | int | float]:
         return {"num_points": self.num_points, "volume": self.volume, "crop": self.crop}
 
-    def forward(self, inputs: Tensor, keys: DrawKeys) -> Overlaid:
+    def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
         """Add one background sound to each waveform, (B, T) float32 of `num_points`; the sum is not clipped."""
         assert inputs.shape == (len(keys.index_B), self.num_points), (inputs.shape, self.num_points)
         label_B = integers(keys, 1, len(self.class_names), purpose=_CLASS)[:, 0]

@@ -1,4 +1,4 @@
-"""Sources of clean pictures and sounds with their base labels.
+"""Sources of clean pictures and sounds with their labels.
 
 A source reads a folder that the user names, or generates its records. All its records are pictures of one size or
 sounds of one sample rate, each with a label. A source knows all its labels at once, so that a build can choose and
@@ -10,12 +10,14 @@ not on the file system.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.core.sample import Record
+from data_pipeline.core.sample import BASE, Record
 
 
 class Source(Protocol):
@@ -39,6 +41,37 @@ class Source(Protocol):
 
     def __getitem__(self, number: int) -> Record:
         """Return one record, the same at each call. Raises `UserError` with the file's name if it does not decode."""
+
+
+@dataclass(frozen=True)
+class LabelColumn:
+    """One label of all records of a source.
+
+    Attributes:
+        title: what the label is about, such as "diagnosis".
+        classes: the class names, in the order of their numbers.
+        label_N: (num_records,) int64; `NO_LABEL` for a record without this label.
+    """
+
+    title: str
+    classes: tuple[str, ...]
+    label_N: NDArray[np.int64]
+
+
+@runtime_checkable
+class HasMoreLabels(Protocol):
+    """A source whose records have labels beside the base label."""
+
+    @property
+    def more_labels(self) -> Mapping[str, LabelColumn]:
+        """Return the other labels, by name."""
+
+
+def labels_of(source: Source) -> dict[str, LabelColumn]:
+    """Return every label of a source by name: `base` if it has classes, and then the others."""
+    more = source.more_labels if isinstance(source, HasMoreLabels) else {}
+    base = {BASE: LabelColumn(source.title, source.class_names, source.labels)} if source.class_names else {}
+    return {**base, **more}
 
 
 class SoundSource(Source, Protocol):

@@ -34,8 +34,8 @@ from pydantic import (
 )
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Layout, Medium
-from data_pipeline.core.schema import Line, Schema
+from data_pipeline.core.sample import BASE, OVERLAY, Layout, Medium
+from data_pipeline.core.schema import LabelName, Line, Schema
 from data_pipeline.storage.files import read_regular
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -44,19 +44,23 @@ INDEX_NAME: Final = ".tar_index"  # the directory of an index of tars, beside th
 SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source, beside the shards
 FORMAT_VERSION: Final = 3
 TARS_FORMAT_VERSION: Final = 4  # of an index of tars; readers of format 3 know no tars
+LABELS_FORMAT_VERSION: Final = 5  # of a dataset with more labels than base and overlay, of either kind
 
 MAX_MANIFEST_BYTES: Final = 1 << 25
 MAX_SAMPLES: Final = 10**12
 MAX_SHARDS: Final = 100_000
 MAX_CLASSES: Final = 100_000
+MAX_LABELS: Final = 100  # beside base and overlay
 MAX_VALUES: Final = 1 << 26  # of one input: a picture of 4,729x4,729 pixels, or 23 minutes of sound at 48 kHz
 _LISTS: Final = (".txt", ".list")  # endings of a file that names tars
-_MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers
+_MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers, and for each other label
+_MAX_MORE_LABEL_BYTES: Final = 64
 _MAX_METADATA_BYTES: Final = 1 << 20  # that another program may have added to a picture or a sound
 _MAX_SHARD_BYTES: Final = 1 << 44
 _MAX_SAMPLE_RATE: Final = 1_000_000
 _MIN_MEMBER_BYTES: Final = 1024  # in a tar: a header and at least one block of content
 _MAX_DEFLATE_RATIO: Final = 1032  # the largest ratio of a picture's size to the size of its PNG
+_READABLE: Final = (FORMAT_VERSION, TARS_FORMAT_VERSION, LABELS_FORMAT_VERSION)
 _MEND: Final = "build the dataset again, or copy it again from a whole copy"
 
 
@@ -106,16 +110,33 @@ class ShardEntry(Schema):
 
 
 class LabelNames(Schema):
-    """The class names of both labels, and titles that say what the labels are about, such as "picture" and "digit".
+    """The class names of the labels `base` and `overlay`, and titles that say what they are about, such as "digit".
 
-    `overlay` is empty without an overlay, and `base` is empty if only the overlay has classes. The title of a label
-    without classes is not used. A source supplies `title_base`, an overlay class `title_overlay`.
+    `overlay` is empty without an overlay, and `base` is empty if records have no base label. The title of a label
+    without classes is not used. A source supplies `title_base`, an overlay class `title_overlay`. Other labels are in
+    `Manifest.more_labels`.
     """
 
     base: ClassNames
     overlay: ClassNames
     title_base: Line = "base"
     title_overlay: Line = "overlay"
+
+
+class LabelEntry(Schema):
+    """One label of a dataset.
+
+    Attributes:
+        title: what the label is about, for readers, such as "diagnosis".
+        classes: the class names, in the order of their numbers.
+        counts: the number of samples of each class; empty if an overlay is drawn at each reading.
+        given_by: the part of a build that gives the label.
+    """
+
+    title: Line
+    classes: Annotated[ClassNames, Field(min_length=1)]
+    counts: ClassCounts
+    given_by: Literal["source", "overlay"] = "source"
 
 
 class OverlayEntry(Schema):
@@ -159,7 +180,8 @@ class TarSet(Schema):
     Attributes:
         location: as it was given to `index`.
         picture_fields: the extensions that hold the picture; of several in a sample, the first of this list is read.
-        label_field: the field of the label; None if there is none.
+        label_field: the field of the label `base`; None if there is none. With more labels, each as NAME=FIELD, joined
+            by commas.
         num_tars, num_bytes: how many tars there are, and their size.
         sha256: of their names, sizes and numbers of samples.
     """
@@ -187,6 +209,7 @@ class Manifest(Schema):
             and for tars.
         tars: somebody else's tars, in place of `shards`. Their pictures are brought to `input_shape` when they are
             read. `mean` and `std` are then of some of the pictures, and samples without a label are in no count.
+        more_labels: the labels beside `base` and `overlay`, by name. A sample may lack any of them. `labels` has all.
     """
 
     format_version: int
@@ -204,6 +227,13 @@ class Manifest(Schema):
     shards: Annotated[tuple[ShardEntry, ...], FailFast(), Field(max_length=MAX_SHARDS)]
     source_digests_sha256: Sha256 | None = None
     tars: TarSet | None = None
+    more_labels: Annotated[dict[LabelName, LabelEntry], Field(max_length=MAX_LABELS)] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_no_more_labels(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `more_labels` if there are none, so that the manifest of such a dataset keeps its bytes."""
+        values: dict[str, Any] = handler(self)
+        return values if self.more_labels else {name: values[name] for name in values if name != "more_labels"}
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -219,6 +249,24 @@ class Manifest(Schema):
             del fields["tars"]  # which older manifests do not have
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def labels(self) -> dict[str, LabelEntry]:
+        """Return every label that has classes, by name: `base`, `overlay`, and then the others."""
+        names, entry = self.label_names, LabelEntry.model_construct
+        found: dict[str, LabelEntry] = {}
+        if names.base:
+            found[BASE] = entry(title=names.title_base, classes=names.base, counts=self.counts_base)
+        if names.overlay:
+            found[OVERLAY] = entry(
+                title=names.title_overlay, classes=names.overlay, counts=self.counts_overlay, given_by="overlay"
+            )
+        return found | self.more_labels
+
+    @property
+    def stored_labels(self) -> dict[str, LabelEntry]:
+        """Return those of `labels` that are stored with the samples: without those of an online overlay."""
+        return {name: label for name, label in self.labels.items() if label.given_by == "source" or not self.is_online}
 
     @property
     def is_online(self) -> bool:
@@ -239,11 +287,31 @@ class Manifest(Schema):
         """Return the largest size in bytes that a reader accepts for each of `members`, by extension."""
         values = math.prod(self.input_shape)
         return {
-            "json": _MAX_LABEL_BYTES,
+            "json": _MAX_LABEL_BYTES + _MAX_MORE_LABEL_BYTES * len(self.more_labels),
             "mask.png": 2 * values + _MAX_METADATA_BYTES,
             "png": 2 * values + _MAX_METADATA_BYTES,
             "wav": 4 * MAX_VALUES + _MAX_METADATA_BYTES,
         }
+
+
+def label_fields(labels: Mapping[str, LabelEntry], *, format_version: int, title_base: str = BASE) -> dict[str, Any]:
+    """Return the fields of a manifest that hold labels and their counts, and its `format_version`.
+
+    A dataset that has only `base` and `overlay` has the fields that it had before there were others, and the format
+    `format_version`. `title_base` stands in it even if records have no base label.
+    """
+    nothing = LabelEntry.model_construct(title=OVERLAY, classes=(), counts=())
+    base, overlay = labels.get(BASE, nothing), labels.get(OVERLAY, nothing)
+    more = {name: label for name, label in labels.items() if name not in (BASE, OVERLAY)}
+    return {
+        "format_version": LABELS_FORMAT_VERSION if more else format_version,
+        "label_names": LabelNames(
+            base=base.classes, overlay=overlay.classes, title_base=title_base, title_overlay=overlay.title
+        ),
+        "counts_base": base.counts,
+        "counts_overlay": overlay.counts,
+        "more_labels": more,
+    }
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -323,6 +391,18 @@ def _wrong_labels(manifest: Manifest) -> Iterator[str]:
             and (manifest.tars is None or sum(counts) > manifest.num_samples)
         ):
             yield f"{field} adds up to {sum(counts)}, but num_samples is {manifest.num_samples}"
+    for name, label in manifest.more_labels.items():
+        if name in (BASE, OVERLAY):
+            yield f"more_labels names {name}, which stands in label_names"
+        is_stored = label.given_by == "source" or not manifest.is_online
+        if len(label.counts) != (len(label.classes) if is_stored else 0):
+            yield f"more_labels.{name}.counts has {len(label.counts)} numbers for {len(label.classes)} classes"
+        if sum(label.counts) > manifest.num_samples:
+            yield (
+                f"more_labels.{name}.counts adds up to {sum(label.counts)}, but num_samples is {manifest.num_samples}"
+            )
+        if label.given_by == "overlay" and overlay is None:
+            yield f"more_labels.{name} is given by an overlay, but overlay is None"
 
 
 def dataset_directory(location: str | Path) -> Path:
@@ -402,7 +482,7 @@ def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
         value = pydantic_core.from_json(text)  # unlike json.loads, it limits the depth
     except ValueError as error:
         raise UserError(f"{where} is not valid JSON ({error}); {_MEND}") from None
-    if not isinstance(value, dict) or value.get("format_version") not in (FORMAT_VERSION, TARS_FORMAT_VERSION):
+    if not isinstance(value, dict) or value.get("format_version") not in _READABLE:
         raise UserError(f"{where} does not have format version {FORMAT_VERSION}; build the dataset again")
     try:
         return Manifest.parse(value, where=where)

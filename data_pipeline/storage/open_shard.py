@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -92,8 +92,8 @@ class Shards(Protocol):
         """
         ...
 
-    def labels(self, indices_B: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the labels of samples, (B,) int64; None if they lie in the shards."""
+    def labels(self, indices_B: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]] | None:
+        """Return each label of samples by name, (B,) int64; None if they lie in the shards."""
         ...
 
 

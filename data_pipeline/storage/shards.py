@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from webdataset import TarWriter
 
 from data_pipeline.audio.waveform import encode_wav
-from data_pipeline.core.sample import Sample, sample_key
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Sample, sample_key
 from data_pipeline.storage.files import map_regular, read_regular, regular_size
 from data_pipeline.storage.manifest import ShardEntry
 from data_pipeline.storage.png import encode_png
@@ -61,8 +61,10 @@ def encode(sample: Sample, *, sample_rate: int | None = None) -> EncodedSample:
 
     `sample_rate` is in points a second for a sound, None for a picture.
     """
-    labels = {"index": sample.index, "label_base": sample.label_base, "label_overlay": sample.label_overlay}
-    members = {"json": json.dumps(labels).encode()}
+    # Always both of these, and in this order: so samples with no other label have the bytes that they had before.
+    labels = {BASE: NO_LABEL, OVERLAY: NO_LABEL, **sample.labels}
+    numbers = {"index": sample.index, **{f"label_{name}": label for name, label in labels.items()}}
+    members = {"json": json.dumps(numbers).encode()}
     content: NDArray[Any] = sample.content
     if content.ndim == 1:
         assert sample_rate is not None

@@ -45,11 +45,12 @@ class StoredSamples:
         files: for each extension in `Manifest.members`, B views into the shards. A view is empty if its member is
             missing or its index is wrong.
         unreadable: by row, the reason why a sample cannot be read.
+        labels: each label by name, (B,) int64; None if they are in the files.
     """
 
     files: Mapping[str, Sequence[memoryview]]
     unreadable: Mapping[int, str]
-    label_base_B: NDArray[np.int64] | None = None
+    labels: Mapping[str, NDArray[np.int64]] | None = None
 
 
 class SampleStore:
@@ -173,8 +174,8 @@ class SampleStore:
         files = {name: [sample[number] for sample in views] for number, name in enumerate(self._members)}
         return StoredSamples(files, unreadable, self._shards.labels(indices))
 
-    def labels(self, indices: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the labels of samples of tars, (B,) int64; None for a built dataset, whose shards hold them."""
+    def labels(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]] | None:
+        """Return each label of samples of tars, (B,) int64; None for a built dataset, whose shards hold them."""
         return self._shards.labels(indices)
 
     def bad_sample(self, index: int, reason: str) -> BadSample:

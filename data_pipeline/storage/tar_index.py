@@ -7,10 +7,10 @@ An index is a directory:
     tars.bin        (num_tars, 3) int64: the samples up to its end, its size in bytes, its time of change in nanoseconds
     tars.sha256     the sha256 of each tar, 32 bytes, if the tars are remote; else empty
     samples.bin     int64 for each sample: where its picture lies in its tar, and its size (`pack`)
-    label_base.bin  int32 for each sample, if the samples have labels: the number of its class, -1 if it has none
+    label_NAME.bin  for each label, such as `base`: int32 for each sample, the number of its class, -1 if it has none
 
-All numbers are little-endian. A process maps `samples.bin` and `label_base.bin` into memory and reads only the pages of
-the samples that it needs.
+All numbers are little-endian. A process maps `samples.bin` and the labels into memory and reads only the pages of the
+samples that it needs.
 
 Guarantees: a tar of another size than when it was indexed is refused. A picture is read only from a place that the
 tar's own header confirms.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +47,21 @@ TARS_NAME: Final = "tars.txt"
 TAR_HASHES_NAME: Final = "tars.sha256"
 TAR_NUMBERS_NAME: Final = "tars.bin"
 SAMPLES_NAME: Final = "samples.bin"
-LABELS_NAME: Final = "label_base.bin"
 PICTURE: Final = "picture"  # the name of the one member that a reader gets
 MAX_PICTURE_BYTES: Final = (1 << _SIZE_BITS) - 1
 _MAX_TARS_BYTES: Final = 1 << 30
 _NUM_ATTEMPTS: Final = 5
 _REINDEX: Final = "run `python -m data_pipeline index` again"
+
+
+def labels_name(label: str) -> str:
+    """Return the name of the file of a label.
+
+    Examples:
+        >>> labels_name("base")
+        'label_base.bin'
+    """
+    return f"label_{label}.bin"
 
 
 def pack(offsets_B: NDArray[np.int64], sizes_B: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -130,10 +139,10 @@ class TarShards:
             location = manifest.tars.location
             self._cache = FileCache(location, files, sha256=manifest.tars.sha256, config=remote)
         self._packed = self._map(SAMPLES_NAME, np.dtype("<i8"), manifest.num_samples)
-        self._num_classes = len(manifest.label_names.base)
-        self._labels: NDArray[np.int32] | None = None
-        if self._num_classes:
-            self._labels = self._map(LABELS_NAME, np.dtype("<i4"), manifest.num_samples)
+        self._num_classes = {name: len(label.classes) for name, label in manifest.stored_labels.items()}
+        self._labels: dict[str, NDArray[np.int32]] = {
+            name: self._map(labels_name(name), np.dtype("<i4"), manifest.num_samples) for name in self._num_classes
+        }
 
     def _map(self, name: str, dtype: np.dtype[Any], num: int) -> NDArray[Any]:
         path = self._directory / name
@@ -211,13 +220,14 @@ class TarShards:
     def missing(self, shard: OpenShard, index: int) -> str:
         return ""  # only samples with a picture are in the index
 
-    def labels(self, indices_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the labels of samples, (B,) int64; `NO_LABEL` for a sample without one."""
-        if self._labels is None:
-            return np.full(len(indices_B), NO_LABEL, dtype=np.int64)
-        labels_B = self._labels[indices_B].astype(np.int64)
-        labels_B[(labels_B < 0) | (labels_B >= self._num_classes)] = NO_LABEL
-        return labels_B
+    def labels(self, indices_B: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
+        """Return each label of samples by name, (B,) int64; `NO_LABEL` for a sample without it."""
+        found: dict[str, NDArray[np.int64]] = {}
+        for name, label_N in self._labels.items():
+            label_B = label_N[indices_B].astype(np.int64)
+            label_B[(label_B < 0) | (label_B >= self._num_classes[name])] = NO_LABEL
+            found[name] = label_B
+        return found
 
 
 def has_remote_tars(directory: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 
 import numpy as np
@@ -16,13 +16,12 @@ _SOUND_SCALE = 1 << 20
 
 
 class Sums(Schema):
-    """Sums over samples: the number of samples of each class, and for each channel the sums of values and squares.
+    """Sums over samples: for each label the number of samples of each class, for each channel of values and squares.
 
     Values are whole numbers in units of 1 / `scale`, so the order of the sum does not matter.
     """
 
-    counts_base: tuple[int, ...]
-    counts_overlay: tuple[int, ...]
+    counts: dict[str, tuple[int, ...]]
     scale: int
     num_values: int  # of each channel
     sum_C: tuple[int, ...]
@@ -41,22 +40,20 @@ class Totals:
     """The running totals of samples. All sums are exact; only the division at the end rounds.
 
     Pictures and int16 sounds are whole numbers already. Points of float32 sounds are rounded to the nearest 2**-20,
-    about a millionth of full scale.
+    about a millionth of full scale. `num_classes` is the number of classes of each label that is counted.
     """
 
-    def __init__(self, *, num_base: int, num_overlay: int) -> None:
-        self._counts_base = np.zeros(num_base, dtype=np.int64)
-        self._counts_overlay = np.zeros(num_overlay, dtype=np.int64)
+    def __init__(self, num_classes: Mapping[str, int]) -> None:
+        self._counts = {name: np.zeros(num, dtype=np.int64) for name, num in num_classes.items()}
         self._scale = 1
         self._num_values = 0
         self._sum_C: tuple[int, ...] = ()
         self._sum_of_squares_C: tuple[int, ...] = ()
 
     def add(self, sample: Sample) -> None:
-        if sample.label_base != NO_LABEL:
-            self._counts_base[sample.label_base] += 1
-        if sample.label_overlay != NO_LABEL:
-            self._counts_overlay[sample.label_overlay] += 1
+        for name, counts in self._counts.items():
+            if (label := sample.labels.get(name, NO_LABEL)) != NO_LABEL:
+                counts[label] += 1
         content = sample.content
         if content.ndim == 3:
             values_NC, scale, factor = content.reshape(-1, content.shape[-1]).astype(np.int64), _PICTURE_SCALE, 1
@@ -70,8 +67,8 @@ class Totals:
         self._add_values(scale, len(values_NC), sum_C, sum_of_squares_C)
 
     def merge(self, sums: Sums) -> None:
-        self._counts_base += np.array(sums.counts_base, dtype=np.int64)
-        self._counts_overlay += np.array(sums.counts_overlay, dtype=np.int64)
+        for name, counts in self._counts.items():
+            counts += np.array(sums.counts[name], dtype=np.int64)
         self._add_values(sums.scale, sums.num_values, sums.sum_C, sums.sum_of_squares_C)
 
     def _add_values(self, scale: int, num: int, sum_C: Sequence[int], sum_of_squares_C: Sequence[int]) -> None:
@@ -84,8 +81,7 @@ class Totals:
     @property
     def sums(self) -> Sums:
         return Sums(
-            counts_base=self.counts_base,
-            counts_overlay=self.counts_overlay,
+            counts=self.counts,
             scale=self._scale,
             num_values=self._num_values,
             sum_C=self._sum_C,
@@ -93,12 +89,9 @@ class Totals:
         )
 
     @property
-    def counts_base(self) -> tuple[int, ...]:
-        return tuple(self._counts_base.tolist())
-
-    @property
-    def counts_overlay(self) -> tuple[int, ...]:
-        return tuple(self._counts_overlay.tolist())
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        """Return for each label the number of samples of each class."""
+        return {name: tuple(counts.tolist()) for name, counts in self._counts.items()}
 
     @property
     def mean(self) -> tuple[float, ...]:

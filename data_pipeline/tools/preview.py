@@ -78,13 +78,16 @@ def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
 
 
 def captions_of(batch: Batch, manifest: Manifest) -> list[list[Caption]]:
-    """Return the class names of every sample, base before overlay, one line for each label of the dataset."""
-    names = manifest.label_names
-    spaces = ((names.base, batch.label_base_B, _INK), (names.overlay, batch.label_overlay_B, _OUTLINE))
+    """Return the class names of every sample, one line for each label of the dataset, in the order of the manifest.
+
+    Those of an overlay have the colour of its outline.
+    """
     lines = [
-        [("" if label == NO_LABEL else names_of_space[label], colour) for label in label_B.tolist()]
-        for names_of_space, label_B, colour in spaces
-        if names_of_space
+        [
+            ("" if number == NO_LABEL else label.classes[number], _OUTLINE if label.given_by == "overlay" else _INK)
+            for number in batch.labels[name].tolist()
+        ]
+        for name, label in manifest.labels.items()
     ]
     return [list(captions) for captions in zip(*lines, strict=True)]
 

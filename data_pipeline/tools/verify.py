@@ -116,8 +116,7 @@ class Verification:
 
     def _problems(self) -> Iterator[DatasetProblem]:
         manifest = self.manifest
-        num_overlay = 0 if manifest.is_online else len(manifest.label_names.overlay)
-        totals = Totals(num_base=len(manifest.label_names.base), num_overlay=num_overlay)
+        totals = Totals({name: len(label.classes) for name, label in manifest.stored_labels.items()})
         first_index, is_sound = 0, True
         name = self.location if self._directory is None else self._directory.name
         with Progress(f"verifying {name}", total=manifest.num_samples) as progress:
@@ -135,9 +134,19 @@ class Verification:
             yield DatasetProblem(OVERLAY_NAME, None, wrong)
         if manifest.source_digests_sha256 is not None and (wrong := self._digests_problem()) is not None:
             yield DatasetProblem(SOURCE_DIGESTS_NAME, None, wrong)
-        for field in ("counts_base", "counts_overlay", "mean", "std") if is_sound else ():
-            if (said := getattr(manifest, field)) != (found := getattr(totals, field)):
-                yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but the samples give {found}")
+        if is_sound:
+            yield from self._wrong_counts(totals.counts)
+            for field in ("mean", "std"):
+                if (said := getattr(manifest, field)) != (found := getattr(totals, field)):
+                    yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but the samples give {found}")
+
+    def _wrong_counts(self, counts: Mapping[str, tuple[int, ...]]) -> Iterator[DatasetProblem]:
+        """Yield a problem for each label whose classes have other counts than the manifest says."""
+        for name, label in self.manifest.stored_labels.items():
+            if label.counts != counts[name]:
+                field = f"more_labels.{name}.counts" if name in self.manifest.more_labels else f"counts_{name}"
+                what = f"{field} is {label.counts}, but the samples give {counts[name]}"
+                yield DatasetProblem(MANIFEST_NAME, None, what)
 
     def _problems_of_tars(self) -> Iterator[DatasetProblem]:
         manifest = self.manifest
@@ -147,21 +156,23 @@ class Verification:
         except UserError as error:
             yield DatasetProblem(str(self.location), None, str(error))
             return
-        counts: Counter[int] = Counter()
+        counts = {name: Counter[int]() for name in manifest.labels}
         with Progress(f"verifying {self.location}", total=len(store)) as progress:
             for start in range(0, len(store), _CHUNK):
                 decoded = decode(store, np.arange(start, min(start + _CHUNK, len(store))))
                 for bad in decoded.bad.values():
                     yield DatasetProblem(bad.shard, bad.key, bad.reason)
                 self.num_sound += len(decoded) - len(decoded.bad)
-                labels = store.labels(decoded.index_B.numpy())
-                counts.update([] if labels is None else labels.tolist())
+                for name, label_B in (store.labels(decoded.index_B.numpy()) or {}).items():
+                    counts[name].update(label_B.tolist())
                 progress.advance(len(decoded))
         self.num_bytes = manifest.tars.num_bytes
-        found = tuple(counts[number] for number in range(len(manifest.counts_base)))
-        if found != manifest.counts_base:
-            said = manifest.counts_base
-            yield DatasetProblem(MANIFEST_NAME, None, f"counts_base is {said}, but the samples give {found}")
+        yield from self._wrong_counts(
+            {
+                name: tuple(counts[name][number] for number in range(len(label.classes)))
+                for name, label in manifest.labels.items()
+            }
+        )
 
     @property
     def summary(self) -> str:
@@ -178,11 +189,9 @@ class Verification:
             size = f"sounds for inputs of {shape} points at {manifest.sample_rate} a second"
         files = f"{len(manifest.shards)} shards" if manifest.tars is None else f"{manifest.tars.num_tars} tars"
         parts = [f"{samples} in {files}", f"{self.num_bytes:,} bytes", size]
-        for name, counts in (("base", manifest.counts_base), ("overlay", manifest.counts_overlay)):
-            if counts:
-                parts.append(f"{len(counts)} {name} classes of {min(counts)} to {max(counts)} samples")
-        if manifest.is_online:
-            parts.append(f"{len(manifest.label_names.overlay)} overlay classes drawn at each reading")
+        for name, label in manifest.labels.items():
+            how = f"of {min(label.counts)} to {max(label.counts)} samples" if label.counts else "drawn at each reading"
+            parts.append(f"{len(label.classes)} {name} classes {how}")
         return f"{self.location} {found}: {'; '.join(parts)}"
 
     @contextmanager
@@ -205,8 +214,12 @@ class Verification:
                 overlay = load_overlay(path, sha256=manifest.overlay.sha256)
         except UserError as error:
             return str(error) if self._directory is None else str(error).removeprefix(f"{path} ")
+        more = {name: label for name, label in manifest.more_labels.items() if label.given_by == "overlay"}
         said: tuple[object, ...] = (manifest.overlay.kind, manifest.label_names.overlay)
         found: tuple[object, ...] = (kind_of(overlay), overlay.class_names)
+        if more or overlay.more_labels:
+            said += ({name: label.classes for name, label in more.items()},)
+            found += ({name: label.classes for name, label in overlay.more_labels.items()},)
         if isinstance(overlay, PictureOverlay):
             said += (manifest.overlay.layout, manifest.input_shape[1:])
             found += (overlay.layout, (overlay.image_size, overlay.image_size))
@@ -317,7 +330,7 @@ def _contents(data: memoryview, key: str, fields: Mapping[str, TarMember], manif
 
 def _decode(key: str, fields: dict[str, bytes], manifest: Manifest) -> Sample:
     """Decode a sample. Raises `ValueError` with the reason if it does not decode or does not fit the manifest."""
-    label_base, label_overlay = decode_label(fields["json"], int(key), *label_ranges(manifest))
+    labels = decode_label(fields["json"], int(key), label_ranges(manifest))
     content: NDArray[Any]
     mask = None
     if manifest.medium == "sound":
@@ -330,7 +343,7 @@ def _decode(key: str, fields: dict[str, bytes], manifest: Manifest) -> Sample:
             if not torch.isin(mask_1HW, _MASK_LEVELS).all():
                 raise ValueError(f"{key}.mask.png has other levels than {_MASK_LEVELS.tolist()}")
             mask = mask_1HW[0].numpy()
-    return Sample(int(key), content, mask, label_base, label_overlay)
+    return Sample(int(key), content, mask, labels)
 
 
 def _decode_wav(name: str, data: bytes, *, sample_rate: int | None) -> NDArray[np.int16] | NDArray[np.float32]:

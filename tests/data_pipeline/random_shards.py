@@ -32,7 +32,9 @@ def random_samples(num: int) -> list[Sample]:
         image = rng.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
         levels = np.array([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=np.uint8)
         mask = levels[rng.integers(0, 3, (IMAGE_SIZE, IMAGE_SIZE))]
-        samples.append(Sample(index, image, mask, label_base=int(rng.integers(10)), label_overlay=int(rng.integers(3))))
+        samples.append(
+            Sample(index, image, mask, labels={"base": int(rng.integers(10)), "overlay": int(rng.integers(3))})
+        )
     return samples
 
 

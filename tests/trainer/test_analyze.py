@@ -87,9 +87,9 @@ def test_grid_shows_every_pixel_as_an_equal_square() -> None:
 def test_shown_pictures_take_the_classes_in_turn() -> None:
     pictures = toy_pictures(50, seed=3)
     rows = choose_pictures(pictures, 5)
-    assert pictures.label_base_N[rows].tolist() == [0, 1, 0, 1, 0]
+    assert pictures.by_label["base"][rows].tolist() == [0, 1, 0, 1, 0]
     assert len(set(rows.tolist())) == 5
-    assert rows[0] == (pictures.label_base_N == 0).nonzero()[0]
+    assert rows[0] == (pictures.by_label["base"] == 0).nonzero()[0]
 
 
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:

@@ -133,7 +133,7 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
         return list(open_stream(config.data, global_batch_size=83, seed=0, end_step=2))
 
     def labels(batch: Batch) -> list[int]:
-        return batch.label_overlay_B[batch.index_B.argsort()].tolist()
+        return batch.labels["overlay"][batch.index_B.argsort()].tolist()
 
     first, second = two_epochs(data, "baked")
     assert labels(first) == labels(second)

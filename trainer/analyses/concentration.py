@@ -210,8 +210,11 @@ def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
 
 
 def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
-    """Return rows (K, N) of `num` pictures of each base class; fewer if the smallest class has fewer."""
-    label_N, names = pictures.label_base_N, pictures.class_names("base")
+    """Return rows (K, N) of `num` pictures of each class of the first label; fewer if the smallest class has fewer."""
+    if not pictures.manifest.labels:
+        raise UserError("concentration compares pictures of the same class, but the test set has no labels")
+    space = next(iter(pictures.manifest.labels))
+    label_N, names = pictures.labels(space), pictures.class_names(space)
     by_class = [(label_N == number).nonzero()[:, 0] for number in range(len(names))]
     num = min(num, *(len(rows_N) for rows_N in by_class))
     if num < 2:

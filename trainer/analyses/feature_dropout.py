@@ -22,6 +22,7 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, shown
 from trainer.analyses.analysis import Analysis
 from trainer.analyses.classifier import heads_of
@@ -29,7 +30,7 @@ from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
 from trainer.analyses.views import Change, mean_change, ratio
 from trainer.observability.figures import to_png
-from trainer.probes.features import LABEL_SPACES, LabelSpace, frozen
+from trainer.probes.features import LabelSpace, frozen
 from trainer.probes.heads import Heads
 from trainer.probes.linear import LinearHead
 from trainer.probes.view_batches import view_batches
@@ -178,7 +179,12 @@ def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, 
 
 
 def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Tensor:
-    """Return the softmax probability (N,) float64 that a head gives to the classes (N,) int64."""
+    """Return the softmax probability (N,) float64 that a head gives to the classes (N,) int64.
+
+    Leaves out samples that lack the label.
+    """
+    if (label_N == NO_LABEL).any():
+        features_NF, label_N = features_NF[label_N != NO_LABEL], label_N[label_N != NO_LABEL]
     return head.logits(features_NF).double().softmax(1).gather(1, label_N[:, None])[:, 0]
 
 
@@ -223,7 +229,7 @@ def _judge(
     loaded = policy.loaded
     labels = {
         space: loaded.test.labels(space)[rows_N].to(loaded.device)
-        for space in LABEL_SPACES
+        for space in loaded.label_spaces()
         if all(space in judge.heads.by_label for judge in judges)
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
@@ -286,24 +292,27 @@ def _names(loaded_runs: Sequence[LoadedRun]) -> list[str]:
 
 
 def _figure(result: FeatureDropoutResult) -> bytes:
-    """Draw a histogram for each policy (row) and judge (column), of both labels, and of samples without views."""
+    """Draw a histogram for each policy (row) and judge (column), of each label, and of samples without views.
+
+    The last label is filled, and shown without views too.
+    """
     names = [run.name for run in result.runs]
     by_place = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
-    spaces = [space for space in LABEL_SPACES if (names[0], names[0], space) in by_place]
+    spaces = [j.label for j in result.judgements if (j.views_of, j.judged_by) == (names[0], names[0])]
     figure = Figure(figsize=(3.6 * len(names) + 0.4, 2.7 * len(names) + 0.5), layout="constrained")
     grid = figure.subplots(len(names), len(names), sharex=True, sharey=True)
     edges = np.linspace(0, 1, result.config.num_bins + 1)
     for row, views_of in enumerate(names):
         for column, judged_by in enumerate(names):
             axes = grid[row, column]
-            for space in spaces:
+            for number, space in enumerate(spaces, 1):
                 spread = by_place[views_of, judged_by, space].probabilities
                 strong = space == spaces[-1]
                 axes.stairs(
                     drawn(spread.histogram),
                     edges,
                     fill=strong,
-                    color="C0" if strong else "C1",
+                    color="C0" if strong else f"C{number}",
                     linewidth=1.5,
                     alpha=0.75 if strong else 1.0,
                     label=f"label_{space}: dip {shown(spread.dip, '.3f')}, p {shown(spread.dip_p, '.3f')}",

@@ -22,7 +22,6 @@ from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
 from trainer.pretrained import load_modules
 from trainer.probes.features import (
-    LABEL_SPACES,
     TRAIN_DRAW,
     LabelSpace,
     Pictures,
@@ -77,8 +76,8 @@ class LoadedRun:
         return pictures
 
     def label_spaces(self) -> tuple[LabelSpace, ...]:
-        """Return the labels of the samples: `base`, and `overlay` if something was drawn or mixed in."""
-        return tuple(space for space in LABEL_SPACES if self.test.class_names(space))
+        """Return the labels of the samples, such as `base`, and `overlay` if something was drawn or mixed in."""
+        return tuple(self.test.manifest.labels)
 
 
 def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data_pipeline.core.sample import NO_LABEL
 from trainer.observability.figures import GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.probes.features import Pictures, ViewFunction
 from trainer.probes.view_batches import view_batches
@@ -30,10 +31,14 @@ def draw_views(
 
 
 def choose_pictures(pictures: Pictures, num: int) -> Tensor:
-    """Return the rows of up to `num` pictures: the first of each class, then the second of each class, and so on."""
+    """Return the rows of up to `num` pictures: the first of each class, then the second of each class, and so on.
+
+    The classes are those of the first label.
+    """
     seen: dict[int, int] = {}
     turn: list[tuple[int, int, int]] = []
-    for row, label in enumerate(pictures.label_base_N.tolist()):
+    label_N = next(iter(pictures.by_label.values()), torch.zeros(len(pictures), dtype=torch.int64))
+    for row, label in enumerate(label_N.tolist()):
         seen[label] = seen.get(label, 0) + 1
         turn.append((seen[label], label, row))
     return torch.tensor([row for _, _, row in sorted(turn)[:num]])
@@ -63,10 +68,9 @@ def view_grid(
 
 
 def _title(pictures: Pictures, row: int) -> str:
-    """Return the class of the picture and of its overlay."""
-    base = pictures.class_names("base")[int(pictures.label_base_N[row])]
-    overlay = pictures.class_names("overlay")
-    return f"{base} · {overlay[int(pictures.label_overlay_N[row])]}" if overlay else base
+    """Return the classes of the picture: of its first two labels, which are its own and that of its overlay."""
+    numbers = {space: int(label_N[row]) for space, label_N in list(pictures.by_label.items())[:2]}
+    return " · ".join(pictures.class_names(space)[number] for space, number in numbers.items() if number != NO_LABEL)
 
 
 def _to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.audio.log_mel import MelConfig
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.sample import BASE, OVERLAY, Batch
 from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.build import assemble
 from trainer.config import RunConfig
@@ -243,17 +243,15 @@ def _batch(config: RunConfig, size: int, shape: tuple[int, ...]) -> Batch:
 
     inputs_a, masks_BHW = inputs(), masks()
     per_view = config.data.overlay_draw == "per_view"
-    numbers = [torch.empty(size, dtype=torch.int64) for _ in range(3)]
     return Batch(
         step=0,
         epoch=0,
-        index_B=numbers[0],
+        index_B=torch.empty(size, dtype=torch.int64),
         inputs_a=inputs_a,
         inputs_b=inputs() if per_view else inputs_a,
         masks_BHW=masks_BHW,
         masks_b_BHW=masks() if per_view else masks_BHW,
-        label_base_B=numbers[1],
-        label_overlay_B=numbers[2],
+        labels={name: torch.empty(size, dtype=torch.int64) for name in (BASE, OVERLAY)},
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from data_pipeline.core.schema import Schema
-from trainer.probes.features import LABEL_SPACES, LabelSpace
-from trainer.probes.result import read_result
+from trainer.probes.features import LabelSpace, label_order
+from trainer.probes.result import labels_in, read_result
 from trainer.run_dir import RunDir
 
 Method = Literal["linear", "knn", "online_knn", "online_ridge"]
@@ -64,18 +64,27 @@ def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> C
         points.setdefault((label, method), []).append(point)
 
     for step in run_dir.probe_steps():
-        for space in LABEL_SPACES:
-            path = run_dir.probes(step) / f"{space}{suffix}.json"
-            if step > 0 and path.is_file():
-                result = read_result(path)
-                add(space, "linear", step, result.linear.accuracy)
-                add(space, "knn", step, result.knn.accuracy)
+        for space in labels_in(run_dir.probes(step), suffix=suffix) if step > 0 else ():
+            result = read_result(run_dir.probes(step) / f"{space}{suffix}.json")
+            add(space, "linear", step, result.linear.accuracy)
+            add(space, "knn", step, result.knn.accuracy)
     for entry in run_dir.read_metrics():
-        for space in LABEL_SPACES:
+        for space in online_labels(entry):
             for method, name in _ONLINE.items():
                 if (accuracy := _number(entry, f"probe/{space}/{name}")) is not None:
                     add(space, method, entry["step"], accuracy)
     return Curves(curves=tuple(curve_of(*key, of_key) for key, of_key in points.items()))
+
+
+def online_labels(metrics: Iterable[str]) -> list[LabelSpace]:
+    """Return the labels of which the online probe wrote some metrics, from the names of metrics.
+
+    Examples:
+        >>> online_labels(["loss", "probe/site/knn", "probe/base/knn", "probe/seconds"])
+        ['base', 'site']
+    """
+    parts = (name.split("/") for name in metrics)
+    return label_order(part[1] for part in parts if len(part) == 3 and part[0] == "probe")
 
 
 def _number(entry: Mapping[str, Any], name: str) -> float | None:

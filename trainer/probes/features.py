@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import NO_LABEL, BadSample, Batch
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, BadSample, Batch
+from data_pipeline.core.schema import LabelName
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
@@ -42,8 +43,7 @@ from trainer.views.expert_audio import clean_spectrogram
 
 logger = logging.getLogger(__name__)
 
-LabelSpace = Literal["base", "overlay"]
-LABEL_SPACES: tuple[LabelSpace, ...] = ("base", "overlay")
+LabelSpace = LabelName  # the name of a label of the data: `base`, `overlay` or any other
 # The draw of the overlays on a probe's train samples. With draw 0, train and test sample i would share an overlay.
 TRAIN_DRAW = 1_000_000
 _CPU = torch.device("cpu")
@@ -51,6 +51,16 @@ _CHUNK = 1024  # samples that are drawn on at a time
 _REMOTE_SHARDS = 8
 _ENCODED_AT_ONCE = 128  # a constant, because bits may depend on it
 _DEFAULT_READ = ReadConfig()
+
+
+def label_order(names: Iterable[LabelSpace]) -> list[LabelSpace]:
+    """Return different names of labels in the order in which results show them: `base`, `overlay`, then by name.
+
+    Examples:
+        >>> label_order(["site", "overlay", "age", "base", "age"])
+        ['base', 'overlay', 'age', 'site']
+    """
+    return sorted(set(names), key=lambda name: (name != BASE, name != OVERLAY, name))
 
 
 class FeatureEncoder(Protocol):
@@ -114,7 +124,8 @@ class Pictures:
         manifest: of the dataset.
         images_NCHW: uint8; for sounds their normalised spectrograms, (N, 1, H, W) float32.
         masks_NHW: uint8; None for sounds.
-        index_N, label_base_N, label_overlay_N: int64.
+        index_N: int64.
+        by_label: each label by name, (N,) int64; `NO_LABEL` for a sample without it.
         stored: the source of the inputs; None if each reading gives the same inputs.
     """
 
@@ -122,8 +133,7 @@ class Pictures:
     images_NCHW: Tensor
     masks_NHW: Tensor | None
     index_N: Tensor
-    label_base_N: Tensor
-    label_overlay_N: Tensor
+    by_label: Mapping[LabelSpace, Tensor]
     stored: StoredInputs | None = None
 
     def __len__(self) -> int:
@@ -142,15 +152,14 @@ class Pictures:
         masks_BHW = None if self.masks_NHW is None else self.masks_NHW[row_B]
         are_waveforms = self.stored is not None and self.are_sounds
         inputs = self.stored.batch(row_B).inputs_a if self.stored and are_waveforms else self.images_NCHW[row_B]
-        return InputBatch(inputs, masks_BHW, {space: self.labels(space)[row_B] for space in LABEL_SPACES})
+        return InputBatch(inputs, masks_BHW, {space: label_N[row_B] for space, label_N in self.by_label.items()})
 
     def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> InputBatch:
         """Return some rows, drawn again from `keys(index_B)` if inputs are made when they are read."""
         if self.stored is None:
             return self.inputs(row_B)
         batch = self.stored.batch(row_B, keys)
-        labels: dict[LabelSpace, Tensor] = {"base": batch.label_base_B, "overlay": batch.label_overlay_B}
-        return InputBatch(batch.inputs_a, batch.masks_BHW, labels)
+        return InputBatch(batch.inputs_a, batch.masks_BHW, batch.labels)
 
     def with_draw(self, draw: int) -> Pictures:
         """Return the same samples with another draw of their overlay, or themselves if nothing is drawn online."""
@@ -163,11 +172,12 @@ class Pictures:
         return _spectrograms(inputs, self.manifest)
 
     def labels(self, space: LabelSpace) -> Tensor:
-        return self.label_base_N if space == "base" else self.label_overlay_N
+        return self.by_label[space]
 
     def class_names(self, space: LabelSpace) -> tuple[str, ...]:
-        """Return the class names; none for `overlay` if nothing was drawn."""
-        return self.manifest.label_names.base if space == "base" else self.manifest.label_names.overlay
+        """Return the class names of a label; none if the samples do not have it."""
+        label = self.manifest.labels.get(space)
+        return () if label is None else label.classes
 
 
 def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
@@ -195,9 +205,12 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
 
 
 def _labelled(store: SampleStore, samples: DecodedSamples) -> DecodedSamples:
-    """Return the samples without those of tars that have no label, although others have one."""
-    rows = torch.nonzero(samples.label_base_B != NO_LABEL)[:, 0]
-    if store.manifest.tars is None or not store.manifest.label_names.base or len(rows) == len(samples):
+    """Return the samples without those that have no label at all, although others have one."""
+    stored = [samples.labels[name] for name in store.manifest.stored_labels]
+    if not stored or store.manifest.is_online:
+        return samples
+    rows = torch.nonzero((torch.stack(stored) != NO_LABEL).any(dim=0))[:, 0]
+    if len(rows) == len(samples):
         return samples
     logger.warning("%s: %d samples without a label are left out", store.location, len(samples) - len(rows))
     return samples.take(rows)
@@ -255,8 +268,7 @@ def _finish(stored: StoredInputs) -> Pictures:
         images_NCHW=torch.cat([_spectrograms(batch.inputs_a, manifest) for batch in batches]),
         masks_NHW=torch.cat(masks) if masks else None,
         index_N=samples.index_B,
-        label_base_N=samples.label_base_B,
-        label_overlay_N=torch.cat([batch.label_overlay_B for batch in batches]),
+        by_label={name: torch.cat([batch.labels[name] for batch in batches]) for name in batches[0].labels},
         stored=stored if is_drawn else None,
     )
 

@@ -1,8 +1,8 @@
 """Read and write the trained linear heads, a file beside the results of their probe. Analyses judge views with them.
 
-RUN_DIR/probes/step_00010000/heads.safetensors holds head/base/weight (K, F) and head/base/bias (K,), head/overlay/... ,
-float32. Logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. The metadata, a JSON
-object under "heads", hold how the heads were fitted and on which train set.
+RUN_DIR/probes/step_00010000/heads.safetensors holds head/base/weight (K, F) and head/base/bias (K,), and the same for
+each other label, float32. Logits are the encoder's `features` (B, F) times the weight transposed, plus the bias. The
+metadata, a JSON object under "heads", hold how the heads were fitted and on which train set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data_pipeline.core.errors import UserError
-from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import LinearHead
 from trainer.run_dir import write_atomically
 
@@ -60,8 +60,7 @@ def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
             names, origin = set(file.keys()), json.loads((file.metadata() or {})["heads"])
             by_label = {
                 space: LinearHead(file.get_tensor(f"head/{space}/weight"), file.get_tensor(f"head/{space}/bias"))
-                for space in LABEL_SPACES
-                if f"head/{space}/weight" in names
+                for space in label_order(name.split("/")[1] for name in names)
             }
         return Heads(by_label, origin["made_by"], origin["train_manifest_sha256"])
     except (SafetensorError, KeyError, ValueError):

@@ -9,15 +9,16 @@ kNN).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, extract, frozen, shared_rows
-from trainer.probes.linear import Spread, Target, spread
+from trainer.probes.linear import Spread, Target, accuracy, num_labelled, spread
 
 NUM_NEIGHBORS = 200
 TEMPERATURE = 0.1
@@ -54,22 +55,51 @@ def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: 
     return torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK).argmax(1)
 
 
-def knn_accuracies(
+def knn_classes(
     bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
-) -> dict[LabelSpace, float]:
-    """Return the test accuracy of every target, from features of train and test pictures. Every rank calls this."""
-    labels = [(target.train_N.to(bank_NC.device), target.num_classes) for target in targets.values()]
+) -> dict[LabelSpace, Tensor]:
+    """Return the class that the vote gives to each test picture, (Q,) int64, for every target. Every rank calls this.
+
+    Takes features of train and test pictures. The neighbours of a label that some train pictures lack are those of the
+    others.
+    """
+    voters: list[tuple[Tensor | None, Tensor, int]] = []
+    for target in targets.values():
+        label_N = target.train_N.to(bank_NC.device)
+        labelled = None if target.is_in_all else (label_N != NO_LABEL).nonzero()[:, 0]
+        bank = None if labelled is None else bank_NC[labelled]
+        voters.append((bank, label_N if labelled is None else label_N[labelled], target.num_classes))
+    is_shared = any(bank is None for bank, _, _ in voters)
 
     def predict(chunk_BC: Tensor) -> Tensor:
-        cosine_BR, neighbor_BR = nearest(bank_NC, chunk_BC, num_neighbors=NUM_NEIGHBORS)
-        votes = [vote(cosine_BR, label_N[neighbor_BR], num_classes=num_classes) for label_N, num_classes in labels]
+        shared = nearest(bank_NC, chunk_BC, num_neighbors=NUM_NEIGHBORS) if is_shared else None
+        votes = []
+        for bank, label_N, num_classes in voters:
+            found = shared if bank is None else nearest(bank, chunk_BC, num_neighbors=NUM_NEIGHBORS)
+            assert found is not None
+            cosine_BR, neighbor_BR = found
+            votes.append(vote(cosine_BR, label_N[neighbor_BR], num_classes=num_classes))
         return torch.stack(votes, dim=1)
 
     with torch.no_grad():
         predicted_QL = shared_rows(predict, queries_QC, chunk_size=chunk_size)
-    right_L = [predicted_QL[:, i] == target.test_N.to(bank_NC.device) for i, target in enumerate(targets.values())]
-    num_right: list[int] = torch.stack(right_L).sum(1).tolist()
-    return {name: num / len(queries_QC) for name, num in zip(targets, num_right, strict=True)}
+    return dict(zip(targets, predicted_QL.unbind(1), strict=True))
+
+
+def knn_accuracies(
+    bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
+) -> dict[LabelSpace, float]:
+    """Return the test accuracy of every target, from features of train and test pictures. Every rank calls this."""
+    classes = knn_classes(bank_NC, queries_QC, targets, chunk_size=chunk_size)
+    return {name: accuracy(class_Q, targets[name].test_N) for name, class_Q in classes.items()}
+
+
+@dataclass(frozen=True)
+class KNNProbe:
+    """The result of the vote, and the classes that it gives to the test samples, (N,) int64."""
+
+    result: KNNResult
+    predicted_N: Tensor
 
 
 def probe_knn(
@@ -80,26 +110,28 @@ def probe_knn(
     targets: Mapping[LabelSpace, Target],
     device: torch.device,
     other_draws: Sequence[Pictures] = (),
-) -> dict[LabelSpace, KNNResult]:
+) -> dict[LabelSpace, KNNProbe]:
     """Measure kNN accuracy for every target, from pooled features of pictures without views.
 
     The encoder stays unchanged. `other_draws` are the test pictures under other overlays. Every rank calls this with
     the same arguments.
     """
     accuracies: dict[LabelSpace, list[float]] = {name: [] for name in targets}
+    predicted: dict[LabelSpace, Tensor] = {}
     with frozen(encoder):
         bank_NC = extract(encoder.pooled, train.images_NCHW, device=device)
         for pictures in (test, *other_draws):
             queries_QC = extract(encoder.pooled, pictures.images_NCHW, device=device)
-            of_draw = {name: replace(target, test_N=pictures.labels(name)) for name, target in targets.items()}
-            for name, accuracy in knn_accuracies(bank_NC, queries_QC, of_draw).items():
-                accuracies[name].append(accuracy)
-    return {
+            for name, class_Q in knn_classes(bank_NC, queries_QC, targets).items():
+                accuracies[name].append(accuracy(class_Q, pictures.labels(name)))
+                predicted.setdefault(name, class_Q)
+    results = {
         name: KNNResult(
             accuracy=values[0],
-            num_neighbors=min(NUM_NEIGHBORS, len(bank_NC)),
+            num_neighbors=min(NUM_NEIGHBORS, num_labelled(targets[name].train_N)),
             temperature=TEMPERATURE,
             draws=spread(values),
         )
         for name, values in accuracies.items()
     }
+    return {name: KNNProbe(result, predicted[name]) for name, result in results.items()}

@@ -18,17 +18,28 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.schema import BatchSize, Count, LearningRate, PositiveShare, Schema, Seed, Share, ShareBelowOne
+from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.core.schema import (
+    BatchSize,
+    Count,
+    LabelName,
+    LearningRate,
+    PositiveShare,
+    Schema,
+    Seed,
+    Share,
+    ShareBelowOne,
+)
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
 
@@ -48,6 +59,9 @@ class ProbeConfig(Schema):
         `trainer.probes.online`.
     allow_shared: the greatest share of test samples whose source (the clean picture or sound) is in the train set too.
         Above it, training and probes refuse the data. See `trainer.probes.shared`.
+    labels: the labels to probe (None: every label of the data that has at least two classes).
+    groups: the pairs of labels in whose groups accuracies are measured (None: every pair). See `trainer.probes.groups`.
+    min_group_size: the number of test samples from which on a group can be the worst.
     """
 
     num_epochs: Count = 100
@@ -62,14 +76,25 @@ class ProbeConfig(Schema):
     online_num_train: Count = 4096
     online_num_test: Count = 1024
     allow_shared: Share = 0.01
+    labels: Annotated[tuple[LabelName, ...], Field(min_length=1, max_length=100)] | None = None
+    groups: Annotated[tuple[tuple[LabelName, LabelName], ...], Field(max_length=100)] | None = None
+    min_group_size: Count = 10
+
+    @model_validator(mode="after")
+    def _pairs_differ(self) -> Self:
+        for one, other in self.groups or ():
+            if one == other:
+                raise ValueError(f"groups pairs {one} with itself; a group is a pair of classes of two labels")
+        return self
 
     @property
     def fit_settings(self) -> dict[str, Any]:
-        """Return the settings that change a head: all except those of the online probe and `allow_shared`."""
+        """Return the settings that change a head: not those of the online probe, the labels and the shared samples."""
+        others = {"allow_shared", "labels", "groups", "min_group_size"}
         return {
             name: value
             for name, value in self.model_dump().items()
-            if not name.startswith("online_") and name != "allow_shared"
+            if not name.startswith("online_") and name not in others
         }
 
     @property
@@ -126,25 +151,45 @@ class LinearHead:
         return F.linear(features_BF, self.weight_KF, self.bias_K)
 
     def accuracy(self, features_NF: Tensor, label_N: Tensor) -> float:
-        right_N = self.logits(features_NF).argmax(1) == label_N.to(features_NF.device)
-        return float(right_N.sum().item()) / len(label_N)
+        """Return the share of the samples with a label, (N,) int64, whose class is right; `NO_LABEL` counts nowhere."""
+        return accuracy(self.logits(features_NF).argmax(1), label_N)
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """The result of a probe and the head of its last epoch."""
+    """The result of a probe, and of its last epoch the head and the classes that it gives to the test samples, (N,)."""
 
     result: LinearResult
     head: LinearHead
+    predicted_N: Tensor
 
 
 @dataclass(frozen=True)
 class Target:
-    """One label to predict: class numbers of the train pictures (N,) and of the test pictures, int64."""
+    """One label to predict: class numbers of the train pictures (N,) and of the test pictures, int64.
+
+    A picture with `NO_LABEL` takes no part: not in a fit, not as a neighbour, and not in an accuracy.
+    """
 
     train_N: Tensor
     test_N: Tensor
     num_classes: int
+
+    @property
+    def is_in_all(self) -> bool:
+        """Return whether every train picture has the label."""
+        return num_labelled(self.train_N) == len(self.train_N)
+
+
+def num_labelled(label_N: Tensor) -> int:
+    """Return how many samples have a label, (N,) int64, and not `NO_LABEL`."""
+    return int((label_N != NO_LABEL).sum())
+
+
+def accuracy(class_N: Tensor, label_N: Tensor) -> float:
+    """Return the share of the labelled samples whose class is right, of classes and labels (N,) int64."""
+    num_right = int((class_N == label_N.to(class_N.device)).sum())  # a class is never `NO_LABEL`
+    return num_right / num_labelled(label_N)
 
 
 @dataclass(frozen=True)
@@ -161,7 +206,7 @@ def fit_linear_probe(
     test_features: Callable[[], Tensor],
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
-    on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
+    on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracies: None,
 ) -> dict[LabelSpace, LinearProbe]:
     """Train a head for each target by SGD on the cross entropy, all in one pass over the features.
 
@@ -169,6 +214,7 @@ def fit_linear_probe(
     `on_epoch` gets the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges.
     """
     heads: dict[LabelSpace, _Head] = {}
+    predicted: dict[LabelSpace, Tensor] = {}
     test_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     train_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     for epoch in range(config.num_epochs):
@@ -183,10 +229,11 @@ def fit_linear_probe(
         test_NF = test_features()
         for name, head in heads.items():
             train_accuracy[name].append(head.end_epoch(name, epoch))
-            test_accuracy[name].append(head.frozen.accuracy(test_NF, targets[name].test_N))
+            predicted[name] = head.frozen.logits(test_NF).argmax(1)
+            test_accuracy[name].append(accuracy(predicted[name], targets[name].test_N))
         on_epoch(epoch + 1, {name: curve[-1] for name, curve in test_accuracy.items()})
     return {
-        name: LinearProbe(_result(test_accuracy[name], train_accuracy[name]), head.frozen)
+        name: LinearProbe(_result(test_accuracy[name], train_accuracy[name]), head.frozen, predicted[name])
         for name, head in heads.items()
     }
 
@@ -312,12 +359,19 @@ class _Head:
         self._optimizer = torch.optim.SGD(
             [self._weight_KF, self._bias_K], lr=config.learning_rate, momentum=config.momentum
         )
+        self._is_in_all = target.is_in_all
         self._num_right, self._loss = torch.zeros((), device=device), torch.zeros((), device=device)
         self._num_seen = 0
         self._are_finite = torch.ones((), dtype=torch.bool, device=device)  # the features that were seen
 
     def step(self, features_BF: Tensor, label_B: Tensor, *, learning_rate: float) -> None:
+        self._are_finite &= features_BF.isfinite().all()
         label_B = label_B.to(features_BF.device)
+        if not self._is_in_all:
+            rows = (label_B != NO_LABEL).nonzero()[:, 0]
+            features_BF, label_B = features_BF[rows], label_B[rows]
+            if not len(rows):
+                return
         with torch.enable_grad():
             logits_BK = F.linear(features_BF, self._weight_KF, self._bias_K)
             loss = F.cross_entropy(logits_BK, label_B)
@@ -329,7 +383,6 @@ class _Head:
         self._num_right += (logits_BK.detach().argmax(1) == label_B).sum()
         self._loss += loss.detach()
         self._num_seen += len(label_B)
-        self._are_finite &= features_BF.isfinite().all()
 
     def end_epoch(self, name: str, epoch: int) -> float:
         """Return the train accuracy of the epoch, measured on views while the head changed, and start the next epoch.
@@ -346,11 +399,11 @@ class _Head:
                 f"the linear probe of label_{name} diverged in its epoch {epoch + 1}: its loss is not finite; "
                 "lower probe.learning_rate"
             )
-        accuracy = self._num_right.item() / self._num_seen
+        share = self._num_right.item() / max(1, self._num_seen)
         self._num_right.zero_()
         self._loss.zero_()
         self._num_seen = 0
-        return accuracy
+        return share
 
     @property
     def frozen(self) -> LinearHead:

@@ -11,19 +11,20 @@ Shapes: N bank pictures, M test pictures, C pooled channels, K classes.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data_pipeline.core.sample import NO_LABEL
 from trainer.data import DataConfig
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.batch_norm import average_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_accuracies
-from trainer.probes.linear import ProbeConfig, Target
+from trainer.probes.linear import ProbeConfig, Target, accuracy
 from trainer.probes.targets import label_targets
 
 RIDGE_PENALTY = 1e-3
@@ -60,14 +61,21 @@ class OnlineProbe:
     """
 
     def __init__(
-        self, encoder: Encoder, *, train: Pictures, test: Pictures, device: torch.device, dtype: torch.dtype
+        self,
+        encoder: Encoder,
+        *,
+        train: Pictures,
+        test: Pictures,
+        device: torch.device,
+        dtype: torch.dtype,
+        labels: Sequence[LabelSpace] | None = None,
     ) -> None:
         """Place the samples on the device.
 
-        `dtype` is the type of the convolutions: bfloat16 and float16 by autocast, as in training. Raises `UserError` if
-        train and test samples have different classes.
+        `dtype` is the type of the convolutions: bfloat16 and float16 by autocast, as in training. `labels` are those to
+        probe, by default all. Raises `UserError` if train and test samples have different classes.
         """
-        targets = label_targets(train, test)
+        targets = label_targets(train, test, wanted=labels)
         self._encoder, self._device, self._dtype = encoder, device, dtype
         self._targets = {
             space: Target(target.train_N.to(device), target.test_N.to(device), num_classes=target.num_classes)
@@ -87,19 +95,22 @@ class OnlineProbe:
                 features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]
             metrics = {
-                f"probe/{space}/knn": accuracy
-                for space, accuracy in knn_accuracies(bank_NC, queries_MC, self._targets).items()
+                f"probe/{space}/knn": value
+                for space, value in knn_accuracies(bank_NC, queries_MC, self._targets).items()
             } | _ridge_accuracies(bank_NC, queries_MC, self._targets)
         return metrics | {"probe/seconds": time.perf_counter() - started}
 
 
 def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[LabelSpace, Target]) -> dict[str, float]:
-    right = [
-        ridge_predict(bank_NC, target.train_N, queries_MC, num_classes=target.num_classes) == target.test_N
-        for target in targets.values()
-    ]
-    num_right: list[int] = torch.stack(right).sum(1).tolist()
-    return {f"probe/{space}/ridge": num / len(queries_MC) for space, num in zip(targets, num_right, strict=True)}
+    accuracies: dict[str, float] = {}
+    for space, target in targets.items():
+        train_NC, label_N = bank_NC, target.train_N
+        if not target.is_in_all:
+            rows = (label_N != NO_LABEL).nonzero()[:, 0]
+            train_NC, label_N = bank_NC[rows], label_N[rows]
+        class_M = ridge_predict(train_NC, label_N, queries_MC, num_classes=target.num_classes)
+        accuracies[f"probe/{space}/ridge"] = accuracy(class_M, target.test_N)
+    return accuracies
 
 
 def online_probe(
@@ -114,4 +125,4 @@ def online_probe(
     train = read_some(data.train_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
     test = read_some(data.test_dir, num=config.online_num_test, read=data)
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
-    return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype)
+    return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, labels=config.labels)

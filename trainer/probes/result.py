@@ -1,11 +1,13 @@
-"""The result of `python -m trainer.probe` for one label: RUN_DIR/probes/step_00010000/{base,overlay}.json."""
+"""The result of `python -m trainer.probe` for one label: RUN_DIR/probes/step_00010000/LABEL.json, such as base.json."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from data_pipeline.core.schema import Schema
-from trainer.probes.features import LabelSpace
+from trainer.probes.features import LabelSpace, label_order
+from trainer.probes.groups import Groups
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.run_dir import read_object
@@ -20,6 +22,8 @@ class ProbeResult(Schema):
     seconds: the time of the probe, for all labels together.
     title: the manifest's name of the label for readers, such as "digit"; None if it has none.
     num_shared: the number of test samples whose source is in the train set too; None if the datasets record no sources.
+    num_train, num_test: the samples with this label; `num_unlabelled` test samples lack it.
+    groups: accuracies in the groups of this label and each other one; none in results from before there were groups.
     """
 
     label: LabelSpace
@@ -37,6 +41,18 @@ class ProbeResult(Schema):
     seconds: float
     title: str | None = None
     num_shared: int | None = None
+    num_unlabelled: int = 0
+    groups: tuple[Groups, ...] = ()
+
+
+def labels_in(directory: Path, *, suffix: str | None = "") -> list[LabelSpace]:
+    """Return the labels that have a result in a directory of one checkpoint, in the order of `label_order`.
+
+    `suffix` ends the names of the files before ".json"; None stands for any.
+    """
+    ending = r"(-.*)?" if suffix is None else re.escape(suffix)
+    found = (re.fullmatch(rf"([A-Za-z][A-Za-z0-9_]*){ending}\.json", path.name) for path in directory.glob("*.json"))
+    return label_order(match[1] for match in found if match is not None)
 
 
 def read_result(path: Path) -> ProbeResult:

@@ -3,53 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Final
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import OVERLAY
 from data_pipeline.storage.manifest import Manifest
-from trainer.probes.features import LABEL_SPACES, LabelSpace, Pictures
-from trainer.probes.linear import Target
+from trainer.probes.features import LabelSpace, Pictures
+from trainer.probes.linear import Target, num_labelled
+
+_NUM_SHOWN: Final = 12  # class names in a message
 
 
 def readable_labels(
     train: Manifest, test: Manifest, *, wanted: Sequence[LabelSpace] | None = None
 ) -> dict[LabelSpace, tuple[str, ...]]:
-    """Return the class names of each label: `base`, and `overlay` if something was drawn (default: all; or `wanted`).
+    """Return the class names of each label that a probe can predict (default: all; or `wanted`).
 
-    Raises `UserError` if train and test set have different classes or inputs, have no labels, or lack a wanted label.
+    A label of a single class is left out. Raises `UserError` if train and test set have different classes or inputs,
+    have no labels, or lack a wanted label.
     """
     if (train.medium, train.input_shape) != (test.medium, test.input_shape):
         raise UserError(
             f"the train set holds {train.medium}s of shape {train.input_shape} but the test set {test.medium}s of "
             f"{test.input_shape}; build both from the same dataset"
         )
-    found: dict[LabelSpace, tuple[str, ...]] = {}
-    for space in LABEL_SPACES:
-        names, test_names = (getattr(manifest.label_names, space) for manifest in (train, test))
-        if names != test_names:
-            raise UserError(
-                f"label_{space} has classes {', '.join(names) or 'none'} in the train set but "
-                f"{', '.join(test_names) or 'none'} in the test set; build both from the same dataset"
-            )
-        if names:
-            found[space] = names
+    if (difference := label_difference(train, test)) is not None:
+        raise UserError(f"{difference}; build both from the same dataset")
+    found = {space: label.classes for space, label in train.labels.items() if len(label.classes) > 1}
     if not found:
         raise UserError(
             "the samples have no labels, which a probe predicts; if the tars hold some, index them again with --label"
         )
     for space in wanted or ():
         if space not in found:
+            mend = "build a dataset with an overlay" if space == OVERLAY else "build the dataset with that label"
+            if space in train.labels:
+                mend = f"take another, because label_{space} has a single class"
             raise UserError(
                 f"the samples have no label_{space}, only {', '.join(f'label_{name}' for name in found)}; probe that, "
-                "or build a dataset with an overlay"
+                f"or {mend}"
             )
     return {space: names for space, names in found.items() if wanted is None or space in wanted}
+
+
+def label_difference(train: Manifest, test: Manifest) -> str | None:
+    """Say in which label two datasets differ, and in which class; None if they have the same labels and classes."""
+    in_train, in_test = train.labels, test.labels
+    for space in {**in_train, **in_test}:
+        names, test_names = (labels[space].classes if space in labels else () for labels in (in_train, in_test))
+        if names == test_names:
+            continue
+        first = ""
+        if names and test_names:
+            pairs = enumerate(zip_longest(names, test_names, fillvalue="none"))
+            number, name, test_name = next((number, *pair) for number, pair in pairs if pair[0] != pair[1])
+            first = f" (the first that differs is class {number}: {name} and {test_name})"
+        of_each = f"{_shown(names)} in the train set but {_shown(test_names)} in the test set"
+        return f"label_{space} has classes {of_each}{first}"
+    return None
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _NUM_SHOWN else ""
+    return f"{', '.join(names[:_NUM_SHOWN])}{more}" if names else "none"
 
 
 def label_targets(
     train: Pictures, test: Pictures, *, wanted: Sequence[LabelSpace] | None = None
 ) -> dict[LabelSpace, Target]:
-    """Return the labels to predict. Raises the errors of `readable_labels`."""
-    return {
+    """Return the labels to predict.
+
+    Raises the errors of `readable_labels`, and `UserError` if no sample of the train set or of the test set has one.
+    """
+    targets = {
         space: Target(train.labels(space), test.labels(space), num_classes=len(names))
         for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items()
     }
+    for space, target in targets.items():
+        for which, label_N in (("train", target.train_N), ("test", target.test_N)):
+            if not num_labelled(label_N):
+                raise UserError(
+                    f"none of the {which} samples has label_{space}; leave it out of probe.labels, or take more samples"
+                )
+    return targets

@@ -16,6 +16,10 @@ RESULTS_CAPTION = (
     "Test accuracy in %: linear probe on the frozen encoder after its last epoch, and weighted kNN vote; mean ± sample "
     "standard deviation over seeds."
 )
+GROUPS_CAPTION = (
+    "Test accuracy in % in the worst group. A group is a class of one label with a class of another; in brackets is "
+    "its number of test samples."
+)
 _SPECIAL = re.compile(r"[\\`*\[\]<>|#]|(?<!\w)_|_(?!\w)")  # an underscore within a word is no markup
 
 
@@ -35,6 +39,8 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     body = [RESULTS_CAPTION]
     for table in (table for protocol in results(arms) for table in protocol.tables):
         body += ([f"**{markdown_text(table.title)}**"] if table.title else []) + [to_markdown(_result_grid(table))]
+    for groups in (protocol.groups for protocol in results(arms) if protocol.groups.rows):
+        body += [GROUPS_CAPTION, to_markdown(groups)]
     found.append(("Results", body))
     found.append(("What this is too small to show", ["\n".join(f"- {markdown_text(text)}" for text in limits(arms))]))
     found.append(("Speed and memory", [to_markdown(speed_grid(arms))]))

@@ -20,6 +20,9 @@ NOT_IDENTITY = (
     "data.num_workers",
     "probe.seed",
     "probe.allow_shared",
+    "probe.labels",
+    "probe.groups",
+    "probe.min_group_size",
 )
 
 

@@ -14,22 +14,21 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.curve import online_labels
+from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.result import ProbeResult
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
-from trainer.reports.runs import Arm, Run
+from trainer.reports.runs import Arm, Run, labels_of, runs_of_arms
 
 # Readable on white and on near-black. If there are more arms, colours are repeated.
 COLORS = ("#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d", "#6b7f94", "#5ba3a8")
 _INK = "#010203"  # stands for the page's text colour until the SVG is written
 
-# The metrics that are drawn if a run has them, with their titles. `metric_title` inserts the titles of the labels.
+# The metrics that are drawn if a run has them, with their titles. `metric_titles` adds those of the online probe.
 METRICS = {
     "train/loss": "Encoder loss",
     "train/viewmaker_loss": "Viewmaker loss",
     "train/alignment": "Alignment of the two views (cosine)",
-    "probe/base/knn": "kNN of the {base} while training, on some samples",
-    "probe/overlay/knn": "kNN of the {overlay} while training, on some samples",
 }
 MAX_POINTS = 300
 
@@ -61,9 +60,13 @@ class Chart:
     svg: Markup
 
 
-def metric_title(key: str, titles: Mapping[LabelSpace, str]) -> str:
-    """Return the title of a metric with the titles of the labels in it."""
-    return METRICS[key].format(base=titles["base"], overlay=titles["overlay"])
+def metric_titles(runs: Sequence[Run], titles: Mapping[LabelSpace, str]) -> dict[str, str]:
+    """Return the metrics that are drawn with their titles, which name the labels by `titles`."""
+    logged = label_order(
+        space for run in runs for space in online_labels({key for entry in run.metrics for key in entry})
+    )
+    knn = {f"probe/{space}/knn": titles.get(space, f"{space} label") for space in logged}
+    return METRICS | {key: f"kNN of the {title} while training, on some samples" for key, title in knn.items()}
 
 
 def charts(arms: Sequence[Arm]) -> list[Chart]:
@@ -75,8 +78,8 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
     titles = label_titles(arms)
     colored = [(arm, color_of(number)) for number, arm in enumerate(arms)]
     drawn = [
-        line_chart(metric_title(key, titles), lines, x_label="training step")
-        for key in METRICS
+        line_chart(title, lines, x_label="training step")
+        for key, title in metric_titles(runs_of_arms(arms), titles).items()
         if (lines := [line for arm, color in colored for line in _lines([run.logged(key) for run in arm.runs], color)])
     ]
     for group in by_protocol(arms):
@@ -89,7 +92,7 @@ def _probe_charts(group: ProtocolArms, titles: Mapping[LabelSpace, str]) -> list
     drawn = []
     colored = [(arm, color_of(number)) for number, arm in enumerate(group.arms)]
     note = f"; {group.title}" if group.title else ""
-    for space in LABEL_SPACES:
+    for space in labels_of(runs_of_arms(group.arms)):
         fits: list[Line] = []
         for arm, color in colored:
             fits += _lines([_fit(probe) for probe in arm.untrained(space)], color, style="--")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
-from trainer.reports.runs import Arm, Run, datasets_of, runs_of_arms
+from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
 
 Method = Literal["linear", "knn"]
 
@@ -114,7 +114,7 @@ def _verdict_under(group: ProtocolArms, title: str) -> list[str]:
 
 def _measured(arms: Sequence[Arm]) -> list[LabelSpace]:
     """Return the labels on which some trained encoder was probed."""
-    return [space for space in LABEL_SPACES if any(arm.trained(space) for arm in arms)]
+    return [space for space in labels_of(runs_of_arms(arms)) if any(arm.trained(space) for arm in arms)]
 
 
 def _verdict_of_one(arms: Sequence[Arm]) -> list[str]:
@@ -194,7 +194,7 @@ def limits(arms: Sequence[Arm]) -> list[str]:
     """Return sentences on the questions that these runs are too small to answer, from the sizes of data and runs."""
     runs = runs_of_arms(arms)
     main = by_protocol(arms)[0].arms
-    probes = [probe for arm in main for space in LABEL_SPACES for probe in arm.trained(space)]
+    probes = [probe for arm in main for space in labels_of(runs) for probe in arm.trained(space)]
     notes: list[str] = []
     single = [arm.name for arm in arms if num_seeds(arm) == 1]
     if single:

@@ -14,11 +14,11 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from trainer.probes.features import LABEL_SPACES
+from data_pipeline.core.sample import BASE, OVERLAY
 from trainer.reports.curves import charts, color_of
 from trainer.reports.findings import limits, samples_of, verdict
 from trainer.reports.protocols import by_protocol, label_titles
-from trainer.reports.runs import NO_NUMBER, Arm, Run, runs_of_arms
+from trainer.reports.runs import NO_NUMBER, Arm, Run, labels_of, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
 from trainer.reports.tables import (
@@ -38,6 +38,7 @@ STYLE = Path(__file__).with_name("report.css")
 def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     """Return the whole page. `arms` keep their order; `sheet` is the published table to compare them with."""
     runs = runs_of_arms(arms)
+    labels = labels_of(runs)
     with_data = [arm for group in by_protocol(arms) for arm in group.arms]
     return (
         _templates()
@@ -50,12 +51,14 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
             verdict=verdict(arms),
             contents=CONTENTS[samples_of(runs)],
             label_titles=label_titles(arms),
+            has_usual_labels=not labels or not {BASE, OVERLAY}.isdisjoint(labels),
+            other_labels=[label for label in labels if label not in (BASE, OVERLAY)],
             results=results(arms),
             commands_for_missing_probes=commands_for_missing_probes(arms),
             limits=limits(arms),
             charts=charts(arms),
             legend=[(arm.name, color_of(number)) for number, arm in enumerate(arms)],
-            has_untrained=any(arm.untrained(space) for arm in with_data for space in LABEL_SPACES),
+            has_untrained=any(arm.untrained(space) for arm in with_data for space in labels),
             has_seeds=any(len(arm.runs) > 1 for arm in arms),
             loss_notes=_loss_notes(runs),
             arms=arms,
@@ -106,12 +109,13 @@ CONTENTS = {
 
 def _subtitle(arms: Sequence[Arm]) -> str:
     every = [arm for group in by_protocol(arms) for arm in group.arms]
-    probes = [one for arm in every for space in LABEL_SPACES for one in [*arm.trained(space), *arm.untrained(space)]]
+    labels = labels_of(runs_of_arms(arms))
+    probes = [one for arm in every for space in labels for one in [*arm.trained(space), *arm.untrained(space)]]
     names, titles = list(dict.fromkeys(arm.name for arm in arms)), label_titles(arms)
     num_runs = sum(len(arm.runs) for arm in arms)
     is_short = len(names) <= MOST_NAMES
     parts = [", ".join(names) if is_short else f"{len(names)} configurations, {num_runs} runs"]
-    for space in LABEL_SPACES:
+    for space in labels:
         sizes = sorted({len(probe.class_names) for probe in probes if probe.label == space})
         if sizes:
             parts.append(f"{titles[space]} of {' or '.join(map(str, sizes))} classes")

@@ -6,12 +6,14 @@ options `--views`, `--batch-norm` and `--epochs` of `python -m trainer.probe` ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.probes.features import LABEL_SPACES, LabelSpace
+from data_pipeline.core.sample import BASE, OVERLAY
+from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
-from trainer.reports.runs import Arm, Run, runs_of_arms
+from trainer.reports.runs import Arm, Run, labels_of, runs_of_arms
 
 _PLAIN = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
 _OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--epochs"}
@@ -48,7 +50,7 @@ def protocols_of(runs: Sequence[Run]) -> list[ProbeConfig]:
     """Return the protocols with results, at least one: first those of most trained runs, then those of more configs."""
 
     def rank(protocol: ProbeConfig) -> tuple[int, int, str]:
-        trained = sum(run.under(protocol).final_probe(space) is not None for run in runs for space in LABEL_SPACES)
+        trained = sum(run.under(protocol).final_probe(space) is not None for run in runs for space in labels_of([run]))
         own = sum(run.own_protocol == protocol for run in runs)
         return -trained, -own, protocol.model_dump_json()
 
@@ -92,16 +94,16 @@ def protocol_values(protocol: ProbeConfig) -> dict[str, str | int]:
 def label_titles(arms: Sequence[Arm]) -> dict[LabelSpace, str]:
     """Return the title of each label, such as "picture" and "digit", as the manifest had it when the run was probed.
 
-    If the results have no title, several, or the same for both labels, the titles are "base label" and "overlay label".
+    A label whose results have no title, several, or that of another label is called by its name, such as "base label".
+    There are always titles for `base` and `overlay`.
     """
-    found: dict[LabelSpace, set[str]] = {space: set() for space in LABEL_SPACES}
+    found: dict[LabelSpace, set[str]] = {space: set() for space in (BASE, OVERLAY, *labels_of(runs_of_arms(arms)))}
     for run in runs_of_arms(arms):
         for result in (one for probes in run.readouts.values() for step in probes.values() for one in step.values()):
-            if result.title not in {None, "", "base", "overlay"}:
+            if result.title not in {None, "", BASE, OVERLAY}:
                 found[result.label].add(str(result.title))
     titles: dict[LabelSpace, str] = {
         space: next(iter(of_space)) if len(of_space) == 1 else f"{space} label" for space, of_space in found.items()
     }
-    if titles["base"] == titles["overlay"]:
-        return {space: f"{space} label" for space in LABEL_SPACES}
-    return titles
+    shared = Counter(titles.values())
+    return {space: title if shared[title] == 1 else f"{space} label" for space, title in titles.items()}

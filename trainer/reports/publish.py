@@ -22,14 +22,13 @@ from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.reports.as_markdown import sections
-from trainer.reports.curves import METRICS, metric_title
+from trainer.reports.curves import metric_titles
 from trainer.reports.page import title_of
 from trainer.reports.protocols import label_titles
 from trainer.reports.runs import Arm, Run, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.run_dir import RunDir, read_object, write_json
 
-PLOTTED = (*METRICS, "perf/samples_per_second")
 MAX_TITLE = 128  # characters that W&B allows
 
 
@@ -191,7 +190,8 @@ def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
     for run in runs:
         if (run_id := _run_id(run)) is not None:
             by_project.setdefault(run.config.tracking.wandb_project, []).append(run_id)
-    logged = [name for name in PLOTTED if any(name in entry for run in runs for entry in run.metrics)]
+    plotted = metric_titles(runs, titles) | {"perf/samples_per_second": "perf/samples_per_second"}
+    logged = [name for name in plotted if any(name in entry for run in runs for entry in run.metrics)]
     if not by_project or not logged:
         return []
     runsets = [
@@ -206,7 +206,7 @@ def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
     ]
     plots = [
         wr.LinePlot(
-            title=metric_title(name, titles) if name in METRICS else name,
+            title=plotted[name],
             x="Step",
             y=[name],
             groupby_aggfunc="mean",

@@ -16,9 +16,9 @@ from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
 from trainer.config import RunConfig, read_run_config
 from trainer.observability.records import read_metrics, read_provenance
-from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import ProbeConfig
-from trainer.probes.result import ProbeResult, read_result
+from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.reports.config_identity import config_identity
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
@@ -260,6 +260,12 @@ def _read_run(
     )
 
 
+def labels_of(runs: Iterable[Run]) -> list[LabelSpace]:
+    """Return the labels for which the runs have results of any probe, in the order in which a report shows them."""
+    readouts = (probes for run in runs for probes in run.readouts.values())
+    return label_order(space for probes in readouts for of_step in probes.values() for space in of_step)
+
+
 def protocol_of(config: ProbeConfig) -> ProbeConfig:
     """Return the settings that make accuracies comparable: all of the probe except the seed and the online probe."""
     return config.protocol.model_copy(update={"seed": 0})
@@ -273,7 +279,7 @@ def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
     readouts: dict[ProbeConfig, dict[int, dict[LabelSpace, ProbeResult]]] = {}
     for run_dir in places:
         for step in run_dir.probe_steps():
-            for space in LABEL_SPACES:
+            for space in labels_in(run_dir.probes(step), suffix=None):
                 for result in _results_in(run_dir.probes(step), space, step):
                     of_step = readouts.setdefault(protocol_of(result.probe_config), {}).setdefault(step, {})
                     of_step.setdefault(space, result)
@@ -282,7 +288,8 @@ def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
 
 def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[ProbeResult]:
     """Yield the results of one label at one step, first the one with the run's own protocol."""
-    for path in sorted(directory.glob(f"{space}*.json"), key=lambda path: (len(path.name), path)):
+    paths = [*directory.glob(f"{space}.json"), *directory.glob(f"{space}-*.json")]
+    for path in sorted(paths, key=lambda path: (len(path.name), path)):
         result = read_result(path)
         if (result.label, result.checkpoint_step) != (space, step):
             raise UserError(

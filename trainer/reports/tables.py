@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainer.probes.features import LABEL_SPACES, LabelSpace
+from trainer.probes.features import LabelSpace
+from trainer.probes.groups import Groups
+from trainer.probes.result import ProbeResult
 from trainer.reports.curves import color_of
-from trainer.reports.findings import Score, baseline, score, winner
+from trainer.reports.findings import Method, Score, baseline, score, winner
 from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, probe_command
-from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of
+from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of, labels_of, runs_of_arms
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,14 @@ class ResultTable:
 
 @dataclass(frozen=True)
 class ProtocolResults:
-    """The tables of one probe protocol, one for each dataset, with the protocol in words."""
+    """The tables of one probe protocol, one for each dataset, with the protocol in words.
+
+    `groups` are the accuracies in the worst groups, on all datasets; without rows if no groups were measured.
+    """
 
     description: str
     tables: Sequence[ResultTable]
+    groups: Grid
 
     @property
     def is_measured(self) -> bool:
@@ -77,12 +83,60 @@ def results(arms: Sequence[Arm]) -> list[ProtocolResults]:
         for dataset in datasets:
             title = " · ".join(part for part in (group.title, dataset.name if len(datasets) > 1 else "") if part)
             tables.append(_result_table(dataset, title=title[:1].upper() + title[1:]))
-        found.append(ProtocolResults(describe_protocol(group.protocol), tables))
+        found.append(ProtocolResults(describe_protocol(group.protocol), tables, group_grid(group.arms)))
     return found
 
 
+def group_grid(arms: Sequence[Arm]) -> Grid:
+    """Return the test accuracies in the worst groups: a row for each encoder, label and pair of labels.
+
+    The worst group of each run is averaged over the seeds; the group is named if it is the same in all of them.
+    """
+    titles = label_titles(arms)
+    rows: list[list[str | None]] = []
+    for arm in arms:
+        for space in _measured_spaces([arm]):
+            for kind, probes in ((arm.name, arm.trained(space)), (f"{arm.name}, untrained", arm.untrained(space))):
+                rows += [[kind, titles[space], *_of_pair(pair, titles)] for pair in _pairs(probes)]
+    head = ["encoder", "accuracy of the", "groups", "linear", "worst group", "kNN", "worst group", "not counted"]
+    return Grid(head, rows)
+
+
+def _pairs(probes: Sequence[ProbeResult]) -> list[list[Groups]]:
+    """Return the groups of each pair of labels, one for each probe, of the pairs that all the probes have."""
+    by_pair = [{groups.labels: groups for groups in probe.groups} for probe in probes]
+    shared = [pair for pair in by_pair[0] if all(pair in each for each in by_pair)] if by_pair else []
+    return [[each[pair] for each in by_pair] for pair in shared]
+
+
+def _of_pair(of_runs: Sequence[Groups], titles: Mapping[LabelSpace, str]) -> list[str | None]:
+    """Return the cells of one pair of labels, after the encoder and the label."""
+    first = of_runs[0]
+    cells: list[str | None] = [" × ".join(titles.get(name, name) for name in first.labels)]
+    methods: tuple[Method, ...] = ("linear", "knn")
+    for method in methods:
+        worst = [groups.worst[method] for groups in of_runs if method in groups.worst]
+        if len(worst) < len(of_runs):
+            cells += [None, ""]
+            continue
+        names = {" · ".join(one.classes) for one in worst}
+        value = Score(tuple(one.accuracy for one in worst), num_test=min(one.num_test for one in worst))
+        cells += [str(value), f"{names.pop()} ({worst[0].num_test})" if len(names) == 1 else "differs between seeds"]
+    left_out = [
+        f"{num} {what}"
+        for num, what in (
+            (first.num_empty, "empty"),
+            (first.num_small, f"of fewer than {first.min_size} samples"),
+            (first.num_unlabelled, "samples without a label"),
+        )
+        if num
+    ]
+    return [*cells, ", ".join(left_out) or "none"]
+
+
 def _measured_spaces(arms: Sequence[Arm]) -> list[LabelSpace]:
-    return [space for space in LABEL_SPACES if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
+    labels = labels_of(runs_of_arms(arms))
+    return [space for space in labels if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
 
 
 def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
@@ -141,7 +195,7 @@ def _cell(value: Score | None) -> ResultCell:
 
 def _note(arm: Arm, seeds: str) -> str:
     """Return the steps of the probed checkpoints, and the seeds if there are several."""
-    steps = sorted({probe.checkpoint_step for space in LABEL_SPACES for probe in arm.trained(space)})
+    steps = sorted({probe.checkpoint_step for space in labels_of(arm.runs) for probe in arm.trained(space)})
     parts = [f"step {', '.join(map(str, steps))}"] if steps else []
     return "; ".join([*parts, f"{len(arm.runs)} runs, seeds {seeds}"] if len(arm.runs) > 1 else parts)
 
@@ -152,9 +206,9 @@ def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
     commands = []
     for arm in group.arms:
         for run in arm.runs:
-            if not any(run.final_probe(space) for space in LABEL_SPACES):
+            if not any(run.final_probe(space) for space in labels_of([run])):
                 commands.append(probe_command(run, group.protocol))
-        if not any(baseline(arm, group.arms, space) for space in LABEL_SPACES):
+        if not any(baseline(arm, group.arms, space) for space in labels_of(runs_of_arms(group.arms))):
             commands.append(probe_command(arm.runs[0], group.protocol, "--step 0"))
     return commands
 

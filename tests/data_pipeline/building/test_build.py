@@ -28,7 +28,7 @@ from data_pipeline.building import workers as build_workers
 from data_pipeline.building.build import balanced_order, build_dataset, describe_manifest
 from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Sample
+from data_pipeline.core.sample import MASK_OUTSIDE, Sample
 from data_pipeline.loading.decode import decode_sample
 from data_pipeline.loading.stream import read_all
 from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
@@ -103,19 +103,19 @@ def test_real_cifar_in_all_four_forms(dataset: str, cifar: Path, tmp_path: Path)
     for sample in stored:
         assert (sample.mask is None) == (num_overlay == 0)
         photo = np.full((32, 32), True) if sample.mask is None else sample.mask == MASK_OUTSIDE
-        name = manifest.label_names.base[sample.label_base]
+        name = manifest.label_names.base[sample.labels["base"]]
         [same] = [
             number
             for number, (label, picture) in enumerate(originals)
             if label == name and np.array_equal(picture[photo], sample.content[photo])
         ]
         found.append(same)
-        assert (sample.label_overlay == NO_LABEL) == (num_overlay == 0)
+        assert ("overlay" in sample.labels) == (num_overlay > 0)
     assert sorted(found) == list(range(200))
     pictures = np.stack([sample.content for sample in stored]).astype(np.float64) / 255
     np.testing.assert_allclose(manifest.mean, pictures.mean(axis=(0, 1, 2)), rtol=1e-12)
     np.testing.assert_allclose(manifest.std, pictures.std(axis=(0, 1, 2)), rtol=1e-12)
-    overlay_labels = [sample.label_overlay for sample in stored]
+    overlay_labels = [sample.labels.get("overlay") for sample in stored]
     assert manifest.counts_overlay == tuple(overlay_labels.count(label) for label in range(num_overlay))
 
 
@@ -130,7 +130,7 @@ def test_spoken_digits_are_stored_as_they_were_recorded(fsdd: Path, tmp_path: Pa
         if "george" not in path.name
     )
     stored = samples(tmp_path / "built")
-    assert sorted((sample.label_base, sample.content.tobytes()) for sample in stored) == recorded
+    assert sorted((sample.labels["base"], sample.content.tobytes()) for sample in stored) == recorded
     points = np.concatenate([sample.content for sample in stored]).astype(np.float64) / 32768
     np.testing.assert_allclose(manifest.mean, [points.mean()], rtol=1e-9)
     np.testing.assert_allclose(manifest.std, [points.std()], rtol=1e-12)
@@ -152,14 +152,14 @@ def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_pat
     last_B = crop_last(baked_keys(torch.arange(30), seed=0, split=split)) & (split == "train")
     places = set()
     for sample, clean, last in zip(samples(tmp_path / "built"), samples(tmp_path / "clean"), last_B, strict=True):
-        assert sample.label_base == clean.label_base
+        assert sample.labels["base"] == clean.labels["base"]
         speech = np.zeros(num_points)
         kept = clean.content[-num_points:] if last else clean.content[:num_points]
         speech[: len(kept)] = kept / 32768
-        behind, recording = sample.content - speech, scaled[sample.label_overlay]
+        behind, recording = sample.content - speech, scaled[sample.labels["overlay"]]
         near = [np.abs(behind - part).max() < 1e-6 for part in (recording[:num_points], recording[-num_points:])]
         assert sum(near) == 1
-        places.add((sample.label_overlay, near.index(True)))
+        places.add((sample.labels["overlay"], near.index(True)))
     assert len(places) == (6 if split == "train" else 3)
     assert {place for _, place in places} == ({0, 1} if split == "train" else {0})
     points = np.stack([sample.content for sample in samples(tmp_path / "built")]).astype(np.float64)
@@ -174,7 +174,7 @@ def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
     assert (manifest.label_names.base, manifest.counts_base) == ((), ())
     assert sum(manifest.counts_overlay) == 30
     stored = samples(tmp_path / "built")
-    assert {sample.label_base for sample in stored} == {NO_LABEL}
+    assert {frozenset(sample.labels) for sample in stored} == {frozenset({"overlay"})}
     assert len({sample.content.tobytes() for sample in stored}) == 6
     quiet = build_dataset("noise", tmp_path / "quiet", noise_volume=0.0, **arguments)  # type: ignore[arg-type]
     assert not any(sample.content.any() for sample in samples(tmp_path / "quiet"))
@@ -288,7 +288,7 @@ def test_repeats_show_each_picture_again_with_a_draw_of_its_own(tmp_path: Path) 
     for sample, again in zip(stored[:20], stored[20:40], strict=True):
         outside = sample.mask == MASK_OUTSIDE
         np.testing.assert_array_equal(sample.content[outside], again.content[outside])
-        assert sample.label_base == again.label_base
+        assert sample.labels["base"] == again.labels["base"]
         colours |= {sample.content[18, 16].tobytes(), again.content[18, 16].tobytes()}
     assert len(colours) == 40
     for sample, single in zip(stored, samples(tmp_path / "once"), strict=False):
@@ -691,18 +691,18 @@ def test_totals_are_exact_in_any_order() -> None:
     waveforms = rng.uniform(-1.05, 1.05, (40, 1000)).astype(np.float32)
     recorded = rng.integers(-32768, 32768, (40, 1000)).astype(np.int16)
     for contents_NT, scale in ((waveforms, 1.0), (recorded, 32768.0)):
-        totals, backwards = Totals(num_base=2, num_overlay=3), Totals(num_base=2, num_overlay=3)
-        stored = [Sample(n, content, None, n % 2, n % 3) for n, content in enumerate(contents_NT)]
+        totals, backwards = Totals({"base": 2, "overlay": 3}), Totals({"base": 2, "overlay": 3})
+        stored = [Sample(n, content, None, {"base": n % 2, "overlay": n % 3}) for n, content in enumerate(contents_NT)]
         for sample in stored[:15]:
             totals.add(sample)
         for sample in reversed(stored):
             backwards.add(sample)
-        part = Totals(num_base=2, num_overlay=3)
+        part = Totals({"base": 2, "overlay": 3})
         for sample in stored[15:]:
             part.add(sample)
         totals.merge(type(part.sums).model_validate_json(part.sums.model_dump_json()))
         assert totals.sums == backwards.sums
-        assert (totals.counts_base, totals.counts_overlay) == ((20, 20), (14, 13, 13))
+        assert totals.counts == {"base": (20, 20), "overlay": (14, 13, 13)}
         exact = contents_NT.astype(np.float64) / scale
         assert totals.mean == pytest.approx([exact.mean()], abs=1e-8)
         assert totals.std == pytest.approx([exact.std()], rel=1e-6)

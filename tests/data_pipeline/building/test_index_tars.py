@@ -99,8 +99,8 @@ def test_every_sample_is_read_in_its_order_with_its_label(tmp_path: Path) -> Non
     decoded = decode(store, order)
     assert decoded.pictures_BCHW is not None
     assert [number_of(pixels) for pixels in decoded.pictures_BCHW.numpy()] == order.tolist()
-    assert decoded.label_base_B.tolist() == (order % 3).tolist()
-    assert decoded.label_overlay_B.tolist() == [NO_LABEL] * 6
+    assert decoded.labels["base"].tolist() == (order % 3).tolist()
+    assert decoded.labels.keys() == {"base"}
     assert (tmp_path / "index" / "samples.bin").stat().st_size == 8 * 14
 
 
@@ -159,9 +159,9 @@ def test_labels_are_words_of_a_field(tmp_path: Path, label: str, field: str, con
         {"__key__": f"{number}", "png": picture(number), field: content(word)} for number, word in enumerate(words)
     ]
     by_webdataset(tmp_path / "x.tar", samples)
-    store = indexed(tmp_path, tmp_path / "index", fields=Fields(label=label))
+    store = indexed(tmp_path, tmp_path / "index", fields=Fields(labels={"base": label}))
     assert store.manifest.label_names.base == ("crow", "owl", "wren")
-    assert decode(store, np.arange(4)).label_base_B.tolist() == [2, 1, 2, 0]
+    assert decode(store, np.arange(4)).labels["base"].tolist() == [2, 1, 2, 0]
 
 
 def test_samples_without_a_picture_or_a_label_are_counted(
@@ -189,7 +189,7 @@ def test_samples_without_a_picture_or_a_label_are_counted(
         assert said in done.stdout
     store = SampleStore(tmp_path)
     decoded = decode(store, np.arange(3))
-    assert decoded.label_base_B.tolist() == [4, NO_LABEL, NO_LABEL]
+    assert decoded.labels["base"].tolist() == [4, NO_LABEL, NO_LABEL]
     assert list(decoded.bad) == [2]
     assert decoded.bad[2].shard == "x.tar"
 
@@ -246,7 +246,7 @@ def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_pat
     with pytest.raises(UserError, match=r"no sample of .* has a picture under one of webp; its fields are .*png"):
         make_index(str(tmp_path), tmp_path / "index", fields=Fields(picture=("webp",)))
     with pytest.raises(UserError, match=r"no sample of .* has a label under species; its fields are .*cls"):
-        make_index(str(tmp_path), tmp_path / "index", fields=Fields(label="species"))
+        make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"base": "species"}))
     assert not (tmp_path / "index" / "manifest.json").exists()
 
 
@@ -283,7 +283,7 @@ def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
     test = indexed(tmp_path / "test", tmp_path / "t", classes_of=tmp_path / "train")
     assert test.manifest.label_names.base == ("crow", "owl", "wren")
     assert test.manifest.counts_base == (1, 0, 1)
-    assert decode(test, np.arange(2)).label_base_B.tolist() == [2, 0]
+    assert decode(test, np.arange(2)).labels["base"].tolist() == [2, 0]
     with pytest.raises(UserError, match=r"has labels that .* lacks, such as emu"):
         indexed(tmp_path / "other", tmp_path / "o", classes_of=tmp_path / "train")
 
@@ -627,7 +627,7 @@ def test_a_folder_is_packed_without_a_second_encoding(
     assert decoded.pictures_BCHW is not None
     numbers = [number_of(pixels) for pixels in decoded.pictures_BCHW.numpy()]
     assert sorted(numbers) == list(range(6)) != numbers
-    assert decoded.label_base_B.tolist() == [number % 2 for number in numbers]
+    assert decoded.labels["base"].tolist() == [number % 2 for number in numbers]
     again = call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert again.status == 0, again.stderr
     whole = b"".join(path.read_bytes() for path in sorted(moved.glob("*.tar")))

@@ -81,7 +81,7 @@ def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (len(manifest.label_names.base), manifest.counts_base[:5]) == (100, (1, 1, 1, 1, 0))
     store = SampleStore(tmp_path / "out")
     stored = {
-        decode_sample(store, index).content.tobytes(): decode_sample(store, index).label_base for index in range(4)
+        decode_sample(store, index).content.tobytes(): decode_sample(store, index).labels["base"] for index in range(4)
     }
     assert stored == {picture.tobytes(): label for picture, label in zip(pixels[0], [3, 1, 2, 0], strict=True)}
 

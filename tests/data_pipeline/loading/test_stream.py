@@ -207,8 +207,8 @@ def test_batches_hold_what_was_stored(datasets: dict[int, tuple[Path, list[Sampl
         for row, index in enumerate(batch.index_B.tolist()):
             sample = samples[index]
             assert batch.keys[row] == sample.key
-            assert batch.label_base_B[row] == sample.label_base
-            assert batch.label_overlay_B[row] == sample.label_overlay
+            assert batch.labels["base"][row] == sample.labels["base"]
+            assert batch.labels["overlay"][row] == sample.labels["overlay"]
             np.testing.assert_array_equal(batch.inputs_a[row].permute(1, 2, 0).numpy(), sample.content)
             np.testing.assert_array_equal(batch.masks_BHW[row].numpy(), sample.mask)
 
@@ -339,7 +339,7 @@ def test_online_pictures_are_drawn_by_seed_epoch_index_and_view(tmp_path: Path, 
         assert item.inputs_a is item.inputs_b
         for batch in (item, view):
             assert torch.equal(batch.inputs_a, a.inputs)
-            assert torch.equal(batch.label_overlay_B, a.label_B)
+            assert torch.equal(batch.labels["overlay"], a.label_B)
             assert batch.masks_BHW is not None
             assert torch.equal(batch.masks_BHW, a.masks_BHW)
         assert torch.equal(view.inputs_b, b.inputs)
@@ -348,7 +348,7 @@ def test_online_pictures_are_drawn_by_seed_epoch_index_and_view(tmp_path: Path, 
         {
             int(i): int(label)
             for batch in shared[part]
-            for i, label in zip(batch.index_B, batch.label_overlay_B, strict=True)
+            for i, label in zip(batch.index_B, batch.labels["overlay"], strict=True)
         }
         for part in (slice(0, 3), slice(3, 6))
     ]
@@ -362,7 +362,7 @@ def test_pictures_without_an_overlay_have_empty_masks(tmp_path: Path) -> None:
         assert batch.masks_BHW is not None
         assert batch.masks_BHW.shape == (8, 16, 16)
         assert not batch.masks_BHW.any()
-        assert batch.label_overlay_B.tolist() == [-1] * 8
+        assert batch.labels.keys() == {"base"}
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -386,9 +386,9 @@ def test_sounds_are_cut_and_mixed_for_each_view(
             mixed = store.overlay(expected_BT, draw)
             assert torch.equal(inputs_BT, mixed.inputs)
             if view == 0:
-                assert torch.equal(batch.label_overlay_B, mixed.label_B)
+                assert torch.equal(batch.labels["overlay"], mixed.label_B)
             else:
-                differ += int((batch.label_overlay_B != mixed.label_B).sum())
+                differ += int((batch.labels["overlay"] != mixed.label_B).sum())
         assert batch.masks_BHW is None
     assert differ > 0
 
@@ -400,7 +400,7 @@ def test_sounds_that_were_mixed_when_built_come_as_stored(tmp_path: Path) -> Non
         assert batch.inputs_a is batch.inputs_b
         for row, index in enumerate(batch.index_B.tolist()):
             np.testing.assert_array_equal(batch.inputs_a[row].numpy(), decode_sample(store, index).content)
-            assert batch.label_overlay_B[row] == decode_sample(store, index).label_overlay
+            assert batch.labels["overlay"][row] == decode_sample(store, index).labels["overlay"]
 
 
 @pytest.mark.parametrize("overlay", ["baked", "none"])
@@ -639,7 +639,7 @@ def test_read_all_draws_the_same_in_batches_of_any_size(tmp_path: Path) -> None:
         for batch_size in (7, 30):
             batches = list(read_all(directory, batch_size=batch_size, draw=draw))
             assert torch.equal(torch.cat([batch.inputs_a for batch in batches]), expected.inputs)
-            assert torch.equal(torch.cat([batch.label_overlay_B for batch in batches]), expected.label_B)
+            assert torch.equal(torch.cat([batch.labels["overlay"] for batch in batches]), expected.label_B)
     assert clean_NCHW is not None
     (clean,) = read_all(directory, batch_size=30, draw=None)
     assert torch.equal(clean.inputs_a, clean_NCHW)

@@ -191,7 +191,7 @@ def test_samples_are_those_of_the_local_dataset(
     assert there.pictures_BCHW is not None
     assert here.pictures_BCHW is not None
     assert (there.pictures_BCHW == here.pictures_BCHW).all()
-    assert (there.label_base_B == here.label_base_B).all()
+    assert (there.labels["base"] == here.labels["base"]).all()
     assert not there.bad
     peer = webdataset.WebDataset([file_url(location, name) for name in SHARDS], shardshuffle=False)
     for index, sample in enumerate(peer):

@@ -82,8 +82,8 @@ def test_plain_webdataset_reads_the_same_samples(tmp_path: Path) -> None:
         assert read["__key__"] == sample.key
         assert read["json"] == {
             "index": sample.index,
-            "label_base": sample.label_base,
-            "label_overlay": sample.label_overlay,
+            "label_base": sample.labels["base"],
+            "label_overlay": sample.labels["overlay"],
         }
         np.testing.assert_array_equal(np.asarray(read["png"]), sample.content)
         np.testing.assert_array_equal(np.asarray(read["mask.png"].convert("L")), sample.mask)

@@ -31,11 +31,7 @@ from tests.tiny_data import NUM_POINTS, write_tiny_dataset, write_tiny_sounds
 
 
 def assert_same(actual: Sample, expected: Sample) -> None:
-    assert (actual.index, actual.label_base, actual.label_overlay) == (
-        expected.index,
-        expected.label_base,
-        expected.label_overlay,
-    )
+    assert (actual.index, actual.labels) == (expected.index, expected.labels)
     np.testing.assert_array_equal(actual.content, expected.content)
     np.testing.assert_array_equal(actual.mask, expected.mask)
 
@@ -106,8 +102,8 @@ def test_a_batch_is_in_the_order_asked_for(tmp_path: Path) -> None:
     assert stored.masks_BHW is not None
     assert stored.pictures_BCHW.is_contiguous()
     assert stored.index_B.tolist() == wanted
-    assert stored.label_base_B.tolist() == [samples[index].label_base for index in wanted]
-    assert stored.label_overlay_B.tolist() == [samples[index].label_overlay for index in wanted]
+    assert stored.labels["base"].tolist() == [samples[index].labels["base"] for index in wanted]
+    assert stored.labels["overlay"].tolist() == [samples[index].labels["overlay"] for index in wanted]
     pictures_BHWC = stored.pictures_BCHW.permute(0, 2, 3, 1).numpy()
     np.testing.assert_array_equal(pictures_BHWC, np.stack([samples[index].content for index in wanted]))
     for mask_HW, index in zip(stored.masks_BHW.numpy(), wanted, strict=True):
@@ -121,7 +117,7 @@ def test_pictures_without_anything_drawn_have_no_mask(tmp_path: Path) -> None:
     store = SampleStore(write_tiny_dataset(tmp_path / "plain", num_samples=5, overlay="none"))
     stored = decode(store, np.arange(5))
     assert stored.masks_BHW is None
-    assert stored.label_overlay_B.tolist() == [NO_LABEL] * 5
+    assert stored.labels.keys() == decode_sample(store, 3).labels.keys() == {"base"}
     assert decode_sample(store, 3).mask is None
 
 
@@ -146,7 +142,7 @@ def test_sounds_come_in_their_own_lengths(
 def test_an_online_overlay_comes_with_the_store_and_is_not_drawn(tmp_path: Path) -> None:
     store = SampleStore(write_tiny_dataset(tmp_path / "online", num_samples=5, overlay="online"))
     assert isinstance(store.overlay, Shapes)
-    assert (decode_sample(store, 2).mask, decode_sample(store, 2).label_overlay) == (None, NO_LABEL)
+    assert (decode_sample(store, 2).mask, decode_sample(store, 2).labels["overlay"]) == (None, NO_LABEL)
     assert load_manifest(tmp_path / "online").is_online
     noise = Noise.of([torch.rand(9_000)] * 3, num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
     sounds = SampleStore(write_tiny_sounds(tmp_path / "sounds", num_samples=5, overlay=noise))
@@ -181,7 +177,7 @@ def test_a_sample_that_does_not_decode_is_told_in_its_place(
         place = wanted.index(12)
         [(bad_place, bad)] = stored.bad.items()
         assert (bad_place, bad.index, bad.shard) == (place, 12, "shard-00001.tar")
-        assert stored.label_base_B[place] == stored.label_overlay_B[place] == NO_LABEL
+        assert stored.labels["base"][place] == stored.labels["overlay"][place] == NO_LABEL
         assert blank(stored.pictures_BCHW, place)
         assert blank(stored.masks_BHW, place)
         assert stored.pictures_BCHW is not None
@@ -190,7 +186,7 @@ def test_a_sample_that_does_not_decode_is_told_in_its_place(
                 np.testing.assert_array_equal(
                     stored.pictures_BCHW[number].permute(1, 2, 0).numpy(), samples[index].content
                 )
-                assert stored.label_base_B[number] == samples[index].label_base
+                assert stored.labels["base"][number] == samples[index].labels["base"]
     with pytest.raises(UserError, match=rf"sample 00000012 in shard-00001\.tar cannot be read \(.*{reason}"):
         decode_sample(store, 12)
 
@@ -202,7 +198,7 @@ def test_a_sound_that_does_not_decode_is_told_in_its_place(tmp_path: Path) -> No
     assert [(place, bad.key, bad.shard) for place, bad in stored.bad.items()] == [(0, "00000004", "shard-00000.tar")]
     assert stored.sound(0).tolist() == [0]
     assert stored.sound(0).dtype == torch.int16
-    assert stored.label_base_B.tolist()[0] == NO_LABEL
+    assert stored.labels["base"].tolist()[0] == NO_LABEL
     assert len(stored.sound(1)) > 1
 
 
@@ -214,7 +210,7 @@ def test_a_label_that_is_none_of_the_classes_is_told(tmp_path: Path, label: obje
     assert {place: bad.reason for place, bad in stored.bad.items()} == {
         1: f"label_base is {label!r}, not one of 0 to 9"
     }
-    assert stored.label_base_B[0] == samples[0].label_base
+    assert stored.labels["base"][0] == samples[0].labels["base"]
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -487,7 +483,7 @@ def test_remote_shards_are_fetched_as_they_are_touched(tmp_path: Path) -> None:
         assert 1 <= len(list(cache.rglob("*.tar"))) <= 3
     stored = decode(store, np.arange(60))  # more shards than the cache holds
     assert not stored.bad
-    assert stored.label_base_B.tolist() == [sample.label_base for sample in samples]
+    assert stored.labels["base"].tolist() == [sample.labels["base"] for sample in samples]
 
 
 def test_a_remote_shard_that_another_process_evicted_is_fetched_again(tmp_path: Path) -> None:

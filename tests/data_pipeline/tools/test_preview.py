@@ -99,7 +99,7 @@ def test_a_grid_holds_the_samples_in_rows_of_ten(tmp_path: Path) -> None:
     sample = decode_sample(store, 13)
     assert sample.mask is not None
     names = store.manifest.label_names
-    captions = [(names.base[sample.label_base], GREY), (names.overlay[sample.label_overlay], PINK)]
+    captions = [(names.base[sample.labels["base"]], GREY), (names.overlay[sample.labels["overlay"]], PINK)]
     cell = np.asarray(draw_cell(np.asarray(sample.content, dtype=np.uint8), sample.mask, captions))
     height, width, _ = cell.shape
     grid = np.asarray(draw_grid(str(directory), num_samples=60))
@@ -134,7 +134,7 @@ def test_sounds_are_drawn_with_time_to_the_right_and_frequency_upwards(tmp_path:
     for index, cell in enumerate(cells):
         sample = decode_sample(store, index)
         brightness = cell.astype(float).sum(axis=2)
-        loudest_rows[sample.label_base].append(float(brightness[:, : CELL // 8].mean(axis=1).argmax()))
+        loudest_rows[sample.labels["base"]].append(float(brightness[:, : CELL // 8].mean(axis=1).argmax()))
         if len(sample.content) < 0.7 * NUM_POINTS:
             num_short += 1
             end = CELL * len(sample.content) // NUM_POINTS

@@ -101,7 +101,7 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     images_NCHW = torch.where(mirrored_N[:, None, None, None] == 1, patterns[label_N].flip(3), patterns[label_N]).to(
         torch.uint8
     )
-    pictures = Pictures(toy_manifest(24), images_NCHW, None, torch.arange(24), label_N, label_N)
+    pictures = Pictures(toy_manifest(24), images_NCHW, None, torch.arange(24), {"base": label_N, "overlay": label_N})
     monkeypatch.setattr(
         "trainer.analyses.concentration.read_test_pictures",
         lambda run_dir, options, what_for: (debug.image(), pictures),

@@ -78,7 +78,7 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
 
     test = read_pictures(data / "test")
     dropped_N = policy.dropped(DrawKeys(0, 0, test.index_N, 0))
-    lost = float((dropped_N & (test.label_overlay_N != 0)).float().mean())  # class 0 is what black looks like
+    lost = float((dropped_N & (test.by_label["overlay"] != 0)).float().mean())  # class 0 is what black looks like
     assert 0.2 < lost < 0.5
     judged = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
     assert len(judged) == 8
@@ -111,7 +111,7 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
 def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = DropBottom(0.3)
     runs = plant_two_runs(data, tmp_path, monkeypatch, policy)
-    seen = read_pictures(data / "test").label_overlay_N != 0  # class 0 is what black looks like
+    seen = read_pictures(data / "test").by_label["overlay"] != 0  # class 0 is what black looks like
     number = int(seen.nonzero()[0])
     config = CONFIG.model_copy(update={"of_sample": number})
     *_, path = analyze_feature_dropout(runs, config=config, options=AnalysisOptions())

@@ -78,12 +78,12 @@ def test_large_features_do_not_overflow() -> None:
 
 def test_planted_accuracy_and_an_untouched_encoder() -> None:
     train, test = toy_pictures(203, seed=0), toy_pictures(103, seed=1, num_wrong=13)
-    target = Target(train.label_overlay_N, test.label_overlay_N, num_classes=3)
+    target = Target(train.by_label["overlay"], test.by_label["overlay"], num_classes=3)
     encoder = ToyEncoder().train()
     encoder.norm.running_mean = torch.tensor([0.4, 0.4, 0.4])  # so that cosines tell the brightnesses apart
     before = copy.deepcopy(encoder.state_dict())
-    result = probe_knn(encoder, train=train, test=test, targets={"overlay": target}, device=torch.device("cpu"))
-    assert result["overlay"].accuracy == pytest.approx(90 / 103, abs=0.05)
-    assert result["overlay"].num_neighbors == 200
+    probe = probe_knn(encoder, train=train, test=test, targets={"overlay": target}, device=torch.device("cpu"))
+    assert probe["overlay"].result.accuracy == pytest.approx(90 / 103, abs=0.05)
+    assert probe["overlay"].result.num_neighbors == 200
     assert encoder.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())

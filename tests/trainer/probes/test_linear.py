@@ -27,8 +27,8 @@ from trainer.probes.linear import (
 CPU = torch.device("cpu")
 TRAIN, TEST = toy_pictures(203, seed=0), toy_pictures(103, seed=1, num_wrong=13)
 TARGETS: dict[LabelSpace, Target] = {
-    "base": Target(TRAIN.label_base_N, TEST.label_base_N, num_classes=2),
-    "overlay": Target(TRAIN.label_overlay_N, TEST.label_overlay_N, num_classes=3),
+    "base": Target(TRAIN.by_label["base"], TEST.by_label["base"], num_classes=2),
+    "overlay": Target(TRAIN.by_label["overlay"], TEST.by_label["overlay"], num_classes=3),
 }
 CONFIG = ProbeConfig(num_epochs=20, batch_size=32)
 
@@ -208,7 +208,7 @@ def test_features_do_not_depend_on_order_or_batch() -> None:
 
 def test_labels_are_picked_by_space() -> None:
     pictures: Pictures = TEST
-    assert pictures.labels("base") is pictures.label_base_N
-    assert pictures.labels("overlay") is pictures.label_overlay_N
+    assert pictures.labels("base") is pictures.by_label["base"]
+    assert pictures.labels("overlay") is pictures.by_label["overlay"]
     assert pictures.class_names("base") == ("dark", "bright")
     assert pictures.class_names("overlay") == ("low", "middle", "high")

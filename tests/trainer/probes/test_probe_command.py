@@ -456,8 +456,7 @@ def test_no_overlay_no_overlay_probe() -> None:
             images_NCHW=pictures.images_NCHW,
             masks_NHW=pictures.masks_NHW,
             index_N=pictures.index_N,
-            label_base_N=pictures.label_base_N,
-            label_overlay_N=torch.full_like(pictures.label_overlay_N, -1),
+            by_label={"base": pictures.by_label["base"]},
         )
 
     assert list(label_targets(plain(0), plain(1))) == ["base"]

@@ -72,7 +72,7 @@ def encode_and_vote(chunk_size: int) -> Any:
             extract(encoder.pooled, pictures.images_NCHW, device=CPU, batch_size=chunk_size)
             for pictures in (train, test)
         )
-    targets = {"overlay": Target(train.label_overlay_N, test.label_overlay_N, num_classes=3)}
+    targets = {"overlay": Target(train.by_label["overlay"], test.by_label["overlay"], num_classes=3)}
     return bank_NC.tolist(), knn_accuracies(bank_NC, queries_MC, targets, chunk_size=chunk_size)  # type: ignore[arg-type]
 
 

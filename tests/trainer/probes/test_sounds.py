@@ -53,10 +53,8 @@ class Bands(nn.Module):
 def test_what_is_read_is_the_spectrogram_of_what_an_evaluation_reads(data: Path, split: str, draw: int) -> None:
     pictures = read_pictures(data / split, draw=draw)
     batches = list(read_all(data / split, batch_size=16, draw=draw))
-    waveforms_NT, index_N, base_N, overlay_N = (
-        torch.cat([getattr(batch, name) for batch in batches])
-        for name in ("inputs_a", "index_B", "label_base_B", "label_overlay_B")
-    )
+    waveforms_NT, index_N = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("inputs_a", "index_B"))
+    base_N, overlay_N = (torch.cat([batch.labels[name] for batch in batches]) for name in ("base", "overlay"))
     torch.testing.assert_close(pictures.images_NCHW, clean_spectrogram(waveforms_NT, FSDD), rtol=1e-5, atol=1e-5)
     assert pictures.images_NCHW.dtype == torch.float32
     assert pictures.masks_NHW is None
@@ -80,8 +78,8 @@ def test_a_redraw_has_the_crop_and_the_background_that_training_would_draw(data:
     order = batch.index_B
     redrawn = pictures.redraw(order, lambda index_B: DrawKeys(seed=5, epoch=0, index_B=index_B, view=0))
     assert torch.equal(redrawn.inputs, batch.inputs_a)
-    assert torch.equal(redrawn.labels["overlay"], batch.label_overlay_B)
-    assert torch.equal(redrawn.labels["base"], batch.label_base_B)
+    assert torch.equal(redrawn.labels["overlay"], batch.labels["overlay"])
+    assert torch.equal(redrawn.labels["base"], batch.labels["base"])
     assert not torch.equal(redrawn.labels["overlay"], pictures.labels("overlay")[order])
 
 

@@ -27,8 +27,10 @@ def toy_pictures(num: int, *, seed: int, num_wrong: int = 0) -> Pictures:
         images_NCHW=images_NCHW.to(torch.uint8),
         masks_NHW=torch.zeros(num, 8, 8, dtype=torch.uint8),
         index_N=torch.arange(num),
-        label_base_N=torch.where(wrong_N, (base_N + 1) % 2, base_N),
-        label_overlay_N=torch.where(wrong_N, (overlay_N + 1) % 3, overlay_N),
+        by_label={
+            "base": torch.where(wrong_N, (base_N + 1) % 2, base_N),
+            "overlay": torch.where(wrong_N, (overlay_N + 1) % 3, overlay_N),
+        },
     )
 
 
