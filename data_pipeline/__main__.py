@@ -75,6 +75,13 @@ def _build(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="For a folder without train/ and test/: the share of pictures in the test split. --seed draws them.",
     )
+    add(
+        "--labels",
+        metavar="CSV",
+        type=Path,
+        help="For a folder: a csv file with a column file and a column for each label, and split if there is one "
+        "(default: the folder of a picture is its label).",
+    )
     add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: sklearn for procedural, else mnist).")
     add(
         "--digits-root",

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset
+from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset, open_folder
 from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE, check_at_least
 from data_pipeline.building.index_tars import describe_index
 from data_pipeline.building.keep_files import pack_folder
@@ -56,7 +56,6 @@ from data_pipeline.core.validation import describe
 from data_pipeline.overlays import Overlay, PictureOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.sources import Source, labels_of
-from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.manifest import (
     FORMAT_VERSION,
@@ -533,6 +532,7 @@ def run(args: argparse.Namespace) -> None:
         root=args.root,
         image_size=args.image_size,
         test_share=args.test_share,
+        labels=args.labels,
         overlay_layout=args.overlay_layout,
         digits=args.digits,
         digits_root=args.digits_root,
@@ -558,7 +558,8 @@ def _run_keep(args: argparse.Namespace) -> None:
         ("--samples-per-shard", args.samples_per_shard, 1),
     )
     size = args.image_size or TAR_PICTURE_SIZE
-    folder = ImageFolder(args.root, split=args.split, image_size=size, test_share=args.test_share, seed=args.seed)
+    choices = Choices(test_share=args.test_share, labels=args.labels)
+    folder = open_folder(args.root, split=args.split, seed=args.seed, image_size=size, choices=choices)
     manifest, facts = pack_folder(
         folder,
         args.out,

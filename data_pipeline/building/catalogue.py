@@ -31,6 +31,7 @@ from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import DigitSource, MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.fsdd import Fsdd
+from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.silence import SilenceSource
@@ -58,6 +59,7 @@ class Choices(TypedDict, total=False):
         pictures must have one size.
     test_share: for the source `folder`, if `root` has no folders `train` and `test`: the share of the pictures in the
         test split, which `seed` draws.
+    labels: for the source `folder`: a csv file with a column `file` and one for each label, in place of class folders.
     overlay_layout: for pictures with an overlay, one of `OVERLAY_LAYOUTS`; by default the first.
     digits: the digits to draw, one of `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
     digits_root: the folder of MNIST; by default `root`.
@@ -71,6 +73,7 @@ class Choices(TypedDict, total=False):
     root: Path | None
     image_size: int | None
     test_share: float | None
+    labels: Path | None
     overlay_layout: str | None
     digits: str | None
     digits_root: Path | None
@@ -123,7 +126,7 @@ def _check_choices(dataset: str, base: str, overlay: str | None, source: str, ch
         (overlay not in (None, "noise"), "has no overlay of pictures", ("overlay_layout",)),
         (overlay == "digits", "has no digits", ("digits", "digits_root")),
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
-        (source == "folder", "does not come from a folder of pictures", ("image_size", "test_share")),
+        (source == "folder", "does not come from a folder of pictures", ("image_size", "test_share", "labels")),
         (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
     ):
         wrong = [name for name in names if choices.get(name) is not None]
@@ -146,13 +149,7 @@ def _open_pictures(
     elif source == "torchvision":
         opened = Cifar(root, num_classes=10 if base == "cifar10" else 100, split=split)
     else:
-        opened = ImageFolder(
-            root,
-            split=split,
-            image_size=choices.get("image_size"),
-            test_share=choices.get("test_share"),
-            seed=seed,
-        )
+        opened = open_folder(root, split=split, seed=seed, image_size=choices.get("image_size"), choices=choices)
     description = opened.description
     drawn: Overlay | None = None
     if overlay is not None:
@@ -167,6 +164,16 @@ def _open_pictures(
         else:
             drawn = OVERLAYS[overlay](image_size=size, layout=layout)
     return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
+
+
+def open_folder(
+    root: Path, *, split: str, seed: int, image_size: int | None, choices: Choices
+) -> ImageFolder | PictureTable:
+    """Open a folder of pictures, whose labels are in the table `choices["labels"]` or are its class folders."""
+    test_share, table = choices.get("test_share"), choices.get("labels")
+    if table is None:
+        return ImageFolder(root, split=split, image_size=image_size, test_share=test_share, seed=seed)
+    return PictureTable(root, table, split=split, image_size=image_size, test_share=test_share, seed=seed)
 
 
 def _size_to_draw_on(source: Source, root: Path | None) -> int:

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -37,11 +37,12 @@ from data_pipeline.building.datasets import PICTURE_FIELDS, TAR_PICTURE_SIZE, ch
 from data_pipeline.building.workers import run_all
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import BASE, NO_LABEL
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import LabelName, Line, Schema, check_label_name
 from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
+from data_pipeline.sources import class_names_of
 from data_pipeline.storage.files import map_regular, regular_size
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
@@ -502,7 +503,7 @@ def _class_names(
 ) -> tuple[str, ...]:
     """Return the names of the classes of one label, whose field is `field`; none if no sample has it."""
     words = {word for each in facts for word in each.labels[label]}
-    if not words:
+    if not words and known is None:
         if field is not None:
             raise UserError(
                 f"no sample of {location} has a label under {field}; its fields are {_named(seen)}, so name "
@@ -525,21 +526,7 @@ def _class_names(
         raise UserError(
             f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than {label}"
         )
-    return class_names(words)
-
-
-def class_names(words: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the classes of labels. Whole numbers are their own classes; other labels are sorted.
-
-    Examples:
-        >>> class_names({"wren", "owl"}), class_names({"0", "2"})
-        (('owl', 'wren'), ('0', '1', '2'))
-    """
-    if all(word.isascii() and word.isdigit() and str(int(word)) == word for word in words):
-        largest = max(map(int, words))
-        if largest < max(10 * len(words), 1_000) and largest < MAX_CLASSES:
-            return tuple(map(str, range(largest + 1)))
-    return tuple(sorted(words))
+    return class_names_of(words)
 
 
 def _named(seen: Mapping[str, int]) -> str:
@@ -689,6 +676,8 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
             check_label_name(name)
         except ValueError as error:
             raise UserError(f"--label {word}: {error}") from None
+        if name == OVERLAY:
+            raise UserError(f"--label {word} names {OVERLAY}, the label of what a build draws; give it another name")
         if not field or "," in field:
             raise UserError(
                 f"--label {word} names no field, or one with a comma; write it as {name}=cls or "

@@ -10,7 +10,7 @@ not on the file system.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.sample import BASE, Record
+from data_pipeline.storage.manifest import MAX_CLASSES
 
 
 class Source(Protocol):
@@ -72,6 +73,20 @@ def labels_of(source: Source) -> dict[str, LabelColumn]:
     more = source.more_labels if isinstance(source, HasMoreLabels) else {}
     base = {BASE: LabelColumn(source.title, source.class_names, source.labels)} if source.class_names else {}
     return {**base, **more}
+
+
+def class_names_of(values: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the classes of some labels. Whole numbers are their own classes; other labels are sorted.
+
+    Examples:
+        >>> class_names_of({"wren", "owl"}), class_names_of({"0", "2"})
+        (('owl', 'wren'), ('0', '1', '2'))
+    """
+    if all(value.isascii() and value.isdigit() and str(int(value)) == value for value in values):
+        largest = max(map(int, values))
+        if largest < max(10 * len(values), 1_000) and largest < MAX_CLASSES:
+            return tuple(map(str, range(largest + 1)))
+    return tuple(sorted(values))
 
 
 class SoundSource(Source, Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -103,16 +103,7 @@ class ImageFolder:
 
     def _digests(self) -> list[bytes]:
         """Return the digest of each decoded picture."""
-        digests: list[bytes] = []
-        with (
-            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
-            Progress(f"splitting {self.root.name} into train and test", total=len(self.labels)) as progress,
-        ):
-            for start in range(0, len(self.labels), _NUM_AT_ONCE):
-                numbers = range(start, min(start + _NUM_AT_ONCE, len(self.labels)))
-                digests += pool.map(lambda number: content_digest(self._decode(number)), numbers)
-                progress.advance(len(numbers))
-        return digests
+        return picture_digests(self._decode, len(self.labels), title=f"splitting {self.root.name} into train and test")
 
     def path(self, number: int) -> Path:
         """Return the file of a record."""
@@ -120,8 +111,7 @@ class ImageFolder:
         return self.root / self.class_names[int(self.labels[number])] / name
 
     def _decode(self, number: int) -> NDArray[np.uint8]:
-        picture = read_rgb(self.path(number))
-        return np.asarray(picture if self.image_size is None else middle_square(picture, self.image_size))
+        return decode_picture(self.path(number), self.image_size)
 
     def __getitem__(self, number: int) -> Record:
         pixels = self._decode(number)
@@ -135,6 +125,32 @@ class ImageFolder:
 
 
 _NUM_AT_ONCE: Final = 1_000  # pictures that wait for the threads
+
+
+def decode_picture(path: Path, image_size: int | None) -> NDArray[np.uint8]:
+    """Return the pixels of a picture, (H, W, 3): its `middle_square` of `image_size`, or all if that is None."""
+    picture = read_rgb(path)
+    return np.asarray(picture if image_size is None else middle_square(picture, image_size))
+
+
+def picture_digests(decode: Callable[[int], NDArray[np.uint8]], num: int, *, title: str) -> list[bytes]:
+    """Return the digest of each of `num` decoded pictures. Threads decode them; `title` is that of the progress bar."""
+    digests: list[bytes] = []
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        Progress(title, total=num) as progress,
+    ):
+        for start in range(0, num, _NUM_AT_ONCE):
+            numbers = range(start, min(start + _NUM_AT_ONCE, num))
+            digests += pool.map(lambda number: content_digest(decode(number)), numbers)
+            progress.advance(len(numbers))
+    return digests
+
+
+def check_test_share(test_share: float) -> None:
+    """Raise `UserError` if a share is not between 0 and 1."""
+    if not 0 < test_share < 1:
+        raise UserError(f"--test-share is {test_share}; give a share between 0 and 1, such as 0.2")
 
 
 def in_test_split(
@@ -169,8 +185,7 @@ def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
                 f"{root} has no folders train and test, so both splits would hold the same pictures; make these two "
                 "folders, or give --test-share 0.2 to the train and the test build, which draws a test split"
             )
-        if not 0 < test_share < 1:
-            raise UserError(f"--test-share is {test_share}; give a share between 0 and 1, such as 0.2")
+        check_test_share(test_share)
         return root
     if test_share is not None:
         raise UserError(f"{root} has a folder {there[0]}, so it takes no --test-share; leave it out")

@@ -1,0 +1,193 @@
+"""Read pictures whose labels stand in a table: a csv file with a column `file` and a column for each label.
+
+    file,split,sex,site,diagnosis
+    a/0001.png,train,f,Bonn,none
+    a/0002.png,test,m,Kiel,
+
+An empty cell means that the picture does not have this label. The label `base` must not be empty.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Record
+from data_pipeline.core.schema import check_label_name
+from data_pipeline.sources import LabelColumn, class_names_of
+from data_pipeline.sources.folder import check_test_share, decode_picture, in_test_split, picture_digests
+
+FILE_COLUMN: Final = "file"
+SPLIT_COLUMN: Final = "split"
+_SPLITS: Final = ("train", "test")
+
+
+class PictureTable:
+    """The pictures of one split, in the order of their names, with the labels that a table gives them.
+
+    `file` is relative to `root`. The column `split`, if there is one, names the split of each picture. Without it, a
+    picture in the folder `train` or `test` of `root` is in that split; without these, `in_test_split` draws the share
+    `test_share` of each group of equal labels. The classes of a label are those of both splits. `middle_square` brings
+    each picture to `image_size`; if that is None, all pictures must have the size of the first.
+
+    Raises `UserError` if the table or a picture is missing, or if a column or a cell is wrong. Reading a record raises
+    it if the picture does not decode or has another size.
+    """
+
+    title = "picture"
+
+    def __init__(
+        self,
+        root: Path,
+        table: Path,
+        *,
+        split: str,
+        image_size: int | None = None,
+        test_share: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.root, self.image_size, self._table = root, image_size, table
+        self.description = "folder with a table of labels"
+        if image_size is not None:
+            self.description += f", middle {image_size}x{image_size}"
+        columns = _read_table(table)
+        self._files = columns.pop(FILE_COLUMN)
+        splits = columns.pop(SPLIT_COLUMN, None)
+        self._check_files()
+        labels = {name: self._label(name, cells) for name, cells in columns.items()}
+        if test_share is not None:
+            self.description += f", test share {test_share} by seed {seed}"
+        chosen_N = self._in_split(split, splits, labels, test_share=test_share, seed=seed)
+        rows_N = np.array(sorted(np.flatnonzero(chosen_N).tolist(), key=lambda row: self._files[row]), dtype=np.int64)
+        self._files = [self._files[row] for row in rows_N.tolist()]
+        self.more_labels = {
+            name: LabelColumn(label.title, label.classes, label.label_N[rows_N]) for name, label in labels.items()
+        }
+        base = self.more_labels.pop(BASE, None)
+        self.class_names: tuple[str, ...] = () if base is None else base.classes
+        self.labels: NDArray[np.int64] = np.full(len(rows_N), NO_LABEL) if base is None else base.label_N
+        self._shape = decode_picture(self.path(0), image_size).shape
+
+    def _check_files(self) -> None:
+        """Raise `UserError` if a picture is named twice or does not exist."""
+        if not self.root.is_dir():
+            raise UserError(f"{self.root} is not a folder; give --root the folder to which {self._table} refers")
+        name, num = Counter(self._files).most_common(1)[0]
+        if num > 1:
+            raise UserError(f"{self._table} names {name} {num} times; give each picture one line")
+        missing = [name for name in self._files if not (self.root / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{self._table} names {len(missing)} files that are not in {self.root}, such as {missing[0]}; give "
+                "--root the folder to which they are relative"
+            )
+
+    def _label(self, name: str, cells: list[str]) -> LabelColumn:
+        """Return one label of all pictures of the table."""
+        if not any(cells):
+            raise UserError(f"{self._table} has no value in the column {name}; fill it, or remove the column")
+        if name == BASE and not all(cells):
+            raise UserError(
+                f"{self._table} gives {self._files[cells.index('')]} no value in the column {BASE}, which every "
+                "picture needs; fill it, or give the column another name"
+            )
+        classes = class_names_of({cell for cell in cells if cell})
+        numbers = {word: number for number, word in enumerate(classes)} | {"": NO_LABEL}
+        return LabelColumn(name, classes, np.array([numbers[cell] for cell in cells], dtype=np.int64))
+
+    def _in_split(
+        self,
+        split: str,
+        splits: list[str] | None,
+        labels: dict[str, LabelColumn],
+        *,
+        test_share: float | None,
+        seed: int,
+    ) -> NDArray[np.bool_]:
+        """Return whether each picture of the table is in `split`, (N,) bool."""
+        if splits is None and any((self.root / name).is_dir() for name in _SPLITS):
+            splits = [Path(name).parts[0] for name in self._files]
+        if splits is not None:
+            if test_share is not None:
+                raise UserError(
+                    f"{self._table} or the folders of {self.root} say which split a picture is in, so it takes no "
+                    "--test-share; leave it out"
+                )
+            if split not in splits:
+                found = ", ".join(sorted(set(splits))[:10])
+                raise UserError(f"{self._table} has no picture in the split {split}, only in {found}; name one {split}")
+            return np.array([name == split for name in splits])
+        if test_share is None:
+            raise UserError(
+                f"{self._table} has no column {SPLIT_COLUMN}, so both splits would hold the same pictures; add it, or "
+                "give --test-share 0.2 to the train and the test build, which draws a test split"
+            )
+        check_test_share(test_share)
+        digests = picture_digests(
+            lambda number: decode_picture(self.root / self._files[number], self.image_size),
+            len(self._files),
+            title=f"splitting {self.root.name} into train and test",
+        )
+        _, group_N = np.unique(np.stack([label.label_N for label in labels.values()]), axis=1, return_inverse=True)
+        in_test_N = in_test_split(digests, group_N.reshape(-1), test_share=test_share, seed=seed)
+        chosen_N: NDArray[np.bool_] = in_test_N == (split == "test")
+        if not chosen_N.any():
+            raise UserError(
+                f"--test-share {test_share} leaves the {split} split of {self._table} empty; choose another"
+            )
+        return chosen_N
+
+    def path(self, number: int) -> Path:
+        """Return the file of a record."""
+        return self.root / self._files[number]
+
+    def __getitem__(self, number: int) -> Record:
+        pixels = decode_picture(self.path(number), self.image_size)
+        if pixels.shape != self._shape:
+            (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
+            raise UserError(
+                f"{self.path(number)} is {width}x{height} pixels but {self.path(0)} is {first_width}x{first_height}; "
+                "bring all pictures to one size with --image-size"
+            )
+        return Record(pixels, int(self.labels[number]))
+
+
+def _read_table(path: Path) -> dict[str, list[str]]:
+    """Return the columns of a csv file by name, with the spaces around each cell removed.
+
+    Raises `UserError` if the file is missing, has no column `file` or no label, or if a name of a column or the length
+    of a line is wrong.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = [[cell.strip() for cell in line] for line in csv.reader(file) if any(line)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as a csv file ({error}); name another by --labels") from None
+    if len(lines) < 2:
+        raise UserError(f"{path} holds no line of a picture; write a header with {FILE_COLUMN}, and a line for each")
+    head, *rows = lines
+    if FILE_COLUMN not in head:
+        raise UserError(f"{path} has no column {FILE_COLUMN}, only {', '.join(head)[:200]}; name that of the files so")
+    for name, num in Counter(head).items():
+        if num > 1:
+            raise UserError(f"{path} has {num} columns {name}; give each another name")
+        if name in (FILE_COLUMN, SPLIT_COLUMN):
+            continue
+        try:
+            check_label_name(name)
+        except ValueError as error:
+            raise UserError(f"{path}: the column {error}") from None
+        if name == OVERLAY:
+            raise UserError(f"{path} has a column {OVERLAY}, the label of what a build draws; give it another name")
+    if not set(head) - {FILE_COLUMN, SPLIT_COLUMN}:
+        raise UserError(f"{path} has no column of a label, only {', '.join(head)}; add one, such as {BASE}")
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(head):
+            raise UserError(f"line {number} of {path} has {len(row)} cells, but its header has {len(head)}; mend it")
+    return {name: [row[column] for row in rows] for column, name in enumerate(head)}
