@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
 from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
@@ -123,6 +124,8 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
                     class_names=loaded.train.class_names(label),
                 )
                 for label in loaded.label_spaces()
+                if (loaded.train.labels(label)[rows[0]] != NO_LABEL).any()
+                and (loaded.test.labels(label)[rows[1]] != NO_LABEL).any()
             },
         )
     result = AlignmentResult(
@@ -172,7 +175,13 @@ def nearest_centre(centres_KD: Tensor, u_ND: Tensor) -> Tensor:
 def _class_centres(
     train_NVD: Tensor, train_label_N: Tensor, test_ND: Tensor, test_label_N: Tensor, *, class_names: tuple[str, ...]
 ) -> ClassCentres:
-    """Measure the centres of classes with train samples; test samples of other classes count as wrong."""
+    """Measure the centres of classes with train samples; test samples of other classes count as wrong.
+
+    Samples without the label are left out.
+    """
+    in_train_N, in_test_N = train_label_N != NO_LABEL, test_label_N != NO_LABEL
+    train_NVD, train_label_N = train_NVD[in_train_N], train_label_N[in_train_N]
+    test_ND, test_label_N = test_ND[in_test_N], test_label_N[in_test_N]
     centres_KD = class_centres(train_NVD, train_label_N, num_classes=len(class_names))
     present_P = torch.bincount(train_label_N, minlength=len(class_names)).nonzero()[:, 0]
     centres_PD = centres_KD[present_P]

@@ -19,7 +19,7 @@ from data_pipeline.core.progress import Progress
 from trainer.analyses.loaded_run import LoadedRun, choose_rows
 from trainer.probes.features import extract, frozen
 from trainer.probes.heads import Heads, read_heads, write_heads
-from trainer.probes.linear import PROBE_VIEW, FeatureBatch, Target, epoch_rows, fit_linear_probe
+from trainer.probes.linear import PROBE_VIEW, FeatureBatch, Target, epoch_rows, fit_linear_probe, num_labelled
 from trainer.probes.targets import readable_labels
 from trainer.probes.view_batches import view_batches
 
@@ -74,6 +74,11 @@ def fit_quickly(loaded: LoadedRun) -> Heads:
     targets = {
         space: Target(train.labels(space)[rows_N], test.labels(space)[test_rows_N], num_classes=len(names))
         for space, names in readable_labels(train.manifest, test.manifest).items()
+    }
+    targets = {
+        space: target
+        for space, target in targets.items()
+        if num_labelled(target.train_N) and num_labelled(target.test_N)
     }
 
     def batches(epoch: int) -> Iterator[FeatureBatch]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, Schema
 from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
@@ -110,10 +111,11 @@ def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
 
 
 def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float | None:
-    """Return the mean silhouette of Euclidean distances.
+    """Return the mean silhouette of Euclidean distances, of the samples with a label.
 
     None unless there are at least two classes and fewer classes than samples, and all of `x_NC` is finite.
     """
+    x_NC, label_N = x_NC[label_N != NO_LABEL], label_N[label_N != NO_LABEL]
     num_classes = len(np.unique(label_N))
     if not 1 < num_classes < len(label_N) or not np.isfinite(x_NC).all():
         return None

@@ -231,6 +231,7 @@ def _judge(
         space: loaded.test.labels(space)[rows_N].to(loaded.device)
         for space in loaded.label_spaces()
         if all(space in judge.heads.by_label for judge in judges)
+        and (loaded.test.labels(space)[rows_N] != NO_LABEL).any()
     }
     features: dict[str, list[Tensor]] = {judge.name: [] for judge in judges}
     plain, changes, masks = [], [], []
