@@ -34,7 +34,7 @@ from benchmarks.views import expert_peers
 from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.sample import NO_LABEL, Sample
+from data_pipeline.core.sample import Sample
 from data_pipeline.loading.order import epoch_order
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
@@ -228,7 +228,7 @@ def write_many_shards(directory: Path, *, num_shards: int, num_samples_per_shard
     manifest = build_dataset("procedural", directory.with_name("ten_pictures"), limit=10)
     pictures_NHWC = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 3), dtype=np.uint8)
     num_samples = num_shards * num_samples_per_shard
-    samples = (Sample(i, pictures_NHWC[i % 100], None, i % 10, NO_LABEL) for i in range(num_samples))
+    samples = (Sample(i, pictures_NHWC[i % 100], None, {"base": i % 10}) for i in range(num_samples))
     shards = write_shards(map(encode, samples), directory, num_samples_per_shard=num_samples_per_shard)
     changes = {"num_samples": num_samples, "input_shape": (3, 8, 8), "shards": shards}
     changed = manifest.model_copy(update=changes | {"counts_base": (num_samples // 10,) * 10})

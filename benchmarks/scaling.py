@@ -39,7 +39,7 @@ from benchmarks import record
 from benchmarks.record import ratio_line
 from benchmarks.step_throughput import configure, step_of
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.sample import NO_LABEL, Batch
+from data_pipeline.core.sample import Batch
 from launch.ports import free_ports
 from trainer.distributed.collectives import barrier
 from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group
@@ -55,8 +55,7 @@ def held_batch(rank: int, size: int) -> Batch:
     pictures = torch.randint(
         0, 256, (size, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank)
     )
-    nothing = torch.full((size,), NO_LABEL)
-    return Batch(0, 0, torch.arange(size) + rank * size, pictures, pictures, None, None, nothing, nothing)
+    return Batch(0, 0, torch.arange(size) + rank * size, pictures, pictures, None, None, {})
 
 
 @contextmanager

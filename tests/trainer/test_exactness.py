@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.core.sample import NO_LABEL, Batch
+from data_pipeline.core.sample import Batch
 from tests.gloo import run_ranks
 from trainer.build import build_training
 from trainer.config import RunConfig
@@ -70,9 +70,8 @@ def own_part() -> Batch:
     rows = slice(rank() * size, (rank() + 1) * size)
     draw = torch.Generator().manual_seed(5)
     pictures = torch.randint(0, 256, (BATCH_SIZE, 3, 16, 16), dtype=torch.uint8, generator=draw)[rows]
-    nothing = torch.full((size,), NO_LABEL)
     index_B = torch.randperm(BATCH_SIZE, generator=draw)[rows]
-    return Batch(3, 1, index_B, pictures, pictures, None, None, nothing, nothing)
+    return Batch(3, 1, index_B, pictures, pictures, None, None, {})
 
 
 def one_step(config: RunConfig) -> dict[str, torch.Tensor]:

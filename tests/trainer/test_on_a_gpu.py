@@ -150,9 +150,9 @@ def batch(config: RunConfig) -> Batch:
     index_B = torch.empty(NUM_ROWS, dtype=torch.int64, device=CUDA)
     if config.data.mel is not None:
         a, b = (torch.empty(NUM_ROWS, config.data.mel.num_points, device=CUDA) for _ in range(2))
-        return Batch(0, 0, index_B, a, b, None, None, index_B, index_B)
+        return Batch(0, 0, index_B, a, b, None, None, {})
     pictures = torch.empty(NUM_ROWS, 3, 32, 32, dtype=torch.uint8, device=CUDA)
-    return Batch(0, 0, index_B, pictures, pictures, pictures[:, 0], pictures[:, 0], index_B, index_B)
+    return Batch(0, 0, index_B, pictures, pictures, pictures[:, 0], pictures[:, 0], {})
 
 
 CONTRASTIVE = ["nt_xent", "nt_xent_published", "info_nce", "split", "linear", "moco", "instance_discrimination"]

@@ -57,8 +57,8 @@ def batches(num: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(0)
     for step in range(num):
         images = torch.randint(256, (BATCH_SIZE, 3, 16, 16), generator=generator, dtype=torch.uint8)
-        index_B, label_B = torch.arange(BATCH_SIZE) + BATCH_SIZE * step, torch.zeros(BATCH_SIZE, dtype=torch.int64)
-        yield Batch(step, 0, index_B, images, images, None, None, label_B, label_B)
+        index_B = torch.arange(BATCH_SIZE) + BATCH_SIZE * step
+        yield Batch(step, 0, index_B, images, images, None, None, {})
 
 
 def ours(config: RunConfig) -> tuple[TrainedModules, Objective, TrainingStep]:

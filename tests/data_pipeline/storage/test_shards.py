@@ -15,7 +15,7 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.core.sample import NO_LABEL, Sample
+from data_pipeline.core.sample import Sample
 from data_pipeline.storage.shards import (
     EncodedSample,
     encode,
@@ -41,7 +41,7 @@ def build(directory: Path, samples: list[Sample], *, num_samples_per_shard: int 
 
 def random_sound(index: int, dtype: type[np.generic]) -> Sample:
     points = np.random.default_rng(index).integers(-(2**15), 2**15, 100 + index)
-    return Sample(index, (points / 2**15 if dtype is np.float32 else points).astype(dtype), None, 3, NO_LABEL)
+    return Sample(index, (points / 2**15 if dtype is np.float32 else points).astype(dtype), None, {"base": 3})
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], *, tar_format: int = tarfile.USTAR_FORMAT) -> None:
@@ -105,7 +105,7 @@ def test_plain_webdataset_and_soundfile_read_the_same_sounds(tmp_path: Path, dty
 def test_a_picture_on_which_nothing_is_drawn_has_no_mask() -> None:
     sample = random_samples(1)[0]
     assert list(encode(sample).members) == ["json", "mask.png", "png"]
-    assert list(encode(Sample(0, sample.content, None, 1, NO_LABEL)).members) == ["json", "png"]
+    assert list(encode(Sample(0, sample.content, None, {"base": 1})).members) == ["json", "png"]
 
 
 def test_two_writes_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_samples_out_of_order_are_refused(tmp_path: Path, order: list[int], num_
 
 def test_samples_of_different_members_are_refused(tmp_path: Path) -> None:
     drawn, plain = random_samples(2)
-    samples = [drawn, Sample(plain.index, plain.content, None, 1, NO_LABEL)]
+    samples = [drawn, Sample(plain.index, plain.content, None, {"base": 1})]
     with pytest.raises(ValueError, match=r"sample 00000001 has the members \['json', 'png'\], not"):
         write_shard(map(encode, samples), tmp_path / "shard-00000.tar")
     with pytest.raises(ValueError, match="at least one sample"):

@@ -10,7 +10,7 @@ import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -205,7 +205,8 @@ def test_a_sound_that_does_not_decode_is_told_in_its_place(tmp_path: Path) -> No
 @pytest.mark.parametrize("label", [-1, 10, 1.5, "1", None, 1 << 70])
 def test_a_label_that_is_none_of_the_classes_is_told(tmp_path: Path, label: object) -> None:
     samples = random_samples(3)
-    samples[1] = Sample(1, samples[1].content, samples[1].mask, label, 0)  # type: ignore[arg-type]
+    labels: Any = {"base": label, "overlay": 0}
+    samples[1] = Sample(1, samples[1].content, samples[1].mask, labels)
     stored = decode(SampleStore(build(tmp_path, samples)), np.arange(3))
     assert {place: bad.reason for place, bad in stored.bad.items()} == {
         1: f"label_base is {label!r}, not one of 0 to 9"

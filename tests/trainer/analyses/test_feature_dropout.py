@@ -53,7 +53,7 @@ def write_exact_heads(run_dir: RunDir) -> None:
     by_label = {"base": head(0, [44.5, 164.5]), "overlay": head(1, [44.5, 124.5, 199.0])}
     write_heads(
         run_dir.probes(0) / "heads.safetensors",
-        Heads(by_label, "planted", train.manifest.sha256),  # type: ignore[arg-type]  # the keys are labels
+        Heads(by_label, "planted", train.manifest.sha256),
     )
 
 

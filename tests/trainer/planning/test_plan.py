@@ -69,16 +69,17 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
     size = config.global_batch_size // world_size()
     draw = torch.Generator().manual_seed(rank())
     pictures = torch.randint(0, 256, (size, *SHAPE), dtype=torch.uint8, generator=draw)
-    labels, masks = torch.full((size,), NO_LABEL), torch.zeros(size, *SHAPE[1:], dtype=torch.uint8)
+    masks = torch.zeros(size, *SHAPE[1:], dtype=torch.uint8)
+    labels = {name: torch.full((size,), NO_LABEL) for name in ("base", "overlay")}
     index_B = torch.arange(size) + rank() * size
-    batch = Batch(0, 0, index_B, pictures, pictures, masks, masks, labels, labels.clone())
+    batch = Batch(0, 0, index_B, pictures, pictures, masks, masks, labels)
 
     training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
     modules = [*training.modules.trained_modules.values(), training.objective]
     state = [
         *(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]),
         *(tensor for engine in training.engines.values() for tensor in engine.optimizer_state().values()),
-        *(pictures, masks, labels, labels.clone(), index_B),
+        *(pictures, masks, *labels.values(), index_B),
     ]
     for _ in range(num_before):
         training.step(batch, learning_rates=defaultdict(float))

@@ -30,7 +30,7 @@ from trainer.pretrained import load_modules
 from trainer.probe import main
 from trainer.probe_runs import majority_share, probe, runs_table
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
-from trainer.probes.features import LABEL_SPACES, Pictures, read_pictures
+from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
 from trainer.probes.result import read_result
@@ -284,7 +284,9 @@ def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
     assert f"kNN {np.mean(knn):.1f} ± {np.std(knn, ddof=1):.1f}" in overlay
     for other in (longer, elsewhere):
         pair = (runs[0], other)
-        results = [{space: read_result(run.probes(10) / f"{space}.json") for space in LABEL_SPACES} for run in pair]
+        results = [
+            {space: read_result(run.probes(10) / f"{space}.json") for space in ("base", "overlay")} for run in pair
+        ]
         assert runs_table([run.path for run in pair], results).endswith("so there is no mean over runs")
 
 
@@ -353,7 +355,7 @@ def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(
     assert not (run_dir.path / "probes").exists()
     call(monkeypatch, run_dir.path, "--allow-shared", 0.08)
     assert capsys.readouterr().err.startswith(f"4 of the 50 test samples of {tmp_path}/data/test (8 %) have their ")
-    for label in LABEL_SPACES:
+    for label in ("base", "overlay"):
         assert read_result(run_dir.probes(10) / f"{label}.json").num_shared == 4
 
 
@@ -433,7 +435,7 @@ def test_ranks_find_what_one_process_finds(world_size: int, tmp_path: Path) -> N
     [printed] = run_ranks(command_of_rank, 1, str(alone.path), "--overlay-draws", "2")
     by_rank = run_ranks(command_of_rank, world_size, str(together.path), "--overlay-draws", "2")
     assert by_rank == [printed.replace(str(alone.path), str(together.path)), *[""] * (world_size - 1)]
-    for space in LABEL_SPACES:
+    for space in ("base", "overlay"):
         one, other = (read_result(run.probes(10) / f"{space}.json") for run in (alone, together))
         assert one.model_dump(exclude={"seconds"}) == other.model_dump(exclude={"seconds"})
         assert one.num_test == 103

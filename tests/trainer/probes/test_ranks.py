@@ -73,7 +73,7 @@ def encode_and_vote(chunk_size: int) -> Any:
             for pictures in (train, test)
         )
     targets = {"overlay": Target(train.by_label["overlay"], test.by_label["overlay"], num_classes=3)}
-    return bank_NC.tolist(), knn_accuracies(bank_NC, queries_MC, targets, chunk_size=chunk_size)  # type: ignore[arg-type]
+    return bank_NC.tolist(), knn_accuracies(bank_NC, queries_MC, targets, chunk_size=chunk_size)
 
 
 def test_features_and_votes_have_the_same_bits_when_ranks_share_them() -> None:

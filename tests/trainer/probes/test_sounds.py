@@ -110,7 +110,7 @@ def test_what_can_be_heard_is_read_out(data: Path) -> None:
         )
         assert results["base"].result.accuracy > 0.9
         assert results["overlay"].result.accuracy > 0.9
-    assert probe_knn(Bands(), train=train, test=test, targets=targets, device=CPU)["base"].accuracy > 0.9
+    assert probe_knn(Bands(), train=train, test=test, targets=targets, device=CPU)["base"].result.accuracy > 0.9
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from PIL import Image
 from configs import debug
 from data_pipeline.core.errors import UserError
 from trainer.analyses.views import ViewsResult
-from trainer.probes.features import LABEL_SPACES
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.probes.result import ProbeResult
@@ -72,11 +71,10 @@ def make_run(
     ]
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "train/lo')
     for step, accuracies in ((0, untrained), (11, trained)):
-        for space in LABEL_SPACES:
-            if accuracies and space in accuracies:
-                title = None if titles is None else titles[space]
-                result = probe_result(space, step, accuracies[space], num_test, config=probe, title=title)
-                write_json(run_dir.probes(step) / f"{space}.json", result)
+        for space, curve in (accuracies or {}).items():
+            title = None if titles is None else titles[space]
+            result = probe_result(space, step, curve, num_test, config=probe, title=title)
+            write_json(run_dir.probes(step) / f"{space}.json", result)
     run_dir.analysis.mkdir()
     buffer = io.BytesIO()
     Image.new("RGB", (4, 4), (1, 2, 3)).save(buffer, "PNG")
