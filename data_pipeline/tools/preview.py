@@ -1,4 +1,4 @@
-"""Draw the first samples of a dataset as a grid, as training reads them, with both labels below.
+"""Draw the first samples of a dataset as a grid, as training reads them, with their labels below.
 
 A small picture is enlarged, a large one is made smaller, and the object on it is outlined by its mask. A sound is drawn
 as the log-mel spectrogram that the encoder gets: time to the right, frequency upwards, the quietest cell dark and the

@@ -162,7 +162,9 @@ def measure(
         engine_bytes=kept.engine_bytes,
         optimizer_bytes=kept.optimizer_bytes,
         host_bytes=kept.host_bytes,
-        batch_bytes=_size(tensor for tensor in vars(batch).values() if isinstance(tensor, Tensor)),
+        batch_bytes=_size(
+            value for value in [*vars(batch).values(), *batch.labels.values()] if isinstance(value, Tensor)
+        ),
         gradient_bytes=kept.gradient_bytes,
         activation_bytes=phases.activation_bytes,
         loss_bytes=phases.loss_bytes,

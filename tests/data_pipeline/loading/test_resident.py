@@ -74,10 +74,11 @@ def assert_same(ours: Iterable[Batch], theirs: Iterable[Batch]) -> None:
     num = 0
     for batch, other in zip(ours, theirs, strict=True):
         num += 1
-        for name, value in vars(batch).items():
-            if name == "seconds":  # what its making took is no part of what a batch is
+        assert batch.labels.keys() == other.labels.keys()
+        for name, value in {**vars(batch), **batch.labels}.items():
+            if name in ("seconds", "labels"):  # what its making took is no part of what a batch is
                 continue
-            other_value = getattr(other, name)
+            other_value = other.labels[name] if name in batch.labels else getattr(other, name)
             if isinstance(value, torch.Tensor):
                 assert value.dtype == other_value.dtype, name
                 assert torch.equal(value, other_value), name

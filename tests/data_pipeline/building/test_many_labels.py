@@ -1,0 +1,448 @@
+"""Datasets with any number of named labels: from a table, from tars, from overlays; and older ones with two."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from PIL import Image
+from torch import Tensor
+
+from data_pipeline.__main__ import main
+from data_pipeline.building import build, catalogue
+from data_pipeline.building.build import build_dataset, describe_manifest
+from data_pipeline.building.index_tars import Fields, ensure_index, make_index, parse_labels
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
+from data_pipeline.loading.decode import decode, decode_sample
+from data_pipeline.loading.placement import place_data, read_whole
+from data_pipeline.loading.stream import read_all
+from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay, registry
+from data_pipeline.sources.picture_table import PictureTable
+from data_pipeline.storage.manifest import INDEX_NAME, LABELS_FORMAT_VERSION, load_manifest
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.tools.verify import find_problems
+from tests.commands import call
+
+SEX, SITES = ("f", "m"), ("Bonn", "Kiel", "Ulm")
+
+
+def png(number: int, *, size: int = 32) -> bytes:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_table(path: Path, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([head, *rows])
+    return path
+
+
+def hospital(root: Path, *, num: int = 24) -> tuple[Path, dict[str, dict[str, str]]]:
+    """Pictures in folders, a table of their labels, and the labels by file. Every fifth picture has no site."""
+    (root / "a").mkdir(parents=True)
+    labels = {}
+    for number in range(num):
+        name = f"a/{number:04d}.png"
+        (root / name).write_bytes(png(number))
+        labels[name] = {
+            "sex": SEX[number % 2],
+            "site": "" if number % 5 == 0 else SITES[number % 3],
+            "grade": str(number % 3),
+            "split": "test" if number % 4 == 3 else "train",
+        }
+    head = ["file", "split", "sex", "site", "grade"]
+    rows = [[name, *(cells[column] for column in head[1:])] for name, cells in labels.items()]
+    return write_table(root.parent / "labels.csv", head, rows), labels
+
+
+def found_labels(location: Path, labels: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """The labels of each stored picture, by the file that has its pixels."""
+    pixels_of = {np.asarray(Image.open(location.parent / "pics" / name)).tobytes(): name for name in labels}
+    store, found = SampleStore(location), {}
+    for index in range(len(store)):
+        sample = decode_sample(store, index)
+        found[pixels_of[sample.content.tobytes()]] = {
+            name: "" if number == NO_LABEL else store.manifest.labels[name].classes[number]
+            for name, number in sample.labels.items()
+        }
+    return found
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_table_gives_each_picture_its_labels(
+    tmp_path: Path, keep: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, labels = hospital(tmp_path / "pics")
+    out = tmp_path / "train"
+    options = ["--keep", "--image-size", "32"] if keep else []
+    done = call(
+        main,
+        *("build", "folder", "--root", tmp_path / "pics", "--labels", table, "--out", out, "--workers", "1", *options),
+        monkeypatch=monkeypatch,
+        capsys=capsys,
+    )
+    assert done.status == 0, done.stderr
+    manifest = load_manifest(out)
+    assert manifest.format_version == LABELS_FORMAT_VERSION
+    assert {name: label.classes for name, label in manifest.labels.items()} == {
+        "sex": SEX,
+        "site": SITES,
+        "grade": ("0", "1", "2"),
+    }
+    train = {name: cells for name, cells in labels.items() if cells["split"] == "train"}
+    assert found_labels(out, labels) == {
+        name: {label: cells[label] for label in ("sex", "site", "grade")} for name, cells in train.items()
+    }
+    for name, label in manifest.labels.items():
+        cells = [cells[name] for cells in train.values()]
+        assert label.counts == tuple(cells.count(word) for word in label.classes)
+    assert list(find_problems(out)) == []
+    assert ("label_sex, sex: 2 classes" in done.stdout) != keep
+
+
+@pytest.mark.parametrize("overlay", ["baked", "online"])
+def test_a_table_and_an_overlay_give_their_labels_together(tmp_path: Path, overlay: str) -> None:
+    table, _ = hospital(tmp_path / "pics")
+    manifest = build_dataset(
+        "folder_shapes", tmp_path / "out", root=tmp_path / "pics", labels=table, overlay=overlay, num_workers=1
+    )
+    assert list(manifest.labels) == ["overlay", "sex", "site", "grade"]
+    assert [label.given_by for label in manifest.labels.values()] == ["overlay", "source", "source", "source"]
+    assert list(find_problems(tmp_path / "out")) == []
+    [batch] = read_all(tmp_path / "out", batch_size=100)
+    stored = decode(SampleStore(tmp_path / "out"), np.arange(len(batch)))
+    assert {name: label_B.tolist() for name, label_B in batch.labels.items() if name != "overlay"} == {
+        name: label_B.tolist() for name, label_B in stored.labels.items() if name != "overlay"
+    }
+    assert ((stored.labels["overlay"] == NO_LABEL) == (overlay == "online")).all()
+    assert set(batch.labels["overlay"].tolist()) <= {0, 1, 2}
+
+
+def test_labels_are_the_same_from_memory_from_the_shards_and_on_another_build(tmp_path: Path) -> None:
+    table, _ = hospital(tmp_path / "pics")
+    for out, size in (("one", 1_000), ("two", 5)):
+        build_dataset("folder", tmp_path / out, root=tmp_path / "pics", labels=table, num_samples_per_shard=size)
+    one, two = SampleStore(tmp_path / "one"), SampleStore(tmp_path / "two")
+    streamed = decode(one, np.arange(len(one))).labels
+    for whole in (
+        read_whole(one, torch.device("cpu")).labels,
+        read_whole(two, torch.device("cpu")).labels,
+        place_data(
+            two, wanted="host", resident_gigabytes=1, device=torch.device("cpu"), share=None, show_progress=False
+        ).samples.labels,  # type: ignore[union-attr]
+    ):
+        assert {name: label_N.tolist() for name, label_N in whole.items()} == {
+            name: label_N.tolist() for name, label_N in streamed.items()
+        }
+    before = one.manifest.how_made.source_sha256
+    table.write_text(table.read_text().replace("Ulm", "Jena"))
+    again = build_dataset("folder", tmp_path / "three", root=tmp_path / "pics", labels=table)
+    assert again.how_made.source_sha256 != before
+    with pytest.raises(UserError, match="was built from other data"):
+        build_dataset("folder", tmp_path / "one", root=tmp_path / "pics", labels=table)
+
+
+def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
+    table, labels = hospital(tmp_path / "pics", num=40)
+    write_table(table, ["file", "sex"], [[name, cells["sex"]] for name, cells in labels.items()])
+    parts = {}
+    for split in ("train", "test"):
+        source = PictureTable(tmp_path / "pics", table, split=split, test_share=0.2)
+        parts[split] = {source.path(number) for number in range(len(source.labels))}
+        counts = np.bincount(source.more_labels["sex"].label_N)
+        assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
+    assert not parts["train"] & parts["test"]
+    with pytest.raises(UserError, match="has no column split, so both splits would hold the same pictures"):
+        PictureTable(tmp_path / "pics", table, split="train")
+    (tmp_path / "pics" / "train").mkdir()
+    (tmp_path / "pics" / "a").rename(tmp_path / "pics" / "train" / "a")
+    write_table(table, ["file", "sex"], [[f"train/{name}", cells["sex"]] for name, cells in labels.items()])
+    assert len(PictureTable(tmp_path / "pics", table, split="train").labels) == 40
+    with pytest.raises(UserError, match="has no picture in the split test, only in train"):
+        PictureTable(tmp_path / "pics", table, split="test")
+
+
+@pytest.mark.parametrize(
+    ("head", "row", "said"),
+    [
+        (["name", "sex"], ["a.png", "f"], "has no column file, only name, sex; name that of the files so"),
+        (["file", "split"], ["a.png", "train"], "has no column of a label, only file, split; add one"),
+        (["file", "sex", "sex"], ["a.png", "f", "f"], "has 2 columns sex; give each another name"),
+        (["file", "Finding Labels"], ["a.png", "x"], 'the column "Finding Labels" is not a valid name of a label'),
+        (["file", "overlay"], ["a.png", "x"], "has a column overlay, the label of what a build draws"),
+        (["file", "sex"], ["a.png"], "line 2 of .* has 1 cells, but its header has 2"),
+        (["file", "sex"], ["b.png", "f"], "names 1 files that are not in .*, such as b.png; give --root"),
+        (["file", "sex"], ["a.png", ""], "has no value in the column sex; fill it, or remove the column"),
+        (["file", "sex", "split"], ["a.png", "f", "val"], "has no picture in the split train, only in val"),
+    ],
+)
+def test_a_wrong_table_is_told_in_one_sentence(tmp_path: Path, head: list[str], row: list[str], said: str) -> None:
+    (tmp_path / "a.png").write_bytes(png(0))
+    table = write_table(tmp_path / "labels.csv", head, [row])
+    with pytest.raises(UserError, match=said):
+        PictureTable(tmp_path, table, split="train")
+
+
+def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes(png(0))
+    table = write_table(tmp_path / "labels.csv", ["file", "sex"], [["a.png", "f"], ["a.png", "m"]])
+    with pytest.raises(UserError, match=r"names a\.png 2 times; give each picture one line"):
+        PictureTable(tmp_path, table, split="train")
+    write_table(table, ["file", "base"], [["a.png", "f"], ["b.png", ""]])
+    with pytest.raises(UserError, match=r"gives b\.png no value in the column base, which every picture needs"):
+        PictureTable(tmp_path, table, split="train")
+    with pytest.raises(UserError, match="cannot be read as a csv file"):
+        PictureTable(tmp_path, tmp_path / "other.csv", split="train")
+    with pytest.raises(UserError, match=r"does not come from a folder of pictures, so it takes no --labels"):
+        build_dataset("procedural", tmp_path / "out", labels=table)
+
+
+# --- tars
+
+
+def write_tar(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path), encoder=False) as writer:
+        for number, sample in enumerate(samples):
+            writer.write({"__key__": f"{path.stem}{number:04d}", "png": png(number), **sample})
+
+
+def attributes(**values: Any) -> bytes:
+    return json.dumps({"attr": values}).encode()
+
+
+BIRDS = [
+    {"cls": b"wren", "json": attributes(colour="brown", ring=1)},
+    {"cls": b"owl", "json": attributes(colour="white")},
+    {"cls": b"wren", "json": attributes(ring=0)},
+    {"json": b"{"},
+]
+WANTED = {"base": "cls", "colour": "json:attr.colour", "ring": "json:attr.ring"}
+
+
+def test_tars_have_a_label_for_each_field_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tar(tmp_path / "tars" / "a.tar", BIRDS[:3])
+    write_tar(tmp_path / "tars" / "b.tar", BIRDS[3:])
+    words = [word for name, field in WANTED.items() for word in ("--label", f"{name}={field}")]
+    done = call(
+        main, "index", tmp_path / "tars", "--size", 32, "--workers", 1, *words, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert done.status == 0, done.stderr
+    for said in ("3 labels of 2 classes, 2 labels colour of 2 classes", "1 samples have no label\n", "no label ring"):
+        assert said in done.stdout
+    store = SampleStore(tmp_path / "tars")
+    assert store.manifest.format_version == LABELS_FORMAT_VERSION
+    assert store.manifest.tars is not None
+    assert store.manifest.tars.label_field == "base=cls,colour=json:attr.colour,ring=json:attr.ring"
+    assert {name: label.classes for name, label in store.manifest.labels.items()} == {
+        "base": ("owl", "wren"),
+        "colour": ("brown", "white"),
+        "ring": ("0", "1"),
+    }
+    found = decode(store, np.array([2, 0, 3, 1])).labels
+    assert {name: label_B.tolist() for name, label_B in found.items()} == {
+        "base": [1, 1, -1, 0],
+        "colour": [-1, 0, -1, 1],
+        "ring": [0, 1, -1, -1],
+    }
+    assert list(find_problems(tmp_path / "tars")) == []
+    assert (tmp_path / "tars" / INDEX_NAME / "label_ring.bin").stat().st_size == 4 * 4
+    # Another index in its place leaves no label of the first behind.
+    make_index(str(tmp_path / "tars"), tmp_path / "tars" / INDEX_NAME, fields=Fields(), size=32)
+    assert sorted(path.name for path in (tmp_path / "tars" / INDEX_NAME).glob("label_*")) == ["label_base.bin"]
+    assert load_manifest(tmp_path / "tars").format_version == 4
+
+
+def test_a_test_set_takes_every_label_of_its_train_set(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train" / "a.tar", BIRDS)
+    write_tar(tmp_path / "test" / "a.tar", [BIRDS[1], {"cls": b"wren", "json": attributes(colour="brown", ring=0)}])
+    make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=Fields(labels=WANTED), size=32)
+    ensure_index(str(tmp_path / "test"), classes_of=str(tmp_path / "train"))
+    train, test = load_manifest(tmp_path / "train"), load_manifest(tmp_path / "test")
+    assert {name: label.classes for name, label in train.labels.items()} == {
+        name: label.classes for name, label in test.labels.items()
+    }
+    assert test.labels["colour"].counts == (1, 1)
+    write_tar(tmp_path / "other" / "a.tar", [{"cls": b"owl", "json": attributes(colour="green", ring=0)}])
+    with pytest.raises(UserError, match=r"has labels that .* lacks, such as green; index both with the same --label"):
+        ensure_index(str(tmp_path / "other"), classes_of=str(tmp_path / "train"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a=cls", "a=txt"], r"--label names a twice \(cls and txt\); give each label once"),
+        (["cls", "base=txt"], r"--label names base twice"),
+        (["a b=cls"], r'--label a b=cls: "a b" is not a valid name of a label; use up to 32 of the letters'),
+        (["../x=cls"], r"is not a valid name of a label"),
+        (["colour="], r"--label colour= names no field"),
+        (["overlay=cls"], r"names overlay, the label of what a build draws"),
+    ],
+)
+def test_wrong_names_of_labels_are_told(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse_labels(words)
+
+
+def test_a_label_that_no_sample_has_is_told_with_the_fields_that_there_are(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", BIRDS)
+    with pytest.raises(UserError, match=r"no sample of .* has a label under json:attr.size; its fields are .*json"):
+        make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"size": "json:attr.size"}), size=32)
+    with pytest.raises(UserError, match=r"has labels that the list of classes of base lacks, such as owl"):
+        make_index(
+            str(tmp_path), tmp_path / "index", fields=Fields(labels={"base": "cls"}), classes={"base": ("wren",)}
+        )
+
+
+# --- overlays
+
+
+class Bar(PictureOverlay):
+    """A bar with two labels, whose colour class is the base label of the picture if that is given."""
+
+    class_names = ("row", "column")
+    title = "direction"
+    more_labels = {"shade": LabelClasses("shade", ("dark", "light"))}  # noqa: RUF012
+
+    def draw(self, keys: DrawKeys) -> Layer:
+        return self.draw_given(keys, {"base": torch.zeros_like(keys.index_B)})
+
+    def draw_given(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> Layer:
+        label_B, shade_B = integers(keys, 1, 2, purpose=FIRST_PURPOSE)[:, 0], labels["base"] % 2
+        mask_BHW = torch.zeros(len(label_B), self.drawn_size, self.drawn_size, dtype=torch.uint8)
+        mask_BHW[label_B == 0, 3] = MASK_OBJECT
+        mask_BHW[label_B == 1, :, 3] = MASK_OBJECT
+        colour_B = (20 + 200 * shade_B).to(torch.uint8)
+        return Layer(label_B, colour_B[:, None, None, None], mask_BHW, mask_BHW, {"shade": shade_B})
+
+
+@pytest.mark.parametrize("drawn", ["baked", "online"])
+def test_an_overlay_may_give_several_labels_and_ask_for_those_of_the_source(
+    tmp_path: Path, drawn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {**registry.OVERLAYS, "bar": Bar}
+    monkeypatch.setattr(registry, "OVERLAYS", kinds)
+    monkeypatch.setattr(catalogue, "OVERLAYS", kinds)
+    names = catalogue.datasets_with(["bar"])
+    monkeypatch.setattr(catalogue, "DATASETS", names)
+    monkeypatch.setattr(build, "DATASETS", names)
+    manifest = build_dataset("procedural_bar", tmp_path / "out", limit=40, overlay=drawn)
+    assert list(manifest.labels) == ["base", "overlay", "shade"]
+    assert manifest.labels["shade"].given_by == "overlay"
+    assert (manifest.labels["shade"].counts == ()) == (drawn == "online")
+    assert list(find_problems(tmp_path / "out")) == []
+    assert describe_manifest(manifest)[3].startswith("label_shade, shade: 2 classes")
+    [batch] = read_all(tmp_path / "out", batch_size=40)
+    assert batch.labels["shade"].tolist() == (batch.labels["base"] % 2).tolist()
+    assert set(batch.labels["overlay"].tolist()) == {0, 1}
+    assert (batch.inputs_a[:, :, 3, 3] == (20 + 200 * batch.labels["shade"])[:, None]).all()
+    SHADE = {"shade": LabelClasses("shade", ("dark",))}
+    monkeypatch.setattr(Bar, "more_labels", SHADE)
+    if drawn == "online":
+        assert any("shade" in str(problem) for problem in find_problems(tmp_path / "out"))
+    monkeypatch.setattr(Bar, "more_labels", {"base": SHADE["shade"]})
+    with pytest.raises(UserError, match="the source and the overlay both give the label base; rename it in one"):
+        build_dataset("procedural_bar", tmp_path / "again", limit=4)
+
+
+# --- datasets of before there were more labels, as their builds wrote them
+
+OLD_MANIFEST = {
+    "format_version": 3,
+    "num_samples": 2,
+    "medium": "picture",
+    "input_shape": [3, 4, 4],
+    "sample_rate": None,
+    "label_names": {"base": ["cat", "dog"], "overlay": ["x", "y", "z"], "title_base": "pet", "title_overlay": "sign"},
+    "counts_base": [1, 1],
+    "counts_overlay": [0, 1, 1],
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.25, 0.25, 0.25],
+    "overlay": {"kind": "signs", "drawn": "baked", "sha256": None},
+    "how_made": {
+        "dataset": "pets_signs",
+        "source": "old",
+        "split": "train",
+        "seed": 0,
+        "repeats": 1,
+        "limit": None,
+        "source_sha256": "",
+    },
+    "shards": [],
+    "source_digests_sha256": None,
+    "tars": None,
+}
+OLD_LABELS = (
+    b'{"index": 0, "label_base": 1, "label_overlay": 2}',
+    b'{"index": 1, "label_base": 0, "label_overlay": 1}',
+)
+
+
+def write_old_dataset(directory: Path) -> dict[str, Any]:
+    """A dataset in the bytes that builds wrote when there were two labels; returns its manifest."""
+    directory.mkdir()
+    mask = io.BytesIO()
+    Image.new("L", (4, 4), 255).save(mask, "PNG")
+    with tarfile.open(directory / "shard-00000.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, labels in enumerate(OLD_LABELS):
+            for name, content in (("json", labels), ("mask.png", mask.getvalue()), ("png", png(number, size=4))):
+                info = tarfile.TarInfo(f"{number:08d}.{name}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    tar_bytes = (directory / "shard-00000.tar").read_bytes()
+    sha256 = hashlib.sha256(tar_bytes).hexdigest()
+    entry = {"name": "shard-00000.tar", "num_samples": 2, "num_bytes": len(tar_bytes), "sha256": sha256}
+    manifest = OLD_MANIFEST | {"shards": [entry | {"index_sha256": "0" * 64}]}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return manifest
+
+
+def test_a_dataset_of_two_labels_from_before_reads_the_same(tmp_path: Path) -> None:
+    written = write_old_dataset(tmp_path / "old")
+    store = SampleStore(tmp_path / "old")
+    assert list(store.manifest.labels) == ["base", "overlay"]
+    assert store.manifest.labels["overlay"].classes == ("x", "y", "z")
+    assert (store.manifest.labels["base"].title, store.manifest.labels["overlay"].title) == ("pet", "sign")
+    found = decode(store, np.arange(2)).labels
+    assert {name: label_B.tolist() for name, label_B in found.items()} == {"base": [1, 0], "overlay": [2, 1]}
+    assert json.loads(store.manifest.model_dump_json()) == written
+    canonical = json.dumps({name: value for name, value in written.items() if name != "tars"}, sort_keys=True)
+    compact = json.dumps(json.loads(canonical), sort_keys=True, separators=(",", ":"))
+    assert store.manifest.sha256 == hashlib.sha256(compact.encode()).hexdigest()
+
+
+def test_a_manifest_with_labels_that_contradict_it_is_refused(tmp_path: Path) -> None:
+    table, _ = hospital(tmp_path / "pics")
+    build_dataset("folder", tmp_path / "out", root=tmp_path / "pics", labels=table)
+    path = tmp_path / "out" / "manifest.json"
+    good = json.loads(path.read_text())
+    for name, change, said in (
+        ("sex", {"counts": [1]}, r"more_labels.sex.counts has 1 numbers for 2 classes"),
+        ("sex", {"counts": [90, 1]}, r"more_labels.sex.counts adds up to 91, but num_samples is 18"),
+        ("sex", {"classes": ["f", "f"]}, "the class 'f' is named 2 times"),
+        ("sex", {"classes": [], "counts": []}, "more_labels"),
+        ("sex", {"given_by": "overlay"}, "more_labels.sex is given by an overlay, but overlay is None"),
+        ("base", good["more_labels"]["sex"], "more_labels names base, which stands in label_names"),
+        ("no name", good["more_labels"]["sex"], "is not a valid name of a label"),
+    ):
+        more = good["more_labels"] | {name: good["more_labels"].get(name, {}) | change}
+        path.write_text(json.dumps(good | {"more_labels": more}))
+        with pytest.raises(UserError, match=said):
+            load_manifest(tmp_path / "out")

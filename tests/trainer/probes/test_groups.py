@@ -1,0 +1,167 @@
+"""Accuracies in groups, against a loop over the samples; and probes of labels that some samples lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
+from tests.trainer.probes.toy import ToyEncoder, toy_pictures
+from trainer.probes.features import Pictures, extract, frozen
+from trainer.probes.groups import describe_groups, measure_groups, pairs_of
+from trainer.probes.knn import knn_accuracies, knn_classes
+from trainer.probes.linear import ProbeConfig, Target
+from trainer.probes.online import OnlineProbe
+from trainer.probes.targets import label_targets, readable_labels
+
+CPU = torch.device("cpu")
+
+
+def random_case(seed: int) -> tuple[Pictures, dict[str, torch.Tensor]]:
+    pictures = toy_pictures(200, seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    labels = {name: label_N.clone() for name, label_N in pictures.by_label.items()}
+    for label_N in labels.values():
+        label_N[torch.rand(200, generator=draw) < 0.1] = NO_LABEL
+    labels["base"][labels["overlay"] == 2] = 0  # so that a group is empty
+    return pictures, labels
+
+
+@pytest.mark.parametrize("space", ["base", "overlay"])
+def test_the_groups_are_those_of_a_loop(space: str) -> None:
+    pictures, labels = random_case(3)
+    predicted = torch.randint(0, 2, (200,), generator=torch.Generator().manual_seed(1))
+    groups = measure_groups(
+        space, {"linear": predicted}, pair=("base", "overlay"), labels=labels, manifest=pictures.manifest, min_size=10
+    )
+    num, right = {}, {}
+    unlabelled = 0
+    for base, overlay, own, said in zip(
+        labels["base"].tolist(), labels["overlay"].tolist(), labels[space].tolist(), predicted.tolist(), strict=True
+    ):
+        if NO_LABEL in (base, overlay):
+            unlabelled += 1
+            continue
+        num[base, overlay] = num.get((base, overlay), 0) + 1
+        right[base, overlay] = right.get((base, overlay), 0) + (own == said)
+    assert groups.num_unlabelled == unlabelled > 0
+    for base in range(2):
+        for overlay in range(3):
+            assert groups.num_test[base][overlay] == num.get((base, overlay), 0)
+            assert groups.right["linear"][base][overlay] == right.get((base, overlay), 0)
+    assert groups.num_empty == 6 - len(num) == 1
+    assert groups.num_small == sum(count < 10 for count in num.values())
+    worst = min((right[group] / count, group) for group, count in num.items() if count >= 10)
+    names = pictures.manifest.label_names
+    assert groups.worst["linear"].accuracy == worst[0]
+    assert groups.worst["linear"].classes == (names.base[worst[1][0]], names.overlay[worst[1][1]])
+    assert groups.worst["linear"].num_test == num[worst[1]]
+    line = describe_groups(groups)
+    assert line.startswith(f"worst group of base x overlay: linear {100 * worst[0]:.1f} (")
+    assert line.endswith(f"1 groups are empty, {unlabelled} samples lack a label")
+
+
+def test_if_all_groups_are_small_none_is_the_worst() -> None:
+    pictures, labels = random_case(0)
+    predicted = {"linear": labels["base"], "knn": labels["base"]}
+    groups = measure_groups(
+        "base", predicted, pair=("base", "overlay"), labels=labels, manifest=pictures.manifest, min_size=1_000
+    )
+    assert groups.worst == {}
+    assert "none has 1000 test samples" in describe_groups(groups)
+
+
+def test_the_pairs_are_all_or_those_that_are_named() -> None:
+    labels = {"base": ("a", "b"), "overlay": ("x", "y", "z"), "site": ("p", "q")}
+    assert pairs_of(labels, None) == [("base", "overlay"), ("base", "site"), ("overlay", "site")]
+    assert pairs_of(labels, [("site", "base")]) == [("site", "base")]
+    many = {"base": tuple(map(str, range(1_000))), "site": tuple(map(str, range(1_000)))}
+    assert pairs_of(many, None) == []
+    with pytest.raises(UserError, match="which gives 1000000 groups"):
+        pairs_of(many, [("base", "site")])
+    with pytest.raises(
+        UserError, match=r'probe\.groups names label_sit, which the samples do not have; did you mean "si'
+    ):
+        pairs_of(labels, [("base", "sit")])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"groups": (("base", "base"),)}, "groups pairs base with itself; a group is a pair of classes of two labels"),
+        ({"labels": ("base", "no name")}, '"no name" is not a valid name of a label'),
+        ({"labels": ()}, "labels"),
+    ],
+)
+def test_wrong_settings_of_labels_are_told(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        ProbeConfig.parse(change, where="the probe")
+
+
+def test_labels_and_groups_do_not_change_the_protocol() -> None:
+    config = ProbeConfig(labels=("base",), groups=(("base", "overlay"),), min_group_size=3)
+    assert config.protocol == ProbeConfig()
+
+
+def test_a_label_that_the_data_lack_is_told_with_those_that_there_are() -> None:
+    manifest = toy_pictures(20, seed=0).manifest
+    with pytest.raises(UserError, match="the samples have no label_site, only label_base, label_overlay; probe that"):
+        readable_labels(manifest, manifest, wanted=["site"])
+
+
+def partial(num: int, *, seed: int, share: float) -> Pictures:
+    """Toy pictures of which some have no overlay label."""
+    pictures = toy_pictures(num, seed=seed)
+    lacks_N = torch.rand(num, generator=torch.Generator().manual_seed(seed)) < share
+    overlay_N = torch.where(lacks_N, NO_LABEL, pictures.labels("overlay"))
+    by_label = {"base": pictures.labels("base"), "overlay": overlay_N}
+    return Pictures(pictures.manifest, pictures.images_NCHW, pictures.masks_NHW, pictures.index_N, by_label)
+
+
+def only(pictures: Pictures, rows_N: torch.Tensor) -> Pictures:
+    assert pictures.masks_NHW is not None
+    by_label = {name: label_N[rows_N] for name, label_N in pictures.by_label.items()}
+    images_NCHW, masks_NHW = pictures.images_NCHW[rows_N], pictures.masks_NHW[rows_N]
+    return Pictures(pictures.manifest, images_NCHW, masks_NHW, pictures.index_N[rows_N], by_label)
+
+
+def test_samples_without_a_label_are_no_neighbours_and_no_test_samples() -> None:
+    """The vote over some labels is that over a dataset of the samples that have them."""
+    train, test = partial(203, seed=0, share=0.3), partial(103, seed=1, share=0.3)
+    encoder = ToyEncoder()
+    with frozen(encoder):
+        bank_NC = extract(encoder.pooled, train.images_NCHW, device=CPU)
+        queries_QC = extract(encoder.pooled, test.images_NCHW, device=CPU)
+    targets = label_targets(train, test)
+    in_train, in_test = (part.labels("overlay") != NO_LABEL for part in (train, test))
+    whole = Target(train.labels("overlay")[in_train], test.labels("overlay")[in_test], num_classes=3)
+    expected = knn_accuracies(bank_NC[in_train], queries_QC[in_test], {"overlay": whole})["overlay"]
+    assert knn_accuracies(bank_NC, queries_QC, targets)["overlay"] == expected
+    base = Target(train.labels("base"), test.labels("base"), num_classes=2)
+    assert torch.equal(
+        knn_classes(bank_NC, queries_QC, targets)["base"], knn_classes(bank_NC, queries_QC, {"base": base})["base"]
+    )
+
+
+def test_the_online_probe_leaves_out_samples_without_a_label() -> None:
+    train, test = partial(203, seed=0, share=0.3), partial(103, seed=1, share=0.3)
+    encoder: Any = ToyEncoder()
+    found = OnlineProbe(encoder, train=train, test=test, device=CPU, dtype=torch.float32)()
+    in_train, in_test = ((part.labels("overlay") != NO_LABEL).nonzero()[:, 0] for part in (train, test))
+    alone = OnlineProbe(
+        encoder, train=only(train, in_train), test=only(test, in_test), device=CPU, dtype=torch.float32
+    )()
+    for name in ("probe/overlay/knn", "probe/overlay/ridge"):
+        assert found[name] == pytest.approx(alone[name])
+    one = OnlineProbe(encoder, train=train, test=test, device=CPU, dtype=torch.float32, labels=["base"])()
+    assert "probe/overlay/knn" not in one
+    assert one["probe/base/knn"] == found["probe/base/knn"]
+
+
+def test_a_label_that_no_sample_of_a_set_has_is_told() -> None:
+    train, test = partial(40, seed=0, share=0.3), partial(20, seed=1, share=1.1)
+    with pytest.raises(UserError, match=r"none of the test samples has label_overlay; leave it out of probe\.labels"):
+        label_targets(train, test)

@@ -1,0 +1,149 @@
+"""Three labels from a table to a report, with planted truths: one is another, and one is a coin."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from configs import resolve_recipe
+from data_pipeline.building.build import build_dataset
+from data_pipeline.core.errors import UserError
+from tests.commands import call
+from tests.trainer.test_tars import settings
+from trainer import probe, report
+from trainer.preflight import check_data
+from trainer.probes.result import ProbeResult, labels_in, read_result
+from trainer.run_dir import RunDir
+from trainer.train import train
+
+CPU = torch.device("cpu")
+NUM_TRAIN, NUM_TEST = 240, 160
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures whose `shade` is plain to see; `twin` equals it, `coin` is thrown, and `rare` is missing in most."""
+    root = tmp_path_factory.mktemp("scans")
+    (root / "pics").mkdir()
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(NUM_TRAIN + NUM_TEST):
+        shade = int(rng.integers(2))
+        pixels = rng.integers(0, 100, (16, 16, 3)) + 120 * shade
+        Image.fromarray(pixels.astype(np.uint8)).save(root / "pics" / f"{number}.png")
+        rare = ["low", "high"][shade] if number % 4 == 0 else ""
+        split = "train" if number < NUM_TRAIN else "test"
+        rows.append([f"{number}.png", split, ["dark", "light"][shade], f"t{shade}", "ht"[int(rng.integers(2))], rare])
+    with (root / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["file", "split", "shade", "twin", "coin", "rare"], *rows])
+    for split in ("train", "test"):
+        build_dataset("folder", root / split, root=root / "pics", labels=root / "labels.csv", split=split)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run_dir = RunDir(tmp_path_factory.mktemp("runs") / "run")
+    more = ["num_epochs=1", "data.overlay=baked", "probe.online_every_steps=5", "probe.min_group_size=5"]
+    train(resolve_recipe("debug:image", settings(data, *more)), run_dir, device=CPU, command="train")
+    return run_dir
+
+
+def results(run_dir: RunDir) -> dict[str, ProbeResult]:
+    directory = run_dir.probes(max(run_dir.probe_steps()))
+    return {label: read_result(directory / f"{label}.json") for label in labels_in(directory)}
+
+
+@pytest.mark.slow
+def test_three_labels_are_trained_probed_and_reported(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    probed = call(probe.main, run.path, "--epochs", 5, "--views", "none", monkeypatch=monkeypatch, capsys=capsys)
+    assert probed.status == 0, probed.stderr
+    for label in ("shade", "twin", "coin", "rare"):
+        assert f"label_{label}" in probed.stdout
+    directory = run.probes(max(run.probe_steps()))
+    found = {path.name.split("-")[0]: read_result(path) for path in directory.glob("*-*.json")}
+    assert set(found) == {"shade", "twin", "coin", "rare"}
+    # A label that equals another is read as well as that, to the bit; a coin is read at chance.
+    assert found["twin"].linear == found["shade"].linear
+    assert found["twin"].knn == found["shade"].knn
+    assert found["shade"].linear.accuracy > 0.95
+    assert abs(found["coin"].linear.accuracy - 0.5) < 4 * (0.25 / NUM_TEST) ** 0.5
+    assert abs(found["coin"].knn.accuracy - 0.5) < 4 * (0.25 / NUM_TEST) ** 0.5
+    # Of the rare label, the samples that have it count, and the others are told.
+    rare = found["rare"]
+    assert (rare.num_train, rare.num_test, rare.num_unlabelled) == (60, 40, 120)
+    assert rare.linear.accuracy > 0.9
+    # Groups: shade and twin never disagree, so two groups are empty; coin splits each shade.
+    groups = {groups.labels: groups for groups in found["shade"].groups}
+    assert set(groups) == {("shade", "twin"), ("shade", "coin"), ("shade", "rare")}
+    assert groups["shade", "twin"].num_empty == 2
+    assert groups["shade", "coin"].num_empty == 0
+    assert groups["shade", "rare"].num_unlabelled == 120
+    assert sum(map(sum, groups["shade", "coin"].num_test)) == NUM_TEST
+    right = sum(map(sum, groups["shade", "coin"].right["linear"]))
+    assert right / NUM_TEST == pytest.approx(found["shade"].linear.accuracy)
+    assert "worst group of shade x coin: linear" in probed.stdout
+
+    page = tmp_path / "report.html"
+    reported = call(report.main, run.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
+    assert reported.status == 0, reported.stderr
+    html = page.read_text()
+    for said in ("<code>label_coin</code>", "Worst groups", "shade × coin", "kNN of the coin while training"):
+        assert said in html
+    assert "a photo" not in html  # there is no base label, so nothing is said of it
+
+
+@pytest.mark.slow
+def test_the_labels_and_the_groups_to_probe_can_be_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["num_epochs=1", "probe.labels=[coin, shade]", "probe.groups=[[coin, twin]]", "probe.online_every_steps=5"]
+    run_dir = RunDir(tmp_path / "run")
+    train(resolve_recipe("debug:image", settings(data, *more)), run_dir, device=CPU, command="train")
+    logged = {name for line in run_dir.read_metrics() for name in line if name.startswith("probe/")}
+    assert logged == {f"probe/{label}/{how}" for label in ("coin", "shade") for how in ("knn", "ridge")} | {
+        "probe/seconds"
+    }
+    assert call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys).status == 0
+    found = results(run_dir)
+    assert list(found) == ["coin", "shade"]
+    assert [groups.labels for groups in found["coin"].groups] == [("coin", "twin")]
+    assert found["shade"].groups == ()
+    one = call(probe.main, run_dir.path, "--label", "twin", "--label", "rare", monkeypatch=monkeypatch, capsys=capsys)
+    assert one.status == 0, one.stderr
+    assert list(results(run_dir)) == ["coin", "rare", "shade", "twin"]
+    wrong = call(probe.main, run_dir.path, "--label", "base", monkeypatch=monkeypatch, capsys=capsys)
+    assert wrong.status == 2
+    assert "the samples have no label_base, only label_shade, label_twin, label_coin, label_rare" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("probe.labels=[shadow]", r"the samples have no label_shadow, only label_shade, label_twin, label_coin"),
+        ("probe.groups=[[shade, shadow]]", r'probe\.groups names label_shadow, which .*; did you mean "shade"'),
+    ],
+)
+def test_a_label_that_the_data_lack_is_told_before_training(data: Path, setting: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_data(resolve_recipe("debug:image", settings(data, setting)))
+
+
+def test_the_label_in_which_two_datasets_differ_is_named(data: Path, tmp_path: Path) -> None:
+    table = (data / "labels.csv").read_text().replace(",t1,", ",t2,")
+    (tmp_path / "labels.csv").write_text(table)
+    build_dataset("folder", tmp_path / "test", root=data / "pics", labels=tmp_path / "labels.csv", split="test")
+    config = resolve_recipe("debug:image", settings(data, f"data.test_dir={tmp_path / 'test'}"))
+    with pytest.raises(
+        UserError,
+        match=r"differ in their labels: label_twin has classes t0, t1 in the train set but t0, t2 in the test set "
+        r"\(the first that differs is class 1: t1 and t2\); build both from the same",
+    ):
+        check_data(config)
