@@ -249,16 +249,15 @@ def decode_ahead(
 
 
 def label_ranges(manifest: Manifest) -> dict[str, range]:
-    """Return the valid numbers of each label in the JSON of a sample, by name; only `NO_LABEL` if it is not stored.
+    """Return the valid numbers of each label in the JSON of a sample, by name.
 
-    `base` and `overlay` are always in the JSON. A sample may lack any label but these.
+    `base` and `overlay` are always in the JSON, as `NO_LABEL` if they are not stored. A sample may lack any other one.
     """
     stored = manifest.stored_labels
     nothing = range(NO_LABEL, NO_LABEL + 1)
     ranges = {name: range(len(stored[name].classes)) if name in stored else nothing for name in (BASE, OVERLAY)}
-    for name in manifest.more_labels:
-        ranges[name] = range(NO_LABEL, len(stored[name].classes) if name in stored else NO_LABEL + 1)
-    return ranges
+    more = {name: label for name, label in stored.items() if name not in ranges}
+    return ranges | {name: range(NO_LABEL, len(label.classes)) for name, label in more.items()}
 
 
 def decode_label(text: bytes, index: int, valid: Mapping[str, range]) -> dict[str, int]:

@@ -63,7 +63,7 @@ def results(run_dir: RunDir) -> dict[str, ProbeResult]:
 def test_three_labels_are_trained_probed_and_reported(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    probed = call(probe.main, run.path, "--epochs", 5, "--views", "none", monkeypatch=monkeypatch, capsys=capsys)
+    probed = call(probe.main, run.path, "--epochs", "5", "--views", "none", monkeypatch=monkeypatch, capsys=capsys)
     assert probed.status == 0, probed.stderr
     for label in ("shade", "twin", "coin", "rare"):
         assert f"label_{label}" in probed.stdout

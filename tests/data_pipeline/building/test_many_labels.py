@@ -21,6 +21,7 @@ from torch import Tensor
 from data_pipeline.__main__ import main
 from data_pipeline.building import build, catalogue
 from data_pipeline.building.build import build_dataset, describe_manifest
+from data_pipeline.building.datasets import datasets_with
 from data_pipeline.building.index_tars import Fields, ensure_index, make_index, parse_labels
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
@@ -88,7 +89,7 @@ def test_a_table_gives_each_picture_its_labels(
 ) -> None:
     table, labels = hospital(tmp_path / "pics")
     out = tmp_path / "train"
-    options = ["--keep", "--image-size", "32"] if keep else []
+    options: list[str | Path] = ["--keep", "--image-size", "32"] if keep else []
     done = call(
         main,
         *("build", "folder", "--root", tmp_path / "pics", "--labels", table, "--out", out, "--workers", "1", *options),
@@ -242,7 +243,16 @@ def test_tars_have_a_label_for_each_field_that_is_named(
     write_tar(tmp_path / "tars" / "b.tar", BIRDS[3:])
     words = [word for name, field in WANTED.items() for word in ("--label", f"{name}={field}")]
     done = call(
-        main, "index", tmp_path / "tars", "--size", 32, "--workers", 1, *words, monkeypatch=monkeypatch, capsys=capsys
+        main,
+        "index",
+        tmp_path / "tars",
+        "--size",
+        "32",
+        "--workers",
+        "1",
+        *words,
+        monkeypatch=monkeypatch,
+        capsys=capsys,
     )
     assert done.status == 0, done.stderr
     for said in ("3 labels of 2 classes, 2 labels colour of 2 classes", "1 samples have no label\n", "no label ring"):
@@ -340,7 +350,7 @@ def test_an_overlay_may_give_several_labels_and_ask_for_those_of_the_source(
     kinds = {**registry.OVERLAYS, "bar": Bar}
     monkeypatch.setattr(registry, "OVERLAYS", kinds)
     monkeypatch.setattr(catalogue, "OVERLAYS", kinds)
-    names = catalogue.datasets_with(["bar"])
+    names = datasets_with(["bar"])
     monkeypatch.setattr(catalogue, "DATASETS", names)
     monkeypatch.setattr(build, "DATASETS", names)
     manifest = build_dataset("procedural_bar", tmp_path / "out", limit=40, overlay=drawn)

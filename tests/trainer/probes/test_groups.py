@@ -37,7 +37,8 @@ def test_the_groups_are_those_of_a_loop(space: str) -> None:
     groups = measure_groups(
         space, {"linear": predicted}, pair=("base", "overlay"), labels=labels, manifest=pictures.manifest, min_size=10
     )
-    num, right = {}, {}
+    num: dict[tuple[int, int], int] = {}
+    right: dict[tuple[int, int], int] = {}
     unlabelled = 0
     for base, overlay, own, said in zip(
         labels["base"].tolist(), labels["overlay"].tolist(), labels[space].tolist(), predicted.tolist(), strict=True
