@@ -90,7 +90,8 @@ def test_sounds_with_the_background_baked_in_and_without_one(tmp_path: Path) -> 
         assert len(pictures.class_names("overlay")) == num_classes
         rows = torch.arange(20)
         redrawn = pictures.redraw(rows, lambda index_B: DrawKeys(seed=0, epoch=9, index_B=index_B, view=4))
-        assert torch.equal(redrawn.labels["overlay"], pictures.labels("overlay"))
+        assert redrawn.labels.keys() == pictures.by_label.keys()
+        assert all(torch.equal(redrawn.labels[name], label_N) for name, label_N in pictures.by_label.items())
 
 
 @pytest.mark.slow
