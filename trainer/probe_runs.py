@@ -112,6 +112,12 @@ def probe_run(
                     for space, result in readout.results.items()
                     for method in ("linear", "knn")
                 }
+                final |= {
+                    f"probe/{space}/{method}_worst_{'_'.join(groups.labels)}_final": worst.accuracy
+                    for space, result in readout.results.items()
+                    for groups in result.groups
+                    for method, worst in groups.worst.items()
+                }
                 summarize(run_dir, config.tracking, final)
             print(table(readout.results))
             print(directory)
@@ -238,11 +244,12 @@ def majority_share(target: Target) -> float:
 
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
     """Return a table of test accuracies in per cent, by label; several draws of the overlays add a line."""
-    lines = [f"{'test accuracy, %':18}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
+    width = max([18, *(len(f"label_{space} ") for space in results)])
+    lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
         best = f"({100 * result.linear.best_accuracy:.1f}, {result.linear.best_epoch})"
         lines.append(
-            f"{'label_' + space:18}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
+            f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
             f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
         if result.linear.draws is not None and result.knn.draws is not None:
@@ -283,10 +290,12 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
 
 def curve_table(curves: Sequence[ProbeCurve]) -> str:
     """Return a table with the last and the best checkpoint of each curve, in per cent."""
-    lines = [f"{'over checkpoints, %':26}{'last (step)':>18}{'best on the test set (step)':>30}"]
-    for curve in curves:
+    names = [f"label_{curve.label}, {curve.method}" for curve in curves]
+    width = max([26, *map(len, names)])
+    lines = [f"{'over checkpoints, %':{width}}{'last (step)':>18}{'best on the test set (step)':>30}"]
+    for name, curve in zip(names, curves, strict=True):
         last, best = (f"{100 * point.accuracy:.1f} ({point.step})" for point in (curve.last, curve.best))
-        lines.append(f"{f'label_{curve.label}, {curve.method}':26}{last:>18}{best:>30}")
+        lines.append(f"{name:{width}}{last:>18}{best:>30}")
     return "\n".join(lines)
 
 

@@ -39,8 +39,7 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     body = [RESULTS_CAPTION]
     for table in (table for protocol in results(arms) for table in protocol.tables):
         body += ([f"**{markdown_text(table.title)}**"] if table.title else []) + [to_markdown(_result_grid(table))]
-    for groups in (protocol.groups for protocol in results(arms) if protocol.groups.rows):
-        body += [GROUPS_CAPTION, to_markdown(groups)]
+        body += [GROUPS_CAPTION, to_markdown(table.groups)] if table.groups.rows else []
     found.append(("Results", body))
     found.append(("What this is too small to show", ["\n".join(f"- {markdown_text(text)}" for text in limits(arms))]))
     found.append(("Speed and memory", [to_markdown(speed_grid(arms))]))

@@ -51,23 +51,23 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """The accuracies on one dataset. `labels` are the titles of the probed labels; there may be none."""
+    """The accuracies on one dataset. `labels` are the titles of the probed labels; there may be none.
+
+    `groups` are the accuracies in the worst groups; without rows if no groups were measured.
+    """
 
     title: str
     labels: Sequence[str]
     rows: Sequence[ResultRow]
+    groups: Grid
 
 
 @dataclass(frozen=True)
 class ProtocolResults:
-    """The tables of one probe protocol, one for each dataset, with the protocol in words.
-
-    `groups` are the accuracies in the worst groups, on all datasets; without rows if no groups were measured.
-    """
+    """The tables of one probe protocol, one for each dataset, with the protocol in words."""
 
     description: str
     tables: Sequence[ResultTable]
-    groups: Grid
 
     @property
     def is_measured(self) -> bool:
@@ -83,7 +83,7 @@ def results(arms: Sequence[Arm]) -> list[ProtocolResults]:
         for dataset in datasets:
             title = " · ".join(part for part in (group.title, dataset.name if len(datasets) > 1 else "") if part)
             tables.append(_result_table(dataset, title=title[:1].upper() + title[1:]))
-        found.append(ProtocolResults(describe_protocol(group.protocol), tables, group_grid(group.arms)))
+        found.append(ProtocolResults(describe_protocol(group.protocol), tables))
     return found
 
 
@@ -157,7 +157,7 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
     ):
         cells = [cell for share in shares for cell in (ResultCell(f"{100 * share:.1f}"), ResultCell(""))]
         rows.append(ResultRow("floor", name, cells))
-    return ResultTable(title, [titles[space] for space in spaces], rows)
+    return ResultTable(title, [titles[space] for space in spaces], rows, group_grid(arms))
 
 
 def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best: bool) -> list[ResultCell]:
