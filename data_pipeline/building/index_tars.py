@@ -636,7 +636,7 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
     """Yield lines that say what was found, and then a line for each kind of thing that was left out."""
     assert manifest.tars is not None
     found = [
-        f"{sum(label.counts)} labels {f'{name} ' if name != BASE else ''}of {len(label.classes)} classes"
+        f"{sum(label.counts)} labels of {len(label.classes)} classes{'' if name == BASE else f' ({name})'}"
         for name, label in manifest.labels.items()
     ]
     labels = ", ".join(found) or "no labels"
@@ -647,7 +647,7 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
     yield f"pictures are brought to {manifest.input_shape[1]} x {manifest.input_shape[2]} pixels when they are read"
     for name, label in manifest.labels.items():
         if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
-            which = "" if name == BASE else f" {name}"
+            which = "" if name == BASE else f" ({name})"
             yield f"{manifest.num_samples - num_labelled} samples have no label{which}"
     if left_out := sum(each.num_without_picture for each in facts):
         yield f"{left_out} samples have no picture and are left out"

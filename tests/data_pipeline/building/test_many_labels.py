@@ -255,7 +255,11 @@ def test_tars_have_a_label_for_each_field_that_is_named(
         capsys=capsys,
     )
     assert done.status == 0, done.stderr
-    for said in ("3 labels of 2 classes, 2 labels colour of 2 classes", "1 samples have no label\n", "no label ring"):
+    for said in (
+        "3 labels of 2 classes, 2 labels of 2 classes (colour)",
+        "1 samples have no label\n",
+        "no label (ring)",
+    ):
         assert said in done.stdout
     store = SampleStore(tmp_path / "tars")
     assert store.manifest.format_version == LABELS_FORMAT_VERSION
