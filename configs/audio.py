@@ -125,7 +125,7 @@ def _published(name: str, views: ViewsConfig) -> RunConfig:
         encoder=ResNetConfig(kind="resnet18", in_channels=1, mean=(0.0,), std=(1.0,)),
         objective=PublishedNTXentConfig(),
         optimizer=PUBLISHED_SGD,
-        adversary=AdversaryConfig(optimizer=PUBLISHED_ADAM) if isinstance(views, ViewmakerConfig) else None,
+        adversary=AdversaryConfig(optimizer=PUBLISHED_ADAM) if views.is_learned else None,
         global_batch_size=128,
         num_epochs=200,
         probe=ProbeConfig(batch_size=256, milestones=()),

@@ -41,7 +41,6 @@ from trainer.models.encoder import ResNetConfig, WideResNet34x5Config
 from trainer.objectives import NTXentConfig, PublishedNTXentConfig, SplitLossConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.expert_image import NO_VIEWS, huang_views
-from trainer.views.viewmaker import ViewmakerConfig
 
 _SEEDS = (0, 1, 2)  # Tamkin et al. used 0 and 2 for pictures, Huang et al. all three
 _SOUND_SEEDS = (0, 1, 1337)  # Tamkin et al. used 1337 for sounds
@@ -268,7 +267,7 @@ def _small(
 
 def _small_run(run: RunConfig, *, num_epochs: int) -> RunConfig:
     sounds, views, encoder = run.data.sample_rate is not None, run.views, run.encoder
-    if isinstance(views, ViewmakerConfig):
+    if views.is_learned:
         views = views.model_copy(update={"base_width": 8, "num_res_blocks": 1})
     narrow = tuple(min(size, 256) for size in encoder.head.hidden_sizes)
     dataset = run.data.train_dir.split("/")[-2]

@@ -14,7 +14,6 @@ from data_pipeline.core.errors import UserError, log_to_terminal
 from launch.outcome import last_line, note_end
 from trainer.config import RunConfig
 from trainer.data import read_manifests
-from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, deepspeed_dictionary
 from trainer.distributed.environment import choose_device, process_group, read_env
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
@@ -77,9 +76,9 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         device_gigabytes=device_gigabytes,
     )
     print(describe(planned))
-    if isinstance(config.engine, DeepSpeedConfig):
-        settings = deepspeed_dictionary(config.engine, global_batch_size=config.global_batch_size, num_ranks=world_size)
-        print(f"\nDeepSpeed gets\n{json.dumps(settings, indent=2)}")
+    settings = config.engine.library_settings(global_batch_size=config.global_batch_size, num_ranks=world_size)
+    if settings is not None:
+        print(f"\n{config.engine.kind} gets\n{json.dumps(settings, indent=2)}")
 
 
 def default_run_dir(config: RunConfig) -> Path:

@@ -13,7 +13,7 @@ from trainer.checkpoint.restore import Restored
 from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.config import RunConfig
 from trainer.data import Manifests
-from trainer.distributed.engines import DDPConfig, DDPEngine, DeepSpeedConfig, DeepSpeedEngine, Engine
+from trainer.distributed.engines import Engine, EngineInputs
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
@@ -82,19 +82,11 @@ def _build_engines(config: RunConfig, modules: Mapping[str, nn.Module], objectiv
     if any(parameter.requires_grad for parameter in objective.parameters()):
         trained["objective"] = objective
     optimizers = config.engine_optimizers
-    engines: dict[str, Engine] = {}
-    for name, module in trained.items():
-        match config.engine:
-            case DDPConfig():
-                engines[name] = DDPEngine(module, optimizer=optimizers[name])
-            case DeepSpeedConfig():
-                engines[name] = DeepSpeedEngine(
-                    module,
-                    optimizer=optimizers[name],
-                    config=config.engine,
-                    global_batch_size=config.global_batch_size,
-                )
-    return engines
+    engine = config.engine.require_import()
+    return {
+        name: engine.build(module, EngineInputs(optimizers[name], config.global_batch_size))
+        for name, module in trained.items()
+    }
 
 
 def build_counters(

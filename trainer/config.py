@@ -18,18 +18,17 @@ from data_pipeline.core.schema import Count, Name, Schema, Seed
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from trainer.adversary import AdversaryConfig
 from trainer.data import DataConfig
-from trainer.distributed.engines import DDPConfig, DeepSpeedConfig, EngineConfig, deepspeed_engine
+from trainer.distributed.engines import DDPConfig, EngineConfig
 from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.memory import MemoryConfig
 from trainer.models.encoder import EncoderConfig
-from trainer.objectives import MoCoConfig, ObjectiveConfig, SimSiamConfig, moco
+from trainer.objectives import ObjectiveConfig
 from trainer.observability.alarms import AlarmConfig
 from trainer.observability.tracking import TrackingConfig
 from trainer.optim.optimizers import OptimizerConfig, SGDConfig
-from trainer.optim.schedules import ConstantConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.run_dir import RunDir
-from trainer.views import ViewsConfig, check_views_fit
+from trainer.views import ViewsConfig
 
 
 class RunConfig(Schema):
@@ -77,16 +76,15 @@ class RunConfig(Schema):
 
     @model_validator(mode="after")
     def _adversary_belongs_to_the_viewmaker(self) -> Self:
-        if (self.views.kind == "viewmaker") != (self.adversary is not None):
+        if self.views.is_imported and self.views.is_learned != (self.adversary is not None):
             raise ValueError(
                 f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} section '
-                "`adversary`, which holds the training of a viewmaker"
+                "`adversary`, which holds the training of learned views"
             )
         return self
 
     @model_validator(mode="after")
-    def _views_and_encoder_take_the_data(self) -> Self:
-        check_views_fit(self.views, self.data.mel)
+    def _the_encoder_takes_the_data(self) -> Self:
         if self.data.mel is not None and self.encoder.in_channels != 1:
             raise ValueError(
                 f"spectrograms have one channel, but encoder.in_channels is {self.encoder.in_channels}; set "
@@ -95,21 +93,9 @@ class RunConfig(Schema):
         return self
 
     @model_validator(mode="after")
-    def _the_queue_holds_whole_batches(self) -> Self:
-        if isinstance(self.objective, MoCoConfig):
-            moco.check(self.objective, self.global_batch_size)
-        return self
-
-    @model_validator(mode="after")
-    def _the_engine_can_train_it(self) -> Self:
-        if isinstance(self.engine, DeepSpeedConfig):
-            deepspeed_engine.check(
-                self.engine,
-                num_modules=len(self.module_optimizers),
-                precision=self.precision,
-                optimizer_kinds=[optimizer.kind for optimizer in self.engine_optimizers.values()],
-                copies_encoder=isinstance(self.objective, MoCoConfig),
-            )
+    def _each_section_fits_the_others(self) -> Self:
+        for section in (self.views, self.encoder, self.objective, self.engine):
+            section.check(self)
         return self
 
     @model_validator(mode="after")
@@ -122,10 +108,8 @@ class RunConfig(Schema):
         return self
 
     @model_validator(mode="after")
-    def _networks_can_be_checkpointed(self) -> Self:
-        if self.encoder.kind == "timm" and isinstance(self.memory.encoder_checkpointing, int):
-            raise ValueError("a timm encoder counts as one block; set memory.encoder_checkpointing to whole or none")
-        if self.views.kind != "viewmaker" and self.memory.viewmaker_checkpointing != "none":
+    def _the_views_can_be_checkpointed(self) -> Self:
+        if self.adversary is None and self.memory.viewmaker_checkpointing != "none":
             raise ValueError(
                 f'memory.viewmaker_checkpointing needs a viewmaker, but the views have kind "{self.views.kind}"; '
                 "set it to none"
@@ -147,9 +131,7 @@ class RunConfig(Schema):
     @property
     def objective_optimizer(self) -> OptimizerConfig:
         """Return the optimizer of the objective's own parameters."""
-        if isinstance(self.objective, SimSiamConfig) and self.objective.predictor_rate == "constant":
-            return self.optimizer.model_copy(update={"schedule": ConstantConfig()})
-        return self.optimizer
+        return self.objective.own_optimizer(self.optimizer)
 
     @property
     def module_optimizers(self) -> dict[str, OptimizerConfig]:

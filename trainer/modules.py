@@ -10,9 +10,8 @@ from torch import nn
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, Normalization, build_encoder
-from trainer.objectives import Objective, build_objective
+from trainer.objectives import Objective, ObjectiveInputs, build_objective
 from trainer.views import ViewPolicy, build_view_policy
-from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,9 @@ class TrainedModules:
     trained_on: DataIdentity | None = None
 
     @property
-    def viewmaker(self) -> Viewmaker | None:
-        return self.view_policy if isinstance(self.view_policy, Viewmaker) else None
+    def viewmaker(self) -> nn.Module | None:
+        """Return the view policy if it is learned."""
+        return self.view_policy if self.config.views.is_learned else None
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TrainedModules:
         """Move the modules in place, with the memory format of the config, and return them."""
@@ -50,14 +50,15 @@ def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int
     """Return the objective of a run, on the `device` of its encoder. Draws its weights with the config's seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        objective = build_objective(
-            config.objective,
-            encoder=encoder,
-            embedding_size=config.encoder.embedding_size,
-            num_samples=num_samples,
-            seed=config.seed,
-        )
+        objective = build_objective(config.objective, objective_inputs(config, encoder, num_samples=num_samples))
     return objective.to(device, config.parameter_dtype)
+
+
+def objective_inputs(config: RunConfig, encoder: nn.Module, *, num_samples: int) -> ObjectiveInputs:
+    """Return the facts of a run from which its objective is built."""
+    return ObjectiveInputs(
+        encoder=encoder, embedding_size=config.encoder.embedding_size, num_samples=num_samples, seed=config.seed
+    )
 
 
 def build_modules(config: RunConfig) -> TrainedModules:
@@ -72,6 +73,6 @@ def build_modules(config: RunConfig) -> TrainedModules:
         encoder = build_encoder(config.encoder, normalization=normalization)
         view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=config.data.mel)
     encoder.trunk.checkpointing = config.memory.encoder_checkpointing
-    if isinstance(view_policy, Viewmaker):
+    if config.views.is_learned:
         view_policy.checkpointing = config.memory.viewmaker_checkpointing
     return TrainedModules(config=config, step=0, encoder=encoder, view_policy=view_policy)

@@ -10,18 +10,17 @@ from __future__ import annotations
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
-from trainer.views.expert_image import ExpertImageConfig, crop_law
 
 
 def original_crops(config: RunConfig, train: Manifest) -> CropLaw | None:
     """Return how crops are drawn when pictures are decoded; None if pictures are decoded whole."""
-    if train.tars is None or config.data.crop_from == "decoded" or not isinstance(config.views, ExpertImageConfig):
+    if train.tars is None or config.data.crop_from == "decoded":
         return None
-    return crop_law(config.views)
+    return config.views.crop_law()
 
 
 def leave_out_crops(config: RunConfig, train: Manifest) -> RunConfig:
     """Return the config with views that are not cropped, if their pictures come as crops."""
     if original_crops(config, train) is None:
         return config
-    return config.model_copy(update={"views": config.views.model_copy(update={"area": None})})
+    return config.model_copy(update={"views": config.views.without_crop()})

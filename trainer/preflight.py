@@ -26,7 +26,6 @@ from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_difference, readable_labels
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
-from trainer.views.policy import check_image_size
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +68,9 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
         )
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
-    if config.views.kind == "viewmaker" and config.views.mask != "none" and train.overlay is None:
+    if config.views.protects is not None and train.overlay is None:
         raise UserError(
-            f"views.mask={config.views.mask} protects the overlay of a picture, but the pictures of {train_dir} have "
+            f"{config.views.protects} protects the overlay of a picture, but the pictures of {train_dir} have "
             "none; set views.mask=none, or build a dataset with an overlay"
         )
     asked = "baked" if config.data.overlay == "baked" else "online"
@@ -114,11 +113,11 @@ def check_batch(config: RunConfig, *, num_samples: int, num_ranks: int) -> None:
 def check_input_shape(config: RunConfig, *, height: int, width: int, where: str) -> None:
     """Raise `UserError` if views or encoder do not accept inputs of this size; `where` names their dataset."""
     try:
-        check_image_size(config.views, height=height, width=width)
+        config.views.check_image_size(height=height, width=width)
         check_input_size(config.encoder, height=height, width=width)
     except ValueError as error:
-        option = f"encoder.options.img_size={height}, or " if config.encoder.kind == "timm" else ""
-        mend = f"; set {option}another encoder.kind" if isinstance(error, UserError) else ""
+        option = config.encoder.size_option(height)
+        mend = f"; set {f'{option}, or ' if option else ''}another encoder.kind" if isinstance(error, UserError) else ""
         raise UserError(f"{where}: {error}{mend}") from None
 
 

@@ -21,7 +21,6 @@ from data_pipeline.core.schema import Schema
 from trainer.checkpoint.restore import load_weights
 from trainer.config import read_run_config
 from trainer.models.encoder import Encoder, EncoderConfig, build_encoder
-from trainer.models.timm_trunk import TimmTrunk
 from trainer.modules import TrainedModules, build_modules
 from trainer.open_settings import decide_as_recorded
 from trainer.run_dir import RunDir, open_run
@@ -78,7 +77,7 @@ def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool =
 
 def named_as_published(encoder: Encoder) -> nn.Module:
     """Return the part of an encoder whose weights have the names of torchvision or timm."""
-    return encoder.trunk.model if isinstance(encoder.trunk, TimmTrunk) else encoder.trunk
+    return encoder.trunk.as_published
 
 
 class NoHead(nn.Module):
@@ -94,6 +93,7 @@ class NoHead(nn.Module):
 
 def _load_export(path: Path) -> Encoder:
     header, weights = _read_export(path)
+    header.encoder.require_import()
     try:
         with torch.random.fork_rng(devices=[]):
             encoder = build_encoder(header.encoder)

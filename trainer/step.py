@@ -309,7 +309,7 @@ class TrainingStep:
             skipped=skip,
             inputs=partial(self._to_inputs, batch),
             mel=self._mel,
-            bounded=self._mel is None and self._config.views.kind != "random_mask",  # a random mask doubles values
+            bounded=self._mel is None and self._config.views.is_bounded,
             views_a_BCHW=result.views_a_BCHW,
             views_b_BCHW=result.views_b_BCHW if batch.inputs_a is batch.inputs_b else None,
             masks_BHW=batch.masks_BHW,

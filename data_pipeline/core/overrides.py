@@ -27,7 +27,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One --set: its text, the path of the setting, and the value."""
+    """One setting to apply: how it was given (such as "--set a.b=c"), its path, and the value."""
 
     text: str
     path: Path
@@ -40,7 +40,7 @@ def parse_setting(text: str) -> Setting:
     if not separator:
         raise UserError(f'--set {text} has no "="; write --set NAME=VALUE')
     try:
-        return Setting(text, tuple(part.strip() for part in name.split(".")), parse_yaml(value))
+        return Setting(f"--set {text}", tuple(part.strip() for part in name.split(".")), parse_yaml(value))
     except ValueError as error:
         raise UserError(f'--set {text}: the value is not YAML ({error}); write e.g. --set {name}="[1, 2]"') from None
 
@@ -53,10 +53,40 @@ def set_paths(overrides: Sequence[str]) -> set[Path]:
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, model: type[BaseModel]) -> dict[str, Any]:
     """Return the `values` of a `model` with `overrides` applied, outer settings first: see `Schema.override`.
 
+    Raises the errors of `parse_setting` and `apply_settings`.
+    """
+    return apply_settings(values, [parse_setting(text) for text in overrides], model=model)
+
+
+def merge(
+    values: Mapping[str, Any], changes: Mapping[str, Any], *, where: str, model: type[BaseModel]
+) -> dict[str, Any]:
+    """Return the `values` of a `model` with nested `changes`, which hold only what differs.
+
+    Unlike in an override, a mapping changes only what it names. A new `kind` starts its section from the defaults of
+    that kind, and a section that was null starts from its defaults. Raises the errors of `apply_settings`, with
+    `where`.
+    """
+    return apply_settings(values, list(_differences(values, changes, where)), model=model)
+
+
+def _differences(values: Any, changes: Mapping[str, Any], where: str, above: Path = ()) -> Iterator[Setting]:
+    """Yield a setting for each of the `changes` that is not itself a change inside a section of `values`."""
+    for name, value in changes.items():
+        path, inner = (*above, name), values.get(name)
+        if isinstance(value, dict) and value and isinstance(inner, dict):
+            yield from _differences(inner, value, where, path)
+        else:
+            yield Setting(f"{'.'.join(path)} in {where}", path, value)
+
+
+def apply_settings(values: Mapping[str, Any], given: Sequence[Setting], *, model: type[BaseModel]) -> dict[str, Any]:
+    """Return the `values` of a `model` with settings applied, outer settings first.
+
     Raises `UserError` if a mapping and a setting inside it disagree, or if a setting is inside a value that is not a
     section.
     """
-    last = {setting.path: setting for setting in map(parse_setting, overrides)}
+    last = {setting.path: setting for setting in given}
     settings = sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND))
     _check_agreement(settings)
     result = copy.deepcopy(dict(values))
@@ -71,9 +101,7 @@ def _check_agreement(settings: Sequence[Setting]) -> None:
         for path, value in _inside(setting):
             text, earlier = given.setdefault(path, (setting.text, value))
             if earlier is not value and earlier != value:
-                raise UserError(
-                    f"--set {text} and --set {setting.text} give {'.'.join(path)} two values; leave one of them out"
-                )
+                raise UserError(f"{text} and {setting.text} give {'.'.join(path)} two values; leave one of them out")
 
 
 def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:
@@ -99,11 +127,11 @@ def _apply(values: dict[str, Any], setting: Setting, model: type[BaseModel]) -> 
             section[part] = default_at(known, part)
         inner = section.get(part)
         if part in section and inner is None:
-            raise UserError(f"--set {setting.text}: {where} is null; add --set {where}={{}} for its defaults")
+            raise UserError(f"{setting.text}: {where} is null; add --set {where}={{}} for its defaults")
         if not isinstance(inner, dict):
             valid = {name for each in known for name in each.model_fields}
             mend = f"; write --set {where}=VALUE" if part in section else nearest(part, valid)
-            raise UserError(f'--set {setting.text}: "{where}" has no settings of its own{mend}')
+            raise UserError(f'{setting.text}: "{where}" has no settings of its own{mend}')
         section, models = inner, models_at(field_of(known, part))
     if last == KIND and section.get(KIND, setting.value) != setting.value and any(map(kinds_of, models)):
         section.clear()

@@ -1,7 +1,8 @@
 """Find the pydantic models that a section of a config may have.
 
-A section is given by its annotations, such as `ResNetConfig | TimmConfig | None`. The models of one section differ in
-their field `kind`, a literal of one or several names.
+A section is given by its annotations, such as `SGDConfig | AdamConfig | None`. The models of one section differ in
+their field `kind`, a literal of one or several names. A base class with `Kinds` (`data_pipeline.core.kinds`) stands for
+all models that its kinds name; a model of another package may have its import path as its kind.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin
 from pydantic import BaseModel
 
 KIND: Final = "kind"
+KINDS: Final = "kinds"  # the attribute of a base class that holds its `Kinds`
+CONFIG: Final = "Config"  # the attribute of a class that holds its config class
 
 
 def members_of(annotations: Iterable[Any]) -> list[Any]:
@@ -30,7 +33,8 @@ def members_of(annotations: Iterable[Any]) -> list[Any]:
 
 def models_at(annotations: Iterable[Any]) -> list[type[BaseModel]]:
     """Return the models that a section may have."""
-    return [each for each in members_of(annotations) if isinstance(each, type) and issubclass(each, BaseModel)]
+    models = [each for each in members_of(annotations) if isinstance(each, type) and issubclass(each, BaseModel)]
+    return [one for each in models for one in (vars(each)[KINDS].configs() if KINDS in vars(each) else [each])]
 
 
 def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
@@ -40,7 +44,19 @@ def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
 
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     """Return the kinds of a model; an empty tuple if it has no field `kind`."""
-    return get_args(model.model_fields[KIND].annotation) if KIND in model.model_fields else ()
+    if KIND not in model.model_fields:
+        return ()
+    return get_args(model.model_fields[KIND].annotation) or ((import_path(model),) if has_path(model) else ())
+
+
+def has_path(model: type[BaseModel]) -> bool:
+    """Return whether the kind of a model is its import path, because it could declare a kind and does not."""
+    return hasattr(model, KINDS) and model.model_fields[KIND].annotation is str
+
+
+def import_path(model: type[BaseModel]) -> str:
+    """Return the import path of a model, without an ending `.Config`."""
+    return f"{model.__module__}:{model.__qualname__}".removesuffix(f".{CONFIG}")
 
 
 def models_of_kind(models: list[type[BaseModel]], values: Mapping[str, Any]) -> list[type[BaseModel]]:

@@ -25,7 +25,7 @@ from trainer.config import RunConfig
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.run_dir import RunDir
 from trainer.train import train
-from trainer.views.expert_image import ExpertImage, ExpertImageConfig, crop_law
+from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ def test_crops_of_the_original_are_the_views_that_the_policy_would_make(tmp_path
     )
     (squares,) = read_all(tmp_path / "train", batch_size=16)
     whole = squares.inputs_a.float() / 255
-    law = crop_law(config)
+    law = config.crop_law()
     assert law is not None
     stream = Stream(
         tmp_path / "train",

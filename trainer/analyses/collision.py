@@ -84,7 +84,7 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
     """
     run_config, test = read_test_pictures(run_dir, options, what_for="collision")
     seed = seed_of(run_config, options)
-    policy = run_config.views if isinstance(run_config.views, ExpertImageConfig) else ExpertImageConfig()
+    policy = ExpertImageConfig.of(run_config.views)
     rows_N = choose_rows(len(test), config.num_pictures, seed=seed)
     if len(rows_N) < 2:
         raise UserError(f"collision compares pictures, but the test set of {run_dir.path} has fewer than two")

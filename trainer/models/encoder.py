@@ -11,23 +11,41 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import KindConfig, Kinds
 from data_pipeline.core.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
-from trainer.models.batch_norm import depends_on_row_order, grouped_statistics, split_batch_norm, synchronize_batch_norm
+from trainer.models.batch_norm import depends_on_row_order, grouped_statistics
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import BLOCKS_OF_DEPTH, Init, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
-from trainer.models.trunk import ConvolutionalTrunk
+from trainer.models.trunk import Trunk
 from trainer.models.wide_resnet import wide_resnet_trunk
 
-Trunk: TypeAlias = ConvolutionalTrunk | TimmTrunk
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+
+_Decided = Literal["resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"]
+_Open = Literal["resnet18_by_size", "resnet34_by_size", "resnet50_by_size"]
+ResNetKind = Literal[_Decided, _Open]
+_BY_SIZE: Final = "_by_size"
+STANDARD_FROM: Final = 64  # pixels of the shorter side, from which a network by size has the standard form
+
+# The config class of each kind. A new encoder of this project needs a line here.
+ENCODERS: Final = MappingProxyType(
+    {
+        **dict.fromkeys(get_args(ResNetKind), "trainer.models.encoder:ResNetConfig"),
+        "wrn_34_5": "trainer.models.encoder:WideResNet34x5Config",
+        "timm": "trainer.models.encoder:TimmConfig",
+    }
+)
 
 
 class Normalization(Schema):
@@ -43,8 +61,8 @@ FloatOption = Annotated[float, Field(ge=-1e6, le=1e6)]
 Option: TypeAlias = bool | WholeOption | FloatOption | Line
 
 
-class _Fields(Schema):
-    """The settings of every encoder.
+class BaseEncoderConfig(KindConfig):
+    """The base of the configs of encoders: the settings of every encoder, and how its trunk is built.
 
     batch_norm: the rows that share statistics. "synchronized" is the global batch. "local" is the part of each rank, so
         results depend on the number of ranks. "split" is each of `batch_norm_splits` equal groups of the global batch;
@@ -53,6 +71,8 @@ class _Fields(Schema):
         the train set; for spectrograms 0 and 1, because they are normalised already.
     probe_reads: whether the linear probe reads every value of the trunk's last map, or the pooled map.
     """
+
+    kinds: ClassVar[Kinds[BaseEncoderConfig]] = Kinds("encoder", group="encoders", built_in=ENCODERS)
 
     in_channels: Literal[1, 3] = 3
     embedding_size: LayerSize = 128
@@ -83,18 +103,23 @@ class _Fields(Schema):
 
     @property
     def form_is_open(self) -> bool:
-        """Return whether the form of the network depends on the size of its inputs; see `decide_form`."""
+        """Return whether the form of the network depends on the size of its inputs; see `with_form`."""
         return False
 
+    def with_form(self, *, height: int, width: int) -> Self:
+        """Return the config for inputs of one size, with no form open."""
+        return self
 
-_Decided = Literal["resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"]
-_Open = Literal["resnet18_by_size", "resnet34_by_size", "resnet50_by_size"]
-ResNetKind = Literal[_Decided, _Open]
-_BY_SIZE: Final = "_by_size"
-STANDARD_FROM: Final = 64  # pixels of the shorter side, from which a network by size has the standard form
+    def build_trunk(self) -> Trunk:
+        """Return the network without its classifier, with weights from torch's default generator."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no method build_trunk")
+
+    def size_option(self, height: int) -> str | None:
+        """Return the setting with which the network accepts inputs of that height; None if there is none."""
+        return None
 
 
-class ResNetConfig(_Fields):
+class ResNetConfig(BaseEncoderConfig):
     """A residual network. `kind` sets its depth and its form, and the defaults of `init` and `width`.
 
     - resnet18, 34, 50: the standard form, as torchvision has it. With one input channel, resnet18 is the sound encoder
@@ -151,14 +176,33 @@ class ResNetConfig(_Fields):
             raise ValueError(f"the form of a {self.kind} depends on the size of its inputs; call decide_form first")
         return "small" if self.kind.endswith("_small") or self.kind == "resnet10" else "standard"
 
+    def with_form(self, *, height: int, width: int) -> Self:
+        if not self.form_is_open:
+            return self
+        ending = "" if min(height, width) >= STANDARD_FROM else "_small"
+        return self.model_copy(update={"kind": self.kind.removesuffix(_BY_SIZE) + ending})
 
-class WideResNet34x5Config(_Fields):
+    def build_trunk(self) -> Trunk:
+        return resnet_trunk(
+            *BLOCKS_OF_DEPTH[self.depth],
+            form=self.form,
+            width=self.width,
+            in_channels=self.in_channels,
+            stem_relu=self.stem_relu,
+            init=self.init,
+        )
+
+
+class WideResNet34x5Config(BaseEncoderConfig):
     """WRN-34-5 for small pictures (Zagoruyko and Komodakis 2016), the network of Wen and Li 2021."""
 
     kind: Literal["wrn_34_5"] = "wrn_34_5"
 
+    def build_trunk(self) -> Trunk:
+        return wide_resnet_trunk(depth=34, widening=5, in_channels=self.in_channels)
 
-class TimmConfig(_Fields):
+
+class TimmConfig(BaseEncoderConfig):
     """An untrained backbone of timm (install the extra "timm").
 
     name: its name in timm.
@@ -189,8 +233,19 @@ class TimmConfig(_Fields):
             )
         return options
 
+    def check(self, run: RunConfig) -> None:
+        if isinstance(run.memory.encoder_checkpointing, int):
+            raise ValueError("a timm encoder counts as one block; set memory.encoder_checkpointing to whole or none")
 
-EncoderConfig = Annotated[ResNetConfig | WideResNet34x5Config | TimmConfig, Field(discriminator="kind")]
+    def build_trunk(self) -> Trunk:
+        return TimmTrunk(self.name, in_channels=self.in_channels, options=self.options)
+
+    def size_option(self, height: int) -> str | None:
+        return f"encoder.options.img_size={height}"
+
+
+# The type of a section `encoder`: the config of any encoder, found by its kind.
+EncoderConfig = Annotated[SerializeAsAny[BaseEncoderConfig], BeforeValidator(BaseEncoderConfig.kinds.parse)]
 
 
 class Encoder(nn.Module):
@@ -292,10 +347,7 @@ class Encoder(nn.Module):
 
 def decide_form(config: EncoderConfig, *, height: int, width: int) -> EncoderConfig:
     """Return the config for inputs of one size: a kind such as resnet18_by_size becomes resnet18 or resnet18_small."""
-    if not config.form_is_open:
-        return config
-    ending = "" if min(height, width) >= STANDARD_FROM else "_small"
-    return config.model_copy(update={"kind": config.kind.removesuffix(_BY_SIZE) + ending})
+    return config.with_form(height=height, width=width)
 
 
 def build_encoder(config: EncoderConfig, *, normalization: Normalization | None = None) -> Encoder:
@@ -304,21 +356,14 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
     `normalization` is used if the config has no mean and std. If both are None, the encoder has the right shapes, but
     all its outputs are NaN.
 
-    Raises `UserError` if timm does not take the options, or if the encoder has no batch norm of the kind in the config,
-    and `ValueError` if its form is not decided.
+    Raises `UserError` if timm does not take the options, if the encoder has no batch norm of the kind in the config, or
+    if the config only holds the values of a class that was not imported, and `ValueError` if its form is not decided.
     """
-    trunk = _build_trunk(config)
+    trunk = config.require_import().build_trunk()
     if config.batch_norm == "split":
-        if isinstance(trunk, TimmTrunk):
-            raise UserError(
-                "encoder.batch_norm=split does not work with encoders of timm; set it to synchronized or local"
-            )
-        split_batch_norm(trunk, num_splits=config.batch_norm_splits)
+        trunk.split_batch_norm(config.batch_norm_splits)
     elif config.batch_norm == "synchronized":
-        if isinstance(trunk, TimmTrunk):
-            trunk.synchronize_batch_norm()
-        else:
-            synchronize_batch_norm(trunk)
+        trunk.synchronize_batch_norm()
     head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
     head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=head_norm)
     return Encoder(
@@ -364,23 +409,6 @@ def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_r
                 f"{height} x {width} gives one; raise global_batch_size, or lower memory.micro_batches, the number of "
                 "ranks or encoder.batch_norm_splits"
             ) from None
-
-
-def _build_trunk(config: EncoderConfig) -> Trunk:
-    match config:
-        case TimmConfig():
-            return TimmTrunk(config.name, in_channels=config.in_channels, options=config.options)
-        case WideResNet34x5Config():
-            return wide_resnet_trunk(depth=34, widening=5, in_channels=config.in_channels)
-        case _:
-            return resnet_trunk(
-                *BLOCKS_OF_DEPTH[config.depth],
-                form=config.form,
-                width=config.width,
-                in_channels=config.in_channels,
-                stem_relu=config.stem_relu,
-                init=config.init,
-            )
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
-from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.models.batch_norm import SynchronizedBatchNorm2d, reenter_groups, synchronize_batch_norm
+from trainer.models.activation_checkpointing import run_blocks
+from trainer.models.batch_norm import SynchronizedBatchNorm2d, reenter_groups
+from trainer.models.trunk import Trunk
 
 # The encoder sets the first three. The others would load weights, but a config may come from a stranger.
 OWN_ARGUMENTS = frozenset(
@@ -34,7 +35,7 @@ def check_timm_name(name: str) -> None:
         raise UserError(f'timm {timm.__version__} has no model "{name}"; {hint}')
 
 
-class TimmTrunk(nn.Module):
+class TimmTrunk(Trunk):
     """A timm model without its classifier, from (B, `in_channels`, H, W) to its features, a map or tokens.
 
     `options` are other arguments of `timm.create_model`, such as img_size and patch_size of a vision transformer. The
@@ -54,8 +55,7 @@ class TimmTrunk(nn.Module):
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise UserError(f'timm cannot build "{name}" with options ({given}): {_one_line(error)}') from None
-        self.num_channels: int = self.model.head_hidden_size
-        self.checkpointing: Checkpointing = "none"
+        self.num_channels = self.model.head_hidden_size
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the features. If `checkpointing` is "whole", the backward pass computes all layers again."""
@@ -63,14 +63,23 @@ class TimmTrunk(nn.Module):
         blocks = [_Features(self.model)]
         return run_blocks(blocks, x_BCHW, checkpointing=checkpointing, random=True, recompute_context=reenter_groups())
 
-    def pool(self, features: Tensor) -> Tensor:
+    def pool(self, map_BCHW: Tensor) -> Tensor:
         """Return the input of the model's classifier, (B, C): a mean or a class token, after its norms."""
-        pooled_BC: Tensor = self.model.forward_head(features, pre_logits=True)
+        pooled_BC: Tensor = self.model.forward_head(map_BCHW, pre_logits=True)
         return pooled_BC
+
+    def split_batch_norm(self, num_splits: int) -> None:
+        """Raise `UserError`."""
+        raise UserError("encoder.batch_norm=split does not work with encoders of timm; set it to synchronized or local")
+
+    @property
+    def as_published(self) -> nn.Module:
+        model: nn.Module = self.model
+        return model
 
     def synchronize_batch_norm(self) -> None:
         """Synchronise every batch norm, also timm's batch norm with activation. Raises `UserError` for other types."""
-        synchronize_batch_norm(self)
+        super().synchronize_batch_norm()
         with_activation = _timm().layers.BatchNormAct2d
         for parent in list(self.modules()):
             for name, child in parent.named_children():

@@ -1,4 +1,6 @@
-"""Trunks of convolutions, from pictures to the last map, and from the map to one vector for each picture.
+"""The interface of trunks, and trunks of convolutions.
+
+A trunk goes from pictures to the last map, and from the map to one vector for each picture.
 
 Shapes: B pictures, C channels of the map, H by W pixels.
 """
@@ -11,10 +13,40 @@ from collections.abc import Container
 from torch import Tensor, nn
 
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.models.batch_norm import reenter_groups
+from trainer.models.batch_norm import reenter_groups, split_batch_norm, synchronize_batch_norm
 
 
-class ConvolutionalTrunk(nn.Sequential):
+class Trunk(nn.Module):
+    """The base class of networks without a classifier, from pictures (B, `in_channels`, H, W) to their last map.
+
+    Attributes:
+        num_channels: the channels C of what `pool` returns.
+        checkpointing: the part that the backward pass computes again, set after the trunk is built. A trunk may ignore
+            it, and then needs more memory.
+    """
+
+    num_channels: int
+    checkpointing: Checkpointing = "none"
+
+    def pool(self, map_BCHW: Tensor) -> Tensor:
+        """Return one vector for each picture, (B, C): the mean of the map over its pixels."""
+        return map_BCHW.mean((2, 3))
+
+    def synchronize_batch_norm(self) -> None:
+        """Make every batch norm work on the global batch. Raises `UserError` if one cannot."""
+        synchronize_batch_norm(self)
+
+    def split_batch_norm(self, num_splits: int) -> None:
+        """Make every batch norm work on equal groups of the global batch. Raises `UserError` if one cannot."""
+        split_batch_norm(self, num_splits=num_splits)
+
+    @property
+    def as_published(self) -> nn.Module:
+        """Return the module whose weights have the names of the library that others load them with."""
+        return self
+
+
+class ConvolutionalTrunk(nn.Sequential, Trunk):
     """Named layers, one after the other, from (B, `in_channels`, H, W) to a map (B, `num_channels`, H', W').
 
     `checkpointing` sets the blocks that the backward pass computes again. The stem is a block, and so is each block of
@@ -31,10 +63,6 @@ class ConvolutionalTrunk(nn.Sequential):
             map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
             return map_BCHW
         return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, recompute_context=reenter_groups())
-
-    def pool(self, map_BCHW: Tensor) -> Tensor:
-        """Return the mean of the map over its pixels, (B, C)."""
-        return map_BCHW.mean((2, 3))
 
     def _blocks(self) -> list[nn.Module]:
         """Return each block of a stage, and one block for neighbouring layers outside the stages (stem, last norm)."""

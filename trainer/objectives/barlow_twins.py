@@ -17,7 +17,14 @@ from torch import Tensor
 from data_pipeline.core.schema import PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.objectives.contrast import check_pair
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, mean_cosine
+from trainer.objectives.objective import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    ViewPair,
+    mean_cosine,
+)
 
 
 class BarlowTwinsConfig(BaseObjectiveConfig):
@@ -28,6 +35,9 @@ class BarlowTwinsConfig(BaseObjectiveConfig):
 
     kind: Literal["barlow_twins"] = "barlow_twins"
     off_diagonal_weight: PositiveFactor = 5e-3
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return BarlowTwins(self)
 
 
 def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> Tensor:

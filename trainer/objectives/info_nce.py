@@ -18,13 +18,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.objectives.contrast import candidates, unit_pair
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    ViewPair,
+    contrastive_output,
+)
 
 
 class InfoNCEConfig(BaseObjectiveConfig):
     """The config of InfoNCE with unit embeddings, temperature 1 and one negative for each sample; no settings."""
 
     kind: Literal["info_nce"] = "info_nce"
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return InfoNCE(self)
 
 
 def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,14 @@ from torch.nn import functional as F
 from data_pipeline.core.counter_rng import DrawKeys, integers, uniform
 from data_pipeline.core.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    ViewPair,
+    contrastive_output,
+)
 
 _FIRST_ROWS, _NOISE = 200, 201  # `purpose` in `data_pipeline.core.counter_rng`
 _MAX_ENTRIES = 1 << 22  # entries in memory at once, of the matrix of pictures times rows
@@ -38,10 +45,17 @@ class InstanceDiscriminationConfig(BaseObjectiveConfig):
     momentum: the share of the old row in the new row.
     """
 
+    needs_num_samples: ClassVar[bool] = True
+
     kind: Literal["instance_discrimination"] = "instance_discrimination"
     temperature: Temperature = 0.07
     num_negatives: BatchSize = 4096
     momentum: ShareBelowOne = 0.5
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return InstanceDiscrimination(
+            self, num_samples=given.num_samples, embedding_size=given.embedding_size, seed=given.seed
+        )
 
 
 def instance_discrimination_loss(

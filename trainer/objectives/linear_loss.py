@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
 from trainer.objectives.contrast import candidates, unit_pair
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair
+from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 
 
 class LinearLossConfig(BaseObjectiveConfig):
@@ -26,6 +26,9 @@ class LinearLossConfig(BaseObjectiveConfig):
 
     kind: Literal["linear"] = "linear"
     divergence_weight: PositiveFactor = 1.0
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return LinearLoss(self)
 
 
 def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> Tensor:

@@ -14,7 +14,7 @@ Shapes: B pictures of this rank, G = B W pictures of all W ranks, Q keys in the 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,17 @@ from trainer.distributed.collectives import all_gather_rows, rank
 from trainer.models.batch_norm import average_running_statistics, depends_on_row_order
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    ViewPair,
+    contrastive_output,
+)
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
 _ORDER_PURPOSE = 200  # `purpose` in `data_pipeline.core.counter_rng`
 
@@ -41,11 +51,19 @@ class MoCoConfig(BaseObjectiveConfig):
         are then not trained.
     """
 
+    copies_encoder: ClassVar[bool] = True
+
     kind: Literal["moco"] = "moco"
     temperature: Temperature = 0.1
     queue_size: BatchSize = 4096
     momentum: ShareBelowOne = 0.99
     direction: Literal["symmetric", "one_way"] = "symmetric"
+
+    def check(self, run: RunConfig) -> None:
+        check(self, run.global_batch_size)
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return MoCo(self, encoder=given.encoder, embedding_size=given.embedding_size)
 
 
 def check(config: MoCoConfig, global_batch_size: int) -> None:

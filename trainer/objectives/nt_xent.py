@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
 from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class NTXentConfig(ContrastiveConfig):
@@ -22,6 +22,9 @@ class NTXentConfig(ContrastiveConfig):
 
     kind: Literal["nt_xent"] = "nt_xent"
     temperature: Temperature = 0.5
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return NTXent(self)
 
 
 def nt_xent_loss(

@@ -5,11 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Final
 
+from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.kinds import KindConfig, Kinds
+from trainer.optim.optimizers import OptimizerConfig
+
+# The config class of each kind. A new objective of this project needs a line here and its own file.
+OBJECTIVES: Final = MappingProxyType(
+    {
+        "nt_xent": "trainer.objectives.nt_xent:NTXentConfig",
+        "nt_xent_published": "trainer.objectives.published_nt_xent:PublishedNTXentConfig",
+        "info_nce": "trainer.objectives.info_nce:InfoNCEConfig",
+        "split": "trainer.objectives.split_loss:SplitLossConfig",
+        "linear": "trainer.objectives.linear_loss:LinearLossConfig",
+        "barlow_twins": "trainer.objectives.barlow_twins:BarlowTwinsConfig",
+        "moco": "trainer.objectives.moco:MoCoConfig",
+        "simsiam": "trainer.objectives.simsiam:SimSiamConfig",
+        "instance_discrimination": "trainer.objectives.instance_discrimination:InstanceDiscriminationConfig",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +62,44 @@ class ObjectiveOutput:
     metrics: Mapping[str, Tensor]
 
 
-class BaseObjectiveConfig(Schema):
-    """The base of the configs of objectives."""
+@dataclass(frozen=True)
+class ObjectiveInputs:
+    """The facts from which an objective is built.
+
+    Attributes:
+        encoder: the untrained encoder, on the device of the training.
+        embedding_size: the number D of dimensions of an embedding.
+        num_samples: the size of the train set; 0 if it is not known and the objective does not need it.
+        seed: the seed of the run.
+    """
+
+    encoder: nn.Module
+    embedding_size: int
+    num_samples: int
+    seed: int
+
+
+class BaseObjectiveConfig(KindConfig):
+    """The base of the configs of objectives. Says what its objective needs, and builds it.
+
+    Attributes:
+        copies_encoder: whether the objective keeps a copy of the encoder, such as a teacher. No rank may then have only
+            a part of the encoder.
+        needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
+            number, and does not allocate that state.
+    """
+
+    kinds: ClassVar[Kinds[BaseObjectiveConfig]] = Kinds("objective", group="objectives", built_in=OBJECTIVES)
+    copies_encoder: ClassVar[bool] = False
+    needs_num_samples: ClassVar[bool] = False
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        """Return the objective, with its weights from torch's default generator."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no method build")
+
+    def own_optimizer(self, of_encoder: OptimizerConfig) -> OptimizerConfig:
+        """Return the optimizer of the objective's own parameters: by default that of the encoder."""
+        return of_encoder
 
     def note(self, *, global_batch_size: int) -> str | None:
         """Return a sentence for the log that explains an unusual loss; None if the loss is as expected."""
@@ -89,3 +144,15 @@ def contrastive_output(loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, 
         "positive_probability": log_probability_N.detach().exp().mean(),
     }
     return ObjectiveOutput(loss, metrics)
+
+
+def build_objective(config: BaseObjectiveConfig, given: ObjectiveInputs) -> Objective:
+    """Return the objective of a config, with its weights from torch's default generator.
+
+    Raises `UserError` if the config only holds the values of a class that was not imported.
+    """
+    return config.require_import().build(given)
+
+
+# The type of a section `objective`: the config of any objective, found by its kind.
+ObjectiveConfig = Annotated[SerializeAsAny[BaseObjectiveConfig], BeforeValidator(BaseObjectiveConfig.kinds.parse)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
 from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
-from trainer.objectives.objective import Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class PublishedNTXentConfig(ContrastiveConfig):
@@ -34,6 +34,9 @@ class PublishedNTXentConfig(ContrastiveConfig):
             f"{self.temperature:g} and batch {global_batch_size} is "
             f"{floor_of_loss(temperature=self.temperature, num_candidates=num_candidates):.3f}, not 0"
         )
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return PublishedNTXent(self)
 
 
 def floor_of_loss(*, temperature: float, num_candidates: int) -> float:

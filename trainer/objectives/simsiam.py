@@ -14,7 +14,16 @@ from torch import Tensor
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives.contrast import unit_pair
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, mean_cosine
+from trainer.objectives.objective import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    ViewPair,
+    mean_cosine,
+)
+from trainer.optim.optimizers import OptimizerConfig
+from trainer.optim.schedules import ConstantConfig
 
 
 class SimSiamConfig(BaseObjectiveConfig):
@@ -28,6 +37,13 @@ class SimSiamConfig(BaseObjectiveConfig):
     kind: Literal["simsiam"] = "simsiam"
     predictor: HeadConfig = HeadConfig(hidden_sizes=(512,), batch_norm=True)
     predictor_rate: Literal["of_encoder", "constant"] = "of_encoder"
+
+    def own_optimizer(self, of_encoder: OptimizerConfig) -> OptimizerConfig:
+        is_constant = self.predictor_rate == "constant"
+        return of_encoder.model_copy(update={"schedule": ConstantConfig()}) if is_constant else of_encoder
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return SimSiam(self, embedding_size=given.embedding_size)
 
 
 def simsiam_loss(p_a_BD: Tensor, p_b_BD: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

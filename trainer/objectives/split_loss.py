@@ -18,7 +18,14 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import BatchSize, PositiveFactor, Temperature
 from trainer.objectives.contrast import candidates, scale_of, unit_pair
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    ViewPair,
+    contrastive_output,
+)
 
 Negatives = Literal["second_view", "both_views"]
 
@@ -40,6 +47,9 @@ class SplitLossConfig(BaseObjectiveConfig):
     divergence_weight: PositiveFactor = 0.4
     negatives: Negatives = "second_view"
     chunk_size: BatchSize | None = None
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return SplitLoss(self)
 
 
 def split_loss(

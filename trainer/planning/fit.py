@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from data_pipeline.core.errors import UserError
 from trainer.config import RunConfig
+from trainer.distributed.engines.engine import Backend
 from trainer.models.encoder import decide_form
-from trainer.objectives import InstanceDiscriminationConfig
 from trainer.open_settings import input_size
-from trainer.planning.engine_costs import Backend
 from trainer.planning.measure import Fit, TrainingPlan, measure
 from trainer.preflight import check_batch, check_batch_norm, check_input_shape
 
@@ -76,9 +75,9 @@ def room_on(device_bytes: int) -> int:
 def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> None:
     # Without a dataset, checks a single batch.
     check_batch(config, num_samples=num_samples or config.global_batch_size, num_ranks=world_size)
-    if isinstance(config.objective, InstanceDiscriminationConfig) and num_samples is None:
+    if config.objective.needs_num_samples and num_samples is None:
         raise UserError(
-            "objective.kind=instance_discrimination keeps a row for each sample, but their number is not known; build "
+            f"objective.kind={config.objective.kind} keeps a row for each sample, but their number is not known; build "
             f"{config.data.train_dir} first"
         )
 

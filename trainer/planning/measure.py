@@ -29,13 +29,11 @@ from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig
 from trainer.distributed.fake_process_group import fake_ranks
 from trainer.models.encoder import Encoder
-from trainer.modules import build_modules, build_run_objective
-from trainer.objectives import InstanceDiscriminationConfig, Objective, build_objective
+from trainer.modules import build_modules, build_run_objective, objective_inputs
+from trainer.objectives import Objective, build_objective
 from trainer.planning.accounting import Accounts
-from trainer.planning.engine_costs import Backend, cut_gradients, kept_by_engines, sent_by_engines, zero_stage_of
-from trainer.views import ViewPolicy
-from trainer.views.random_mask import RandomMask
-from trainer.views.viewmaker import Viewmaker
+from trainer.planning.engine_costs import Backend, cut_gradients, sent_by_engines
+from trainer.views import ViewPolicy, ViewsInputs
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def measure(
 
     Leaves no process group, and must not be called inside one.
     """
-    size, zero_stage = config.global_batch_size // world_size, zero_stage_of(config)
+    size = config.global_batch_size // world_size
     modules = build_modules(config)
     modules = replace(modules, view_policy=_fake_policy(config, modules.view_policy))
     modules = modules.to(torch.device("cpu"), config.parameter_dtype)
@@ -129,7 +127,7 @@ def measure(
         engines = training.engines
         gradients = {name: _size(_trained(engine.module)) for name, engine in engines.items()}
         optimizer_bytes = _size(tensor for engine in engines.values() for tensor in engine.optimizer_state().values())
-        cuts = cut_gradients(engines, world_size) if zero_stage >= 2 else nullcontext()
+        cuts = cut_gradients(engines, world_size) if config.engine.cuts_gradients else nullcontext()
         with fake_ranks(world_size, sums_by_gathering=backend == "gloo"), cuts:
             batch = _batch(config, size, shape)
             phases = _Phases(modules.encoder, objective)
@@ -138,12 +136,18 @@ def measure(
             at_the_end = phases.accounts.live_bytes
             del output
     sent = phases.accounts.sent_bytes + sent_by_engines(config, gradients, world_size=world_size, backend=backend)
-    kept = kept_by_engines(config, sum(gradients.values()), optimizer_bytes, world_size=world_size)
+    kept = config.engine.kept_bytes(
+        sum(gradients.values()),
+        optimizer_bytes,
+        world_size=world_size,
+        itemsize=config.parameter_dtype.itemsize,
+        global_batch_size=config.global_batch_size,
+    )
     steps_per_epoch = None if num_samples is None else num_steps_per_epoch(num_samples, config.global_batch_size)
     return TrainingPlan(
         name=config.name,
         world_size=world_size,
-        engine=config.engine.kind if zero_stage < 0 else f"{config.engine.kind}, ZeRO {zero_stage}",
+        engine=config.engine.title,
         backend=backend,
         global_batch_size=config.global_batch_size,
         rank_batch_size=size,
@@ -179,14 +183,11 @@ def measure(
 
 def _build_objective(config: RunConfig, encoder: Encoder, num_samples: int | None, mode: FakeTensorMode) -> Objective:
     """Return the objective. A bank, which may be large, is fake from the start; other objectives are real here."""
-    if not isinstance(config.objective, InstanceDiscriminationConfig):
+    if not config.objective.needs_num_samples:
         return build_run_objective(config, encoder, num_samples=num_samples or 0, device=torch.device("cpu"))
     assert num_samples is not None
-    size = config.encoder.embedding_size
     with mode:
-        objective = build_objective(
-            config.objective, encoder=encoder, embedding_size=size, num_samples=num_samples, seed=config.seed
-        )
+        objective = build_objective(config.objective, objective_inputs(config, encoder, num_samples=num_samples))
         for name, buffer in list(objective.named_buffers()):
             objective.register_buffer(name, buffer.to(config.parameter_dtype))
     return objective
@@ -194,17 +195,15 @@ def _build_objective(config: RunConfig, encoder: Encoder, num_samples: int | Non
 
 def _fake_policy(config: RunConfig, policy: ViewPolicy) -> ViewPolicy:
     """Return a view policy that runs on fake tensors."""
-    mel = config.data.mel
-    if isinstance(policy, RandomMask):
-        return policy
-    if not isinstance(policy, Viewmaker):
-        return _ReadyViews(mel)  # type: ignore[return-value]
+    mel, views = config.data.mel, config.views
+    if not (views.is_learned or views.runs_in_plans):
+        return _ReadyViews(mel)
     if mel is None:
         return policy
-    viewmaker = Viewmaker(policy.config, image_channels=1)
-    viewmaker.checkpointing = policy.checkpointing
-    viewmaker.register_forward_pre_hook(lambda _, given: (_spectrograms(given[0], mel), *given[1:]))
-    return viewmaker
+    on_spectrograms = views.build(ViewsInputs(image_channels=1))
+    on_spectrograms.checkpointing = policy.checkpointing
+    on_spectrograms.register_forward_pre_hook(lambda _, given: (_spectrograms(given[0], mel), *given[1:]))
+    return on_spectrograms
 
 
 class _ReadyViews(nn.Module):

@@ -7,6 +7,6 @@ is a normalised log-mel spectrogram (B, 1, M, N). All policies work on whole bat
 Invariant: no draw comes from global random state, so views are equal in one process and in many.
 """
 
-from trainer.views.policy import ViewPolicy, ViewsConfig, build_view_policy, check_views_fit
+from trainer.views.policy import BaseViewsConfig, ViewPolicy, ViewsConfig, ViewsInputs, build_view_policy
 
-__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy", "check_views_fit"]
+__all__ = ["BaseViewsConfig", "ViewPolicy", "ViewsConfig", "ViewsInputs", "build_view_policy"]

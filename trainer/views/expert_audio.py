@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
 from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
-from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare, Schema
+from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare
+from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.speed_and_pitch import change_pitch, change_speed
 
 # `purpose` in `data_pipeline.core.counter_rng`, above the purposes of a viewmaker, which may use the same keys.
@@ -33,7 +34,14 @@ Speed = Annotated[float, Field(ge=0.5, le=2)]
 Semitones = Annotated[float, Field(ge=-12, le=12)]
 
 
-class SpectralConfig(Schema):
+class _ForSounds(BaseViewsConfig):
+    """The base of the configs of views for sounds alone."""
+
+    takes_pictures: ClassVar[bool] = False
+    takes_sounds: ClassVar[bool] = True
+
+
+class SpectralConfig(_ForSounds):
     """The config of views of spectrograms: masks of bands and frames, and noise.
 
     The width of a mask is uniform from 0 to its maximum; a maximum of 0 switches the mask off. A mask that changes
@@ -49,8 +57,17 @@ class SpectralConfig(Schema):
     mask_tries: Annotated[int, Field(ge=1, le=100)] = 4
     noise_std: Deviation = 0.25
 
+    def build(self, given: ViewsInputs) -> Spectral:
+        assert given.mel is not None
+        return Spectral(self, given.mel)
 
-class WaveformConfig(Schema):
+    def check_medium(self, mel: MelConfig | None) -> None:
+        super().check_medium(mel)
+        if mel is not None:
+            Spectral(self, mel)  # raises if a mask is as wide as the spectrogram
+
+
+class WaveformConfig(_ForSounds):
     """The config of views of waveforms: a crop, noise, and changes of speed and pitch.
 
     kept: the share of the points that a crop keeps, drawn uniformly from this range; None for no crop.
@@ -73,6 +90,10 @@ class WaveformConfig(Schema):
             if limits is not None and limits[0] > limits[1]:
                 raise ValueError(f"{name} must be two ascending numbers, got {limits[0]} and {limits[1]}")
         return self
+
+    def build(self, given: ViewsInputs) -> Waveform:
+        assert given.mel is not None
+        return Waveform(self, given.mel)
 
 
 @dataclass(frozen=True)

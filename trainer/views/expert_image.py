@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
-from data_pipeline.core.schema import PositiveShare, Schema, Share
+from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import JitterDraws, jitter_colour_, luma, needs
+from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import (
     CropDraws,
     blur_,
@@ -58,7 +59,7 @@ _DRAWS = {
 _PURPOSE = 0
 
 
-class ExpertImageConfig(Schema):
+class ExpertImageConfig(BaseViewsConfig):
     """The config of the five operations; a probability of 0 switches an operation off.
 
     `area` is the crop's share of the picture (None: no crop), and `aspect` its width / height, log-uniform.
@@ -99,6 +100,23 @@ class ExpertImageConfig(Schema):
     @property
     def jitters(self) -> bool:
         return self.jitter_probability > 0 and any((self.brightness, self.contrast, self.saturation, self.hue))
+
+    @classmethod
+    def of(cls, views: BaseViewsConfig) -> ExpertImageConfig:
+        """Return `views` if they are expert views of pictures, otherwise the default ones."""
+        return views if isinstance(views, ExpertImageConfig) else cls()
+
+    def build(self, given: ViewsInputs) -> ExpertImage:
+        return ExpertImage(self)
+
+    def check_image_size(self, *, height: int, width: int) -> None:
+        check_image_size(height=height, width=width)
+
+    def crop_law(self) -> CropLaw | None:
+        return None if self.area is None else CropLaw(scale=self.area, ratio=self.aspect, purpose=_PURPOSE)
+
+    def without_crop(self) -> Self:
+        return self.model_copy(update={"area": None})
 
 
 def huang_views(letters: str, *, strength: float = 0.5, jitter_probability: float = 0.8) -> ExpertImageConfig:
@@ -215,11 +233,6 @@ class ExpertImage(nn.Module):
             rows = slice(first, first + size)
             views_BCHW[rows] = apply_draws(images_BCHW[rows], draws.rows(rows))
         return views_BCHW
-
-
-def crop_law(config: ExpertImageConfig) -> CropLaw | None:
-    """Return how `draw` draws the crop of a view; None if views are not cropped."""
-    return None if config.area is None else CropLaw(scale=config.area, ratio=config.aspect, purpose=_PURPOSE)
 
 
 def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws:

@@ -1,29 +1,106 @@
-"""Build view policies from their configs. The unions below are the registry."""
+"""The interface of views: what the config of a view policy says of it, and how policies are built."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, SerializeAsAny
+from torch import nn
 
 from data_pipeline.audio.log_mel import MelConfig
-from trainer.views import expert_image, random_mask, viewmaker
-from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig
-from trainer.views.expert_image import ExpertImage, ExpertImageConfig
-from trainer.views.random_mask import RandomMask, RandomMaskConfig
-from trainer.views.sound_viewmaker import SoundViewmaker, check_for_sounds
-from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+from data_pipeline.core.kinds import KindConfig, Kinds
+from data_pipeline.core.random_crop import CropLaw
 
-ViewsConfig = Annotated[
-    ExpertImageConfig | RandomMaskConfig | ViewmakerConfig | SpectralConfig | WaveformConfig,
-    Field(discriminator="kind"),
-]
-ViewPolicy = ExpertImage | RandomMask | Viewmaker | Spectral | Waveform
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
-__all__ = ["ViewPolicy", "ViewsConfig", "build_view_policy", "check_image_size", "check_views_fit"]
+# The config class of each kind. A new view of this project needs a line here and its own file.
+VIEWS: Final = MappingProxyType(
+    {
+        "expert_image": "trainer.views.expert_image:ExpertImageConfig",
+        "random_mask": "trainer.views.random_mask:RandomMaskConfig",
+        "spectral": "trainer.views.expert_audio:SpectralConfig",
+        "waveform": "trainer.views.expert_audio:WaveformConfig",
+        "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",
+    }
+)
+
+ViewPolicy: TypeAlias = nn.Module
+
+__all__ = ["BaseViewsConfig", "ViewPolicy", "ViewsConfig", "ViewsInputs", "build_view_policy"]
 
 
-def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfig | None = None) -> ViewPolicy:
+@dataclass(frozen=True)
+class ViewsInputs:
+    """The facts from which a view policy is built: the channels of pictures, and the spectrogram of sounds or None."""
+
+    image_channels: int
+    mel: MelConfig | None = None
+
+
+class BaseViewsConfig(KindConfig):
+    """The base of the configs of view policies. Says what its policy can do, and builds it.
+
+    Attributes:
+        is_learned: whether the policy has trained parameters: the run then has a section `adversary`, and the policy is
+            the trained module "viewmaker". Its attribute `checkpointing` is set to `memory.viewmaker_checkpointing`.
+        takes_pictures, takes_sounds: the media that the policy changes.
+        is_bounded: whether views of pictures lie in [0, 1], up to the budget of a learned policy.
+        runs_in_plans: whether a plan can run the policy on tensors without data. If not, a plan counts the memory of
+            the views alone. A learned policy is always run.
+    """
+
+    kinds: ClassVar[Kinds[BaseViewsConfig]] = Kinds("view policy", group="views", built_in=VIEWS)
+    is_learned: ClassVar[bool] = False
+    takes_pictures: ClassVar[bool] = True
+    takes_sounds: ClassVar[bool] = False
+    is_bounded: ClassVar[bool] = True
+    runs_in_plans: ClassVar[bool] = False
+
+    def build(self, given: ViewsInputs) -> ViewPolicy:
+        """Return the policy, with its weights, if it has any, from torch's default generator."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no method build")
+
+    def check(self, run: RunConfig) -> None:
+        self.check_medium(run.data.mel)
+
+    def check_medium(self, mel: MelConfig | None) -> None:
+        """Raise `ValueError` if the views do not fit sounds with this spectrogram, or pictures (None)."""
+        if mel is not None and not self.takes_sounds:
+            fitting = self._kinds_that(lambda config: config.takes_sounds)
+            raise ValueError(f'views of kind "{self.kind}" are for pictures, not for sounds; use {fitting}')
+        if mel is None and not self.takes_pictures:
+            fitting = self._kinds_that(lambda config: config.takes_pictures)
+            raise ValueError(
+                f'views of kind "{self.kind}" are for sounds, not for pictures; use {fitting}, or set '
+                "data.sample_rate if the data are sounds"
+            )
+
+    def check_image_size(self, *, height: int, width: int) -> None:
+        """Raise `ValueError` if views cannot be made of pictures or spectrograms of that size."""
+
+    @property
+    def protects(self) -> str | None:
+        """Return the setting by which the overlay of a picture is protected; None if it is not."""
+        return None
+
+    def crop_law(self) -> CropLaw | None:
+        """Return how the policy crops pictures, if that can be done when they are decoded; otherwise None."""
+        return None
+
+    def without_crop(self) -> Self:
+        """Return the config of the same views without the crop of `crop_law`."""
+        return self
+
+    def _kinds_that(self, fit: Callable[[type[BaseViewsConfig]], bool]) -> str:
+        names = [kind for kind in self.kinds.built_in if fit(self.kinds.find(kind))]
+        return " or ".join([", ".join(names[:-1]), names[-1]])
+
+
+def build_view_policy(config: BaseViewsConfig, *, image_channels: int, mel: MelConfig | None = None) -> ViewPolicy:
     """Return the policy of a config, a module `policy(images_BCHW, keys, masks_BHW=None) -> views_BCHW`.
 
     With `mel`, it is a policy for sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`. Its views are
@@ -32,54 +109,12 @@ def build_view_policy(config: ViewsConfig, *, image_channels: int, mel: MelConfi
     `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) marks the objects on the pictures. Every policy
     accepts it. Only a masked viewmaker reads it, and raises `ValueError` if it is None.
 
-    Raises `ValueError` like `check_views_fit`.
+    Raises `ValueError` like `BaseViewsConfig.check_medium`, and `UserError` if the config only holds the values of a
+    class that was not imported.
     """
-    check_views_fit(config, mel)
-    if mel is None:
-        match config:
-            case ExpertImageConfig():
-                return ExpertImage(config)
-            case RandomMaskConfig():
-                return RandomMask(config)
-            case ViewmakerConfig():
-                return Viewmaker(config, image_channels=image_channels)
-    else:
-        match config:
-            case SpectralConfig():
-                return Spectral(config, mel)
-            case WaveformConfig():
-                return Waveform(config, mel)
-            case ViewmakerConfig():
-                return SoundViewmaker(config, mel)
-    raise AssertionError(config.kind)
+    config.require_import().check_medium(mel)
+    return config.build(ViewsInputs(image_channels, mel))
 
 
-def check_views_fit(config: ViewsConfig, mel: MelConfig | None) -> None:
-    """Raise `ValueError`, with one sentence, if views do not fit sounds with this spectrogram, or pictures (None)."""
-    if isinstance(config, ExpertImageConfig | RandomMaskConfig) and mel is not None:
-        raise ValueError(
-            f'views of kind "{config.kind}" are for pictures, not for sounds; use spectral, waveform or viewmaker'
-        )
-    if isinstance(config, SpectralConfig | WaveformConfig) and mel is None:
-        raise ValueError(
-            f'views of kind "{config.kind}" are for sounds, not for pictures; use expert_image, random_mask or '
-            "viewmaker, or set data.sample_rate if the data are sounds"
-        )
-    if isinstance(config, SpectralConfig) and mel is not None:
-        Spectral(config, mel)  # raises if a mask is as wide as the spectrogram
-    if isinstance(config, ViewmakerConfig):
-        if mel is not None:
-            check_for_sounds(config)
-        elif config.waveform is not None:
-            raise ValueError("views.waveform changes sounds, but these are pictures; set views.waveform=null")
-
-
-def check_image_size(config: ViewsConfig, *, height: int, width: int) -> None:
-    """Raise `ValueError`, with one sentence, if views cannot be made of pictures or spectrograms of that size."""
-    match config:
-        case ExpertImageConfig():
-            expert_image.check_image_size(height=height, width=width)
-        case ViewmakerConfig():
-            viewmaker.check_image_size(config, height=height, width=width)
-        case RandomMaskConfig():
-            random_mask.check_image_size(config, height=height, width=width)
+# The type of a section `views`: the config of any view policy, found by its kind.
+ViewsConfig = Annotated[SerializeAsAny[BaseViewsConfig], BeforeValidator(BaseViewsConfig.kinds.parse)]

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.schema import ImageSize, Schema
+from data_pipeline.core.schema import ImageSize
+from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
 _PURPOSE: Final = 0  # `purpose` in `data_pipeline.core.counter_rng`
 _BITS: Final = 30  # bits of one draw of `integers`
 
 
-class RandomMaskConfig(Schema):
+class RandomMaskConfig(BaseViewsConfig):
     """The config of the random mask.
 
     unit: "value" draws for every number of the raw picture, as in the paper; "pixel" draws once for all channels of a
@@ -33,10 +34,19 @@ class RandomMaskConfig(Schema):
     rescale: whether to multiply views by 2, so that the expectation of a view is the picture; views are then in [0, 2].
     """
 
+    is_bounded: ClassVar[bool] = False  # views are doubled
+    runs_in_plans: ClassVar[bool] = True
+
     kind: Literal["random_mask"] = "random_mask"
     unit: Literal["value", "pixel"] = "value"
     patch_size: ImageSize = 1
     rescale: bool = True
+
+    def build(self, given: ViewsInputs) -> RandomMask:
+        return RandomMask(self)
+
+    def check_image_size(self, *, height: int, width: int) -> None:
+        check_image_size(self, height=height, width=width)
 
 
 def check_image_size(config: RandomMaskConfig, *, height: int, width: int) -> None:

@@ -21,18 +21,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
-from data_pipeline.core.schema import ImageSize, PositiveShare, Schema
+from data_pipeline.core.schema import ImageSize, PositiveShare
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.views.expert_audio import WaveformConfig
+from trainer.views.expert_audio import Waveform, WaveformConfig, clean_spectrogram
+from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
 _ATTACK_PURPOSE = 0  # `purpose` in `data_pipeline.core.counter_rng`
 _FIRST_NOISE_PURPOSE = 1
@@ -43,7 +45,7 @@ _FIRST_MASKED_LEVEL = {"box": MASK_BOX, "object": MASK_OBJECT}
 Pairing = Literal["independent", "exclusive"]
 
 
-class ViewmakerConfig(Schema):
+class ViewmakerConfig(BaseViewsConfig):
     """The config of the viewmaker.
 
     budget: the mean absolute change per entry of a picture in [0, 1].
@@ -68,6 +70,10 @@ class ViewmakerConfig(Schema):
     waveform: for sounds only, the change of the waveform before the viewmaker sees its spectrogram. None follows the
         paper. The published code used the default settings in training, which the paper does not mention.
     """
+
+    is_learned: ClassVar[bool] = True
+    takes_sounds: ClassVar[bool] = True
+    runs_in_plans: ClassVar[bool] = True
 
     kind: Literal["viewmaker"] = "viewmaker"
     num_res_blocks: Annotated[int, Field(ge=1, le=100)] = 3
@@ -100,6 +106,28 @@ class ViewmakerConfig(Schema):
                 f"a dropout_rate up to 0.5, got {self.dropout_rate}"
             )
         return self
+
+    def build(self, given: ViewsInputs) -> Viewmaker:
+        if given.mel is None:
+            return Viewmaker(self, image_channels=given.image_channels)
+        return SoundViewmaker(self, given.mel)
+
+    def check_medium(self, mel: MelConfig | None) -> None:
+        if mel is None and self.waveform is not None:
+            raise ValueError("views.waveform changes sounds, but these are pictures; set views.waveform=null")
+        if mel is not None and self.clamp:
+            raise ValueError("views.clamp keeps views in [0, 1], but spectrograms lie outside; set views.clamp=false")
+        if mel is not None and self.mask != "none":
+            raise ValueError(
+                f"views.mask={self.mask} protects objects in pictures, but sounds have none; set views.mask=none"
+            )
+
+    def check_image_size(self, *, height: int, width: int) -> None:
+        check_image_size(self, height=height, width=width)
+
+    @property
+    def protects(self) -> str | None:
+        return None if self.mask == "none" else f"views.mask={self.mask}"
 
 
 def check_image_size(config: ViewmakerConfig, *, height: int, width: int) -> None:
@@ -332,6 +360,32 @@ class Viewmaker(nn.Module):
         x_BCHW = run_blocks(blocks, append_noise(x_BCHW, keys, layer=0), checkpointing=checkpointing)
         assert self.out.bias is not None
         return convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+
+
+class SoundViewmaker(Viewmaker):
+    """The policy `viewmaker(waveforms_BT, keys) -> views_B1MN`; its parameters have the same names as a `Viewmaker`.
+
+    It changes the spectrograms of sounds like pictures. The mean size of the perturbation per entry is the budget, in
+    units of the normalised spectrogram (Tamkin et al. 2022: 0.125, without a clamp).
+
+    Shapes: T points of a waveform, M mel bands, N frames.
+    """
+
+    def __init__(self, config: ViewmakerConfig, mel: MelConfig) -> None:
+        """Build the network for one channel. Raises `ValueError` like `ViewmakerConfig.check_medium`."""
+        config.check_medium(mel)
+        super().__init__(config, image_channels=1)
+        self.mel = mel
+        self.waveform = None if config.waveform is None else Waveform(config.waveform, mel)
+
+    def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        """Return views (B, 1, M, N) of waveforms (B, T), in their dtype. Ignores masks, because sounds have none.
+
+        Raises `ValueError` if the number of points T is not `mel.num_points`.
+        """
+        if self.waveform is not None:
+            waveforms_BT = self.waveform.augment(waveforms_BT, keys)
+        return super().forward(clean_spectrogram(waveforms_BT, self.mel), keys)
 
 
 def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, dtype: torch.dtype) -> Tensor:

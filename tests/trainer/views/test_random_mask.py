@@ -12,9 +12,8 @@ from torch import Tensor
 
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.views import ViewsConfig, build_view_policy, check_views_fit
-from trainer.views.policy import check_image_size
-from trainer.views.random_mask import RandomMask, RandomMaskConfig, draw_mask
+from trainer.views import ViewsConfig, build_view_policy
+from trainer.views.random_mask import RandomMask, RandomMaskConfig, check_image_size, draw_mask
 
 CONFIGS = [
     RandomMaskConfig(),
@@ -170,4 +169,4 @@ def test_a_config_names_it_for_pictures_only() -> None:
     assert isinstance(policy, RandomMask)
     assert policy.config == config
     with pytest.raises(ValueError, match='"random_mask" are for pictures, not for sounds'):
-        check_views_fit(config, FSDD)
+        config.check_medium(FSDD)

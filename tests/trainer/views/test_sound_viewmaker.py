@@ -9,8 +9,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.policy import ViewsConfig, build_view_policy
-from trainer.views.sound_viewmaker import SoundViewmaker
-from trainer.views.viewmaker import Viewmaker, ViewmakerConfig, attacked_views
+from trainer.views.viewmaker import SoundViewmaker, Viewmaker, ViewmakerConfig, attacked_views
 
 CONFIG = ViewmakerConfig(base_width=4, num_res_blocks=1, budget=0.125, clamp=False)
 KEYS = DrawKeys(seed=1, epoch=2, index_B=torch.tensor([7, 3, 11]), view=0)

@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from data_pipeline.core.schema import Schema
 from trainer.distributed.collectives import sum_in_rank_order, world_size
+from trainer.distributed.engines.engine import BaseEngineConfig, EngineInputs
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
 
-class DDPConfig(Schema):
+class DDPConfig(BaseEngineConfig):
     """The config of DistributedDataParallel: every rank keeps all parameters, gradients and optimizer state."""
 
     kind: Literal["ddp"] = "ddp"
+
+    def build(self, module: nn.Module, given: EngineInputs) -> DDPEngine:
+        return DDPEngine(module, optimizer=given.optimizer)
 
 
 class DDPEngine:

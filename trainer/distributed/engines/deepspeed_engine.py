@@ -11,10 +11,11 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -22,15 +23,18 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import Schema
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
+from trainer.distributed.engines.engine import Backend, BaseEngineConfig, EngineInputs, KeptBytes
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
 _STEP_COUNT = "step"  # the only optimizer state that is a single number for each parameter
 
 
-class DeepSpeedConfig(Schema):
+class DeepSpeedConfig(BaseEngineConfig):
     """The config of ZeRO. `offload_optimizer` keeps the optimizer's state and computes its steps in host memory."""
 
     kind: Literal["deepspeed"] = "deepspeed"
@@ -42,6 +46,67 @@ class DeepSpeedConfig(Schema):
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; set one of them")
         return self
+
+    def check(self, run: RunConfig) -> None:
+        check(
+            self,
+            num_modules=len(run.module_optimizers),
+            precision=run.precision,
+            optimizer_kinds=[optimizer.kind for optimizer in run.engine_optimizers.values()],
+            copies_encoder=run.objective.copies_encoder,
+        )
+
+    def build(self, module: nn.Module, given: EngineInputs) -> DeepSpeedEngine:
+        return DeepSpeedEngine(
+            module, optimizer=given.optimizer, config=self, global_batch_size=given.global_batch_size
+        )
+
+    @property
+    def cuts_gradients(self) -> bool:
+        return self.zero_stage >= 2
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}, ZeRO {self.zero_stage}"
+
+    def library_settings(self, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
+        return deepspeed_dictionary(self, global_batch_size=global_batch_size, num_ranks=num_ranks)
+
+    def kept_bytes(
+        self, gradient_bytes: int, optimizer_bytes: int, *, world_size: int, itemsize: int, global_batch_size: int
+    ) -> KeptBytes:
+        """Return the bytes that ZeRO keeps on each rank.
+
+        ZeRO 0 is like DDP. ZeRO 1 to 3 cut the optimizer's state into pieces; each rank has a copy of its piece of the
+        parameters, and a bucket. ZeRO 1 keeps all gradients and a piece of them, ZeRO 2 and 3 only the piece. ZeRO 3
+        also keeps a piece of the parameters.
+        """
+        if self.zero_stage == 0:
+            return super().kept_bytes(
+                gradient_bytes,
+                optimizer_bytes,
+                world_size=world_size,
+                itemsize=itemsize,
+                global_batch_size=global_batch_size,
+            )
+        settings = self.library_settings(global_batch_size=global_batch_size, num_ranks=world_size)
+        bucket: int = settings["zero_optimization"]["reduce_bucket_size"] * itemsize
+        piece, state = -(-gradient_bytes // world_size), -(-optimizer_bytes // world_size)
+        return KeptBytes(
+            engine_bytes=bucket + (0 if self.offload_optimizer else piece) + (0 if self.zero_stage == 2 else piece),
+            optimizer_bytes=0 if self.offload_optimizer else state,
+            host_bytes=state + piece if self.offload_optimizer else 0,
+            gradient_bytes=gradient_bytes if self.zero_stage == 1 else piece,
+        )
+
+    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend) -> Counter[str]:
+        """Return the bytes of the gradients, and with ZeRO 1 to 3 of the parameters and a number for the norm."""
+        collective = ("allreduce", "reduce", "reduce", "reduce_scatter")[self.zero_stage]
+        sent = Counter({collective: gradient_bytes})
+        if self.zero_stage > 0:
+            sent["allgather"] += -(-gradient_bytes // world_size)
+            sent["allgather" if backend == "gloo" else "allreduce"] += 4
+        return sent
 
 
 def check(

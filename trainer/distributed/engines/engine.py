@@ -8,11 +8,46 @@ named by parameter, so any kind of engine on any number of ranks can load it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
+from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor, nn
+
+from data_pipeline.core.kinds import KindConfig, Kinds
+from trainer.optim.optimizers import OptimizerConfig
+
+Backend = Literal["gloo", "nccl"]
+
+# The config class of each kind. A new engine of this project needs a line here and its own file.
+ENGINES: Final = MappingProxyType(
+    {
+        "ddp": "trainer.distributed.engines.ddp_engine:DDPConfig",
+        "deepspeed": "trainer.distributed.engines.deepspeed_engine:DeepSpeedConfig",
+    }
+)
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """The bytes that a rank keeps for its engines, including the gradients."""
+
+    engine_bytes: int
+    optimizer_bytes: int
+    host_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """The facts from which an engine is built, besides its module."""
+
+    optimizer: OptimizerConfig
+    global_batch_size: int
 
 
 class Engine(Protocol):
@@ -77,3 +112,53 @@ class Engine(Protocol):
         Raises `RuntimeError` if they belong to another module or optimizer.
         """
         ...
+
+
+class BaseEngineConfig(KindConfig):
+    """The base of the configs of engines. Builds the engine of a module, and says what it keeps and sends.
+
+    The numbers of a plan are those of DDP, unless a subclass has others.
+
+    Attributes:
+        cuts_gradients: whether a rank keeps only its piece of each finished gradient.
+    """
+
+    kinds: ClassVar[Kinds[BaseEngineConfig]] = Kinds("engine", group="engines", built_in=ENGINES)
+
+    @property
+    def cuts_gradients(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        """Return the name of the engine in a plan."""
+        return self.kind
+
+    def build(self, module: nn.Module, given: EngineInputs) -> Engine:
+        """Return the engine of a module that is on the training device. Every rank calls this at the same time."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no method build")
+
+    def library_settings(self, *, global_batch_size: int, num_ranks: int) -> dict[str, Any] | None:
+        """Return the settings that another library gets, to be printed with a plan; None if there is none."""
+        return None
+
+    def kept_bytes(
+        self, gradient_bytes: int, optimizer_bytes: int, *, world_size: int, itemsize: int, global_batch_size: int
+    ) -> KeptBytes:
+        """Return the bytes that the engines of a run keep on each rank. DDP holds gradients again, in its buckets.
+
+        Args:
+            gradient_bytes: the bytes of the gradients of all modules.
+            optimizer_bytes: the bytes of the whole state of their optimizers.
+            itemsize: the bytes of a number of a parameter.
+        """
+        buckets = gradient_bytes if world_size > 1 else 0
+        return KeptBytes(buckets, optimizer_bytes, host_bytes=0, gradient_bytes=gradient_bytes)
+
+    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend) -> Counter[str]:
+        """Return the bytes that a rank sends for the gradients of one module, by collective; several ranks only."""
+        return Counter({"allgather" if backend == "gloo" else "allreduce": gradient_bytes})
+
+
+# The type of a section `engine`: the config of any engine, found by its kind.
+EngineConfig = Annotated[SerializeAsAny[BaseEngineConfig], BeforeValidator(BaseEngineConfig.kinds.parse)]
