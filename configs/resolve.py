@@ -3,47 +3,123 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 from configs.base import NAME_OF_DATA
 from data_pipeline.core.errors import UserError, nearest, printable
-from data_pipeline.core.overrides import set_paths
+from data_pipeline.core.imports import find_in_working_directory, import_file, import_module, import_object
+from data_pipeline.core.kinds import GROUP_PREFIX, import_code, import_typed, unimported
+from data_pipeline.core.overrides import merge, set_paths
 from data_pipeline.core.schema import flatten
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from data_pipeline.storage.manifest import INDEX_NAME, is_tars
-from trainer.config import RunConfig, read_config
+from trainer.config import RunConfig, parse_config, read_settings
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
 STUDIES = "studies"
+BASE: Final = "base"  # the key of a config file that holds only what differs
+PYTHON_SUFFIX: Final = ".py"
+RECIPE_GROUP: Final = f"{GROUP_PREFIX}recipes"  # of entry points: modules with recipes
+_ABSENT: Final = object()
 _MAX_DATA_CHARACTERS = 60
 
 
-def resolve_recipe(name: str, overrides: Sequence[str] = (), *, allow_pipe: bool = False) -> RunConfig:
+def resolve_recipe(
+    name: str, overrides: Sequence[str] = (), *, allow_pipe: bool = False, allow_code: bool = False
+) -> RunConfig:
     """Return the RunConfig of a recipe with overrides such as "a.b=c"; the value is YAML.
 
-    name: `module:function` in configs/, such as "viewmaker:digits", or the path of a .json or .yaml file with the
-        fields of a RunConfig.
+    name: `module:function` in configs/, such as "viewmaker:digits"; the import path of a function that returns a
+        RunConfig, such as "my_package.recipes:mine"; a function in a file, such as "./mine.py:big"; or the path of a
+        .json or .yaml file with the fields of a RunConfig. With a line `base: NAME`, such a file holds only what
+        differs from the recipe or the file NAME; a relative path is relative to the file.
     allow_pipe: whether a file may name a `pipe:` location, which runs a command. A recipe may always name one.
+    allow_code: whether a file may name import paths, which run the code of their modules. A recipe and an override may
+        always name them.
 
     `NAME_OF_DATA` in the name of a recipe becomes the name of the train set, unless an override gives another name.
 
     Raises `UserError`; for an unknown name or key, it names the nearest valid one.
     """
-    if Path(name).suffix not in CONFIG_SUFFIXES:
-        recipe = _recipe(name)()
-        config = recipe.override(overrides, where=f"config {name}")
+    import_typed(overrides)
+    layers = _layers(name, allow_code=allow_code)
+    where = f"config {name}"
+    from_file = parse_config(_merged(layers), Path(name), allow_pipe=allow_pipe) if is_config_file(name) else None
+    recipe = layers[-1].config if from_file is None else from_file
+    assert recipe is not None
+    config = recipe.override(overrides, where=where)
+    if layers[-1].config is not None and config.name == recipe.name:
         own_name = recipe.name.replace(NAME_OF_DATA, _name_of(config.data.train_dir))
-        return config if config.name != recipe.name else config.model_copy(update={"name": own_name})
-    from_file = read_config(Path(name), allow_pipe=allow_pipe)
-    config = from_file.override(overrides, where=f"config {name}")
-    for location in {from_file.data.train_dir, from_file.data.test_dir} & {config.data.train_dir, config.data.test_dir}:
-        refuse_untyped_command(location, from_file.data.remote)
+        config = config.model_copy(update={"name": own_name})
+    for section in unimported(config):
+        section.require_import()
+    if from_file is not None:
+        before, after = from_file.data, config.data
+        for location in {before.train_dir, before.test_dir} & {after.train_dir, after.test_dir}:
+            refuse_untyped_command(location, before.remote)
     return config
+
+
+def is_config_file(name: str) -> bool:
+    """Return whether `name` is the path of a file of settings, not the name of a recipe."""
+    return Path(name).suffix in CONFIG_SUFFIXES
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One source of settings: a file with what differs from the layers below it, or the recipe of the lowest layer."""
+
+    name: str
+    values: Mapping[str, Any]
+    config: RunConfig | None = None
+
+
+def _layers(name: str, *, allow_code: bool, above: tuple[Path, ...] = ()) -> list[_Layer]:
+    """Return the layers of a recipe or a file, the file of `name` first, then that of its `base`, and so on.
+
+    Raises `UserError` if a file is its own base, or if it names code and `allow_code` is false.
+    """
+    if not is_config_file(name):
+        config = _recipe(name)()
+        return [_Layer(name, config.model_dump(mode="json"), config)]
+    path = Path(name)
+    if path.resolve() in above:
+        chain = " -> ".join(map(str, [*above[above.index(path.resolve()) :], path.resolve()]))
+        raise UserError(f"{path} is its own base ({chain}); leave out one of these lines")
+    values = read_settings(path)
+    base = values.pop(BASE, None)
+    if allow_code:
+        import_code(values)
+    layer = _Layer(name, values)
+    if base is None:
+        return [layer]
+    if not isinstance(base, str):
+        raise UserError(f"{path}: {BASE} is {base!r}; it must be the name of a recipe or the path of a config file")
+    if is_config_file(base):
+        base = str(path.parent / base)
+    elif base not in recipes() and not allow_code:
+        raise UserError(
+            f"{path}: {BASE} is {base}, which is not a recipe of this project, and reading a file imports no other "
+            "code; pass --allow-code if you trust the writer of that file"
+        )
+    return [layer, *_layers(base, allow_code=allow_code, above=(*above, path.resolve()))]
+
+
+def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
+    """Return the values of all layers, those of the first layer last."""
+    values = dict(layers[-1].values)
+    for layer in reversed(layers[:-1]):
+        values = merge(values, layer.values, where=layer.name, model=RunConfig)
+    return values
 
 
 def _name_of(location: str) -> str:
@@ -69,10 +145,10 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     Raises `UserError` if two runs have the same name and seed; for an unknown name or key, it names the nearest valid
     one.
     """
-    known = studies()
-    if name not in known:
-        raise UserError(f'unknown study "{name}"{nearest(name, known)}')
-    members: list[RunConfig] = _function(name)()
+    import_typed(overrides)
+    members: list[RunConfig] = _function_anywhere(name, known=studies(), what="study")()
+    if not (members and isinstance(members, Sequence) and all(isinstance(each, RunConfig) for each in members)):
+        raise UserError(f"the study {name} must return a list of RunConfigs, at least one")
     resolved = [
         member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})") for member in members
     ]
@@ -86,28 +162,47 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     return resolved
 
 
-def explain(name: str, overrides: Sequence[str] = ()) -> str:
-    """Return one line for each setting: its name, its value, and its origin (--set, the recipe, or the default).
+def explain(name: str, overrides: Sequence[str] = (), *, allow_code: bool = False) -> str:
+    """Return one line for each setting: its name, its value, and its origin.
 
-    If --set gives a section another kind, the other values of that section are defaults.
+    The origin is --set, the recipe, the config file (or the file or recipe that is its base), or the default. If a
+    section has another kind than below, its other values are defaults. Raises `UserError` like `resolve_recipe`.
     """
-    config = resolve_recipe(name, overrides, allow_pipe=True)  # no data are read
-    recipe = flatten(resolve_recipe(name, allow_pipe=True))
+    config = resolve_recipe(name, overrides, allow_pipe=True, allow_code=allow_code)  # no data are read
+    recipe = flatten(resolve_recipe(name, allow_pipe=True, allow_code=allow_code))
+    layers = _layers(name, allow_code=allow_code)
     by_hand = {".".join(path) for path in set_paths(overrides)}
     given = _given(config)
     lines = []
     for path, value in flatten(config).items():
         from_recipe = path in given and (recipe.get(path) == value or path == "name")
-        origin = "--set" if path in by_hand else name if from_recipe else "default"
+        origin = "--set" if path in by_hand else _origin(path, layers) if from_recipe else "default"
         lines.append((path, printable(f"{value}"), origin))
     width = max(len(path) for path, _, _ in lines)
     value_width = max(len(value) for _, value, _ in lines)
     return "\n".join(f"{path:{width}}  {value:{value_width}}  {origin}" for path, value, origin in lines)
 
 
+def _origin(path: str, layers: Sequence[_Layer]) -> str:
+    """Return the name of the first layer that has a setting, by its dotted path."""
+    for layer in layers:
+        values: Any = layer.values
+        for part in path.split("."):
+            values = values.get(part, _ABSENT) if isinstance(values, Mapping) else _ABSENT
+        if values is not _ABSENT:
+            return layer.name
+    return layers[-1].name
+
+
 def describe_recipes() -> str:
-    """Return one line for every recipe and every study: its name, and the first paragraph of its docstring."""
+    """Return one line for every recipe and every study: its name, and the first paragraph of its docstring.
+
+    The recipes of other packages are those of the modules that they name by entry points in `RECIPE_GROUP`.
+    """
     groups = {"recipes, for --config": recipes(), "studies, for --study of launch/slurm.py": studies()}
+    for entry_point in entry_points(group=RECIPE_GROUP):
+        functions = _functions(import_module(entry_point.value, wanted=f"the entry point {entry_point.name}"))
+        groups[f"recipes of {entry_point.value}"] = [f"{entry_point.value}:{function}" for function in functions]
     width = max(len(name) for names in groups.values() for name in names)
     lines = []
     for title, names in groups.items():
@@ -126,11 +221,46 @@ def studies() -> list[str]:
 
 
 def _recipe(name: str) -> Callable[[], RunConfig]:
-    known = recipes()
-    if name not in known:
-        raise UserError(f'unknown recipe "{name}"{nearest(name, known)}')
-    recipe: Callable[[], RunConfig] = _function(name)
-    return recipe
+    """Return the recipe of a name, as in `resolve_recipe`. Raises `UserError` if there is none."""
+    recipe = _function_anywhere(name, known=recipes(), what="recipe")
+
+    def checked() -> RunConfig:
+        config = recipe()
+        if not isinstance(config, RunConfig):
+            raise UserError(f"the recipe {name} returns {type(config).__name__}; it must return a RunConfig")
+        return config
+
+    return checked
+
+
+def _function_anywhere(name: str, *, known: Sequence[str], what: str) -> Callable[[], Any]:
+    """Return a function of configs/, of a file or of another package. Raises `UserError` if there is none."""
+    module_name, separator, function_name = name.rpartition(":")
+    if name in known:
+        return _function(name)
+    if not separator or not _is_of_others(module_name):
+        raise UserError(f'unknown {what} "{name}"{nearest(name, known)}')
+    if module_name.endswith(PYTHON_SUFFIX):
+        module_name = import_file(Path(module_name))
+    found = import_object(f"{module_name}:{function_name}")
+    if not inspect.isfunction(found) or any(_is_needed(each) for each in inspect.signature(found).parameters.values()):
+        raise UserError(f"{name} is not a function without arguments, so it is no {what}; name one that is")
+    return found
+
+
+def _is_of_others(module_name: str) -> bool:
+    """Return whether a name is that of a file, or of a module of another package. Finds those in this directory too."""
+    if module_name.endswith(PYTHON_SUFFIX):
+        return True
+    if module_name in _modules() or not all(part.isidentifier() for part in module_name.split(".")):
+        return False
+    find_in_working_directory()
+    return "." in module_name or importlib.util.find_spec(module_name) is not None
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    is_variable = parameter.kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return parameter.default is inspect.Parameter.empty and not is_variable
 
 
 def _modules() -> list[str]:
@@ -142,18 +272,23 @@ def _modules() -> list[str]:
 
 def _names(module_name: str) -> list[str]:
     """Return the public functions of a module in configs/, as module:function."""
-    module = importlib.import_module(f"configs.{module_name}")
+    return [f"{module_name}:{name}" for name in _functions(importlib.import_module(f"configs.{module_name}"))]
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Return the names of the public functions that a module defines."""
     return [
-        f"{module_name}:{name}"
+        name
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     ]
 
 
 def _function(name: str) -> Callable[[], Any]:
-    """Return the function named `name`, such as module:function."""
+    """Return the function named `name`, such as module:function, of configs/ or of another package."""
     module_name, _, function_name = name.partition(":")
-    function: Callable[[], Any] = getattr(importlib.import_module(f"configs.{module_name}"), function_name)
+    where = f"configs.{module_name}" if module_name in _modules() else module_name
+    function: Callable[[], Any] = getattr(importlib.import_module(where), function_name)
     return function
 
 

@@ -97,7 +97,7 @@ class TrainJob:
 
     def _train(self, job: JobEnvironment, *, start: float) -> None:
         # A pipe: location in the config was allowed, or typed, when the job was submitted.
-        config = read_run_config(open_run(self.run_dir), allow_pipe=True)
+        config = read_run_config(open_run(self.run_dir), allow_pipe=True, allow_code=True)
         for number in WARNINGS:
             signal.signal(number, _send_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/block_signals.py

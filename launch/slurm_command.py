@@ -82,7 +82,9 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
     if arguments.study is None:
         if arguments.study_dir is not None or arguments.at_a_time is not None:
             raise UserError("--study-dir and --at-a-time belong to --study; use --run-dir for one run")
-        config = resolve_recipe(arguments.config, arguments.set, allow_pipe=arguments.allow_pipe)
+        config = resolve_recipe(
+            arguments.config, arguments.set, allow_pipe=arguments.allow_pipe, allow_code=arguments.allow_code
+        )
         home = (arguments.run_dir or default_run_dir(config)).absolute()
         runs, name = [_planned(RunDir(home), config)], config.name
     else:

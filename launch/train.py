@@ -17,6 +17,10 @@ from data_pipeline.core.errors import run_command
 from data_pipeline.core.overrides import SET_HELP
 
 _MAX_GIGABYTES = 10**9
+CONFIG_HELP = (
+    "The recipe: module:function in configs/, package.module:function of your own package, ./FILE.py:function, or a "
+    "config file."
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,11 +49,12 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", metavar="RECIPE", help="The recipe, module:function in configs/, or a config file.")
+    what.add_argument("--config", metavar="RECIPE", help=CONFIG_HELP)
     what.add_argument(instead_of_config, **options)
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
     add("--allow-pipe", action="store_true", help="Execute the pipe: locations of a config file.")
+    add("--allow-code", action="store_true", help="Import the code that a config file names.")
     add(
         "--run-dir",
         type=Path,
@@ -90,9 +95,11 @@ def main() -> None:
         print(describe_recipes())
         return
     if arguments.explain:
-        print(explain(arguments.config, arguments.set))
+        print(explain(arguments.config, arguments.set, allow_code=arguments.allow_code))
         return
-    config = resolve_recipe(arguments.config, arguments.set, allow_pipe=arguments.allow_pipe)
+    config = resolve_recipe(
+        arguments.config, arguments.set, allow_pipe=arguments.allow_pipe, allow_code=arguments.allow_code
+    )
     if arguments.plan:
         print_plan(
             config, world_size=arguments.nodes * arguments.tasks_per_node, device_gigabytes=arguments.gpu_gigabytes

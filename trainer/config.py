@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, model_validator
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import import_code
 from data_pipeline.core.plain_text import parse_json, parse_yaml
 from data_pipeline.core.schema import Count, Name, Schema, Seed
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
@@ -145,24 +146,32 @@ class RunConfig(Schema):
         return self.module_optimizers | {"objective": self.objective_optimizer}
 
 
-def read_config(path: Path, *, allow_pipe: bool = False) -> RunConfig:
+def read_config(path: Path, *, allow_pipe: bool = False, allow_code: bool = False) -> RunConfig:
     """Return the RunConfig in a .json or .yaml file, such as the config.json of an earlier run.
 
     The file may come from a stranger. Without `allow_pipe`, reading data from one of its `pipe:` locations therefore
-    raises `UserError`; everything else works. Raises `UserError` if the file cannot be read or is not a config.
+    raises `UserError`; everything else works. Without `allow_code`, the modules of its import paths are not imported;
+    then building what they name raises `UserError`, unless this process has imported them already.
+
+    Raises `UserError` if the file cannot be read or is not a config, or if such a module cannot be found.
     """
-    return _checked(_read_settings(path), path, allow_pipe=allow_pipe)
+    value = read_settings(path)
+    if allow_code:
+        import_code(value)
+    return parse_config(value, path, allow_pipe=allow_pipe)
 
 
-def read_run_config(run_dir: RunDir, *, allow_pipe: bool = False) -> RunConfig:
+def read_run_config(run_dir: RunDir, *, allow_pipe: bool = False, allow_code: bool = False) -> RunConfig:
     """Return the config of a run, as `read_config` does.
 
     A run that does not name the version of its order began before there were two, so its order is of version 1.
     """
-    value = _read_settings(run_dir.config)
+    value = read_settings(run_dir.config)
+    if allow_code:
+        import_code(value)
     if isinstance(value.get("data"), dict):
         value["data"].setdefault("order_version", 1)
-    return _checked(value, run_dir.config, allow_pipe=allow_pipe)
+    return parse_config(value, run_dir.config, allow_pipe=allow_pipe)
 
 
 def keep_order_version(config: RunConfig, run_dir: RunDir) -> RunConfig:
@@ -173,7 +182,8 @@ def keep_order_version(config: RunConfig, run_dir: RunDir) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"order_version": version})})
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the values in a .json or .yaml file. Raises `UserError` if it cannot be read or holds no mapping."""
     parse, language = (parse_yaml, "YAML") if path.suffix in {".yaml", ".yml"} else (parse_json, "JSON")
     try:
         value = parse(path.read_text())
@@ -186,7 +196,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return value
 
 
-def _checked(value: dict[str, Any], path: Path, *, allow_pipe: bool) -> RunConfig:
+def parse_config(value: dict[str, Any], path: Path, *, allow_pipe: bool) -> RunConfig:
+    """Return the RunConfig of the values in a file: see `read_config`, which reads them."""
     config = RunConfig.parse(value, where=str(path))
     has_command = is_command(config.data.train_dir) or is_command(config.data.test_dir)
     return _with_origin(config, str(path) if has_command and not allow_pipe else None)

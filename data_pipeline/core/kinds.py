@@ -10,7 +10,6 @@ path in them; see `import_paths`.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
@@ -20,7 +19,8 @@ from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorType, InitErrorDetails, PydanticCustomError, PydanticKnownError
 
-from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import find_in_working_directory, import_object
 from data_pipeline.core.overrides import parse_setting
 from data_pipeline.core.schema import Line, Schema
 from data_pipeline.core.sections import CONFIG, KIND, has_path, import_path, kinds_of
@@ -185,37 +185,6 @@ def check_usable(config: type[KindConfig]) -> None:
             )
 
 
-def import_object(path: str) -> Any:
-    """Return what an import path names: `package.module:Name`. Runs the code of the module.
-
-    Raises `UserError` if there is no such module, or if it has no such name.
-    """
-    module_name, _, name = path.partition(":")
-    module = import_module(module_name, wanted=path)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            public = [each for each in dir(found) if not each.startswith("_")]
-            raise UserError(f'the module {module_name} of {path} has no "{part}"{nearest(part, public)}')
-        found = getattr(found, part)
-    return found
-
-
-def import_module(name: str, *, wanted: str) -> Any:
-    """Import a module for the import path `wanted`. Raises `UserError` if there is none."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{wanted} is not an import path; write it as package.module:Name")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it needs is not: the traceback shows the line
-        raise UserError(
-            f'{wanted} needs the module "{error.name}", which is not found; install its package, or put its directory '
-            "on PYTHONPATH"
-        ) from None
-
-
 def import_paths(values: Any) -> Iterator[str]:
     """Yield the import paths among the kinds in the values of a config.
 
@@ -236,11 +205,7 @@ def import_typed(overrides: Sequence[str]) -> None:
     """
     for text in overrides:
         setting = parse_setting(text)
-        values = {setting.path[-1]: setting.value}
-        for path in import_paths(values):
-            import_object(path)
-        for path in import_paths(setting.value):
-            import_object(path)
+        import_code({setting.path[-1]: setting.value})
 
 
 def unimported(config: BaseModel) -> list[KindConfig]:
@@ -248,6 +213,13 @@ def unimported(config: BaseModel) -> list[KindConfig]:
     sections = [value for _, value in config if isinstance(value, BaseModel)]
     own = [config] if isinstance(config, KindConfig) and not config.is_imported else []
     return [*own, *(found for section in sections for found in unimported(section))]
+
+
+def import_code(values: Any) -> None:
+    """Import the modules of the import paths among the kinds in `values`. Raises `UserError` like `import_object`."""
+    find_in_working_directory()
+    for path in import_paths(values):
+        import_object(path)
 
 
 @cache
