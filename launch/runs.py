@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
     manifests = [check_data(planned.config) for planned in plan.runs]
     for planned, found in zip(plan.runs, manifests, strict=True):
         claim(planned.run_dir, planned.config, found, accepted_data=plan.accepted_data).close()
-    snapshot = read_snapshot()
+    snapshot = read_snapshot(own_files=plan.own_files)
     waiting = deque(plan.runs)
     running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}
     num_failed = 0
@@ -193,13 +193,15 @@ def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
         return RunStatus("unknown", step=None, num_steps=None, loss=None, reason=str(error))
 
 
-def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) -> None:
+def resubmit(
+    runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False, accepted_data: Collection[str] = ()
+) -> None:
     """Submit runs again with the resources of their last job. Each goes on from its newest checkpoint.
 
     Runs of one study are submitted together. They use the present code, not the earlier snapshot, because most
     failures are mended in the code. Raises SystemExit(1) at the end if a run on this machine did not finish.
     """
-    configs = {run_dir: read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in runs}
+    configs = {run_dir: read_run_config(run_dir, allow_pipe=allow_pipe, allow_code=True) for run_dir in runs}
     for config in configs.values():
         refuse_commands(config)
     groups: dict[str, list[tuple[RunDir, Submission]]] = {}
@@ -220,6 +222,7 @@ def resubmit(runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False) 
             at_a_time=min(max(before.at_a_time for _, before in group), len(group)),
             name=home.name,
             executor=first.executor,
+            accepted_data=tuple(accepted_data),
         )
         plans.append(plan)
     have_all_finished = True

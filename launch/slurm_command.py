@@ -118,7 +118,7 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
         at_a_time=at_a_time,
         name=name,
         executor=arguments.executor,
-        accepted_data=tuple(arguments.accept_data),
+        accepted_data=(*arguments.accept_data, *arguments.accept_code),
     )
 
 
@@ -134,7 +134,7 @@ def _print_dry_run(plan: SubmissionPlan, notes: Sequence[str], request: Resolved
     if not plan.runs:
         print(*notes, sep="\n")
         return
-    script = dry_run(plan, snapshot=read_snapshot())
+    script = dry_run(plan, snapshot=read_snapshot(own_files=plan.own_files))
     unchecked = [] if has_slurm() else ["not checked by Slurm: there is no sbatch on this machine"]
     shebang, _, rest = script.partition("\n")
     print("\n".join([shebang, "", *(f"# {line}" for line in [*notes, *unchecked, *describe_origins(request)]), rest]))

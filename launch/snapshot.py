@@ -1,11 +1,12 @@
 """Copy the code for a job, so that later edits do not change a job that waits in the queue.
 
-The copy has the four packages of the working tree, in a directory that is named after their content. Invariant: a job
-never runs a mixture of two states of the code.
+The copy has the four packages of the working tree, and the user's own code that the runs use. It lies in a directory
+that is named after their content. Invariant: a job never runs a mixture of two states of the code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shlex
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from data_pipeline.core.errors import UserError
 from trainer.provenance import REPOSITORY, SNAPSHOT_FILE, this_code
@@ -42,14 +44,14 @@ class Snapshot:
         return into / "code" / self.sha256[:16]
 
 
-def read_snapshot(root: Path = REPOSITORY) -> Snapshot:
-    """Read the code below `root` until two readings agree, because an editor may be saving.
+def read_snapshot(root: Path = REPOSITORY, *, own_files: Mapping[str, Path] = MappingProxyType({})) -> Snapshot:
+    """Read the code below `root`, and `own_files` by their paths in the copy, until two readings agree.
 
-    Raises `UserError` if they never agree.
+    An editor may be saving. Raises `UserError` if they never agree.
     """
-    files = _read(root)
+    files = _read(root, own_files)
     for _ in range(_MAX_READS):
-        again = _read(root)
+        again = _read(root, own_files)
         if again == files:
             return Snapshot(files)
         files = again
@@ -89,14 +91,15 @@ def shell_lines(folder: Path) -> list[str]:
     return [f"export PYTHONPATH={shlex.quote(str(folder))}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
 
 
-def _read(root: Path) -> dict[str, bytes]:
+def _read(root: Path, own_files: Mapping[str, Path]) -> dict[str, bytes]:
+    paths = {
+        str(path.relative_to(root)): path
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*"))
+        if "__pycache__" not in path.parts and path.is_file()
+    }
     files = {}
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*")):
-            if "__pycache__" in path.parts or not path.is_file():
-                continue
-            try:
-                files[str(path.relative_to(root))] = path.read_bytes()
-            except FileNotFoundError:  # a temporary file of an editor
-                continue
+    for name, path in {**paths, **own_files}.items():
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of an editor
+            files[name] = path.read_bytes()
     return files

@@ -18,6 +18,13 @@ def _parser() -> argparse.ArgumentParser:
     add("directory", type=Path, metavar="DIR", help="A run directory, or the directory of a study.")
     add("--resubmit-failed", action="store_true", help="Submit the runs that failed again, and no others.")
     add("--allow-pipe", action="store_true", help="Also resubmit runs with pipe: locations.")
+    add(
+        "--accept-code",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Go on with code of your own that has changed. The refusal says its NAME. May be repeated.",
+    )
     return parser
 
 
@@ -38,7 +45,12 @@ def main() -> None:
             if run_dir not in submitted:
                 print(f"{printable(run_dir.path.name)} was never submitted; start it again with its own command")
         if submitted:
-            resubmit(submitted, command=command_line(), allow_pipe=arguments.allow_pipe)
+            resubmit(
+                submitted,
+                command=command_line(),
+                allow_pipe=arguments.allow_pipe,
+                accepted_data=arguments.accept_code,
+            )
         elif not failed:
             print("nothing has failed")
 

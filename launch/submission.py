@@ -29,6 +29,7 @@ from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refu
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.config import RunConfig
+from trainer.own_code import files_to_copy
 from trainer.preflight import check_data, claim
 from trainer.run_dir import LOCK_NAME, RunDir
 
@@ -65,6 +66,11 @@ class SubmissionPlan:
     executor: Executor = "slurm"
     slot: int = 0
     accepted_data: tuple[str, ...] = ()
+
+    @property
+    def own_files(self) -> dict[str, Path]:
+        """Return the files of the runs' own code that their jobs need a copy of."""
+        return files_to_copy([planned.config for planned in self.runs])
 
     @property
     def logs(self) -> Path:
@@ -133,7 +139,7 @@ def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot | None = No
     The jobs run the code of `snapshot`, by default the present code. Raises `UserError` for a run that could never
     start; then nothing is submitted, and no new directory is left.
     """
-    snapshot = snapshot or read_snapshot()
+    snapshot = snapshot or read_snapshot(own_files=plan.own_files)
     code = snapshot.folder(plan.home)
     with _claimed(plan, code=code):
         write_snapshot(snapshot, into=plan.home)

@@ -68,6 +68,13 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
         metavar="NAME",
         help="Go on with a dataset that was replaced. The refusal says its NAME. May be repeated.",
     )
+    add(
+        "--accept-code",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Go on with code of your own that has changed. The refusal says its NAME. May be repeated.",
+    )
     return parser
 
 
@@ -105,10 +112,11 @@ def main() -> None:
             config, world_size=arguments.nodes * arguments.tasks_per_node, device_gigabytes=arguments.gpu_gigabytes
         )
         return
+    accepted = [*arguments.accept_data, *arguments.accept_code]
     try:
         run_dir = arguments.run_dir or default_run_dir(config)
         config = keep_order_version(config, RunDir(run_dir))
-        run_noting_its_end(config, run_dir, command=command_line(), accepted_data=arguments.accept_data)
+        run_noting_its_end(config, run_dir, command=command_line(), accepted_data=accepted)
     except StoppedError as stopped:
         if stopped.is_first_rank:
             print(stopped, file=sys.stderr)

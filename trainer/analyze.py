@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
 from data_pipeline.core.schema import MAX_SEED, Schema
-from trainer.run_dir import ALLOW_PIPE_HELP, open_run, runs_of
+from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, open_run, runs_of
 
 if TYPE_CHECKING:
     from trainer.analyses.analysis import Analysis
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", help="The device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU).")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=SET_HELP)
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
     return parser
 
 
@@ -82,6 +83,7 @@ def main() -> None:
         return
     from data_pipeline.core.devices import named_device
     from trainer.analyses.loaded_run import AnalysisOptions
+    from trainer.own_code import import_code_of
 
     options = AnalysisOptions(
         step=arguments.step,
@@ -90,6 +92,8 @@ def main() -> None:
         allow_pipe=arguments.allow_pipe,
     )
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
+    if arguments.allow_code:
+        import_code_of(runs)
     for path in analysis.run(runs, settings, options):
         print(path)
 

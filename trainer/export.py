@@ -27,7 +27,7 @@ import argparse
 from pathlib import Path
 
 from data_pipeline.core.errors import run_command
-from trainer.run_dir import open_run
+from trainer.run_dir import ALLOW_CODE_HELP, open_run
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,14 +38,19 @@ def _parser() -> argparse.ArgumentParser:
     add("run_dir", type=Path, metavar="RUN_DIR", help="The run directory.")
     add("--out", type=Path, required=True, metavar="FILE", help="The file to write, such as encoder.safetensors.")
     add("--step", type=int, help="The checkpoint to export; 0 is the untrained encoder (default: the newest).")
+    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
     return parser
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     from trainer.encoder_export import export
+    from trainer.own_code import import_code_of
 
-    export(open_run(arguments.run_dir), arguments.out, step=arguments.step)
+    run_dir = open_run(arguments.run_dir)
+    if arguments.allow_code:
+        import_code_of([run_dir])
+    export(run_dir, arguments.out, step=arguments.step)
     print(arguments.out)
 
 

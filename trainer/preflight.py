@@ -22,6 +22,7 @@ from trainer.distributed.collectives import on_first_rank, world_size
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.open_settings import input_size
+from trainer.own_code import check_same_code
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_difference, readable_labels
@@ -163,9 +164,9 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
 def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
     """Check the data, then take the run directory for this config, until the returned file is closed.
 
-    `accepted_data` are names of new datasets (`DataIdentity.name`) with which the run may go on. Raises `UserError` if
-    the data do not fit or were replaced, if the directory holds another config or other files, if another process
-    trains in it, or if it cannot be written.
+    `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
+    run may go on. Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if
+    the directory holds another config or other files, if another process trains in it, or if it cannot be written.
     """
     check_manifests(config, manifests)
     try:
@@ -177,7 +178,9 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
             f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another --run-dir"
         ) from error
     try:
-        check_resumed(run_dir, config, manifests, newest_state(run_dir), accepted_data=accepted_data)
+        found = newest_state(run_dir)
+        check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
+        check_same_code(run_dir, config, step=found.step, accepted=accepted_data)
     except UserError:
         held.close()
         raise

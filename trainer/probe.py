@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command
-from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
+from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
     fit = parser.add_argument_group(
         "linear probe", "The defaults are in the config of the run. A changed value becomes part of the file names."
     )
@@ -75,6 +76,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     from trainer.distributed.collectives import on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
+    from trainer.own_code import import_code_of
     from trainer.probe_runs import probe_run, runs_table
 
     world = read_env(os.environ)
@@ -91,6 +93,8 @@ def main() -> None:
                 places_of_probes(run_dirs, arguments.out)
 
         on_first_rank(check)  # check all before the first is probed
+        if arguments.allow_code:
+            import_code_of(run_dirs)
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
         of_runs = [

@@ -21,6 +21,7 @@ from data_pipeline.core.environment import variable
 from trainer.config import RunConfig
 from trainer.data import Manifests
 from trainer.open_settings import decisions_to_record
+from trainer.own_code import RECORDED_CODE, read_own_code
 from trainer.run_dir import RunDir, write_json
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def write_provenance(
         "snapshot_sha256": code.snapshot_sha256,
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         **manifests.identity.model_dump(),
+        **({RECORDED_CODE: own} if (own := read_own_code(config)) else {}),
     }
     if diff:
         run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n")

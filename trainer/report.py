@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from data_pipeline.core.errors import run_command
-from trainer.run_dir import ALLOW_PIPE_HELP, RunDir, runs_of, write_atomically
+from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, runs_of, write_atomically
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -24,6 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--study", metavar="NAME", help="Compare the runs with a published table, such as table1.")
     add("--probes", type=Path, metavar="DIR", help="Also read the results that `trainer.probe --out DIR` has written.")
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
+    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
     add("--markdown", action="store_true", help="Also write the report as Markdown, beside the page.")
     add("--wandb", action="store_true", help="Also make the report at Weights & Biases, which needs a login.")
     return parser
@@ -31,14 +32,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
+    from trainer.own_code import import_code_of
     from trainer.reports.as_markdown import as_markdown
     from trainer.reports.page import page
     from trainer.reports.published import study
     from trainer.reports.runs import arms_of, read_runs
     from trainer.reports.study_sheet import fill
 
+    paths = runs_of(arguments.run_dirs)
+    if arguments.allow_code:
+        import_code_of([open_run(path) for path in paths])
     chosen = None if arguments.study is None else study(arguments.study)
-    runs = read_runs(runs_of(arguments.run_dirs), probes_at=arguments.probes, allow_pipe=arguments.allow_pipe)
+    runs = read_runs(paths, probes_at=arguments.probes, allow_pipe=arguments.allow_pipe)
     sheet = None if chosen is None else fill(chosen, runs)
     arms = arms_of(runs)
     out = arguments.out or (RunDir(runs[0].path).report if len(runs) == 1 else Path("report.html"))

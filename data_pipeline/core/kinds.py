@@ -30,29 +30,61 @@ GROUP_PREFIX: Final = "overlay."  # of the groups of entry points
 Config = TypeVar("Config", bound="KindConfig")
 
 
-class Kinds(Generic[Config]):
-    """The kinds of one section of a config.
+class Names:
+    """The names of the classes of one room: of this project, of installed packages, and import paths.
 
     Args:
-        section: the name of the section in a sentence, such as "objective".
+        section: what a class of this room is, in a sentence, such as "objective".
         group: the ending of the group of entry points, such as "objectives".
-        built_in: the import path of the config class of each kind of this project.
+        built_in: the import path of each name of this project.
     """
-
-    base: type[Config]
 
     def __init__(self, section: str, *, group: str, built_in: Mapping[str, str]) -> None:
         self.section = section
         self.group = f"{GROUP_PREFIX}{group}"
         self.built_in = built_in
+
+    def names(self) -> list[str]:
+        """Return every name of this project and of installed packages."""
+        return [*self.built_in, *(name for name in _entry_points(self.group) if name not in self.built_in)]
+
+    def find_object(self, name: str) -> Any | None:
+        """Return what a name or an import path names; None for an import path whose module is not imported.
+
+        Raises `KeyError` if there is no such name, and `UserError` if two packages claim it.
+        """
+        if ":" not in name:
+            return import_object(self.path_of(name))
+        return import_object(name) if name.partition(":")[0] in sys.modules else None
+
+    def path_of(self, name: str) -> str:
+        """Return the import path of a name. Raises `KeyError`, or `UserError` if two packages claim it."""
+        claims = _entry_points(self.group).get(name, ())
+        packages = [_package(each) for each in claims]
+        if claims and name in self.built_in:
+            raise UserError(
+                f'the package {packages[0]} has an entry point "{name}" in the group {self.group}, but this '
+                f"{self.section} is built in; give that entry point another name"
+            )
+        if len(claims) > 1:
+            raise UserError(
+                f'the packages {" and ".join(packages)} both have an entry point "{name}" in the group {self.group}; '
+                f"uninstall one of them, or name the class by its import path, such as {claims[0].value}"
+            )
+        return claims[0].value if claims else self.built_in[name]
+
+
+class Kinds(Names, Generic[Config]):
+    """The kinds of one section of a config: `built_in` has the import path of the config class of each."""
+
+    base: type[Config]
+
+    def __init__(self, section: str, *, group: str, built_in: Mapping[str, str]) -> None:
+        super().__init__(section, group=group, built_in=built_in)
         self._found: dict[str, type[Config]] = {}
 
     def __set_name__(self, owner: type[Config], name: str) -> None:
         self.base = owner
-
-    def names(self) -> list[str]:
-        """Return every kind that has a name: of this project, and of installed packages."""
-        return [*self.built_in, *(name for name in _entry_points(self.group) if name not in self.built_in)]
 
     def configs(self) -> list[type[Config]]:
         """Return the config classes of this project, and those of other packages that were found already."""
@@ -66,10 +98,10 @@ class Kinds(Generic[Config]):
             UserError: if two packages claim the name, or if the class has no config that can be used.
         """
         if kind not in self._found:
-            path = kind if ":" in kind else self._path_of(kind)
-            if ":" in kind and path.partition(":")[0] not in sys.modules:
+            found = self.find_object(kind)
+            if found is None:
                 return self._not_imported
-            self._found[kind] = self._config_of(import_object(path), path=path, kind=kind)
+            self._found[kind] = self._config_of(found, kind)
         return self._found[kind]
 
     def parse(self, value: Any) -> Any:
@@ -94,29 +126,13 @@ class Kinds(Generic[Config]):
         except ValidationError as error:
             raise _inside(kind, error) from None
 
-    def _path_of(self, kind: str) -> str:
-        """Return the import path of a name. Raises `KeyError`, or `UserError` if two packages claim it."""
-        claims = _entry_points(self.group).get(kind, ())
-        packages = [_package(each) for each in claims]
-        if claims and kind in self.built_in:
-            raise UserError(
-                f'the package {packages[0]} has an entry point "{kind}" in the group {self.group}, but this '
-                f"{self.section} is built in; give that entry point another name"
-            )
-        if len(claims) > 1:
-            raise UserError(
-                f'the packages {" and ".join(packages)} both have an entry point "{kind}" in the group {self.group}; '
-                f"uninstall one of them, or name the class by its import path, such as {claims[0].value}"
-            )
-        return claims[0].value if claims else self.built_in[kind]
-
-    def _config_of(self, found: object, *, path: str, kind: str) -> type[Config]:
-        """Return the config class of what an import path names. Raises `UserError` if there is none."""
+    def _config_of(self, found: object, kind: str) -> type[Config]:
+        """Return the config class of what a kind names. Raises `UserError` if there is none."""
         config = found if self._is_config(found) else getattr(found, CONFIG, None)
         if not self._is_config(config):
             base = f"{self.base.__module__}:{self.base.__qualname__}"
             raise UserError(
-                f"{path} has no config, so it cannot be an {self.section}; name a subclass of {base}, or set its "
+                f"{kind} has no config, so it is no {self.section}; name a subclass of {base}, or set its "
                 f"attribute {CONFIG} to one"
             )
         config = cast(type[Config], config)
@@ -124,8 +140,9 @@ class Kinds(Generic[Config]):
         if not has_path(config) and kind not in kinds_of(config):
             declared = " or ".join(kinds_of(config))
             raise UserError(
-                f"the class {path} declares the kind {declared}, so it cannot be named {kind}; leave the field `kind` "
-                f"out of that class, or register it as {declared} by an entry point in the group {self.group}"
+                f"the class {import_path(config)} declares the kind {declared}, so it cannot be named {kind}; leave "
+                f"the field `kind` out of that class, or register it as {declared} by an entry point in the group "
+                f"{self.group}"
             )
         return config
 

@@ -11,7 +11,8 @@ GPU. The input is not changed.
 Pictures are square and have 32 pixels or more to a side. 32 is the published size, and there every layout is the
 published drawing, to the bit. A `Layout` says what happens on larger pictures.
 
-To add an overlay of pictures, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS`.
+To add an overlay of pictures, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS` (or,
+in another package, an entry point of the group `overlay.overlays`).
 
 Shapes: B batch, C channels, H height, W width.
 """

@@ -1,4 +1,4 @@
-"""List the overlays by name, save them and load them: an online dataset stores its overlay.
+"""Find overlays by name, save them and load them: an online dataset stores its overlay.
 
 An overlay is saved as a safetensors file of its persistent buffers. The header holds its name and options.
 
@@ -18,42 +18,59 @@ import safetensors
 import safetensors.torch
 
 from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.kinds import Names
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay
-from data_pipeline.overlays.digits import Digits
-from data_pipeline.overlays.letters import Letters
-from data_pipeline.overlays.noise import Noise
-from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.storage.files import read_regular
 
-OVERLAYS: Final[Mapping[str, type[Overlay]]] = MappingProxyType(
-    {"shapes": Shapes, "digits": Digits, "letters": Letters, "noise": Noise}
+# The class of each name. A new overlay of this project needs a line here and its own file.
+OVERLAYS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "shapes": "data_pipeline.overlays.shapes:Shapes",
+        "digits": "data_pipeline.overlays.digits:Digits",
+        "letters": "data_pipeline.overlays.letters:Letters",
+        "noise": "data_pipeline.overlays.noise:Noise",
+    }
 )
+NAMES: Final = Names("overlay", group="overlays", built_in=OVERLAYS)
 MAX_OVERLAY_BYTES: Final = 1 << 30
 _HEADER_KEY: Final = "overlay"
 
 
 class OverlayHeader(Schema):
-    """The header of an overlay file: the overlay's name in `OVERLAYS`, and its options."""
+    """The header of an overlay file: the overlay's name or import path, and its options."""
 
     kind: str
     options: dict[str, str | int | float]
 
 
 def kind_of(overlay: Overlay) -> str:
-    """Return the name of an overlay's class in `OVERLAYS`; raise `UserError` if it has none."""
-    for kind, overlay_class in OVERLAYS.items():
-        if type(overlay) is overlay_class:
-            return kind
-    raise UserError(
-        f"{type(overlay).__name__} has no name in data_pipeline.overlays.registry.OVERLAYS; add a line there"
-    )
+    """Return the name of an overlay's class, or its import path if it has no name."""
+    path = f"{type(overlay).__module__}:{type(overlay).__qualname__}"
+    return next((name for name in NAMES.names() if NAMES.path_of(name) == path), path)
+
+
+def find_overlay(kind: str) -> type[Overlay]:
+    """Return the class of a name, or of an import path whose module is imported already.
+
+    Raises `KeyError` if there is no such name, and `UserError` if the module is not imported, if what it names is no
+    overlay, or if two packages claim the name.
+    """
+    found = NAMES.find_object(kind)
+    if found is None:
+        raise UserError(
+            f"the overlay {kind} is code that a dataset names, and reading data imports no code; give it a name by an "
+            f"entry point in the group {NAMES.group}, or import its module in the recipe"
+        )
+    if not (isinstance(found, type) and issubclass(found, Overlay)):
+        raise UserError(f"{kind} is no overlay; name a subclass of {Overlay.__module__}.{Overlay.__qualname__}")
+    return found
 
 
 def save_overlay(overlay: Overlay, path: Path) -> str:
     """Write `overlay` to `path` and return the sha256 of the file.
 
-    Raises `UserError` if the overlay has no name, or if its file would be larger than what `load_overlay` reads.
+    Raises `UserError` if its file would be larger than what `load_overlay` reads.
     """
     header = OverlayHeader(kind=kind_of(overlay), options=overlay.options())
     buffers = {name: tensor.cpu().contiguous() for name, tensor in overlay.state_dict().items()}
@@ -86,10 +103,12 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} is not a whole overlay file ({error}); copy or build the dataset again") from None
     kind = header.kind
-    if kind not in OVERLAYS:
-        raise UserError(f'{path} holds an unknown overlay "{kind}"{nearest(kind, OVERLAYS)}')
     try:
-        return OVERLAYS[kind](**buffers, **header.options)
+        overlay_class = find_overlay(kind)
+    except KeyError:
+        raise UserError(f'{path} holds an unknown overlay "{kind}"{nearest(kind, NAMES.names())}') from None
+    try:
+        return overlay_class(**buffers, **header.options)
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} does not hold a {kind} overlay ({error}); copy or build the dataset again") from None
 

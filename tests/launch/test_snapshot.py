@@ -72,7 +72,7 @@ def test_it_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
 
 def test_code_that_never_stands_still_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter(range(1_000))
-    monkeypatch.setattr(snapshot_module, "_read", lambda root: {"a": str(next(states)).encode()})
+    monkeypatch.setattr(snapshot_module, "_read", lambda root, own_files: {"a": str(next(states)).encode()})
     with pytest.raises(UserError, match="changes all the time"):
         read_snapshot(small)
     states = iter([0, 1, 2, 2])

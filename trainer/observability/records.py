@@ -176,6 +176,7 @@ _START_FACTS: Mapping[str, Callable[[Any], bool]] = {
     "host": _is(str),
     "git_commit": _is(str),
     "snapshot_sha256": _is(str),
+    "own_code": _is(dict),
 }
 _FACTS: Mapping[str, Callable[[Any], bool]] = {
     **_START_FACTS,

@@ -1,0 +1,146 @@
+"""The code of other packages that a run uses: which it is, where its source lies, and whether it has changed.
+
+A run uses the packages of the config classes in its sections. Each is recorded by its version and the SHA-256 of its
+source files. The package of a class is the first part of its import path, so its other modules count too, but not other
+packages that they import.
+
+Invariant: a run goes on with the same code of its own, or with new code that the user has accepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import site
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import KindConfig, import_code
+from trainer.config import RunConfig, read_settings
+from trainer.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+RECORDED_CODE: Final = "own_code"  # the key in each start of provenance.json
+OF_THIS_PROJECT: Final = frozenset({"data_pipeline", "trainer", "configs", "launch"})
+_SUFFIXES: Final = frozenset({".py", ".so"})
+_NAME_DIGITS: Final = 12
+
+
+def own_packages(config: RunConfig) -> list[str]:
+    """Return the packages, or single modules, of the config classes of a run that are not of this project; sorted."""
+    tops = {type(section).__module__.partition(".")[0] for section in _sections(config) if section.is_imported}
+    return sorted(tops - OF_THIS_PROJECT)
+
+
+def _sections(config: BaseModel) -> Iterator[KindConfig]:
+    if isinstance(config, KindConfig):
+        yield config
+    for _, value in config:
+        if isinstance(value, BaseModel):
+            yield from _sections(value)
+
+
+def source_files(package: str, *, suffixes: Collection[str] | None = _SUFFIXES) -> dict[str, Path]:
+    """Return the files of an imported package or module, by their paths below the directory that holds it.
+
+    `suffixes` limits them to files of source; None returns all but caches.
+    """
+    module = sys.modules[package]
+    if module.__spec__ is None or module.__spec__.submodule_search_locations is None:
+        path = None if module.__file__ is None else Path(module.__file__)
+        return {} if path is None else {path.name: path}
+    files = {}
+    for folder in map(Path, module.__spec__.submodule_search_locations):
+        for path in sorted(folder.rglob("*")):
+            is_wanted = suffixes is None or path.suffix in suffixes
+            if path.is_file() and is_wanted and "__pycache__" not in path.parts:
+                files[str(Path(package, path.relative_to(folder)))] = path
+    return files
+
+
+def files_to_copy(configs: Sequence[RunConfig]) -> dict[str, Path]:
+    """Return the files of all code of the user's own that a copy of the code for jobs must hold.
+
+    Installed packages are left out, because a job finds them where it finds torch. A package that is installed for
+    editing is copied, because it may be edited while the job waits.
+    """
+    packages = sorted({package for config in configs for package in own_packages(config)})
+    files: dict[str, Path] = {}
+    for package in packages:
+        found = source_files(package, suffixes=None)
+        if not any(_is_installed(path) for path in found.values()):
+            files |= found
+    return files
+
+
+def _is_installed(path: Path) -> bool:
+    paths = sysconfig.get_paths()
+    installed = [paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()]
+    return any(path.resolve().is_relative_to(Path(folder).resolve()) for folder in installed)
+
+
+def read_own_code(config: RunConfig) -> dict[str, dict[str, str | None]]:
+    """Return the version (None if it is not installed) and the SHA-256 of the source of each package of a run."""
+    packages = own_packages(config)
+    distributions: Mapping[str, Sequence[str]] = metadata.packages_distributions() if packages else {}
+    return {
+        package: {
+            "version": metadata.version(distributions[package][0]) if package in distributions else None,
+            "sha256": _hash_of(source_files(package)),
+        }
+        for package in packages
+    }
+
+
+def _hash_of(files: Mapping[str, Path]) -> str:
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        for part in (name.encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def check_same_code(run_dir: RunDir, config: RunConfig, *, step: int, accepted: Collection[str]) -> None:
+    """Compare the code of a run's own with that of its last start, if it goes on from a checkpoint of `step`.
+
+    `accepted` are names of changed code with which the run may go on, as this error gives them; then logs a warning.
+    Raises `UserError` for code that has changed and was not accepted.
+    """
+    starts = run_dir.read_provenance().get("starts") or []
+    before: Any = starts[-1].get(RECORDED_CODE) if starts and step > 0 else None
+    if not isinstance(before, dict):
+        return
+    for package, now in read_own_code(config).items():
+        recorded = before.get(package)
+        if not isinstance(recorded, dict) or recorded.get("sha256") == now["sha256"]:
+            continue
+        name = f"{package}:{str(now['sha256'])[:_NAME_DIGITS]}"
+        if name not in accepted:
+            raise UserError(
+                f"the code of {package} ({_version(recorded)}) with which {run_dir.path} was trained up to step {step} "
+                f"has changed ({_version(now)}); put it back, pass --accept-code {name} to go on with the new code, or "
+                "pass another --run-dir"
+            )
+        logger.warning("the code of %s was changed after step %d: going on with it, as you accepted", package, step)
+
+
+def _version(code: Mapping[str, Any]) -> str:
+    version = code.get("version")
+    return f"{f'version {version}, ' if version else ''}source {str(code.get('sha256'))[:_NAME_DIGITS]}"
+
+
+def import_code_of(run_dirs: Sequence[RunDir]) -> None:
+    """Import the code that the configs of runs name. Raises `UserError` if a module of theirs cannot be found.
+
+    Call it only if the user trusts the writers of these files.
+    """
+    for run_dir in run_dirs:
+        import_code(read_settings(run_dir.config))
