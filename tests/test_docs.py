@@ -38,8 +38,7 @@ TOPS = ("configs", "data_pipeline", "trainer", "launch", "benchmarks", "tests", 
 WITH_STRIPES = """
 import sys
 from data_pipeline.overlays import registry
-from stripes import Stripes
-registry.OVERLAYS = {**registry.OVERLAYS, "stripes": Stripes}
+registry.NAMES.built_in = {**registry.NAMES.built_in, "stripes": "stripes:Stripes"}
 from data_pipeline.__main__ import main
 main()
 """

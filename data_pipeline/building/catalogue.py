@@ -15,28 +15,32 @@ from data_pipeline.building.datasets import (
     NOISE_CROPS,
     NOISE_VOLUME,
     OVERLAY_LAYOUTS,
+    PICTURES,
     SOURCES,
     SPLITS,
+    Dataset,
     datasets_with,
 )
 from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.imports import find_in_working_directory, import_object
 from data_pipeline.core.sample import Layout
 from data_pipeline.overlays import IMAGE_SIZE, Overlay, PictureOverlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.noise import Crop, Noise
-from data_pipeline.overlays.registry import OVERLAYS
-from data_pipeline.sources import SoundSource, Source, background, fsdd, procedural, procedural_speech
+from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
+from data_pipeline.overlays.registry import OVERLAYS, find_overlay
+from data_pipeline.sources import SoundSource, Source, SourceInputs, background, fsdd, procedural_speech
 from data_pipeline.sources.audiomnist import AudioMnist
-from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import DigitSource, MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.picture_table import PictureTable
-from data_pipeline.sources.procedural import Procedural
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
+from data_pipeline.sources.registry import NAMES as SOURCE_NAMES
+from data_pipeline.sources.registry import find_source
 from data_pipeline.sources.silence import SilenceSource
 
-DATASETS = datasets_with([kind for kind, overlay in OVERLAYS.items() if issubclass(overlay, PictureOverlay)])
+DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PictureOverlay)])
 # The dataset `noise` has as many records, at the same sample rate, as its source has of speech.
 _SAMPLE_RATES: Mapping[str, int] = MappingProxyType(
     {"audiomnist": AudioMnist.sample_rate, "fsdd": Fsdd.sample_rate, "procedural": procedural_speech.SAMPLE_RATE}
@@ -106,18 +110,49 @@ def open_dataset(
     A source that generates its records makes `limit` of them; other sources ignore it. Raises `UserError` if a name is
     unknown, a choice does not fit the dataset, or the data is missing.
     """
-    if dataset not in DATASETS:
+    if (found := find_dataset(dataset)) is None:
         raise UserError(f'unknown dataset "{dataset}"{nearest(dataset, DATASETS)}')
     if split not in SPLITS:
         raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
-    base, overlay = DATASETS[dataset].base, DATASETS[dataset].overlay
+    base, overlay = found.base, found.overlay
     name = choices.get("source") or SOURCES[base][0]
-    if name not in SOURCES[base]:
+    if name not in SOURCES[base] and not (base in PICTURES and _is_own_source(name)):
         raise UserError(f'{dataset} cannot come from the source "{name}"{nearest(name, SOURCES[base])}')
     _check_choices(dataset, base, overlay, name, choices)
     if base in ("spoken", "silence"):
         return _open_sounds(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
     return _open_pictures(base, overlay, name, split=split, seed=seed, limit=limit, choices=choices)
+
+
+def find_dataset(name: str) -> Dataset | None:
+    """Return the dataset of a name; None if there is none.
+
+    Besides `DATASETS`, these are the bases of pictures with an overlay of another package, by its name or import path:
+    `procedural_stripes`, or `procedural_my_package.overlays:Stripes`.
+    """
+    if name in DATASETS:
+        return DATASETS[name]
+    for base in PICTURES:
+        overlay = name.removeprefix(f"{base}_")
+        if overlay != name and (":" in overlay or overlay in OVERLAY_NAMES.names()):
+            return Dataset(base, overlay, f"{PICTURES[base]} with {overlay} on each")
+    return None
+
+
+def _is_own_source(name: str) -> bool:
+    """Return whether a source of pictures is of another package."""
+    return ":" in name or (name not in SOURCE_NAMES.built_in and name in SOURCE_NAMES.names())
+
+
+def _picture_overlay(name: str) -> type[PictureOverlay]:
+    """Return the class of an overlay of pictures. Imports the module of an import path, which the user has typed."""
+    if ":" in name:
+        find_in_working_directory()
+        import_object(name)
+    found = find_overlay(name)
+    if not issubclass(found, PictureOverlay):
+        raise UserError(f"{name} is no overlay of pictures; name a subclass of data_pipeline.overlays.PictureOverlay")
+    return found
 
 
 def _check_choices(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
@@ -126,7 +161,12 @@ def _check_choices(dataset: str, base: str, overlay: str | None, source: str, ch
         (overlay not in (None, "noise"), "has no overlay of pictures", ("overlay_layout",)),
         (overlay == "digits", "has no digits", ("digits", "digits_root")),
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
-        (source == "folder", "does not come from a folder of pictures", ("image_size", "test_share", "labels")),
+        (source == "folder", "does not come from a folder of pictures", ("labels",)),
+        (
+            source == "folder" or _is_own_source(source),
+            "does not come from a folder of pictures",
+            ("image_size", "test_share"),
+        ),
         (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
     ):
         wrong = [name for name in names if choices.get(name) is not None]
@@ -140,16 +180,25 @@ def _check_choices(dataset: str, base: str, overlay: str | None, source: str, ch
 def _open_pictures(
     base: str, overlay: str | None, source: str, *, split: str, seed: int, limit: int | None, choices: Choices
 ) -> Ingredients:
-    opened: Source
-    root = choices.get("root")
-    if source == "procedural":
-        opened = Procedural(seed=seed, split=split, num_records=limit or procedural.DEFAULT_NUM_RECORDS[split])
-    elif root is None:
+    root, source_class = choices.get("root"), find_source(source)
+    if root is None and getattr(source_class, "needs_root", False):
         raise UserError(f"the source {source} reads pictures from a folder; name it with --root")
-    elif source == "torchvision":
-        opened = Cifar(root, num_classes=10 if base == "cifar10" else 100, split=split)
+    image_size = choices.get("image_size")
+    opened: Source
+    if root is not None and choices.get("labels") is not None:
+        opened = open_folder(root, split=split, seed=seed, image_size=image_size, choices=choices)
     else:
-        opened = open_folder(root, split=split, seed=seed, image_size=choices.get("image_size"), choices=choices)
+        opened = source_class.open(
+            SourceInputs(
+                base=base,
+                root=root,
+                split=split,
+                seed=seed,
+                limit=limit,
+                image_size=image_size,
+                test_share=choices.get("test_share"),
+            )
+        )
     description = opened.description
     drawn: Overlay | None = None
     if overlay is not None:
@@ -162,7 +211,7 @@ def _open_pictures(
                 Digits.of(digits, image_size=size, layout=layout),
             )
         else:
-            drawn = OVERLAYS[overlay](image_size=size, layout=layout)
+            drawn = _picture_overlay(overlay)(image_size=size, layout=layout)
     return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
 
 

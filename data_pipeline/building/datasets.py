@@ -55,7 +55,7 @@ SOURCE_SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
 PICTURE_OVERLAYS: Final[Mapping[str, str]] = MappingProxyType(
     {"shapes": "a coloured shape", "digits": "a handwritten digit", "letters": "a coloured letter"}
 )
-_PICTURES: Final[Mapping[str, str]] = MappingProxyType(
+PICTURES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "cifar10": "CIFAR-10 pictures",
         "cifar100": "CIFAR-100 pictures",
@@ -77,7 +77,7 @@ class Dataset:
 def datasets_with(picture_overlays: Sequence[str]) -> Mapping[str, Dataset]:
     """Return all datasets by name: pictures without an overlay and with each of `picture_overlays`, and sounds."""
     datasets = {}
-    for base, pictures in _PICTURES.items():
+    for base, pictures in PICTURES.items():
         datasets[base] = Dataset(base, None, pictures)
         for overlay in picture_overlays:
             summary = f"{pictures} with {PICTURE_OVERLAYS.get(overlay, overlay)} on each"

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +88,47 @@ def class_names_of(values: Collection[str]) -> tuple[str, ...]:
         if largest < max(10 * len(values), 1_000) and largest < MAX_CLASSES:
             return tuple(map(str, range(largest + 1)))
     return tuple(sorted(values))
+
+
+@dataclass(frozen=True)
+class SourceInputs:
+    """The choices of a build from which a source of pictures is opened. Most sources read only some of them.
+
+    Attributes:
+        base: the pictures of the dataset, such as "cifar10", "folder" or "procedural".
+        root: the folder of the source's files; None if the source has no files.
+        split: "train" or "test".
+        seed: the seed of the build.
+        limit: the most records that the build takes; None for all. A source that generates records makes so many.
+        image_size: the width and height in pixels to which each picture is brought; None to leave it.
+        test_share: the share of the pictures in the test split, if the source has no splits; None if it has.
+    """
+
+    base: str
+    root: Path | None
+    split: str
+    seed: int
+    limit: int | None
+    image_size: int | None = None
+    test_share: float | None = None
+
+    def required_root(self) -> Path:
+        """Return `root`. Call it only in a source with `needs_root`."""
+        assert self.root is not None
+        return self.root
+
+
+class PictureSource(Source, Protocol):
+    """A source of pictures that a build opens by its name.
+
+    `needs_root` says whether the user must name a folder.
+    """
+
+    needs_root: ClassVar[bool]
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        """Return the source of one split. Raises `UserError` if its files are missing or do not fit the choices."""
 
 
 class SoundSource(Source, Protocol):

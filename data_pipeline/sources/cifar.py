@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record
+from data_pipeline.sources import SourceInputs
 
 
 class Cifar:
@@ -20,6 +21,11 @@ class Cifar:
 
     description = "torchvision"
     title = "picture"
+    needs_root: ClassVar[bool] = True
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        return cls(given.required_root(), num_classes=10 if given.base == "cifar10" else 100, split=given.split)
 
     def __init__(self, root: Path, *, num_classes: Literal[10, 100], split: str) -> None:
         from torchvision.datasets import CIFAR10, CIFAR100  # takes a second to import

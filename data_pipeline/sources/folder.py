@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Record
+from data_pipeline.sources import SourceInputs
 from data_pipeline.sources.picture_file import read_rgb
 from data_pipeline.storage.source_digests import content_digest
 
@@ -53,6 +54,17 @@ class ImageFolder:
     """
 
     title = "picture"
+    needs_root: ClassVar[bool] = True
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        return cls(
+            given.required_root(),
+            split=given.split,
+            image_size=given.image_size,
+            test_share=given.test_share,
+            seed=given.seed,
+        )
 
     def __init__(
         self, root: Path, *, split: str, image_size: int | None = None, test_share: float | None = None, seed: int = 0

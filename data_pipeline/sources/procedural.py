@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
+from data_pipeline.sources import SourceInputs
 
 Coordinate = NDArray[np.float64]  # (64, 64): x or y of every point of a picture, in pixels
 Region = NDArray[np.bool_]  # (64, 64): the points that a form covers
@@ -180,6 +181,11 @@ class Procedural:
     description: str = field(default="procedural", init=False)
     class_names: tuple[str, ...] = field(default=tuple(PATTERNS), init=False)
     title: str = field(default="picture", init=False)
+    needs_root: ClassVar[bool] = False
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        return cls(given.seed, given.split, given.limit or DEFAULT_NUM_RECORDS[given.split])
 
     @property
     def labels(self) -> NDArray[np.int64]:
