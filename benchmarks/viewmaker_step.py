@@ -44,6 +44,7 @@ from trainer.memory import keep_freed_memory
 from trainer.modules import TrainedModules, build_modules
 from trainer.objectives import PublishedNTXentConfig
 from trainer.optim.optimizers import AdamConfig, SGDConfig
+from trainer.views.viewmaker import Viewmaker
 
 Step = Callable[[Batch], float]  # which returns the encoder's loss
 
@@ -71,7 +72,7 @@ class StepAsWritten:
     """The original's order, with as little as it takes."""
 
     def __init__(self, config: RunConfig, modules: TrainedModules) -> None:
-        assert modules.viewmaker is not None
+        assert isinstance(modules.viewmaker, Viewmaker)
         assert isinstance(config.objective, PublishedNTXentConfig)
         self.config = config
         self.temperature = config.objective.temperature

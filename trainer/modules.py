@@ -74,5 +74,6 @@ def build_modules(config: RunConfig) -> TrainedModules:
         view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=config.data.mel)
     encoder.trunk.checkpointing = config.memory.encoder_checkpointing
     if config.views.is_learned:
-        view_policy.checkpointing = config.memory.viewmaker_checkpointing
+        # Not by an assignment, which a type checker allows for tensors and modules only.
+        setattr(view_policy, "checkpointing", config.memory.viewmaker_checkpointing)  # noqa: B010
     return TrainedModules(config=config, step=0, encoder=encoder, view_policy=view_policy)

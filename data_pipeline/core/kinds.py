@@ -17,7 +17,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorType, InitErrorDetails, PydanticCustomError, PydanticKnownError
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
+from pydantic_core.core_schema import ErrorType
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import find_in_working_directory, import_object
@@ -154,7 +155,8 @@ class Kinds(Names, Generic[Config]):
         """Return a class that keeps any values, for a config that is only read, compared and shown."""
         name = f"NotImported{self.base.__name__}"
         members = {"model_config": ConfigDict(extra="allow"), "is_imported": False, "__module__": __name__}
-        return cast(type[Config], type(self.base)(name, (self.base,), members))
+        metaclass: Any = type(self.base)
+        return cast(type[Config], metaclass(name, (self.base,), members))
 
 
 class KindConfig(Schema):

@@ -9,10 +9,11 @@ import pytest
 from configs.resolve import explain, resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
-from trainer.objectives import NTXentConfig, SplitLossConfig
+from trainer.objectives import MoCoConfig, NTXentConfig, SplitLossConfig
 from trainer.optim.optimizers import AdamConfig
 from trainer.optim.schedules import ConstantConfig, CosineConfig
 from trainer.views.expert_audio import WaveformConfig
+from trainer.views.viewmaker import ViewmakerConfig
 
 
 def refusal(*overrides: str, recipe: str = "debug:image") -> str:
@@ -70,7 +71,7 @@ def test_a_section_that_is_null_can_be_made_and_set_at_once() -> None:
     overrides = ["views.waveform.noise_std=0.5", "views.waveform={}"]
     for order in permutations(overrides):
         views = resolve_recipe("debug:audio_viewmaker", order).views
-        assert views.kind == "viewmaker"
+        assert isinstance(views, ViewmakerConfig)
         assert views.waveform == WaveformConfig(noise_std=0.5)
     said = refusal("views.waveform.noise_std=0.5", recipe="debug:audio_viewmaker")
     assert said.endswith("views.waveform is null; add --set views.waveform={} for its defaults")
@@ -95,8 +96,7 @@ def test_of_two_values_for_one_name_the_last_counts() -> None:
     assert resolve_recipe("debug:image", ["num_epochs=3", "num_epochs=4"]).num_epochs == 4
     kinds = ["objective.kind=split", "objective.kind=moco", "objective.temperature=0.2"]
     objective = resolve_recipe("debug:image", kinds).objective
-    assert objective.kind == "moco"
-    assert objective.temperature == 0.2
+    assert objective == MoCoConfig(temperature=0.2)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from trainer.config import RunConfig
 from trainer.models.batch_norm import average_running_statistics
 from trainer.models.encoder import Encoder, ResNetConfig
 from trainer.modules import TrainedModules, build_modules
-from trainer.objectives import Objective
+from trainer.objectives import Objective, SimSiamConfig
 from trainer.step import TrainingStep
-from trainer.views.viewmaker import ViewmakerConfig
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
 BATCH_SIZE, EMBEDDING_SIZE, WIDTH = 6, 8, 4
 CPU = torch.device("cpu")
@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 def small(config: RunConfig, **changes: Any) -> RunConfig:
     """Return the recipe with a tiny network, in float64; losses, optimizers and order are the recipe's."""
     encoder = config.encoder
+    assert isinstance(encoder, ResNetConfig)
     assert encoder.kind == "resnet18_small"
     head = encoder.head.model_copy(update={"hidden_sizes": tuple(8 for _ in encoder.head.hidden_sizes)})
     tiny = ResNetConfig(
@@ -148,7 +149,7 @@ def test_four_steps_of_a_game_are_those_of_the_loop_as_written(update: str, weig
         adversary=recipe.adversary.model_copy(update={"update": update, "weight": weight}),
     )
     modules, _, step = ours(config)
-    assert modules.viewmaker is not None
+    assert isinstance(modules.viewmaker, Viewmaker)
     written, their_viewmaker = AsTorchHasIt(modules.encoder, config), AsWritten(modules.viewmaker)
     encoder_optimizer = sgd([written], config)
     viewmaker_optimizer = torch.optim.Adam(their_viewmaker.parameters(), lr=1e-3)
@@ -246,7 +247,7 @@ def test_two_steps_of_a_method_of_huang_are_those_of_the_loop_as_written(
     published = recipe()
     if published.objective.kind == "moco":
         changes["objective"] = published.objective.model_copy(update={"queue_size": 4 * BATCH_SIZE})
-    if published.objective.kind == "simsiam":
+    if isinstance(published.objective, SimSiamConfig):
         predictor = published.objective.predictor.model_copy(update={"hidden_sizes": (8,)})
         changes["objective"] = published.objective.model_copy(update={"predictor": predictor})
     config = small(published, **changes)

@@ -27,12 +27,13 @@ from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig
+from trainer.distributed.engines.engine import Backend
 from trainer.distributed.fake_process_group import fake_ranks
 from trainer.models.encoder import Encoder
 from trainer.modules import build_modules, build_run_objective, objective_inputs
 from trainer.objectives import Objective, build_objective
 from trainer.planning.accounting import Accounts
-from trainer.planning.engine_costs import Backend, cut_gradients, sent_by_engines
+from trainer.planning.engine_costs import cut_gradients, sent_by_engines
 from trainer.views import ViewPolicy, ViewsInputs
 
 

@@ -18,7 +18,6 @@ from trainer.config import RunConfig, read_config
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
 from trainer.run_dir import RunDir
-from trainer.views import ViewPolicy
 
 
 class HalvesEncoder(nn.Module):
@@ -72,7 +71,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: str, **policies: nn.Module) -
     """Let an analysis find, in the run directories of these names, a `HalvesEncoder` and these policies."""
 
     def open_planted(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
-        policy = cast(ViewPolicy, policies[run_dir.path.name])
+        policy = policies[run_dir.path.name]
         modules = TrainedModules(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
         return LoadedRun(run_dir, modules, CPU, options.seed or 0)
 

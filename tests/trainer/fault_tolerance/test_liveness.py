@@ -16,6 +16,7 @@ from trainer.fault_tolerance import liveness
 from trainer.models.encoder import build_encoder
 from trainer.modules import build_modules
 from trainer.profiling import stage
+from trainer.views.viewmaker import Viewmaker
 
 
 class Heard:
@@ -83,7 +84,7 @@ def test_every_block_of_an_encoder_gives_a_sign_forward_and_backward(checkpointi
 def test_every_block_of_a_viewmaker_gives_a_sign_forward_and_backward() -> None:
     config = resolve_recipe("debug:viewmaker", [])
     viewmaker = build_modules(config).viewmaker
-    assert viewmaker is not None
+    assert isinstance(viewmaker, Viewmaker)
     images_BCHW = torch.rand(2, 3, 32, 32)
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(2), view=0)
     num_blocks = 3 + 2 * len(viewmaker.blocks) + 2
