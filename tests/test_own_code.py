@@ -235,7 +235,7 @@ def test_a_file_whose_base_is_wrong_is_one_sentence(text: str, said: str, tmp_pa
         ("debug:image", "objective.kind=seaside.losses:Tripel", 'has no "Tripel"; did you mean "Triplet"?'),
         ("debug:image", "objective.kind=seaside.losses:F", "has no config, so it is no objective; name a subclass of"),
         ("debug:image", "objective.kind=seaside.views:LightConfig", "has no config, so it is no objective"),
-        ("debug:image", "objective.kind=seaside.views:", "is not an import path; write it as package.module:Name"),
+        ("debug:image", "objective.kind='seaside.views:'", 'the module seaside.views of seaside.views: has no ""'),
         ("debug:image", "objective.kind=9:Loss", "9:Loss is not an import path; write it as package.module:Name"),
         ("debug:image", "objective.kind=bad:Open", "has frozen=False, but the config of a run must be frozen and"),
         ("debug:image", "objective.kind=bad:Loose", "has extra='allow', but the config of a run must be frozen and"),

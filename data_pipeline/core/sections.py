@@ -37,6 +37,13 @@ def models_at(annotations: Iterable[Any]) -> list[type[BaseModel]]:
     return [one for each in models for one in (vars(each)[KINDS].configs() if KINDS in vars(each) else [each])]
 
 
+def names_at(annotations: Iterable[Any]) -> list[str]:
+    """Return the kinds that a section may have, with those of installed packages that were not imported yet."""
+    models = [each for each in members_of(annotations) if isinstance(each, type) and issubclass(each, BaseModel)]
+    named = [name for each in models if KINDS in vars(each) for name in vars(each)[KINDS].names()]
+    return list(dict.fromkeys([*named, *(kind for each in models_at(annotations) for kind in kinds_of(each))]))
+
+
 def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
     """Return the annotations of the field `name` in the `models` that have it."""
     return [model.model_fields[name].annotation for model in models if name in model.model_fields]

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from data_pipeline.core.errors import nearest, printable
-from data_pipeline.core.sections import KIND, field_of, kinds_of, members_of, models_at
+from data_pipeline.core.sections import KIND, field_of, kinds_of, members_of, models_at, names_at
 
 _MAX_SHOWN = 80  # characters of a value
 
@@ -82,7 +82,7 @@ def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) ->
         case "missing":
             return f"{path} is missing; it has no default"
         case "union_tag_invalid" | "union_tag_not_found":
-            kinds = [kind for each in models_at(annotations) for kind in kinds_of(each)]
+            kinds = names_at(annotations)
             given = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, None)
             stated = f"is {_shown(given)}" if problem["type"] == "union_tag_invalid" else "is missing"
             return f"{_join(path, KIND)} {stated}{nearest(str(given), kinds)}"
@@ -119,9 +119,7 @@ def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
             return f"a list of at least {context['min_length']}"
         case "too_long":
             return f"a list of at most {context['max_length']}"
-        case "model_type" | "model_attributes_type" if kinds := [
-            kind for each in models_at(annotations) for kind in kinds_of(each)
-        ]:
+        case "model_type" | "model_attributes_type" if kinds := names_at(annotations):
             return f"a section, such as {{{KIND}: {kinds[0]}}}"
         case "string_unicode":
             return "text without broken characters"

@@ -24,7 +24,7 @@ from data_pipeline.core.schema import BatchSize, InputMean, InputStd, LayerSize,
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import depends_on_row_order, grouped_statistics
 from trainer.models.heads import HeadConfig, build_head
-from trainer.models.resnet import BLOCKS_OF_DEPTH, Init, resnet_trunk
+from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
 from trainer.models.trunk import Trunk
 from trainer.models.wide_resnet import wide_resnet_trunk
@@ -184,7 +184,7 @@ class ResNetConfig(BaseEncoderConfig):
 
     def build_trunk(self) -> Trunk:
         return resnet_trunk(
-            *BLOCKS_OF_DEPTH[self.depth],
+            *blocks_of_depth(self.depth),
             form=self.form,
             width=self.width,
             in_channels=self.in_channels,

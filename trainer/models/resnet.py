@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import nn
-from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from trainer.models.trunk import ConvolutionalTrunk, draw_convolutions
+
+if TYPE_CHECKING:
+    from torchvision.models.resnet import BasicBlock, Bottleneck
 
 Init: TypeAlias = Literal["torch", "torchvision"]
 """The distribution of the initial weights of convolutions.
@@ -20,13 +21,14 @@ Init: TypeAlias = Literal["torch", "torchvision"]
 With batch norm, the distribution affects the size of the first steps: the larger the weights, the smaller the gradient.
 """
 
-BLOCKS_OF_DEPTH: Final[Mapping[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]]] = {
-    10: (BasicBlock, (1, 1, 1, 1)),
-    18: (BasicBlock, (2, 2, 2, 2)),
-    34: (BasicBlock, (3, 4, 6, 3)),
-    50: (Bottleneck, (3, 4, 6, 3)),
-}
-"""For each depth, the block and the number of blocks in each stage."""
+
+def blocks_of_depth(depth: int) -> tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]:
+    """Return the block and the number of blocks in each stage, for a depth of 10, 18, 34 or 50."""
+    # Not at the top: torchvision takes as long to import as torch, and objectives alone need no network.
+    from torchvision.models.resnet import BasicBlock, Bottleneck
+
+    num_blocks = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}[depth]
+    return Bottleneck if depth == 50 else BasicBlock, num_blocks
 
 
 def resnet_trunk(
