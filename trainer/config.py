@@ -80,7 +80,7 @@ class RunConfig(Schema):
         if self.views.is_imported and self.views.is_learned != (self.adversary is not None):
             raise ValueError(
                 f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} section '
-                "`adversary`, which holds the training of learned views"
+                "`adversary`, which holds the training of learned views, such as a viewmaker"
             )
         return self
 
