@@ -70,9 +70,19 @@ def _check_name(text: str) -> str:
     return text
 
 
+def is_label_name(text: str) -> bool:
+    """Return whether a text can be the name of a label: a plain word, which is safe as part of a file name.
+
+    Examples:
+        >>> is_label_name("site_2"), is_label_name("Finding Labels"), is_label_name("../x")
+        (True, False, False)
+    """
+    return re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", text) is not None
+
+
 def check_label_name(text: str) -> str:
     """Return the name of a label; raise `ValueError` if it is not a plain word."""
-    if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", text, flags=re.ASCII) is None:
+    if not is_label_name(text):
         raise ValueError(
             f"{json.dumps(text[:100])} is not a valid name of a label; use up to 32 of the letters a to z and A to Z, "
             "digits and _, and begin with a letter"

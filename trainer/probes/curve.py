@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.schema import Schema, is_label_name
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.result import labels_in, read_result
 from trainer.run_dir import RunDir
@@ -84,7 +84,7 @@ def online_labels(metrics: Iterable[str]) -> list[LabelSpace]:
         ['base', 'site']
     """
     parts = (name.split("/") for name in metrics)
-    return label_order(part[1] for part in parts if len(part) == 3 and part[0] == "probe")
+    return label_order(part[1] for part in parts if len(part) == 3 and part[0] == "probe" and is_label_name(part[1]))
 
 
 def _number(entry: Mapping[str, Any], name: str) -> float | None:

@@ -60,7 +60,7 @@ def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
             names, origin = set(file.keys()), json.loads((file.metadata() or {})["heads"])
             by_label = {
                 space: LinearHead(file.get_tensor(f"head/{space}/weight"), file.get_tensor(f"head/{space}/bias"))
-                for space in label_order(name.split("/")[1] for name in names)
+                for space in label_order(name.split("/")[1] for name in names if name.count("/") == 2)
             }
         return Heads(by_label, origin["made_by"], origin["train_manifest_sha256"])
     except (SafetensorError, KeyError, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.schema import Schema, is_label_name
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.groups import Groups
 from trainer.probes.knn import KNNResult
@@ -51,8 +51,8 @@ def labels_in(directory: Path, *, suffix: str | None = "") -> list[LabelSpace]:
     `suffix` ends the names of the files before ".json"; None stands for any.
     """
     ending = r"(-.*)?" if suffix is None else re.escape(suffix)
-    found = (re.fullmatch(rf"([A-Za-z][A-Za-z0-9_]*){ending}\.json", path.name) for path in directory.glob("*.json"))
-    return label_order(match[1] for match in found if match is not None)
+    found = (re.fullmatch(rf"(\w+){ending}\.json", path.name) for path in directory.glob("*.json"))
+    return label_order(match[1] for match in found if match is not None and is_label_name(match[1]))
 
 
 def read_result(path: Path) -> ProbeResult:
