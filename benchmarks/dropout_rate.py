@@ -123,7 +123,7 @@ def train_judge(config: RunConfig, test: Pictures) -> Judge:
                 std=CIFAR10_STD,
             )
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    num_train = load_manifest(Path(config.data.train_dir)).num_samples
+    num_train = load_manifest(Path(config.data.probed_dir)).num_samples
     num_steps = JUDGE_EPOCHS * num_steps_per_epoch(num_train, JUDGE_BATCH)
     stream = open_stream(config.data, global_batch_size=JUDGE_BATCH, seed=JUDGE_SEED, end_step=num_steps)
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=1e-2)

@@ -23,6 +23,7 @@ from data_pipeline.core.schema import flatten
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from data_pipeline.storage.manifest import INDEX_NAME, is_tars
 from trainer.config import RunConfig, parse_config, read_settings
+from trainer.data import DataConfig
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
 STUDIES = "studies"
@@ -58,14 +59,13 @@ def resolve_recipe(
     assert recipe is not None
     config = recipe.override(overrides, where=where)
     if layers[-1].config is not None and config.name == recipe.name:
-        own_name = recipe.name.replace(NAME_OF_DATA, _name_of(config.data.train_dir))
+        own_name = recipe.name.replace(NAME_OF_DATA, _name_of_data(config.data))
         config = config.model_copy(update={"name": own_name})
     for section in unimported(config):
         section.require_import()
     if from_file is not None:
-        before, after = from_file.data, config.data
-        for location in {before.train_dir, before.test_dir} & {after.train_dir, after.test_dir}:
-            refuse_untyped_command(location, before.remote)
+        for location in {*from_file.data.locations} & {*config.data.locations}:
+            refuse_untyped_command(location, from_file.data.remote)
     return config
 
 
@@ -122,6 +122,13 @@ def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
     return values
 
 
+def _name_of_data(data: DataConfig) -> str:
+    """Return a name for the train set of a run: of its location, or of the sources of a mixture."""
+    if data.train_dir is not None:
+        return _name_of(data.train_dir)
+    return "+".join(data.train_locations)[:_MAX_DATA_CHARACTERS]
+
+
 def _name_of(location: str) -> str:
     """Return a name for the data at a location: its last folder but `train`, in the characters of a run's name.
 
@@ -175,7 +182,8 @@ def explain(name: str, overrides: Sequence[str] = (), *, allow_code: bool = Fals
     given = _given(config)
     lines = []
     for path, value in flatten(config).items():
-        from_recipe = path in given and (recipe.get(path) == value or path == "name")
+        is_given = any(f"{path}.".startswith(f"{given_path}.") for given_path in given)  # a mapping is given as a whole
+        from_recipe = is_given and (recipe.get(path) == value or path == "name")
         origin = "--set" if path in by_hand else _origin(path, layers) if from_recipe else "default"
         lines.append((path, printable(f"{value}"), origin))
     width = max(len(path) for path, _, _ in lines)

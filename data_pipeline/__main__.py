@@ -200,6 +200,12 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=2.0, metavar="T", help="The length of each measurement (default: %(default)s)."
     )
     add("--device", metavar="D", help="The device that finishes batches (default: cuda if there is a GPU, else cpu).")
+    add(
+        "--shuffle-shards",
+        type=int,
+        metavar="N",
+        help="Stream in the order of windows of N shards, and say how much that differs from a shuffle of all samples.",
+    )
 
 
 def _add_location(parser: argparse.ArgumentParser) -> None:

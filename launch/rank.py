@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
 from trainer.planning.describe import describe
 from trainer.planning.fit import plan
+from trainer.preflight import check_batch, train_sizes
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -65,9 +67,12 @@ def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accept
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
     """Print the plan of a run, and the settings that DeepSpeed would get. Sizes of the data count if they are there."""
     try:
-        manifest = read_manifests(config.data).train
-    except UserError:
+        manifest = read_manifests(config.data, makes_index=False).train
+    except UserError as error:
+        print(f"the sizes of the data are not known: {error}", file=sys.stderr)
         manifest = None
+    if manifest is not None:
+        check_batch(config, num_samples=train_sizes(manifest), num_ranks=world_size)
     planned = plan(
         config,
         world_size=world_size,

@@ -23,7 +23,6 @@ from submitit.core.utils import JobPaths
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Line, Schema
-from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import load_manifest
 from launch.outcome import ENDED_NAME, RankOutcome, is_inside, outcomes_of_job, read_end, read_outcome
@@ -286,13 +285,14 @@ def first_error(run_dir: RunDir, submission: Submission) -> tuple[int, RankOutco
 
 def _num_steps(config: RunConfig) -> int | None:
     """Return the number of steps of a run; None if its data are not here, such as data on a network."""
-    if is_remote(config.data.train_dir):
+    locations = config.data.train_locations.values()
+    if any(map(is_remote, locations)):
         return None
     try:
-        num_samples = load_manifest(Path(config.data.train_dir)).num_samples
+        num_samples = sum(load_manifest(Path(location)).num_samples for location in locations)
     except UserError:
         return None
-    return config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
+    return config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
 
 
 def _first_line(text: str) -> str:

@@ -125,7 +125,7 @@ def build_counters(
         run_dir,
         num_samples=manifests.train.num_samples,
         max_share=config.data.max_bad_share,
-        where=config.data.train_dir,
+        where=config.data.train_name,
         before=_bad_samples_of(before, manifests.identity),
     )
     return RunCounters(skipped, bad, data=manifests.identity)

@@ -199,13 +199,13 @@ def read_settings(path: Path) -> dict[str, Any]:
 def parse_config(value: dict[str, Any], path: Path, *, allow_pipe: bool) -> RunConfig:
     """Return the RunConfig of the values in a file: see `read_config`, which reads them."""
     config = RunConfig.parse(value, where=str(path))
-    has_command = is_command(config.data.train_dir) or is_command(config.data.test_dir)
+    has_command = any(map(is_command, config.data.locations))
     return _with_origin(config, str(path) if has_command and not allow_pipe else None)
 
 
 def refuse_commands(config: RunConfig) -> None:
     """Raise `UserError` if a location in the config is a command from a file that was read without `allow_pipe`."""
-    for location in (config.data.train_dir, config.data.test_dir):
+    for location in config.data.locations:
         refuse_untyped_command(location, config.data.remote)
 
 

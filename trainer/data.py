@@ -1,20 +1,24 @@
-"""The two datasets of a run: where they are, how a rank reads them, and what their manifests say."""
+"""The datasets of a run: where they are, how a rank reads them, and what their manifests say."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
+from pydantic import model_validator
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
 from data_pipeline.building.index_tars import ensure_index
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.random_crop import CropLaw
-from data_pipeline.core.schema import Count, Line
+from data_pipeline.core.schema import Count, Line, Name
+from data_pipeline.loading.mixture import Mixture, MixtureSource, num_steps_per_mixture_epoch
+from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteShards, is_remote
@@ -30,28 +34,87 @@ from trainer.distributed.collectives import (
     rank,
     world_size,
 )
+from trainer.mixture import MixtureManifest, Schedule, SourceConfigs, TrainManifest, check_weights, weights_of
 
 _CPU = torch.device("cpu")
 
 
 class DataConfig(ReadConfig):
-    """The locations of both datasets, and the settings for reading them.
+    """The locations of the datasets, and the settings for reading them.
 
     train_dir, test_dir: a directory, `http(s)://...` or `pipe:COMMAND {name}`.
+    mixture: several train sets in place of one, by name, each with its location and weight. `train_dir` is then null.
+    mixture_schedule: changes of the weights, each from a step on; it names all sources.
+    mixture_epoch: the number of samples that count as an epoch of a mixture. None means as many as its sources hold.
+    probed_source: the source of a mixture that probes train on. None means the first by name.
     overlay: when the overlay is drawn; the train set must have been built for it. A "baked" overlay was drawn into the
         shards, so it is equal at each reading. An "online" overlay is drawn from (seed, epoch, sample index): the two
         views of a sample share one draw, and each epoch has another. With "online_per_view", each view has its own
         draw, as in the published code that mixes background sounds. Ignored for data without an overlay.
     crop_from: of tars, whose pictures have any size. "original" cuts the random crops of expert views out of the stored
-        pictures, "decoded" out of the squares to which they are brought. Other datasets ignore it.
+        pictures, "decoded" out of the squares to which they are brought. Other datasets ignore it. A mixture of tars
+        and other datasets cuts them out of the squares.
     sample_rate: the points a second of sounds, which also sets the spectrogram; None means pictures.
     """
 
-    train_dir: Line
+    train_dir: Line | None
     test_dir: Line
+    mixture: SourceConfigs | None = None
+    mixture_schedule: Schedule = ()
+    mixture_epoch: Count | None = None
+    probed_source: Name | None = None
     overlay: Literal["baked", "online", "online_per_view"] = "baked"
     crop_from: Literal["original", "decoded"] = "original"
     sample_rate: Count | None = None
+
+    @model_validator(mode="after")
+    def _has_one_train_set(self) -> Self:
+        if self.mixture is None:
+            if self.train_dir is None:
+                raise ValueError("train_dir and mixture are both null; set one of them")
+            for name in ("mixture_schedule", "mixture_epoch", "probed_source"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for a mixture, but mixture is null; set data.mixture, or leave it out")
+            return self
+        if self.train_dir is not None:
+            raise ValueError(
+                "train_dir and mixture are both set; add --set data.train_dir=null to train on the mixture"
+            )
+        if self.probed_source is not None and self.probed_source not in self.mixture:
+            raise ValueError(
+                f"probed_source is {self.probed_source}, which is no source of the mixture"
+                f"{nearest(self.probed_source, self.mixture)}"
+            )
+        check_weights(self.mixture, self.mixture_schedule)
+        return self
+
+    @property
+    def train_locations(self) -> Mapping[str, str]:
+        """Return the location of each train set by its name; the one of no mixture is named by its location."""
+        if self.mixture is not None:
+            return {name: source.train_dir for name, source in self.mixture.items()}
+        assert self.train_dir is not None
+        return {self.train_dir: self.train_dir}
+
+    @property
+    def train_name(self) -> str:
+        """Return the train set as messages name it."""
+        return self.train_dir or f"the mixture of {' and '.join(self.train_locations)}"
+
+    @property
+    def probed_name(self) -> str:
+        """Return the name of the train set of probes, a key of `train_locations`."""
+        return self.probed_source or next(iter(self.train_locations))
+
+    @property
+    def probed_dir(self) -> str:
+        """Return the location of the train set of probes: the only one, or one source of a mixture."""
+        return self.train_locations[self.probed_name]
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Return the locations of all datasets."""
+        return (*self.train_locations.values(), self.test_dir)
 
     @property
     def overlay_draw(self) -> Literal["per_item", "per_view"]:
@@ -60,7 +123,10 @@ class DataConfig(ReadConfig):
     @property
     def fetch_seconds(self) -> float:
         """Return the time that fetching a shard of the train set may take; 0 if the train set is local."""
-        is_fetched = is_remote(self.train_dir) or has_remote_tars(dataset_directory(self.train_dir))
+        is_fetched = any(
+            is_remote(location) or has_remote_tars(dataset_directory(location))
+            for location in self.train_locations.values()
+        )
         return self.remote.file_seconds if is_fetched else 0.0
 
     @property
@@ -68,34 +134,60 @@ class DataConfig(ReadConfig):
         """Return the spectrogram of the sounds; None for pictures. Raises `UserError` if their rate has none."""
         return None if self.sample_rate is None else mel_config(self.sample_rate)
 
+    def num_steps_per_epoch(self, num_samples: int, global_batch_size: int) -> int:
+        """Return the number of steps in an epoch of a train set of `num_samples`.
+
+        Raises `UserError` if a single dataset does not fill one global batch.
+        """
+        if self.mixture is None:
+            return num_steps_per_epoch(num_samples, global_batch_size)
+        return num_steps_per_mixture_epoch(self.mixture_epoch or num_samples, global_batch_size)
+
 
 @dataclass(frozen=True)
 class Manifests:
-    """The manifests of the train set and the test set."""
+    """The manifests of the train set, or of the sources of a mixture, and of the test set."""
 
-    train: Manifest
+    train: TrainManifest
     test: Manifest
 
     @property
     def identity(self) -> DataIdentity:
-        return DataIdentity(train_manifest_sha256=self.train.sha256, test_manifest_sha256=self.test.sha256)
+        sources = self.train.sources if isinstance(self.train, MixtureManifest) else {}
+        return DataIdentity(
+            train_manifest_sha256=self.train.sha256,
+            test_manifest_sha256=self.test.sha256,
+            train_sources={name: manifest.sha256 for name, manifest in sources.items()},
+        )
+
+    @property
+    def probed(self) -> Manifest:
+        """Return the manifest of the train set of probes."""
+        return self.train.sources[self.train.probed] if isinstance(self.train, MixtureManifest) else self.train
 
 
-def read_manifests(data: DataConfig) -> Manifests:
-    """Return the manifests of both datasets. Tars that were not indexed are indexed first.
+def read_manifests(data: DataConfig, *, makes_index: bool = True) -> Manifests:
+    """Return the manifests of all datasets. Tars that were not indexed are indexed first, if `makes_index`.
 
-    Raises `UserError` if one is missing.
+    Raises `UserError` if a manifest is missing.
     """
-
-    train = read_train_manifest(data)
-    ensure_index(data.test_dir, classes_of=data.train_dir, show_progress=True)
+    train = read_train_manifest(data, makes_index=makes_index)
+    if makes_index:
+        ensure_index(data.test_dir, classes_of=data.probed_dir, show_progress=True)
     return Manifests(train, _read_manifest(data.test_dir, data))
 
 
-def read_train_manifest(data: DataConfig) -> Manifest:
-    """Return the manifest of the train set, as `read_manifests` does."""
-    ensure_index(data.train_dir, show_progress=True)
-    return _read_manifest(data.train_dir, data)
+def read_train_manifest(data: DataConfig, *, makes_index: bool = True) -> TrainManifest:
+    """Return the manifest of the train set, or of the sources of a mixture, as `read_manifests` does."""
+    manifests: dict[str, Manifest] = {}
+    for name, location in data.train_locations.items():
+        if makes_index:
+            ensure_index(location, show_progress=True)
+        manifests[name] = _read_manifest(location, data)
+    if data.mixture is None:
+        return manifests[data.probed_name]
+    weights = weights_of(data.mixture, data.mixture_schedule)
+    return MixtureManifest.of(manifests, weights, probed=data.probed_name)
 
 
 def _read_manifest(location: str, data: DataConfig) -> Manifest:
@@ -118,8 +210,8 @@ def read_agreed_manifests(data: DataConfig) -> Manifests:
     if rank() > 0:
         raise SystemExit(2)
     raise UserError(
-        f"rank {odd[0]} finds other datasets at {data.train_dir} and {data.test_dir} than rank 0; copy the same "
-        "datasets to every machine, or use a directory that all machines share"
+        f"rank {odd[0]} finds other datasets at {' and '.join(data.locations)} than rank 0; copy the same datasets to "
+        "every machine, or use a directory that all machines share"
     )
 
 
@@ -131,7 +223,7 @@ def open_stream(
     end_step: int,
     start_step: int = 0,
     device: torch.device = _CPU,
-    manifest: Manifest | None = None,
+    manifest: TrainManifest | None = None,
     crops: CropLaw | None = None,
 ) -> Stream:
     """Return this rank's batches of the train set. Every rank calls this at the same time.
@@ -140,7 +232,7 @@ def open_stream(
     whose errors are raised.
     """
     return Stream(
-        SampleStore(data.train_dir, remote=data.remote, manifest=manifest),
+        _open_train_set(data, manifest),
         read=data,
         global_batch_size=global_batch_size,
         seed=seed,
@@ -153,6 +245,19 @@ def open_stream(
         share=_node_share(),
         crops=crops,
     )
+
+
+def _open_train_set(data: DataConfig, manifest: TrainManifest | None) -> SampleStore | Mixture:
+    """Open the train set, or all sources of a mixture."""
+    if data.mixture is None:
+        assert not isinstance(manifest, MixtureManifest)
+        return SampleStore(data.probed_dir, remote=data.remote, manifest=manifest)
+    known = manifest.sources if isinstance(manifest, MixtureManifest) else {}
+    sources = (
+        MixtureSource(name, SampleStore(location, remote=data.remote, manifest=known.get(name)))
+        for name, location in data.train_locations.items()
+    )
+    return Mixture(tuple(sources), weights_of(data.mixture, data.mixture_schedule), data.mixture_epoch)
 
 
 def _node_share() -> NodeShare | None:

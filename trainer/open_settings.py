@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig
+from trainer.mixture import TrainManifest
 from trainer.models.encoder import Normalization, decide_form
 from trainer.run_dir import RunDir
 
@@ -18,8 +18,8 @@ RECORDED_NORMALIZATION: Final = "normalization"  # keys in provenance.json
 RECORDED_INPUT_SIZE: Final = "encoder_input_size"
 
 
-def normalization_of(manifest: Manifest) -> Normalization | None:
-    """Return the mean and std of a dataset's pictures; None for sounds.
+def normalization_of(manifest: TrainManifest) -> Normalization | None:
+    """Return the mean and std of the pictures of a dataset or of a mixture; None for sounds.
 
     A channel with the same value everywhere gets a std of 1.
     """
@@ -37,7 +37,7 @@ def input_size(config: RunConfig, input_shape: tuple[int, ...]) -> tuple[int, in
     return height, width
 
 
-def decide(config: RunConfig, train: Manifest) -> RunConfig:
+def decide(config: RunConfig, train: TrainManifest) -> RunConfig:
     """Return the config with no setting of its encoder left open: the train set decides them.
 
     `encoder.mean` and `encoder.std` become those of its pictures, if they are null. A kind such as resnet18_by_size
@@ -46,7 +46,7 @@ def decide(config: RunConfig, train: Manifest) -> RunConfig:
     return _decided(config, normalization_of(train), input_size(config, train.input_shape))
 
 
-def decisions_to_record(config: RunConfig, train: Manifest) -> dict[str, Any]:
+def decisions_to_record(config: RunConfig, train: TrainManifest) -> dict[str, Any]:
     """Return the entries of provenance.json from which `decide_as_recorded` decides as `decide` does."""
     facts: dict[str, Any] = {}
     if config.encoder.normalization is None and (derived := normalization_of(train)) is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from math import gcd
 from typing import TextIO
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
-from data_pipeline.loading.order import check_batch_size, num_steps_per_epoch
+from data_pipeline.loading.mixture import check_mixture
+from data_pipeline.loading.order import check_batch_size, check_ranks
 from data_pipeline.storage.manifest import Manifest
 from trainer.build import Training
 from trainer.checkpoint.restore import Restored, newest_state, restore
@@ -19,6 +20,7 @@ from trainer.checkpoint.save import refuse_link
 from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import on_first_rank, world_size
+from trainer.mixture import MixtureManifest, TrainManifest, same_until, weights_of
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.open_settings import input_size
@@ -32,8 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_data(config: RunConfig) -> Manifests:
-    """Return the manifests of both datasets, after `check_manifests`. Raises `UserError` if a dataset is missing."""
-    manifests = read_manifests(config.data)
+    """Return the manifests of all datasets, after `check_manifests`, before a submission. Writes nothing.
+
+    Raises `UserError` if a dataset is missing, or if tars are not indexed yet.
+    """
+    manifests = read_manifests(config.data, makes_index=False)
     check_manifests(config, manifests)
     return manifests
 
@@ -44,8 +49,8 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     Raises `UserError` if the two datasets do not belong together or share too many sources, if they do not fit the
     config, or if the ranks do not divide the global batch.
     """
-    train, test = manifests.train, manifests.test
-    train_dir, test_dir = config.data.train_dir, config.data.test_dir
+    train, test = manifests.probed, manifests.test
+    train_dir, test_dir = config.data.probed_dir, config.data.test_dir
     for name in ("medium", "input_shape", "sample_rate"):
         in_train, in_test = getattr(train, name), getattr(test, name)
         if in_train != in_test:
@@ -67,35 +72,72 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
             f"the overlay of {train_dir} is {in_train}, and that of {test_dir} {in_test}; build both with the same "
             "--overlay-layout"
         )
+    sources = _located(config, manifests.train)
+    for location, manifest in sources.items():
+        for name in ("medium", "input_shape", "sample_rate"):
+            if getattr(manifest, name) != getattr(train, name):
+                raise UserError(
+                    f"{location} and {train_dir} are in one mixture, but differ in {name.replace('_', ' ')} "
+                    f"({getattr(manifest, name)} and {getattr(train, name)}); build or index both for the same"
+                )
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
-    if config.views.protects is not None and train.overlay is None:
-        raise UserError(
-            f"{config.views.protects} protects the overlay of a picture, but the pictures of {train_dir} have "
-            "none; set views.mask=none, or build a dataset with an overlay"
-        )
-    asked = "baked" if config.data.overlay == "baked" else "online"
-    if train.overlay is not None and train.overlay.drawn != asked:
-        raise UserError(
-            f"the overlay of {train_dir} is {train.overlay.drawn}, but data.overlay is {config.data.overlay}; "
-            f"build it with `--overlay {asked}`, or set data.overlay={train.overlay.drawn}"
-        )
-    if config.data.overlay == "online_per_view" and train.overlay is None:
-        raise UserError(
-            f"the samples of {train_dir} have no overlay, but data.overlay=online_per_view draws one for each view; "
-            "set data.overlay=online, or build a dataset with an overlay"
-        )
-    check_batch(config, num_samples=train.num_samples, num_ranks=world_size())
+    _check_overlays(config, sources)
+    check_batch(config, num_samples=train_sizes(manifests.train), num_ranks=world_size())
     check_batch_norm(config, height=height, width=width, num_ranks=world_size())
-    shared = find_shared(config.data, train=train, test=test)
+    shared = find_shared(config.data, train=manifests.train, test=test)
     if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
         logger.warning("%s", said)
 
 
-def check_batch(config: RunConfig, *, num_samples: int, num_ranks: int) -> None:
-    """Raise `UserError` if ranks, micro batches or the groups of split batch norm do not divide the global batch."""
+def _located(config: RunConfig, train: TrainManifest) -> dict[str, Manifest]:
+    """Return the manifests of the train set, or of the sources of a mixture, by location."""
+    manifests = train.sources.values() if isinstance(train, MixtureManifest) else [train]
+    return dict(zip(config.data.train_locations.values(), manifests, strict=True))
+
+
+def train_sizes(train: TrainManifest) -> tuple[int, ...]:
+    """Return the number of samples of the train set, or of each source of a mixture."""
+    manifests = train.sources.values() if isinstance(train, MixtureManifest) else [train]
+    return tuple(manifest.num_samples for manifest in manifests)
+
+
+def _check_overlays(config: RunConfig, sources: Mapping[str, Manifest]) -> None:
+    """Raise `UserError` if the overlays of the train set, or of the sources of a mixture, do not fit the config."""
+    where, has_overlay = config.data.train_name, any(manifest.overlay is not None for manifest in sources.values())
+    if config.views.protects is not None and not has_overlay:
+        raise UserError(
+            f"{config.views.protects} protects the overlay of a picture, but the pictures of {where} have "
+            "none; set views.mask=none, or build a dataset with an overlay"
+        )
+    asked = "baked" if config.data.overlay == "baked" else "online"
+    for location, manifest in sources.items():
+        if manifest.overlay is not None and manifest.overlay.drawn != asked:
+            raise UserError(
+                f"the overlay of {location} is {manifest.overlay.drawn}, but data.overlay is {config.data.overlay}; "
+                f"build it with `--overlay {asked}`, or set data.overlay={manifest.overlay.drawn}"
+            )
+    if config.data.overlay == "online_per_view" and not has_overlay:
+        raise UserError(
+            f"the samples of {where} have no overlay, but data.overlay=online_per_view draws one for each view; "
+            "set data.overlay=online, or build a dataset with an overlay"
+        )
+
+
+def check_batch(config: RunConfig, *, num_samples: Sequence[int], num_ranks: int) -> None:
+    """Raise `UserError` if ranks, micro batches or the groups of split batch norm do not divide the global batch.
+
+    `num_samples` holds the size of the train set, or of each source of a mixture; it is empty if they are not known.
+    """
     size, num_parts = config.global_batch_size, config.memory.micro_batches
-    check_batch_size(num_samples, global_batch_size=size, world_size=num_ranks)
+    if not num_samples:
+        check_ranks(size, world_size=num_ranks)
+    elif config.data.mixture is None:
+        check_batch_size(num_samples[0], global_batch_size=size, world_size=num_ranks)
+    else:
+        weights = weights_of(config.data.mixture, config.data.mixture_schedule)
+        names = list(config.data.mixture)
+        check_mixture(num_samples, weights, names=names, global_batch_size=size, world_size=num_ranks)
     if config.encoder.batch_norm == "split":
         check_splits(
             config.encoder.batch_norm_splits,
@@ -135,7 +177,7 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
     """Return the height and width of the encoder's input. Raises `UserError` if the samples do not fit the config."""
-    where, mel, rate = config.data.train_dir, config.data.mel, config.data.sample_rate
+    where, mel, rate = config.data.probed_dir, config.data.mel, config.data.sample_rate
     if train.sample_rate != rate:
         if train.sample_rate is None:
             raise UserError(f"{where} holds pictures, but data.sample_rate={rate} is for sounds; set it to null")
@@ -201,15 +243,15 @@ def check_resumed(
         step=found.step,
         trained_on=found.trained_on(run_dir),
         now=manifests.identity,
-        train_dir=config.data.train_dir,
+        train_locations=config.data.train_locations,
         test_dir=config.data.test_dir,
         accepted=accepted_data,
     )
     num_samples = manifests.train.num_samples
-    num_steps = config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
+    num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     if found.step > num_steps:
         raise UserError(
-            f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_dir} "
+            f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_name} "
             f"its {config.num_epochs} epochs end at step {num_steps}; put the old dataset back, or pass another "
             "--run-dir"
         )
@@ -237,10 +279,28 @@ def resume(
     return restored
 
 
+def _may_change_schedule(before: RunConfig, now: RunConfig, *, step: int) -> bool:
+    """Return whether two configs of a mixture give the same weights at all steps before `step`."""
+    if before.data.mixture is None or now.data.mixture is None:
+        return False
+    return same_until(
+        step,
+        weights_of(before.data.mixture, before.data.mixture_schedule),
+        weights_of(now.data.mixture, now.data.mixture_schedule),
+    )
+
+
 def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.config.is_file():
-        keys = [key for key in difference(read_run_config(run_dir), config) if not key.startswith("watchdog.")]
-        if keys:
+        before = read_run_config(run_dir)
+        keys = [key for key in difference(before, config) if not key.startswith("watchdog.")]
+        step = newest_state(run_dir).step
+        if keys == ["data.mixture_schedule"] and not _may_change_schedule(before, config, step=step):
+            raise UserError(
+                f"{run_dir.path} is at step {step}, and data.mixture_schedule differs from its config before that; "
+                "change only weights of later steps, or pass another --run-dir"
+            )
+        if keys and keys != ["data.mixture_schedule"]:
             raise UserError(
                 f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
                 "pass another --run-dir, or remove this one"

@@ -18,7 +18,6 @@ import torch
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_run_config
 from trainer.data import read_agreed_manifests
@@ -69,8 +68,8 @@ def probe_run(
     manifests = read_agreed_manifests(config.data)
 
     def check() -> list[int | None]:
-        pairs_of(readable_labels(manifests.train, manifests.test), probe_config.groups)
-        readable_labels(manifests.train, manifests.test, wanted=labels or probe_config.labels)
+        pairs_of(readable_labels(manifests.probed, manifests.test), probe_config.groups)
+        readable_labels(manifests.probed, manifests.test, wanted=labels or probe_config.labels)
         check_ranks(probe_config)
         chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
         return [0, *chosen] if untrained else chosen
@@ -86,7 +85,7 @@ def probe_run(
     modules = _load(run_dir, chosen[-1])  # before the data are read, in case the run has no checkpoint
     num_shared = broadcast_object(on_first_rank(count_shared))
     data = config.data
-    train, test = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
+    train, test = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
         print(f"{data.test_dir} has no online overlay, so there is only one draw, and no spread", file=sys.stderr)
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
@@ -123,7 +122,7 @@ def probe_run(
             print(directory)
 
     def write_curves() -> None:
-        steps_per_epoch = num_steps_per_epoch(train.manifest.num_samples, config.global_batch_size)
+        steps_per_epoch = config.data.num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
         curves = read_curves(run_dir, suffix=suffix, steps_per_epoch=steps_per_epoch)
         if curves.curves:
             write_json(run_dir.all_probes / f"curves{suffix}.json", curves.model_dump(mode="json"))
@@ -310,7 +309,7 @@ def _warn_of_other_data(modules: TrainedModules, *, train: Pictures, test: Pictu
     """Print a warning for each dataset that is not the one of the training. The results hold the hashes of both."""
     data = modules.config.data
     for warning in (
-        other_data(modules.trained_on, which="train", sha256=train.manifest.sha256, location=data.train_dir),
+        other_data(modules.trained_on, which="train", sha256=train.manifest.sha256, location=data.probed_dir),
         other_data(modules.trained_on, which="test", sha256=test.manifest.sha256, location=data.test_dir),
     ):
         if warning is not None and rank() == 0:

@@ -20,6 +20,7 @@ import torch
 from data_pipeline.core.environment import variable
 from trainer.config import RunConfig
 from trainer.data import Manifests
+from trainer.mixture import weights_of
 from trainer.open_settings import decisions_to_record
 from trainer.own_code import RECORDED_CODE, read_own_code
 from trainer.run_dir import RunDir, write_json
@@ -71,6 +72,7 @@ def write_provenance(
         "snapshot_sha256": code.snapshot_sha256,
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         **manifests.identity.model_dump(),
+        **_weights(config),
         **({RECORDED_CODE: own} if (own := read_own_code(config)) else {}),
     }
     if diff:
@@ -89,6 +91,15 @@ def write_provenance(
     }
     now = manifests.identity.model_dump() | {"starts": [*earlier.get("starts", []), start]}
     write_json(run_dir.provenance, first | now | decisions_to_record(config, manifests.train))
+
+
+def _weights(config: RunConfig) -> dict[str, Any]:
+    """Return the weights of the sources of a mixture from each step on, as an entry of a start; none of a dataset."""
+    data = config.data
+    if data.mixture is None:
+        return {}
+    weights = weights_of(data.mixture, data.mixture_schedule)
+    return {"mixture_weights": {each.step: dict(zip(data.mixture, each.weights, strict=True)) for each in weights}}
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import MelConfig
-from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
@@ -271,10 +270,7 @@ class TrainingStep:
         """Return the views `first_view` and `first_view + 1` of every sample."""
         with stage("views"):
             inputs = self._to_inputs(batch)
-            a, b = (
-                DrawKeys(seed=self._config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
-                for view in (first_view, first_view + 1)
-            )
+            a, b = (batch.draw_keys(seed=self._config.seed, view=view) for view in (first_view, first_view + 1))
             # Autocast is only for networks: an expert crop in bfloat16 would lose shades of the picture.
             with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
                 return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)

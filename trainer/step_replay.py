@@ -79,9 +79,9 @@ def replay(
         crops=original_crops(config, train),
     )
     batch = next(iter(stream))
-    if batch.keys != record.keys or record.train_manifest_sha256 != stream.manifest.sha256:
+    if batch.keys != record.keys or record.train_manifest_sha256 != train.sha256:
         raise UserError(
-            f"{config.data.train_dir} is not the dataset from which step {record.step} was recorded; put it back"
+            f"{config.data.train_name} is not the dataset from which step {record.step} was recorded; put it back"
         )
     decided = leave_out_crops(decide_as_recorded(config, run_dir), train)
     training = build_training(decided, num_samples=train.num_samples, device=where)

@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 from data_pipeline.core.progress import Progress
-from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
@@ -83,7 +82,7 @@ def _train(
 ) -> int | None:
     """Return the step from which the run goes on if training was asked to stop; None if it came to its end."""
     num_samples = manifests.train.num_samples
-    num_steps = config.num_epochs * num_steps_per_epoch(num_samples, config.global_batch_size)
+    num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     decided = leave_out_crops(decide(config, manifests.train), manifests.train)
     training = build_training(decided, num_samples=num_samples, device=device)
     follow_networks(training.modules, training.objective)
@@ -106,7 +105,19 @@ def _train(
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start)
-    log = TrainingLog(config, run_dir, training, counters, watch, start_step=start, num_steps=num_steps, device=device)
+        if ratios := stream.shard_pair_ratios():
+            add_to_provenance(run_dir, shard_pair_ratios=ratios)
+    log = TrainingLog(
+        config,
+        run_dir,
+        training,
+        counters,
+        watch,
+        start_step=start,
+        num_steps=num_steps,
+        device=device,
+        source_metrics=stream.source_metrics,
+    )
     with (
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,

@@ -13,12 +13,12 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.sample import Batch
-from data_pipeline.storage.manifest import Manifest
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch
+from trainer.mixture import TrainManifest
 from trainer.modules import TrainedModules
 from trainer.observability.alarms import Alarms
 from trainer.observability.step_pictures import step_pictures
@@ -41,6 +41,8 @@ _FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 class TrainingLog:
     """The log of a training. Its clock starts when it is made.
 
+    `source_metrics` returns what was drawn from each source of a mixture in a number of steps.
+
     Raises `UserError` if the samples of the probe or of the pictures cannot be read.
     """
 
@@ -55,8 +57,10 @@ class TrainingLog:
         start_step: int,
         num_steps: int,
         device: torch.device,
+        source_metrics: Callable[[int], dict[str, float]],
     ) -> None:
         self._config, self._counters, self._watch, self._device = config, counters, watch, device
+        self._source_metrics = source_metrics
         self._alarms = Alarms(config.alarms)
         self._tracker = _open_tracker(config, run_dir, start_step) if rank() == 0 else None
         self._pictures = _pictures(config, training, device) if rank() == 0 else None
@@ -111,7 +115,7 @@ class TrainingLog:
         if self._tracker is not None:
             for alarm in self._alarms.check(metrics, num_done):
                 logger.warning("%s", alarm)
-        metrics |= self._counters.metrics()
+        metrics |= self._counters.metrics() | self._source_metrics(num_done)
         speed = self._clock.read(num_samples=self._config.global_batch_size)
         metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device))
         return metrics | {f"optim/{name}_learning_rate": rate for name, rate in learning_rates.items()}
@@ -135,7 +139,7 @@ def _pictures(
 def log_start(
     config: RunConfig,
     modules: TrainedModules,
-    manifest: Manifest,
+    manifest: TrainManifest,
     *,
     device: torch.device,
     start_step: int,
@@ -191,7 +195,7 @@ def log_start(
         logger.info("going on from step %d of %d", start_step, num_steps)
 
 
-def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
+def _warn_of_foreign_normalization(config: RunConfig, train: TrainManifest) -> None:
     """Log a warning if the mean and std in the config are far from the mean and std of the train set."""
     named, own = config.encoder.normalization, normalization_of(train)
     if named is None or own is None:
@@ -204,7 +208,7 @@ def _warn_of_foreign_normalization(config: RunConfig, train: Manifest) -> None:
         logger.warning(
             "encoder.mean=%s and encoder.std=%s are far from those of %s (%s and %s); set both to null to use its own",
             *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (named.mean, named.std)),
-            config.data.train_dir,
+            config.data.train_name,
             *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (own.mean, own.std)),
         )
 

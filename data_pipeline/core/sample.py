@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_pipeline.core.counter_rng import DrawKeys
+
 Medium = Literal["picture", "sound"]
 Layout = Literal["scaled", "tiled"]  # of an overlay, on pictures of more than 32 pixels; see `PictureOverlay`
 
@@ -68,15 +70,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be read, with the reason; `shard` is the file name."""
+    """A sample that could not be read, with the reason; `shard` is the file name.
+
+    In a mixture, `index` counts the samples of all sources, `first` is the index of the first sample of its source, and
+    `shard` begins with the name of the source.
+    """
 
     index: int
     shard: str
     reason: str
+    first: int = 0
 
     @property
     def key(self) -> str:
-        return sample_key(self.index)
+        return sample_key(self.index - self.first)
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,8 @@ class Batch:
     Attributes:
         step: number of the global batch since the start of training, from 0.
         epoch: number of the epoch, from 0.
-        index_B: (B,) int64, the dataset indices of the samples.
+        index_B: (B,) int64, the dataset indices of the samples. In a mixture, they count the samples of all sources,
+            one source after another.
         inputs_a: the input of the first view: pictures (B, C, H, W) uint8, or waveforms (B, T) float32.
         inputs_b: the input of the second view. It is the same tensor object, unless the overlay is drawn once for each
             view (`noise_per_view` of the spoken digits).
@@ -96,6 +104,8 @@ class Batch:
             are of `inputs_a`.
         bad: samples of this rank's part that could not be read and were replaced.
         seconds: time that each stage of making the batch took: "read", "decode", "overlay", "transfer".
+        draw_index_B: (B,) int64, of a mixture: a number for each sample and epoch of its source, which stands for both
+            in the keys of draws; None for one dataset.
     """
 
     step: int
@@ -108,6 +118,7 @@ class Batch:
     labels: Mapping[str, torch.Tensor]
     bad: tuple[BadSample, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    draw_index_B: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.index_B.numel()
@@ -115,6 +126,12 @@ class Batch:
     @property
     def keys(self) -> list[str]:
         return [sample_key(index) for index in self.index_B.tolist()]
+
+    def draw_keys(self, *, seed: int, view: int) -> DrawKeys:
+        """Return the keys of all draws for one view of the samples."""
+        if self.draw_index_B is None:
+            return DrawKeys(seed=seed, epoch=self.epoch, index_B=self.index_B, view=view)
+        return DrawKeys(seed=seed, epoch=0, index_B=self.draw_index_B, view=view)
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory. `DataLoader(pin_memory=True)` calls it, for asynchronous copies."""
@@ -149,4 +166,5 @@ class Batch:
             labels={name: move(label_B) for name, label_B in self.labels.items()},
             bad=self.bad,
             seconds=self.seconds,
+            draw_index_B=None if self.draw_index_B is None else move(self.draw_index_B),
         )

@@ -8,8 +8,9 @@ Shapes: B batch, T points of a sound, C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from data_pipeline.audio.waveform import crop_last, gather_clips, to_float
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import CropLaw
-from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.sample import NO_LABEL, BadSample, Batch
 from data_pipeline.loading.decode import CropDraws, DecodedSamples
 from data_pipeline.overlays import Overlay, no_mask
 from data_pipeline.storage.manifest import Manifest
@@ -106,3 +107,42 @@ class BatchMaker:
             )
         masks_BHW = no_mask(inputs_a) if clean.masks_BHW is None and not is_sound else clean.masks_BHW
         return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW, masks_b_BHW=masks_BHW)
+
+
+def join_parts(parts: Sequence[Batch], row_B: Tensor, *, epoch: int, num_samples: int) -> Batch:
+    """Return one batch of the rows of finished `parts`, put end to end and then taken in the order `row_B`.
+
+    The parts come from the sources of a mixture, which hold `num_samples` samples together and may have different
+    labels. `index_B` of a part holds its draw indices. `epoch` is that of the mixture.
+    """
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors)).index_select(0, row_B)
+
+    def joined_labels(labels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        names = sorted({name for each in labels for name in each})
+        missing = [torch.full((len(part),), NO_LABEL, device=row_B.device) for part in parts]
+        return {name: joined([each.get(name, no) for each, no in zip(labels, missing, strict=True)]) for name in names}
+
+    whole: dict[str, Any] = {}
+    for name in (each.name for each in fields(Batch) if each.name != "seconds"):
+        values = [getattr(part, name) for part in parts]
+        if all(isinstance(value, Tensor) for value in values):
+            whole[name] = joined(values)
+        elif all(isinstance(value, Mapping) for value in values):
+            whole[name] = joined_labels(values)
+    if all(part.inputs_b is part.inputs_a for part in parts):
+        whole["inputs_b"] = whole["inputs_a"]
+    if all(part.masks_b_BHW is part.masks_BHW for part in parts):
+        whole["masks_b_BHW"] = whole.get("masks_BHW")
+    draw_index_B = whole.pop("index_B")
+    stages = sorted({stage for part in parts for stage in part.seconds})
+    return replace(
+        parts[0],
+        **whole,
+        epoch=epoch,
+        index_B=draw_index_B % num_samples,
+        draw_index_B=draw_index_B,
+        bad=tuple(bad for part in parts for bad in part.bad),
+        seconds={stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
+    )

@@ -42,7 +42,7 @@ def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
     if not 1 <= global_batch_size <= num_samples:
         raise UserError(
             f"global_batch_size {global_batch_size} does not fit a dataset of {num_samples} samples; "
-            f"use 1 to {num_samples}, or build a larger dataset"
+            f"set global_batch_size to 1 to {num_samples}, or build a larger dataset"
         )
     return num_samples // global_batch_size
 
@@ -52,13 +52,29 @@ def check_batch_size(num_samples: int, *, global_batch_size: int, world_size: in
     largest = num_samples // world_size * world_size
     if largest == 0:
         raise UserError(f"{num_samples} samples are too few for {world_size} ranks; build a larger dataset")
-    fits = 1 <= global_batch_size <= num_samples
-    if fits and global_batch_size % world_size == 0:
-        return
-    below = min(global_batch_size // world_size * world_size, largest)
-    sizes = [str(size) for size in (below, below + world_size) if 1 <= size <= largest]
-    problem = f"cannot be divided by {world_size} ranks" if fits else f"does not fit a dataset of {num_samples} samples"
-    raise UserError(f"global_batch_size {global_batch_size} {problem}; use {' or '.join(sizes)}")
+    if not 1 <= global_batch_size <= num_samples:
+        raise _wrong_size(
+            global_batch_size,
+            f"does not fit a dataset of {num_samples} samples",
+            world_size=world_size,
+            largest=largest,
+        )
+    check_ranks(global_batch_size, world_size=world_size, largest=largest)
+
+
+def check_ranks(global_batch_size: int, *, world_size: int, largest: int | None = None) -> None:
+    """Raise `UserError`, with batch sizes up to `largest` that fit, if the ranks do not divide the global batch."""
+    if global_batch_size % world_size:
+        raise _wrong_size(
+            global_batch_size, f"cannot be divided by {world_size} ranks", world_size=world_size, largest=largest
+        )
+
+
+def _wrong_size(global_batch_size: int, problem: str, *, world_size: int, largest: int | None) -> UserError:
+    below = global_batch_size // world_size * world_size
+    below = below if largest is None else min(below, largest)
+    fits = [str(size) for size in (below, below + world_size) if size >= 1 and (largest is None or size <= largest)]
+    return UserError(f"global_batch_size {global_batch_size} {problem}; set global_batch_size to {' or '.join(fits)}")
 
 
 def epoch_order(
@@ -199,6 +215,11 @@ class BatchOrder:
                 version=self.version,
             )
         return self._orders[epoch]
+
+    def position_at(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and the position in it at which the global batch begins."""
+        epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
+        return epoch, step_in_epoch * self.global_batch_size
 
     def at(self, step: int, *, bad: Mapping[int, BadSample]) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
         """Return the epoch of a step, (B,) int64 indices of good samples, and the bad samples that were replaced.

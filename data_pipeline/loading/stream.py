@@ -1,7 +1,7 @@
-"""Stream finished batches to a rank, one `Batch` for each step.
+"""Stream finished batches to a rank, one `Batch` for each step, from one dataset or from a mixture of several.
 
 Worker processes decode whole batches in turn, or all samples stay in memory. Every reader can read every shard, and the
-state of a stream is only the step.
+state of a stream is only the step. Each source of a mixture is kept in memory or streamed by itself.
 
 Guarantees: a batch does not depend on the number of ranks, workers or shards, or on the place of the samples. A resumed
 run does not read the steps that it skips.
@@ -15,8 +15,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -29,11 +29,14 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
-from data_pipeline.loading.collate import BatchMaker
+from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
+from data_pipeline.loading.mixture import Mixture, MixtureOrder
 from data_pipeline.loading.order import ORDER_VERSION, BatchOrder, OrderVersion, ShardWindows, check_batch_size
-from data_pipeline.loading.placement import DataPlacement, num_cores, place_data
+from data_pipeline.loading.placement import DataPlacement, num_cores, place_data, resident_bytes
+from data_pipeline.loading.reading_order import DatasetOrder, ReadingOrder, Rows, SourcesOrder
 from data_pipeline.loading.shared_memory import NodeShare
+from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.manifest import Manifest
@@ -44,6 +47,7 @@ logger = logging.getLogger(__name__)
 _CPU: Final = torch.device("cpu")
 _REMOTE: Final = RemoteConfig()
 _READ_ALL_THREADS: Final = 4
+_NOT_PLACED: Final = DataPlacement("stream", "not decided yet")
 
 
 class ReadConfig(Schema):
@@ -99,13 +103,21 @@ def _num_shards_needed(store: SampleStore, shuffle_shards: int | None) -> int:
     return num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
 
 
+def _gigabytes_needed(store: SampleStore, shuffle_shards: int | None) -> float:
+    """Return the size of a cache that is large enough for a reading order, in 10^9 bytes."""
+    needed, tars = _num_shards_needed(store, shuffle_shards), store.manifest.tars
+    if tars is not None:  # whose single sizes are not in the manifest
+        return math.ceil(1.05 * needed * tars.num_bytes / tars.num_tars / 1e7) / 100
+    largest = sorted((shard.num_bytes for shard in store.manifest.shards), reverse=True)[:needed]
+    return math.ceil(1.05 * sum(largest) / 1e7) / 100  # with the indexes of the shards
+
+
 def _check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
     """Raise `UserError`, with settings that would fit, if the cache is too small for the reading order."""
     if store.max_shards is None or _fits_cache(store, shuffle_shards=shuffle_shards):
         return
     num_shards, needed = len(store.shard_ends), _num_shards_needed(store, shuffle_shards)
-    largest = sorted((shard.num_bytes for shard in store.manifest.shards), reverse=True)[:needed]
-    gigabytes = math.ceil(1.05 * sum(largest) / 1e7) / 100  # with the indexes of the shards
+    gigabytes = _gigabytes_needed(store, shuffle_shards)
     smaller = f"set data.shuffle_shards to {store.max_shards // 2}, or " if store.max_shards > 1 else "set "
     raise UserError(
         f"{store.location}: its shuffling needs {needed} of its {num_shards} shards at once, but the cache holds "
@@ -113,26 +125,61 @@ def _check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
     )
 
 
+def _check_shared_cache(stores: Sequence[SampleStore], read: ReadConfig) -> None:
+    """Raise `UserError` if one cache directory is too small for the sources of a mixture together."""
+    limit = read.remote.cache_gigabytes
+    if read.remote.cache_dir is None or limit is None or len(stores) < 2:  # each has a cache of its own
+        return
+    needed = sum(_gigabytes_needed(store, read.shuffle_shards) for store in stores)
+    if needed > limit:
+        raise UserError(
+            f"the {len(stores)} remote sources of the mixture need {needed:.3g} GB of {read.remote.cache_dir} at once, "
+            f"but data.remote.cache_gigabytes is {limit:g}; raise it, or lower data.shuffle_shards"
+        )
+
+
+@dataclass
+class _Source:
+    """A dataset of a stream: its samples, the maker of its batches, and the samples in memory if they are there.
+
+    `number` counts the datasets of the stream. `name` is that of a source of a mixture, or else the location.
+    """
+
+    number: int
+    name: str
+    store: SampleStore
+    maker: BatchMaker
+    placed: DataPlacement = _NOT_PLACED
+
+    def collate(self, samples: DecodedSamples, rows: Rows, *, step: int, index_B: torch.Tensor) -> Batch:
+        """Return a batch without the online overlay. `index_B` holds `rows.key_index_R`, beside the samples."""
+        named = replace(samples, index_B=index_B)
+        return self.maker.collate(named, step=step, epoch=rows.key_epoch, bad=rows.bad)
+
+
 class _ShardPrefetcher:
     """A prefetcher of a remote dataset's shards, for the window being read and the next one."""
 
-    def __init__(self, store: SampleStore, order: BatchOrder) -> None:
-        self._store, self._order = store, order
+    def __init__(
+        self, source: _Source, order: ReadingOrder, *, shuffle_shards: int | None, rank: int, world_size: int
+    ) -> None:
+        self._store, self._number, self._order = source.store, source.number, order
+        self._shuffle_shards, self._rank, self._world_size = shuffle_shards, rank, world_size
         self._epoch, self._window = 0, -1
         self._windows, self._windows_after = self._windows_of(0), self._windows_of(1)
 
     def _windows_of(self, epoch: int) -> ShardWindows:
         ends = self._store.shard_ends
-        return ShardWindows(ends, self._order.shuffle_shards or len(ends), seed=self._order.seed, epoch=epoch)
+        seed = self._order.seed_of(self._number)
+        return ShardWindows(ends, self._shuffle_shards or len(ends), seed=seed, epoch=epoch)
 
     def before(self, step: int) -> None:
         """Request shards if a window begins at `step`. Call this before each step."""
-        order = self._order
-        epoch, step_in_epoch = divmod(step, order.num_steps_per_epoch)
+        epoch, position = self._order.position_at(self._number, step)
         if epoch != self._epoch:
             self._epoch, self._window = epoch, -1
             self._windows, self._windows_after = self._windows_of(epoch), self._windows_of(epoch + 1)
-        window = self._windows.number_at(step_in_epoch * order.global_batch_size)
+        window = self._windows.number_at(position)
         if window == self._window:
             return
         self._window = window
@@ -142,37 +189,46 @@ class _ShardPrefetcher:
         # All processes need the same shards. Each starts at another shard, so that they fetch in parallel.
         worker = torch.utils.data.get_worker_info()
         num_workers, worker_id = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        shift = (order.rank * num_workers + worker_id) * len(now) // (order.world_size * num_workers)
+        shift = (self._rank * num_workers + worker_id) * len(now) // (self._world_size * num_workers)
         self._store.prefetch([*np.roll(now, -shift).tolist(), *following.tolist()])
 
 
-class _StreamedBatches(Dataset[Batch | UserError]):
-    """The clean batches of one rank, by step. Worker processes share the index of the opened store."""
+class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
+    """The clean batches of one rank, by step: one from each streamed source, None if a step has no row of it.
 
-    def __init__(self, store: SampleStore, order: BatchOrder, maker: BatchMaker) -> None:
-        self._store, self._order, self._maker = store, order, maker
+    Worker processes share the index of the opened stores.
+    """
+
+    def __init__(
+        self, sources: Sequence[_Source], order: ReadingOrder, prefetchers: Sequence[_ShardPrefetcher]
+    ) -> None:
+        self._sources, self._order, self._prefetchers = sources, order, prefetchers
         # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
-        self._bad = {sample.index: sample for sample in store.known_bad}
-        self._prefetcher = _ShardPrefetcher(store, order) if store.is_remote else None
+        self._bad = [{sample.index: sample for sample in source.store.known_bad} for source in sources]
 
-    def __getitem__(self, step: int) -> Batch | UserError:
+    def __getitem__(self, step: int) -> list[Batch | None] | UserError:
         try:
-            if self._prefetcher is not None:
-                self._prefetcher.before(step)
-            while True:
-                began = time.perf_counter()
-                epoch, indices, replaced = self._order.at(step, bad=self._bad)
-                samples = decode(self._store, indices, crops=self._maker.crop_draws(indices, epoch=epoch))
-                if not samples.bad:
-                    clean = self._maker.collate(samples, step=step, epoch=epoch, bad=replaced)
-                    seconds = time.perf_counter() - began
-                    return replace(
-                        clean, seconds={"read": samples.read_seconds, "decode": seconds - samples.read_seconds}
-                    )
-                self._bad |= {sample.index: sample for sample in samples.bad.values()}
+            for prefetcher in self._prefetchers:
+                prefetcher.before(step)
+            return [self._read(source, bad, step) for source, bad in zip(self._sources, self._bad, strict=True)]
         except UserError as error:
             # Returned and not raised, because a DataLoader turns a worker's exception into a page of traceback.
             return error
+
+    def _read(self, source: _Source, bad: dict[int, BadSample], step: int) -> Batch | None:
+        """Read the rows of one source. Adds the bad samples that it finds to `bad`."""
+        while True:
+            began = time.perf_counter()
+            rows = self._order.rows(source.number, step, bad=bad)
+            if not len(rows.indices_R):
+                return None
+            crops = source.maker.crop_draws(rows.key_index_R, epoch=rows.key_epoch)
+            samples = decode(source.store, rows.indices_R, crops=crops)
+            if not samples.bad:
+                clean = source.collate(samples, rows, step=step, index_B=torch.from_numpy(rows.key_index_R))
+                seconds = time.perf_counter() - began
+                return replace(clean, seconds={"read": samples.read_seconds, "decode": seconds - samples.read_seconds})
+            bad |= {sample.index: sample for sample in samples.bad.values()}
 
 
 def _leave_signals_to_the_trainer(worker_id: int) -> None:
@@ -189,22 +245,23 @@ class Stream:
     node hold a dataset in memory together, and all ranks must make their streams at the same time. Iterating twice
     gives the same batches twice. The caller's random state does not change.
 
-    `dataset` is a location, or an open store, whose own `remote` settings then apply. With `crops`, for tars, each view
-    of a picture is a crop that is drawn so, cut out of the stored picture and resized.
+    `dataset` is a location, an open store, whose own `remote` settings then apply, or a `Mixture` of open stores. With
+    `crops`, for tars, each view of a picture is a crop that is drawn so, cut out of the stored picture and resized.
 
     Attributes:
-        placement: the place of the samples: `stream`, `host` or `device`.
+        placement: the place of the samples: `stream`, `host` or `device`; of a mixture, that of all its sources, or
+            `stream` if they differ.
         placement_reason: the reason for `placement`, in words.
         known_bad: the unreadable samples that were found before the first step.
 
-    Raises `UserError` before the first step if the dataset is incomplete, if too many samples are bad, if the batch
-    size does not fit the dataset and the ranks, or if memory or cache are too small for `read`. Iterating raises
-    `UserError` if a sample and all its replacements are bad, and `RuntimeError` if a worker was killed.
+    Raises `UserError` before the first step if a dataset is incomplete, if too many samples are bad, if the batch size
+    does not fit the dataset and the ranks, or if memory or cache are too small for `read`. Iterating raises `UserError`
+    if a sample and all its replacements are bad, and `RuntimeError` if a worker was killed.
     """
 
     def __init__(
         self,
-        dataset: str | Path | SampleStore,
+        dataset: str | Path | SampleStore | Mixture,
         *,
         read: ReadConfig,
         global_batch_size: int,
@@ -220,75 +277,162 @@ class Stream:
     ) -> None:
         assert 0 <= rank < world_size
         assert 0 <= start_step <= end_step
-        self._store = store = _open_store(dataset, read.remote)
-        self._read, self._device = read, device
-        check_batch_size(len(store), global_batch_size=global_batch_size, world_size=world_size)
-        self._check_bad(store.known_bad)
-        if overlay_draw == "per_view" and store.overlay is None:
+        self._read, self._device, self._rank, self._world_size = read, device, rank, world_size
+        self._mixture = dataset if isinstance(dataset, Mixture) else None
+        if isinstance(dataset, Mixture):
+            named = {source.name: source.store for source in dataset.sources}
+            self.location: str | Path = f"the mixture of {' and '.join(named)}"
+        else:
+            store = _open_store(dataset, read.remote)
+            named, self.location = {str(store.location): store}, store.location
+        stores = list(named.values())
+        self._order = _reading_order(
+            dataset if isinstance(dataset, Mixture) else stores[0],
+            read,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._num_samples = sum(map(len, stores))
+        self._check_bad([self._order.named(k, bad) for k, store in enumerate(stores) for bad in store.known_bad])
+        if overlay_draw == "per_view" and all(store.overlay is None for store in stores):
             raise UserError(
-                f"{store.location} was built without `--overlay online`, which per-view overlays need; build it "
+                f"{self.location} was built without `--overlay online`, which per-view overlays need; build it "
                 "again with it, or let the two views share their overlay"
             )
-        self._order = BatchOrder(
-            len(store),
-            seed,
-            global_batch_size,
-            rank,
-            world_size,
-            shard_ends=store.shard_ends,
-            shuffle_shards=read.shuffle_shards,
-            version=read.order_version,
-        )
-        self._maker = BatchMaker(
-            store.manifest,
-            None if store.overlay is None else store.overlay.to(device),
-            lambda index_B, epoch, view: DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view),
-            per_view=overlay_draw == "per_view",
-            crops=crops,
-        )
-        self._steps = range(start_step, end_step)
-        is_short = len(self) < self.num_steps_per_epoch
-        # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
-        if is_short and read.placement == "auto" and _fits_cache(store, shuffle_shards=read.shuffle_shards):
-            placed = DataPlacement("stream", "less than an epoch is left to read")
-        elif crops is not None:
-            placed = DataPlacement("stream", "crops are cut out of the stored pictures")
-        else:
-            placed = place_data(
+        self._sources = [
+            _Source(
+                number,
+                name,
                 store,
-                wanted=read.placement,
-                resident_gigabytes=read.resident_gigabytes,
-                device=device,
-                share=share,
-                show_progress=rank == 0,
+                BatchMaker(
+                    store.manifest,
+                    None if store.overlay is None else store.overlay.to(device),
+                    lambda index_B, epoch, view: DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view),
+                    per_view=overlay_draw == "per_view",
+                    crops=crops,
+                ),
             )
-        self.placement, self.placement_reason, self._resident = placed.kind, placed.reason, placed.samples
-        self.known_bad = store.known_bad
-        if placed.samples is None:
-            _check_cache(store, shuffle_shards=read.shuffle_shards)
-        else:
-            self.known_bad = tuple(placed.samples.bad.values())
-            self._check_bad(self.known_bad)
+            for number, (name, store) in enumerate(named.items())
+        ]
+        self._steps = range(start_step, end_step)
+        self._global_batch_size, self._crops = global_batch_size, crops
+        self._place(share)
+        self.known_bad = tuple(
+            self._order.named(source.number, bad)
+            for source in self._sources
+            for bad in (source.store.known_bad if source.placed.samples is None else source.placed.samples.bad.values())
+        )
+        self._check_bad(self.known_bad)
+        kinds = {source.placed.kind for source in self._sources}
+        self.placement = kinds.pop() if len(kinds) == 1 else "stream"
+        self.placement_reason = "; ".join(source.placed.reason for source in self._sources)
         if rank == 0:
+            self._log_start()
+
+    def _place(self, share: NodeShare | None) -> None:
+        """Read the samples of each dataset into memory, if the settings say so and they fit together."""
+        read, room = self._read, self._read.resident_gigabytes
+        for source in self._sources:
+            store = source.store
+            is_short = not self._order.reads_an_epoch(source.number, self._steps)
+            # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
+            if is_short and read.placement == "auto" and _fits_cache(store, shuffle_shards=read.shuffle_shards):
+                source.placed = DataPlacement("stream", "less than an epoch is left to read")
+            elif self._crops is not None:
+                source.placed = DataPlacement("stream", "crops are cut out of the stored pictures")
+            else:
+                source.placed = place_data(
+                    store,
+                    wanted=read.placement,
+                    resident_gigabytes=room,
+                    device=self._device,
+                    share=_share_of(share, source.number),
+                    show_progress=self._rank == 0,
+                )
+                # All ranks must count alike, so this counts what was tried.
+                gigabytes = resident_bytes(store.manifest) / 1e9
+                room -= gigabytes if gigabytes <= room and self._mixture is not None else 0
+            if source.placed.samples is None:
+                _check_cache(store, shuffle_shards=read.shuffle_shards)
+        streamed = [source.store for source in self._sources if source.placed.samples is None]
+        _check_shared_cache([store for store in streamed if store.is_remote], read)
+
+    def _log_start(self) -> None:
+        size, read = self._global_batch_size, self._read
+        if self._mixture is None:
             logger.info(
                 "%s: %d samples, %d steps an epoch; %d samples do not fill a global batch of %d and are dropped",
-                store.location,
-                len(store),
+                self.location,
+                self._num_samples,
                 self.num_steps_per_epoch,
                 self.num_dropped_per_epoch,
-                global_batch_size,
+                size,
             )
-            if read.order_version != ORDER_VERSION:
-                logger.info("%s: the order is of version %d", store.location, read.order_version)
-            logger.info("%s: placement %s (%s)", store.location, placed.kind, placed.reason)
+        else:
+            logger.info("%s: %d samples, %d steps an epoch", self.location, self._num_samples, self.num_steps_per_epoch)
+        if read.order_version != ORDER_VERSION:
+            logger.info("%s: the order is of version %d", self.location, read.order_version)
+        for source in self._sources:
+            if self._mixture is not None:
+                logger.info(
+                    "%s: %s, %d samples; a global batch of %d takes %.4g on average",
+                    source.name,
+                    source.store.location,
+                    len(source.store),
+                    size,
+                    self._order.share_of(source.number, self._steps.start) * size,
+                )
+            logger.info("%s: placement %s (%s)", source.name, source.placed.kind, source.placed.reason)
+        for name, ratio in self.shard_pair_ratios().items():
+            logger.info(
+                "%s: with shuffle_shards=%d, two samples of one shard meet in a batch %.3g times as often as in a "
+                "shuffle of all samples",
+                name,
+                read.shuffle_shards,
+                ratio,
+            )
+
+    def shard_pair_ratios(self) -> dict[str, float]:
+        """Return `shard_pair_ratio` of the dataset, or of each source of a mixture, by name; none without windows."""
+        if self._read.shuffle_shards is None:
+            return {}
+        ratios = {}
+        for source in self._sources:
+            part = self._order.share_of(source.number, self._steps.start) * self._global_batch_size
+            ratios[source.name] = shard_pair_ratio(
+                source.store.shard_ends,
+                self._read.shuffle_shards,
+                seed=self._order.seed_of(source.number),
+                global_batch_size=max(1, min(round(part), len(source.store))),
+            )
+        return ratios
+
+    def source_metrics(self, num_done: int) -> dict[str, float]:
+        """Return what the first `num_done` steps drew from each source of a mixture; nothing for one dataset.
+
+        `mixture/NAME/batch` counts the samples in the last global batch, `samples` those in all, and `epochs` how often
+        the source was read.
+        """
+        if not isinstance(self._order, SourcesOrder):
+            return {}
+        order, metrics = self._order.order, {}
+        before, after = order.draws_before(num_done - 1), order.draws_before(num_done)
+        for number, name in enumerate(order.names):
+            metrics[f"mixture/{name}/batch"] = float(after[number] - before[number])
+            metrics[f"mixture/{name}/samples"] = float(after[number])
+            metrics[f"mixture/{name}/epochs"] = after[number] / order.sizes[number]
+        return metrics
 
     def _check_bad(self, bad: Collection[BadSample]) -> None:
         max_share = self._read.max_bad_share
-        check_bad_share(bad, num_samples=len(self._store), max_share=max_share, where=self._store.location)
+        check_bad_share(bad, num_samples=self._num_samples, max_share=max_share, where=self.location)
 
     @property
     def manifest(self) -> Manifest:
-        return self._store.manifest
+        """Return the manifest of the dataset; of a mixture, that of its first source."""
+        return self._sources[0].store.manifest
 
     @property
     def num_steps_per_epoch(self) -> int:
@@ -296,49 +440,101 @@ class Stream:
 
     @property
     def num_dropped_per_epoch(self) -> int:
-        """Return the number of samples that an epoch leaves out, because they do not fill a global batch."""
-        return len(self._store) % self._order.global_batch_size
+        """Return the number of samples that an epoch leaves out, because they do not fill a global batch.
+
+        A mixture leaves none out, because each of its sources has epochs of its own.
+        """
+        return 0 if self._mixture is not None else self._num_samples % self._global_batch_size
 
     def shards_of(self, step: int) -> list[str]:
-        """Return the shards of this rank's samples at a step, in stored order; none if the data are in memory.
+        """Return the shards of this rank's samples at a step, in stored order; none of data in memory.
 
         Does not count the replacements of bad samples.
         """
-        if self._resident is not None:
-            return []
-        _, indices, _ = self._order.at(step, bad={})
-        numbers = np.unique(np.searchsorted(self._store.shard_ends, indices, side="right"))
-        return [self._store.shard_name(number) for number in numbers.tolist()]
+        shards: list[str] = []
+        for source in self._sources:
+            if source.placed.samples is None:
+                rows, store = self._order.rows(source.number, step, bad={}), source.store
+                numbers = np.unique(np.searchsorted(store.shard_ends, rows.indices_R, side="right"))
+                prefix = "" if self._mixture is None else f"{source.name}/"
+                shards += [prefix + store.shard_name(number) for number in numbers.tolist()]
+        return shards
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        for clean in self._streamed() if self._resident is None else self._from_memory(self._resident):
-            began = time.perf_counter()
-            clean = clean.to(self._device)
-            moved = time.perf_counter()
-            batch = self._maker.apply_overlay(clean)
-            made = {"transfer": moved - began, "overlay": time.perf_counter() - moved}
-            yield replace(batch, seconds={**batch.seconds, **made})
+        for step, parts in self._clean_parts():
+            finished = [self._finish(source, clean) for source, clean in parts]
+            row_order = self._order.row_order(step)
+            if row_order is None:
+                (batch,) = finished
+            else:
+                row_B = self._to_device(torch.from_numpy(row_order))
+                epoch = step // self.num_steps_per_epoch
+                batch = join_parts(finished, row_B, epoch=epoch, num_samples=self._num_samples)
+            yield batch
 
-    def _from_memory(self, samples: DecodedSamples) -> Iterator[Batch]:
-        """Yield batches of data in memory, without the online overlay."""
+    def _finish(self, source: _Source, clean: Batch) -> Batch:
+        began = time.perf_counter()
+        clean = clean.to(self._device)
+        moved = time.perf_counter()
+        batch = source.maker.apply_overlay(clean)
+        made = {"transfer": moved - began, "overlay": time.perf_counter() - moved}
+        return replace(batch, seconds={**batch.seconds, **made})
+
+    def _to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return rows
+        return rows.pin_memory().to(self._device, non_blocking=True)
+
+    def _clean_parts(self) -> Iterator[tuple[int, list[tuple[_Source, Batch]]]]:
+        """Yield each step, and the batch without the online overlay of each dataset that has a row in it."""
+        streamed = [source for source in self._sources if source.placed.samples is None]
+        nothing: Iterator[list[Batch | None]] = ([] for _ in self._steps)
+        from_disk = self._streamed(streamed) if streamed else nothing
+        for step, read in zip(self._steps, from_disk, strict=True):
+            parts = {source.number: clean for source, clean in zip(streamed, read, strict=True)}
+            for source in self._sources:
+                if source.placed.samples is not None:
+                    parts[source.number] = self._from_memory(source, source.placed.samples, step)
+            found = [(source, parts[source.number]) for source in self._sources]
+            yield step, [(source, clean) for source, clean in found if clean is not None]
+
+    def _from_memory(self, source: _Source, samples: DecodedSamples, step: int) -> Batch | None:
+        """Return the rows of a dataset in memory, without the online overlay; None if the step has none."""
         is_cuda, is_there = self._device.type == "cuda", samples.index_B.device.type == self._device.type
-        for step in self._steps:
-            began = time.perf_counter()
-            epoch, indices, replaced = self._order.at(step, bad=samples.bad)
-            row_B = torch.tensor(indices)
-            if is_cuda and is_there:
-                row_B = row_B.pin_memory().to(self._device, non_blocking=True)
-            clean = self._maker.collate(samples.take(row_B), step=step, epoch=epoch, bad=replaced)
-            clean = replace(clean, seconds={"read": time.perf_counter() - began})
-            yield clean if is_there or not is_cuda else clean.pin_memory()
+        began = time.perf_counter()
+        rows = self._order.rows(source.number, step, bad=samples.bad)
+        if not len(rows.indices_R):
+            return None
+        row_B = torch.tensor(rows.indices_R)
+        if is_cuda and is_there:
+            row_B = row_B.pin_memory().to(self._device, non_blocking=True)
+        taken = samples.take(row_B)
+        index_B = taken.index_B
+        if rows.key_index_R is not rows.indices_R:
+            index_B = torch.from_numpy(rows.key_index_R)
+            index_B = self._to_device(index_B) if is_there else index_B
+        clean = source.collate(taken, rows, step=step, index_B=index_B)
+        clean = replace(clean, seconds={"read": time.perf_counter() - began})
+        return clean if is_there or not is_cuda else clean.pin_memory()
 
-    def _streamed(self) -> Iterator[Batch]:
+    def _streamed(self, sources: Sequence[_Source]) -> Iterator[list[Batch | None]]:
         """Yield batches that are decoded as they are needed, without the online overlay."""
-        loader: DataLoader[Batch | UserError] = DataLoader(
-            _StreamedBatches(self._store, self._order, self._maker),
+        prefetchers = [
+            _ShardPrefetcher(
+                source,
+                self._order,
+                shuffle_shards=self._read.shuffle_shards,
+                rank=self._rank,
+                world_size=self._world_size,
+            )
+            for source in sources
+            if source.store.is_remote
+        ]
+        loader: DataLoader[list[Batch | None] | UserError] = DataLoader(
+            _StreamedBatches(sources, self._order, prefetchers),
             batch_size=None,  # the dataset makes whole batches, and its keys are steps
             sampler=self._steps,
             num_workers=self._read.num_workers,
@@ -358,6 +554,53 @@ class Stream:
             raise RuntimeError(
                 "a DataLoader worker exited while it handed over a batch; was it killed for lack of memory?"
             ) from error
+
+
+def _reading_order(
+    dataset: SampleStore | Mixture,
+    read: ReadConfig,
+    *,
+    seed: int,
+    global_batch_size: int,
+    rank: int,
+    world_size: int,
+) -> ReadingOrder:
+    """Return the order of a dataset or of a mixture. Raises `UserError` if the batch size does not fit it."""
+    if isinstance(dataset, Mixture):
+        stores = [source.store for source in dataset.sources]
+        return SourcesOrder(
+            MixtureOrder(
+                [len(store) for store in stores],
+                dataset.weights,
+                names=[source.name for source in dataset.sources],
+                seed=seed,
+                global_batch_size=global_batch_size,
+                rank=rank,
+                world_size=world_size,
+                epoch_samples=dataset.epoch_samples,
+                shard_ends=[store.shard_ends for store in stores],
+                shuffle_shards=read.shuffle_shards,
+                version=read.order_version,
+            )
+        )
+    check_batch_size(len(dataset), global_batch_size=global_batch_size, world_size=world_size)
+    return DatasetOrder(
+        BatchOrder(
+            len(dataset),
+            seed,
+            global_batch_size,
+            rank,
+            world_size,
+            shard_ends=dataset.shard_ends,
+            shuffle_shards=read.shuffle_shards,
+            version=read.order_version,
+        )
+    )
+
+
+def _share_of(share: NodeShare | None, number: int) -> NodeShare | None:
+    """Return how the ranks of a node share one dataset of a stream: each has a file of its own."""
+    return share if share is None or number == 0 else replace(share, token=f"{share.token}-{number}")
 
 
 def read_all(

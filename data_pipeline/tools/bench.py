@@ -23,6 +23,7 @@ from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import batch_indices, epoch_order
+from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
@@ -40,13 +41,20 @@ class Row:
     counts: Callable[[], Iterator[int]]
 
 
-def rows(location: str, *, batch_size: int, max_workers: int, device: torch.device) -> Iterator[Row]:
+def rows(
+    store: SampleStore,
+    *,
+    batch_size: int,
+    max_workers: int,
+    device: torch.device,
+    shuffle_shards: int | None = None,
+) -> Iterator[Row]:
     """Yield the measurements of a dataset, in the order of the table."""
-    store = SampleStore(location)
     manifest = store.manifest
 
     def stream(placement: str, num_workers: int) -> Iterator[int]:
-        read = ReadConfig.parse({"num_workers": num_workers, "placement": placement}, where="bench")
+        settings = {"num_workers": num_workers, "placement": placement, "shuffle_shards": shuffle_shards}
+        read = ReadConfig.parse(settings, where="bench")
         return stream_counts(store, read=read, global_batch_size=batch_size, device=device)
 
     yield Row("stored bytes", 0, partial(encoded_counts, store))
@@ -167,9 +175,23 @@ def run(args: argparse.Namespace) -> None:
     """Print a table of rates. The disk may limit the first pass over a dataset, so run it twice."""
     if args.batch_size < 1 or args.max_workers < 0 or args.seconds <= 0:
         raise UserError("--batch-size and --seconds must be above 0 and --max-workers at least 0")
-    device = named_device(args.device)
+    if args.shuffle_shards is not None and args.shuffle_shards < 1:
+        raise UserError(f"--shuffle-shards must be at least 1, got {args.shuffle_shards}")
+    device, store = named_device(args.device), SampleStore(args.location)
+    if args.shuffle_shards is not None and args.batch_size <= len(store):
+        ratio = shard_pair_ratio(store.shard_ends, args.shuffle_shards, seed=0, global_batch_size=args.batch_size)
+        print(
+            f"with windows of {args.shuffle_shards} shards, two samples of one shard meet in a batch {ratio:.3g} times "
+            "as often as in a shuffle of all samples"
+        )
     print(f"{'what':<20}{'workers':>8}{'samples/s':>12}", flush=True)
-    for row in rows(args.location, batch_size=args.batch_size, max_workers=args.max_workers, device=device):
+    for row in rows(
+        store,
+        batch_size=args.batch_size,
+        max_workers=args.max_workers,
+        device=device,
+        shuffle_shards=args.shuffle_shards,
+    ):
         workers = "" if row.num_workers is None else row.num_workers
         try:
             figure = f"{rate(row.counts(), seconds=args.seconds):,.0f}"

@@ -16,13 +16,17 @@ import torch
 
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
 
 NUM_STEPS = 40
 
 
-def command(data: Path, run_dir: Path, *, num_ranks: int) -> list[str]:
+MIXTURE = "{{few: {{train_dir: {0}/few, weight: 1}}, train: {{train_dir: {0}/train, weight: 2}}}}"
+CHANGE = "[{step: 20, weights: {few: 2, train: 1}}]"
+
+
+def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = False) -> list[str]:
     launcher = (
         [sys.executable]
         if num_ranks == 1
@@ -37,6 +41,9 @@ def command(data: Path, run_dir: Path, *, num_ranks: int) -> list[str]:
         "checkpoint_every_steps": 3,
         "tracking.wandb": "disabled",
     }
+    if is_mixture:
+        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data), "data.mixture_schedule": CHANGE}
+        settings["data.mixture_epoch"] = 83
     sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     return [*launcher, "launch/train.py", "--config", "debug:viewmaker", "--run-dir", str(run_dir), *sets]
 
@@ -53,20 +60,26 @@ def num_starts(run_dir: Path) -> int:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
+    root = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
+    write_tiny_dataset(root / "few", num_samples=45, seed=4)
+    return root
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_killed_run_ends_in_the_same_bits(num_ranks: int, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_ranks", "is_mixture"), [(1, False), (2, False), (4, False), (2, True)])
+def test_a_killed_run_ends_in_the_same_bits(num_ranks: int, is_mixture: bool, data: Path, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run(
-        command(data, whole, num_ranks=num_ranks), cwd=REPOSITORY, env=environment, check=True, capture_output=True
+        command(data, whole, num_ranks=num_ranks, is_mixture=is_mixture),
+        cwd=REPOSITORY,
+        env=environment,
+        check=True,
+        capture_output=True,
     )
     kill_at = random.Random(os.getpid()).sample(range(8, NUM_STEPS - 8), 2)
     for number, step in enumerate(sorted(kill_at), start=1):
         process = subprocess.Popen(
-            command(data, killed, num_ranks=num_ranks),
+            command(data, killed, num_ranks=num_ranks, is_mixture=is_mixture),
             cwd=REPOSITORY,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -82,7 +95,11 @@ def test_a_killed_run_ends_in_the_same_bits(num_ranks: int, data: Path, tmp_path
         finally:
             kill_tree(process)
     done = subprocess.run(
-        command(data, killed, num_ranks=num_ranks), cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        command(data, killed, num_ranks=num_ranks, is_mixture=is_mixture),
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "going on from step" in done.stderr, kill_at

@@ -62,7 +62,7 @@ def skipped_steps(run_dir: RunDir, training: Training) -> SkippedSteps:
         seed=config.seed,
         device=torch.device("cpu"),
         command="train",
-        train_manifest_sha256=load_manifest(Path(config.data.train_dir)).sha256,
+        train_manifest_sha256=load_manifest(Path(config.data.probed_dir)).sha256,
     )
 
 

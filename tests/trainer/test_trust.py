@@ -146,7 +146,7 @@ def test_a_command_that_is_typed_is_not_asked_about(run: RunDir, tmp_path: Path)
         resolve_recipe(str(run.config), typed[:1])  # the other one is still the file's
     allowed = resolve_recipe(str(run.config), allow_pipe=True)
     assert allowed.data.remote.read_back_from is None
-    assert allowed.data.train_dir.startswith("pipe:touch")
+    assert allowed.data.probed_dir.startswith("pipe:touch")
 
 
 def test_going_on_with_a_run_of_ones_own_does_not_ask(run: RunDir) -> None:

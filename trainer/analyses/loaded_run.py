@@ -60,8 +60,8 @@ class LoadedRun:
     @cached_property
     def train(self) -> Pictures:
         data = self.modules.config.data
-        train = read_pictures(data.train_dir, read=data, draw=TRAIN_DRAW)
-        return self._checked(train, "train", location=data.train_dir)
+        train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
+        return self._checked(train, "train", location=data.probed_dir)
 
     @cached_property
     def test(self) -> Pictures:

@@ -6,10 +6,10 @@ Invariant: a run goes on with the same datasets, or with new ones that the user 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
@@ -20,10 +20,20 @@ _NAME_DIGITS = 12
 
 
 class DataIdentity(Schema):
-    """The train set and the test set of a run, by the SHA-256 of their manifests."""
+    """The train set and the test set of a run, by the SHA-256 of their manifests.
+
+    `train_sources` holds that of each source of a mixture by name; `train_manifest_sha256` is then a hash of all.
+    """
 
     train_manifest_sha256: str
     test_manifest_sha256: str
+    train_sources: dict[str, str] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_no_sources(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out empty `train_sources`, so that a run on one dataset is written as before there were mixtures."""
+        values: dict[str, Any] = handler(self)
+        return values if self.train_sources else {name: values[name] for name in values if name != "train_sources"}
 
     @property
     def name(self) -> str:
@@ -51,7 +61,8 @@ def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:
     """Return the datasets in provenance.json; None if it names none. Checkpoints of format 1 do not hold them."""
     facts = run_dir.read_provenance()
     named = {name: facts[name] for name in DataIdentity.model_fields if facts.get(name)}
-    return DataIdentity(**named) if named.keys() == DataIdentity.model_fields.keys() else None
+    needed = {name for name, field in DataIdentity.model_fields.items() if field.is_required()}
+    return DataIdentity(**named) if needed <= named.keys() else None
 
 
 def check_same_data(
@@ -60,24 +71,21 @@ def check_same_data(
     step: int,
     trained_on: DataIdentity | None,
     now: DataIdentity,
-    train_dir: str,
+    train_locations: Mapping[str, str],
     test_dir: str,
     accepted: Collection[str] = (),
 ) -> bool:
     """Return whether the datasets have changed since the checkpoint of `step`, and the user has accepted the new ones.
 
-    `trained_on` None means that the old datasets are unknown; then any datasets are accepted. Raises `UserError` if the
-    datasets have changed and the new ones are not in `accepted`.
+    `trained_on` None means that the old datasets are unknown; then any datasets are accepted. `train_locations` holds
+    the location of the train set, or of each source of a mixture by name. Raises `UserError` if the datasets have
+    changed and the new ones are not in `accepted`.
     """
     if trained_on is None or trained_on == now:
         return False
     if now.name in accepted:
         return True
-    where, manifest, before = (
-        (train_dir, now.train_manifest_sha256, trained_on.train_manifest_sha256)
-        if now.train_manifest_sha256 != trained_on.train_manifest_sha256
-        else (test_dir, now.test_manifest_sha256, trained_on.test_manifest_sha256)
-    )
+    where, manifest, before = _first_change(trained_on, now, train_locations=train_locations, test_dir=test_dir)
     raise UserError(
         f"{where} holds another dataset (manifest {manifest[:_NAME_DIGITS]}) than the one with which {run_dir.path} "
         f"came to step {step} (manifest {before[:_NAME_DIGITS]}); put that one back, pass another --run-dir, or go on "
@@ -85,15 +93,29 @@ def check_same_data(
     )
 
 
+def _first_change(
+    before: DataIdentity, now: DataIdentity, *, train_locations: Mapping[str, str], test_dir: str
+) -> tuple[str, str, str]:
+    """Return the location of a dataset that has changed, and the hashes of its manifest now and before."""
+    for name, sha256 in now.train_sources.items():
+        if before.train_sources.get(name, sha256) != sha256:
+            return f"{train_locations[name]}, the source {name} of the mixture,", sha256, before.train_sources[name]
+    if now.train_manifest_sha256 != before.train_manifest_sha256:
+        where = " and ".join(train_locations.values())
+        return where, now.train_manifest_sha256, before.train_manifest_sha256
+    return test_dir, now.test_manifest_sha256, before.test_manifest_sha256
+
+
 def other_data(
     trained_on: DataIdentity | None, *, which: Literal["train", "test"], sha256: str, location: str
 ) -> str | None:
     """Return a warning if the run was trained on another dataset; None if not, or if that is unknown.
 
-    `sha256` is the hash of the manifest at `location`.
+    `sha256` is the hash of the manifest at `location`; of a mixture, that of one of its sources.
     """
     before = None if trained_on is None else getattr(trained_on, f"{which}_manifest_sha256")
-    if before in {None, sha256}:
+    sources = trained_on.train_sources.values() if trained_on is not None and which == "train" else ()
+    if before in {None, sha256} or sha256 in sources:
         return None
     return (
         f"{location} holds another dataset (manifest {sha256[:_NAME_DIGITS]}) than the one with which the run was "

@@ -59,7 +59,7 @@ class BadSamples:
 
     def _write(self, fresh: list[BadSample]) -> None:
         text = self._path.read_text(errors="replace") if self._path.exists() else ""
-        listed = _keys(text)
+        listed = _listed(text)
         with self._path.open("a") as file:
             if text and not text.endswith("\n"):
                 file.write("\n")
@@ -67,14 +67,15 @@ class BadSamples:
                 logger.warning(
                     "%s: sample %s is bad (%s); another replaces it", sample.shard, sample.key, sample.reason
                 )
-                if sample.key not in listed:
+                if (sample.shard, sample.key) not in listed:
                     file.write(json.dumps({"key": sample.key, "shard": sample.shard, "reason": sample.reason}) + "\n")
 
 
-def _keys(text: str) -> set[str]:
-    """Return the keys of the samples that are listed already. Skips a line that a power cut has torn."""
-    keys = set()
+def _listed(text: str) -> set[tuple[str, str]]:
+    """Return the shards and keys of the samples that are listed already. Skips a line that a power cut has torn."""
+    listed = set()
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            keys.add(json.loads(line)["key"])
-    return keys
+            entry = json.loads(line)
+            listed.add((entry["shard"], entry["key"]))
+    return listed

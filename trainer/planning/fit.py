@@ -73,18 +73,19 @@ def room_on(device_bytes: int) -> int:
 
 
 def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> None:
-    # Without a dataset, checks a single batch.
-    check_batch(config, num_samples=num_samples or config.global_batch_size, num_ranks=world_size)
+    # The sizes of the sources of a mixture are not known here.
+    sizes = () if num_samples is None or config.data.mixture is not None else (num_samples,)
+    check_batch(config, num_samples=sizes, num_ranks=world_size)
     if config.objective.needs_num_samples and num_samples is None:
         raise UserError(
             f"objective.kind={config.objective.kind} keeps a row for each sample, but their number is not known; build "
-            f"{config.data.train_dir} first"
+            f"{config.data.train_name} first"
         )
 
 
 def _check_input(config: RunConfig, height: int, width: int, *, world_size: int, is_known: bool) -> None:
     is_known = is_known or config.data.mel is not None
-    where = config.data.train_dir if is_known else f"{config.data.train_dir}, which is not built yet"
+    where = config.data.train_name if is_known else f"{config.data.train_name}, which is not built yet"
     check_input_shape(config, height=height, width=width, where=where)
     check_batch_norm(config, height=height, width=width, num_ranks=world_size)
 

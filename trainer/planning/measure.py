@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.sample import BASE, OVERLAY, Batch
-from data_pipeline.loading.order import num_steps_per_epoch
 from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig
@@ -144,7 +143,9 @@ def measure(
         itemsize=config.parameter_dtype.itemsize,
         global_batch_size=config.global_batch_size,
     )
-    steps_per_epoch = None if num_samples is None else num_steps_per_epoch(num_samples, config.global_batch_size)
+    steps_per_epoch = None
+    if num_samples is not None:
+        steps_per_epoch = config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     return TrainingPlan(
         name=config.name,
         world_size=world_size,

@@ -122,7 +122,7 @@ def online_probe(
     """
     if config.online_every_steps is None:
         return None
-    train = read_some(data.train_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
+    train = read_some(data.probed_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
     test = read_some(data.test_dir, num=config.online_num_test, read=data)
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, labels=config.labels)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.source_digests import SharedSources, read_source_digests, shared_sources
 from trainer.data import DataConfig
+from trainer.mixture import MixtureManifest, TrainManifest
 
 
-def find_shared(data: DataConfig, *, train: Manifest, test: Manifest) -> SharedSources | None:
+def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> SharedSources | None:
     """Count the test samples whose source is in the train set too; None if a dataset does not record its sources.
 
-    If both are the same dataset, all samples count. Raises `UserError` if the digests of a dataset cannot be read.
+    If both are the same dataset, all samples count. Of a mixture, the datasets that record their sources count. Raises
+    `UserError` if the digests of a dataset cannot be read.
     """
-    if train.sha256 == test.sha256:
+    manifests = list(train.sources.values()) if isinstance(train, MixtureManifest) else [train]
+    if test.sha256 in {manifest.sha256 for manifest in manifests}:
         return SharedSources(test.num_samples, test.num_samples, (("00000000", "00000000"),))
-    train_N = read_source_digests(data.train_dir, train, remote=data.remote)
+    found = [
+        read_source_digests(location, manifest, remote=data.remote)
+        for location, manifest in zip(data.train_locations.values(), manifests, strict=True)
+    ]
+    recorded = [digests_N for digests_N in found if digests_N is not None]
     test_M = read_source_digests(data.test_dir, test, remote=data.remote)
-    return None if train_N is None or test_M is None else shared_sources(train_N, test_M)
+    return None if not recorded or test_M is None else shared_sources(np.concatenate(recorded), test_M)
 
 
 def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: float) -> str | None:
@@ -30,7 +39,7 @@ def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: flo
     examples = " and ".join(f"sample {test} is sample {train} of the train set" for test, train in shared.examples)
     sentence = (
         f"{shared.num_shared} of the {shared.num_test} test samples of {data.test_dir} "
-        f"({100 * shared.share:.3g} %) have their picture or sound in {data.train_dir} too ({examples})"
+        f"({100 * shared.share:.3g} %) have their picture or sound in {data.train_name} too ({examples})"
     )
     if shared.share <= allowed:
         return sentence

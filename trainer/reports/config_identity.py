@@ -33,4 +33,6 @@ def config_identity(config: RunConfig) -> str:
 
 
 def _is_ignored(key: str) -> bool:
+    if key.startswith("data.mixture.") and key.endswith(".train_dir"):  # as data.train_dir
+        return True
     return any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)

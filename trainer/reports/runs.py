@@ -97,17 +97,25 @@ class Run:
     def data_key(self) -> tuple[str, str]:
         """Return the hashes of both manifests, or the directories of the datasets if a hash is not known."""
         results = [vars(one) for probes in self.readouts.values() for step in probes.values() for one in step.values()]
+        if self.config.data.mixture is not None:  # a probe reads only one of its sources
+            results = []
         for source in [*results, self.provenance]:
             hashes = source.get("train_manifest_sha256"), source.get("test_manifest_sha256")
             if all(hashes):
                 return str(hashes[0]), str(hashes[1])
-        return self.config.data.train_dir, self.config.data.test_dir
+        return " ".join(self.config.data.train_locations.values()), self.config.data.test_dir
 
     @property
     def data_name(self) -> str:
-        """Return the name of the directory above train/, or the directory of the train set if it has another name."""
-        parts = self.config.data.train_dir.rstrip("/").split("/")
-        return parts[-2] if len(parts) > 1 and parts[-1] == "train" else self.config.data.train_dir
+        """Return the name of the directory above train/, or the directory of the train set if it has another name.
+
+        The name of a mixture is that of its sources, such as "birds+photos".
+        """
+        train_dir = self.config.data.train_dir
+        if train_dir is None:
+            return "+".join(self.config.data.train_locations)
+        parts = train_dir.rstrip("/").split("/")
+        return parts[-2] if len(parts) > 1 and parts[-1] == "train" else train_dir
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ def test_one_batch_spans_the_dataset(datasets: dict[int, tuple[Path, list[Sample
 
 def test_steps_of_an_epoch_are_never_zero() -> None:
     assert num_steps_per_epoch(10, 3) == 3
-    with pytest.raises(UserError, match="global_batch_size 11 does not fit a dataset of 10 samples; use 1 to 10"):
+    with pytest.raises(
+        UserError, match="global_batch_size 11 does not fit a dataset of 10 samples; set global_batch_size to 1 to 10"
+    ):
         num_steps_per_epoch(10, 11)
 
 
@@ -283,11 +285,11 @@ def test_the_callers_random_state_is_untouched(
 @pytest.mark.parametrize(
     ("num_samples", "global_batch_size", "world_size", "message"),
     [
-        (40, 10, 4, "global_batch_size 10 cannot be divided by 4 ranks; use 8 or 12"),
-        (40, 3, 4, "global_batch_size 3 cannot be divided by 4 ranks; use 4"),
-        (41, 41, 2, "global_batch_size 41 cannot be divided by 2 ranks; use 40"),
-        (41, 64, 4, "global_batch_size 64 does not fit a dataset of 41 samples; use 40"),
-        (41, 0, 4, "global_batch_size 0 does not fit a dataset of 41 samples; use 4"),
+        (40, 10, 4, "global_batch_size 10 cannot be divided by 4 ranks; set global_batch_size to 8 or 12"),
+        (40, 3, 4, "global_batch_size 3 cannot be divided by 4 ranks; set global_batch_size to 4"),
+        (41, 41, 2, "global_batch_size 41 cannot be divided by 2 ranks; set global_batch_size to 40"),
+        (41, 64, 4, "global_batch_size 64 does not fit a dataset of 41 samples; set global_batch_size to 40"),
+        (41, 0, 4, "global_batch_size 0 does not fit a dataset of 41 samples; set global_batch_size to 4"),
         (3, 4, 4, "3 samples are too few for 4 ranks; build a larger dataset"),
     ],
 )

@@ -64,7 +64,7 @@ def test_from_step_gives_the_tail_of_the_epoch(directory: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ranks", "3"], "global_batch_size 4 cannot be divided by 3 ranks; use 3 or 6"),
+        (["--ranks", "3"], "global_batch_size 4 cannot be divided by 3 ranks; set global_batch_size to 3 or 6"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--workers", "-1"], "--workers must be at least 0, got -1"),
         (["--shuffle-shards", "0"], "--shuffle-shards must be at least 1, got 0"),

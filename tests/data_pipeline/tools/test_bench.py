@@ -80,7 +80,7 @@ def test_every_reader_says_how_many_samples_it_delivers(tmp_path: Path) -> None:
 
 
 def what(directory: Path, *, max_workers: int) -> list[tuple[str, int | None]]:
-    measured = rows(str(directory), batch_size=8, max_workers=max_workers, device=CPU)
+    measured = rows(SampleStore(directory), batch_size=8, max_workers=max_workers, device=CPU)
     return [(row.what, row.num_workers) for row in measured]
 
 
@@ -115,10 +115,22 @@ def test_the_command_prints_a_rate_for_every_row(
     assert all(float(line.split()[-1].replace(",", "")) > 0 for line in lines)
 
 
+def test_windows_of_shards_are_measured_and_rated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.01)
+    directory = write_tiny_dataset(tmp_path / "built", num_samples=80, num_samples_per_shard=8)
+    run_bench(str(directory), "--batch-size", "4", "--max-workers", "0", "--seconds", "0.05", "--shuffle-shards", "2")
+    first = capsys.readouterr().out.splitlines()[0]
+    ratio = (80 - 1) / (16 - 1)
+    assert f"two samples of one shard meet in a batch {ratio:.3g} times as often as in a shuffle of all" in first
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--batch-size", "0"], "--batch-size"),
+        (["--shuffle-shards", "0"], "--shuffle-shards must be at least 1, got 0"),
         (["--batch-size", "21"], "does not fit a dataset of 20 samples"),
         (["--device", "abacus"], "--device abacus: this machine has no such device"),
     ],

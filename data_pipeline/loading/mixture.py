@@ -1,0 +1,420 @@
+"""Compute which samples of several datasets make up each global batch, as a pure function of (seed, step).
+
+The datasets are the sources of a mixture. Each global batch draws a number of samples from each source, which depends
+on the weights and the step alone. Draw j of a source of N samples is position j mod N of its epoch j div N: each source
+has epochs of its own. The rows of a batch are then shuffled, so every rank sees all sources. The state is the step: the
+draws before a step are computed, not counted.
+
+Guarantees:
+
+- A global batch does not depend on the number of ranks, and no sample comes twice in it.
+- Each epoch of a source holds each of its samples once, also over changes of the weights.
+- The number of samples drawn from a source differs from its share by less than 2, at any step and for any number of
+  sources: by less than 1 for three sources, and by 1/2 at most for two. After a change of the weights, this holds for
+  the draws since the change.
+
+Shapes: B rows of a rank, R rows of a rank from one source, X draws, K sources.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.randomness import key_words
+from data_pipeline.core.sample import BadSample
+from data_pipeline.loading.order import ORDER_VERSION, EpochOrder, OrderVersion, check_ranks, epoch_order
+from data_pipeline.loading.permutation import KeyedPermutation
+from data_pipeline.storage.store import SampleStore
+
+_CHUNK = 64  # replacements that are looked up at once
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A node of `Shares`: `numerator / denominator` of its draws go to `first`, the others to `second`."""
+
+    first: _Split | int
+    second: _Split | int
+    numerator: int
+    denominator: int
+
+
+class Shares:
+    """Split draws among sources in proportion to their weights.
+
+    The sources are the leaves of a Huffman tree of the weights. At each node, the first branch gets the rounded share
+    of the draws, and the second branch the rest. A weight may be 0, but not all.
+
+    Guarantees: the counts of n draws add up to n, and no count falls when n grows. A count differs from its share by at
+    most half the sum of w / w_a over the branches a above it, which is below 1.68 for any Huffman tree.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.7 is 7/10
+        self._num_sources, total = len(weights), sum(exact)
+        self.shares = tuple(float(weight / total) for weight in exact)
+        waiting: list[tuple[Fraction, int, _Split | int]] = [(weight, k, k) for k, weight in enumerate(exact)]
+        heapq.heapify(waiting)
+        number = len(waiting)  # breaks ties
+        while len(waiting) > 1:
+            (first_weight, _, first), (second_weight, _, second) = heapq.heappop(waiting), heapq.heappop(waiting)
+            weight = first_weight + second_weight
+            share = first_weight / weight if weight else weight
+            heapq.heappush(waiting, (weight, number, _Split(first, second, share.numerator, share.denominator)))
+            number += 1
+        self._root = waiting[0][2]
+
+    def counts(self, num_draws: int) -> list[int]:
+        """Return the number of the first `num_draws` draws that come from each source, K numbers."""
+        counts = [0] * self._num_sources
+        waiting = [(self._root, num_draws)]
+        while waiting:
+            node, num = waiting.pop()
+            if isinstance(node, int):
+                counts[node] = num
+            else:
+                num_first = (2 * num * node.numerator + node.denominator) // (2 * node.denominator)
+                waiting += [(node.first, num_first), (node.second, num - num_first)]
+        return counts
+
+    def most(self, num_draws: int) -> list[int]:
+        """Return the most draws that each source may have among any `num_draws` draws in a row, K numbers."""
+        counts = [0] * self._num_sources
+        waiting = [(self._root, num_draws)]
+        while waiting:
+            node, num = waiting.pop()
+            if isinstance(node, int):
+                counts[node] = num
+            else:
+                num_first = num * node.numerator
+                num_second = num * (node.denominator - node.numerator)
+                waiting += [(node.first, -(-num_first // node.denominator))]
+                waiting += [(node.second, -(-num_second // node.denominator))]
+        return counts
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """A dataset of a mixture. The `name` stands in messages and metrics."""
+
+    name: str
+    store: SampleStore
+
+
+@dataclass(frozen=True)
+class WeightsFrom:
+    """The weights of the sources from a step on: K numbers of 0 or more, not all 0."""
+
+    step: int
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several datasets that are drawn from by weights.
+
+    Attributes:
+        sources: in an order that must not change during a run.
+        weights: by ascending steps; the first are from step 0 on.
+        epoch_samples: the number of samples that count as an epoch; None means as many as all sources hold.
+    """
+
+    sources: tuple[MixtureSource, ...]
+    weights: tuple[WeightsFrom, ...]
+    epoch_samples: int | None = None
+
+
+class SourceEpochs:
+    """The epochs of one source, one after another, as a function of draws.
+
+    Guarantees: each epoch is a permutation of the samples. No sample comes twice among `reach` + 1 draws in a row, also
+    where one epoch follows another.
+
+    For the second guarantee, an early position of an epoch that holds one of the last samples of the epoch before is
+    exchanged with a later position. Positions of the last `reach` are never exchanged, so an epoch depends only on
+    itself and on the one before.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        seed: int,
+        reach: int,
+        shard_ends: NDArray[np.int64] | None = None,
+        shuffle_shards: int | None = None,
+        version: OrderVersion = ORDER_VERSION,
+    ) -> None:
+        assert 0 <= 3 * reach <= num_samples
+        self.num_samples, self.seed, self._reach = num_samples, seed, reach
+        self._shard_ends, self._shuffle_shards, self._version = shard_ends, shuffle_shards, version
+        self._unchanged: dict[int, EpochOrder] = {}
+        self._exchanged: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def at(self, draws_X: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the epoch of each draw and its sample, both (X,) int64."""
+        epochs_X, positions_X = np.divmod(draws_X, self.num_samples)
+        samples_X = np.empty_like(draws_X)
+        for epoch in np.unique(epochs_X).tolist():
+            rows = epochs_X == epoch
+            samples_X[rows] = self.of_epoch(epoch, positions_X[rows])
+        return epochs_X, samples_X
+
+    def of_epoch(self, epoch: int, positions_X: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at positions of an epoch, (X,) int64."""
+        now, then = self._exchanges(epoch)
+        if len(now):
+            places = np.searchsorted(now, positions_X).clip(max=len(now) - 1)
+            positions_X = np.where(now[places] == positions_X, then[places], positions_X)
+        return self._order(epoch)(positions_X)
+
+    def _order(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch before positions are exchanged. The last three that were used are kept."""
+        if epoch not in self._unchanged:
+            self._unchanged[epoch] = epoch_order(
+                self.num_samples,
+                seed=self.seed,
+                epoch=epoch,
+                shard_ends=self._shard_ends,
+                shuffle_shards=self._shuffle_shards,
+                version=self._version,
+            )
+            for older in list(self._unchanged)[:-3]:
+                del self._unchanged[older]
+        return self._unchanged[epoch]
+
+    def _exchanges(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the exchanged positions, ascending, and for each the position whose sample it holds."""
+        if epoch not in self._exchanged:
+            self._exchanged[epoch] = self._find_exchanges(epoch)
+            for older in list(self._exchanged)[:-3]:
+                del self._exchanged[older]
+        return self._exchanged[epoch]
+
+    def _find_exchanges(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        nothing = np.empty(0, dtype=np.int64)
+        if epoch == 0 or self._reach == 0:
+            return nothing, nothing
+        end = self.num_samples - self._reach
+        last = self._order(epoch - 1)(np.arange(end, self.num_samples, dtype=np.int64))
+        order = self._order(epoch)
+        repeated = np.flatnonzero(np.isin(order(np.arange(self._reach, dtype=np.int64)), last))
+        partners, start = nothing, self._reach
+        while len(partners) < len(repeated):
+            positions = np.arange(start, min(start + self._reach, end), dtype=np.int64)
+            assert len(positions), "a third of the samples is always enough"
+            partners = np.concatenate([partners, positions[~np.isin(order(positions), last)]])
+            start += self._reach
+        partners = partners[: len(repeated)]
+        return np.concatenate([repeated, partners]), np.concatenate([partners, repeated])
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """The rows of a rank's part of a global batch that come from one source, in the order of the batch.
+
+    Attributes:
+        indices_R: the samples in the source.
+        epochs_R: the epoch of the source in which each sample is drawn.
+        bad: the bad samples of the source that were replaced.
+    """
+
+    indices_R: NDArray[np.int64]
+    epochs_R: NDArray[np.int64]
+    bad: tuple[BadSample, ...]
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """The draws of a rank at one step: the rows, and the numbers of the draws, of each source.
+
+    `of_batch` holds the draws of the whole global batch from each source.
+    """
+
+    rows: tuple[NDArray[np.int64], ...]
+    draws: tuple[NDArray[np.int64], ...]
+    of_batch: tuple[range, ...]
+
+
+class MixtureOrder:
+    """The samples that a rank reads at each step of a mixture.
+
+    `sizes` holds the number of samples of each source, and `names` its name for messages. `shard_ends`,
+    `shuffle_shards` and `version` mean the same as in `epoch_order`, with the shards of each source.
+
+    Raises `UserError` if the ranks cannot get equal parts of each global batch, or if the weights ask for more than a
+    third of a source in one global batch.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[WeightsFrom],
+        *,
+        names: Sequence[str],
+        seed: int,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        epoch_samples: int | None = None,
+        shard_ends: Sequence[NDArray[np.int64]] | None = None,
+        shuffle_shards: int | None = None,
+        version: OrderVersion = ORDER_VERSION,
+    ) -> None:
+        check_mixture(sizes, weights, names=names, global_batch_size=global_batch_size, world_size=world_size)
+        assert [each.step for each in weights] == sorted({each.step for each in weights})
+        assert weights[0].step == 0
+        self.sizes, self.names, self.seed = tuple(sizes), tuple(names), seed
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._size, self._rank, self._world_size = global_batch_size, rank, world_size
+        self._epoch_samples = epoch_samples or sum(sizes)
+        self._steps = [each.step for each in weights]
+        self._shares = [Shares(each.weights) for each in weights]
+        self.sources = tuple(
+            SourceEpochs(
+                size,
+                seed=int(key_words(1, seed, "mixture source", number)[0] >> np.uint64(1)),
+                reach=_reach(size, global_batch_size),
+                shard_ends=None if shard_ends is None else shard_ends[number],
+                shuffle_shards=shuffle_shards,
+                version=version,
+            )
+            for number, size in enumerate(sizes)
+        )
+        self._last: tuple[int, _Draws] | None = None
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        return num_steps_per_mixture_epoch(self._epoch_samples, self._size)
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch of the mixture in which a step lies."""
+        return step // self.num_steps_per_epoch
+
+    @cached_property
+    def _draws_at_changes(self) -> list[list[int]]:
+        """Return the draws from each source before each change of the weights."""
+        found = [[0] * len(self.sizes)]
+        for shares, start, end in zip(self._shares, self._steps, self._steps[1:], strict=False):
+            added = shares.counts((end - start) * self._size)
+            found.append([before + more for before, more in zip(found[-1], added, strict=True)])
+        return found
+
+    def shares(self, step: int) -> tuple[float, ...]:
+        """Return the share of each source in the draws of a step, by its weights."""
+        return self._shares[bisect_right(self._steps, step) - 1].shares
+
+    def draws_before(self, step: int) -> list[int]:
+        """Return the number of samples drawn from each source before a step, in all global batches together."""
+        number = bisect_right(self._steps, step) - 1
+        since = self._shares[number].counts((step - self._steps[number]) * self._size)
+        return [before + more for before, more in zip(self._draws_at_changes[number], since, strict=True)]
+
+    def position_at(self, source: int, step: int) -> tuple[int, int]:
+        """Return the epoch of a source at which the draws of a step begin, and the position in it."""
+        return divmod(self.draws_before(step)[source], self.sizes[source])
+
+    def at(self, step: int, source: int, *, bad: Mapping[int, BadSample]) -> SourceRows:
+        """Return the rows of this rank that come from one source at a step.
+
+        `bad` holds the bad samples of the source by index. A bad sample is replaced by a good sample of the same source
+        that is not in the batch. The choice depends on the row alone, so a rank needs nothing from other ranks.
+
+        Raises `UserError` if all possible replacements are bad too.
+        """
+        drawn = self._drawn(step)
+        draws_R = drawn.draws[source]
+        epochs_R, indices_R = self.sources[source].at(draws_R)
+        bad_rows = [row for row, index in enumerate(indices_R.tolist()) if index in bad] if bad else []
+        replaced: list[BadSample] = []
+        for row in bad_rows:
+            replaced.append(bad[int(indices_R[row])])
+            for index in self._replacements(source, int(draws_R[row]), drawn.of_batch[source]):
+                if index not in bad:
+                    epochs_R[row] = drawn.of_batch[source][-1] // self.sizes[source]
+                    indices_R[row] = index
+                    break
+                replaced.append(bad[index])
+            else:
+                raise UserError(
+                    f"sample {bad[int(indices_R[row])].key} of {self.names[source]} cannot be read, nor can any of the "
+                    "samples that could replace it; build or copy that dataset again"
+                )
+        return SourceRows(indices_R, epochs_R, tuple(replaced))
+
+    def row_order(self, step: int) -> NDArray[np.int64]:
+        """Return (B,) places in the rows of all sources, put end to end: the order of the rows in the batch."""
+        return np.argsort(np.concatenate(self._drawn(step).rows))
+
+    def _drawn(self, step: int) -> _Draws:
+        """Return the draws of a step. Those of the last step are kept, because each source asks for them."""
+        if self._last is None or self._last[0] != step:
+            self._last = step, self._draw(step)
+        return self._last[1]
+
+    def _draw(self, step: int) -> _Draws:
+        before, after = self.draws_before(step), self.draws_before(step + 1)
+        of_batch = tuple(range(start, end) for start, end in zip(before, after, strict=True))
+        local_size = self._size // self._world_size
+        rows_B = np.arange(self._rank * local_size, (self._rank + 1) * local_size, dtype=np.int64)
+        shuffled_B = KeyedPermutation(self._size, self.seed, "mixture rows", step)(rows_B)
+        ends = np.cumsum([len(draws) for draws in of_batch])
+        source_B = np.searchsorted(ends, shuffled_B, side="right")
+        rows = tuple(np.flatnonzero(source_B == source) for source in range(len(of_batch)))
+        draws = tuple(draws.stop - ends[source] + shuffled_B[rows[source]] for source, draws in enumerate(of_batch))
+        return _Draws(rows, draws, of_batch)
+
+    def _replacements(self, source: int, draw: int, of_batch: range) -> Iterator[int]:
+        """Yield samples that are not in the batch: those of the epoch of the batch's last draw, a batch size apart.
+
+        Draws of the batch differ modulo its size, so no other row of the batch yields the same sample.
+        """
+        epochs, size = self.sources[source], self.sizes[source]
+        epoch = of_batch[-1] // size
+        _, in_batch = epochs.at(np.array(of_batch, dtype=np.int64))
+        first = (draw - epoch * size) % len(of_batch)
+        positions = range(first, size, len(of_batch))
+        now = max(0, (draw - epoch * size - first) // len(of_batch))
+        for part in (positions[now:], positions[:now]):
+            for start in range(0, len(part), _CHUNK):
+                samples = epochs.of_epoch(epoch, np.array(part[start : start + _CHUNK], dtype=np.int64))
+                yield from samples[~np.isin(samples, in_batch)].tolist()
+
+
+def _reach(size: int, global_batch_size: int) -> int:
+    """Return after how many draws a sample of a source may come again. It does not depend on the weights."""
+    return min(global_batch_size - 1, size // 3)
+
+
+def num_steps_per_mixture_epoch(epoch_samples: int, global_batch_size: int) -> int:
+    """Return the number of global batches in an epoch of a mixture, at least one."""
+    return max(1, epoch_samples // global_batch_size)
+
+
+def check_mixture(
+    sizes: Sequence[int],
+    weights: Sequence[WeightsFrom],
+    *,
+    names: Sequence[str],
+    global_batch_size: int,
+    world_size: int,
+) -> None:
+    """Raise `UserError` as `MixtureOrder` does, with a sentence that names the source and what mends it."""
+    check_ranks(global_batch_size, world_size=world_size)
+    for each in weights:
+        for name, size, most in zip(names, sizes, Shares(each.weights).most(global_batch_size), strict=True):
+            if most > _reach(size, global_batch_size) + 1:
+                raise UserError(
+                    f"from step {each.step} on, the weights take up to {most} of a global batch of {global_batch_size} "
+                    f"from {name}, which holds {size} samples, and a batch may hold a third of a source at most; lower "
+                    "its weight or global_batch_size"
+                )

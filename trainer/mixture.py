@@ -1,0 +1,169 @@
+"""A train set that is a mixture of datasets: its settings, and what the manifests of its sources say together."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from data_pipeline.core.errors import nearest
+from data_pipeline.core.sample import Medium
+from data_pipeline.core.schema import Count, Factor, Line, Name, Schema
+from data_pipeline.loading.mixture import Shares, WeightsFrom
+from data_pipeline.storage.manifest import Manifest, TarSet
+
+MAX_SOURCES = 1_000
+MAX_CHANGES = 10_000  # of the weights
+
+
+class SourceConfig(Schema):
+    """A source of a mixture: its location, as of `data.train_dir`, and its weight.
+
+    Weights need not add up to 1. A source of weight 0 is not drawn until `data.mixture_schedule` gives it more.
+    """
+
+    train_dir: Line
+    weight: Factor
+
+
+class WeightChange(Schema):
+    """The weights of all sources from a step on; steps count from 0."""
+
+    step: Count
+    weights: Annotated[dict[Name, Factor], Field(max_length=MAX_SOURCES)]
+
+
+def _by_name(sources: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
+    return dict(sorted(sources.items()))
+
+
+# In the order of the names, so that a run does not depend on the order in which they were written.
+SourceConfigs = Annotated[
+    dict[Name, SourceConfig], Field(min_length=1, max_length=MAX_SOURCES), AfterValidator(_by_name)
+]
+Schedule = Annotated[tuple[WeightChange, ...], Field(max_length=MAX_CHANGES)]
+
+
+def weights_of(sources: Mapping[str, SourceConfig], schedule: Sequence[WeightChange]) -> tuple[WeightsFrom, ...]:
+    """Return the weights of the sources, from step 0 and from each change on."""
+    first = WeightsFrom(0, tuple(source.weight for source in sources.values()))
+    changes = (WeightsFrom(each.step, tuple(each.weights[name] for name in sources)) for each in schedule)
+    return (first, *changes)
+
+
+def check_weights(sources: Mapping[str, SourceConfig], schedule: Sequence[WeightChange]) -> None:
+    """Raise `ValueError` if a change of the weights is out of order or not of all sources, or if a source has none."""
+    step = 0
+    for each in schedule:
+        if each.step <= step:
+            raise ValueError(
+                f"the changes of mixture_schedule come at steps {step} and then {each.step}; put them in the order of "
+                "their steps"
+            )
+        step = each.step
+        if missing := [name for name in sources if name not in each.weights]:
+            raise ValueError(
+                f"mixture_schedule gives no weight to {missing[0]} at step {step}; give one to each source, 0 for one "
+                "that is not drawn"
+            )
+        for name in each.weights:
+            if name not in sources:
+                raise ValueError(f"mixture_schedule gives a weight to {name} at step {step}{nearest(name, sources)}")
+    for name, source in sources.items():
+        for other in sources:
+            if other < name and sources[other].train_dir == source.train_dir:
+                raise ValueError(
+                    f"mixture.{other} and mixture.{name} are both at {source.train_dir}; leave one out, and give the "
+                    "other the weights of both"
+                )
+    phases = weights_of(sources, schedule)
+    for phase in phases:
+        if not any(phase.weights):
+            raise ValueError(f"the weights of the mixture are all 0 from step {phase.step} on; give one of them more")
+    for number, name in enumerate(sources):
+        if not any(phase.weights[number] for phase in phases):
+            raise ValueError(f"mixture.{name}.weight is 0 at all steps; give it more, or leave that source out")
+
+
+def same_until(step: int, a: Sequence[WeightsFrom], b: Sequence[WeightsFrom]) -> bool:
+    """Return whether two courses of weights agree at all steps before `step`."""
+    return [each for each in a if each.step < step] == [each for each in b if each.step < step]
+
+
+@dataclass(frozen=True)
+class MixtureManifest:
+    """What the manifests of the sources of a mixture say together, under the names of `Manifest`.
+
+    Attributes:
+        sources: the manifests by name. They have the same medium, shape and rate, which `check_manifests` checks.
+        probed: the name of the source that probes train on.
+        shares: the shares of the sources in the draws of the first step.
+    """
+
+    sources: Mapping[str, Manifest]
+    probed: str
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, sources: Mapping[str, Manifest], weights: Sequence[WeightsFrom], *, probed: str) -> MixtureManifest:
+        return cls(sources, probed, Shares(weights[0].weights).shares)
+
+    @property
+    def _first(self) -> Manifest:
+        return self.sources[self.probed]
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples of all sources together."""
+        return sum(manifest.num_samples for manifest in self.sources.values())
+
+    @property
+    def medium(self) -> Medium:
+        return self._first.medium
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self._first.input_shape
+
+    @property
+    def sample_rate(self) -> int | None:
+        return self._first.sample_rate
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Return the mean of each channel over what the first step draws."""
+        return tuple(
+            sum(share * value for share, value in zip(self.shares, values, strict=True))
+            for values in zip(*(manifest.mean for manifest in self.sources.values()), strict=True)
+        )
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Return the standard deviation of each channel over what the first step draws."""
+        squares_K = [
+            [std**2 + mean**2 for mean, std in zip(manifest.mean, manifest.std, strict=True)]
+            for manifest in self.sources.values()
+        ]
+        return tuple(
+            math.sqrt(max(0.0, sum(share * value for share, value in zip(self.shares, values, strict=True)) - mean**2))
+            for values, mean in zip(zip(*squares_K, strict=True), self.mean, strict=True)
+        )
+
+    @property
+    def tars(self) -> TarSet | None:
+        """Return the tars of a source if all sources are tars, whose pictures can be decoded to crops; else None."""
+        return self._first.tars if all(manifest.tars is not None for manifest in self.sources.values()) else None
+
+    @property
+    def sha256(self) -> str:
+        """Return a hash of the names of the sources and of the hashes of their manifests."""
+        lines = [f"{name} {manifest.sha256}\n" for name, manifest in self.sources.items()]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+# What the manifest of a train set says: of one dataset, or of a mixture.
+TrainManifest = Manifest | MixtureManifest
