@@ -18,6 +18,7 @@ from data_pipeline.building.datasets import (
     OVERLAY_LAYOUTS,
     OVERLAY_MODES,
     PICTURE_FIELDS,
+    PICTURE_OVERLAYS,
     SPLITS,
     TAR_PICTURE_SIZE,
     TEST_SPEAKER,
@@ -150,6 +151,19 @@ def _index(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="Number the classes as the index of these tars does. For a test set, give the location of its train set.",
     )
+    add(
+        "--overlay",
+        metavar="|".join(PICTURE_OVERLAYS),
+        help="Draw this on the pictures each time they are read (default: nothing).",
+    )
+    add(
+        "--overlay-layout",
+        metavar="|".join(OVERLAY_LAYOUTS),
+        help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
+    )
+    add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: mnist).")
+    add("--digits-root", metavar="PATH", type=Path, help="The directory that holds MNIST/raw.")
+    add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
     num_cpus = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
 
@@ -182,6 +196,11 @@ def _trace(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="Shuffle within windows of N shards (default: across the whole dataset).",
+    )
+    add(
+        "--order-only",
+        action="store_true",
+        help="Read no samples, which is much faster; unreadable ones are then not replaced.",
     )
 
 

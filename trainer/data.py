@@ -53,7 +53,7 @@ class DataConfig(ReadConfig):
         draw, as in the published code that mixes background sounds. Ignored for data without an overlay.
     crop_from: of tars, whose pictures have any size. "original" cuts the random crops of expert views out of the stored
         pictures, "decoded" out of the squares to which they are brought. Other datasets ignore it. A mixture of tars
-        and other datasets cuts them out of the squares.
+    and other datasets cuts them out of the squares, and so do tars with an overlay, which is drawn on the squares.
     sample_rate: the points a second of sounds, which also sets the spectrogram; None means pictures.
     """
 

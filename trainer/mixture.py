@@ -154,6 +154,11 @@ class MixtureManifest:
         )
 
     @property
+    def is_online(self) -> bool:
+        """Return whether an overlay is drawn when the samples of some source are read."""
+        return any(manifest.is_online for manifest in self.sources.values())
+
+    @property
     def tars(self) -> TarSet | None:
         """Return the tars of a source if all sources are tars, whose pictures can be decoded to crops; else None."""
         return self._first.tars if all(manifest.tars is not None for manifest in self.sources.values()) else None

@@ -3,6 +3,9 @@
 A picture of 500 x 400 pixels then gives a crop its full resolution, and only what the crop needs is decoded. The boxes
 are those that the view policy would draw, from the same (seed, epoch, sample index, view), so a view is a pure function
 of these. The policy makes the rest of the view.
+
+An overlay is drawn on the square to which a picture is brought, and belongs into the crop. So crops of tars with an
+overlay are cut out of the squares.
 """
 
 from __future__ import annotations
@@ -14,6 +17,15 @@ from trainer.mixture import TrainManifest
 
 def original_crops(config: RunConfig, train: TrainManifest) -> CropLaw | None:
     """Return how crops are drawn when pictures are decoded; None if pictures are decoded whole."""
+    return None if train.is_online else _asked_for(config, train)
+
+
+def cuts_squares(config: RunConfig, train: TrainManifest) -> bool:
+    """Return whether crops of the original are asked for, and an overlay makes them crops of squares."""
+    return train.is_online and _asked_for(config, train) is not None
+
+
+def _asked_for(config: RunConfig, train: TrainManifest) -> CropLaw | None:
     if train.tars is None or config.data.crop_from == "decoded":
         return None
     return config.views.crop_law()

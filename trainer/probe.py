@@ -55,6 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
+    add(
+        "--memory-gigabytes",
+        type=_gigabytes,
+        metavar="G",
+        help="Stream a dataset that takes more than G x 10^9 bytes in memory, and keep its features in a file if they "
+        "take more (default: half of the free memory).",
+    )
+    add("--scratch", type=Path, metavar="DIR", help="The directory of that file (default: TMPDIR, else /tmp).")
     fit = parser.add_argument_group(
         "linear probe", "The defaults are in the config of the run. A changed value becomes part of the file names."
     )
@@ -78,9 +86,12 @@ def main() -> None:
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.own_code import import_code_of
     from trainer.probe_runs import probe_run, runs_table
+    from trainer.probes.memory_limit import MemoryLimit
 
     world = read_env(os.environ)
     device = choose_device(world)
+    gigabytes = arguments.memory_gigabytes
+    memory = MemoryLimit(None if gigabytes is None else int(gigabytes * 1e9), arguments.scratch)
     changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
     with process_group(world, device):
         paths = runs_of(arguments.run_dirs)
@@ -108,11 +119,22 @@ def main() -> None:
                 device=device,
                 untrained=arguments.untrained,
                 allow_pipe=arguments.allow_pipe,
+                memory=memory,
             )
             for run_dir in run_dirs
         ]
         if len(of_runs) > 1 and rank() == 0:
             print(runs_table(paths, of_runs))
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = -1.0
+    if not 0 <= gigabytes < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 10^9 bytes")
+    return gigabytes
 
 
 def _share(text: str) -> float:

@@ -31,11 +31,14 @@ from trainer.probes.groups import describe_groups, measure_groups, pairs_of
 from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, num_labelled, probe_linear, spread
+from trainer.probes.memory_limit import MemoryLimit
 from trainer.probes.result import ProbeResult
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.reports.config_identity import config_identity
 from trainer.run_dir import RunDir, steps_in, write_json
+
+_DEFAULT_MEMORY = MemoryLimit()
 
 
 def probe_run(
@@ -49,6 +52,7 @@ def probe_run(
     untrained: bool = False,
     allow_shared: float | None = None,
     allow_pipe: bool = False,
+    memory: MemoryLimit = _DEFAULT_MEMORY,
 ) -> Mapping[LabelSpace, ProbeResult]:
     """Probe checkpoints of a run, write the results, and return those of the last one. Every rank calls this.
 
@@ -57,6 +61,7 @@ def probe_run(
     untrained: probe the untrained encoder too, before the others.
     allow_shared: replaces the share in the config if it is given.
     allow_pipe: as in `read_config`.
+    memory: pictures that take more are streamed.
 
     Raises `UserError` if a checkpoint or a dataset is missing, or if the datasets share too many samples.
     """
@@ -85,7 +90,14 @@ def probe_run(
     modules = _load(run_dir, chosen[-1])  # before the data are read, in case the run has no checkpoint
     num_shared = broadcast_object(on_first_rank(count_shared))
     data = config.data
-    train, test = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW), read_pictures(data.test_dir, read=data)
+    train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW, memory=memory)
+    test = read_pictures(data.test_dir, read=data, memory=memory)
+    if train.streamed is not None and probe_config.views == "policy" and rank() == 0:
+        print(
+            f"{data.probed_dir} does not fit in memory, and a probe on views reads it once in each of its "
+            f"{probe_config.num_epochs} epochs; --views none reads it three times in all",
+            file=sys.stderr,
+        )
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
         print(f"{data.test_dir} has no online overlay, so there is only one draw, and no spread", file=sys.stderr)
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []

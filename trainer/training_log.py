@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -21,11 +22,13 @@ from trainer.fault_tolerance.run_watch import RunWatch
 from trainer.mixture import TrainManifest
 from trainer.modules import TrainedModules
 from trainer.observability.alarms import Alarms
+from trainer.observability.busy_cores import busy_cores, busy_hint
 from trainer.observability.step_pictures import step_pictures
 from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
 from trainer.open_settings import input_size, normalization_of
 from trainer.optim.learning_rates import scaled_learning_rate
+from trainer.original_crops import cuts_squares
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
 from trainer.run_dir import RunDir
@@ -183,7 +186,18 @@ def log_start(
         logger.warning(
             "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
         )
+    num_threads = torch.get_num_threads()
+    if device.type == "cpu" and num_threads > 1 and world_size() == 1:
+        hint = busy_hint(num_threads, cpus=os.cpu_count() or 1, num_busy=busy_cores())
+        if hint:
+            logger.warning("%s", hint)
     _warn_of_foreign_normalization(config, manifest)
+    if cuts_squares(config, manifest):
+        logger.info(
+            "expert crops are cut out of squares of %d pixels, not out of the stored pictures: the overlay is drawn on "
+            "the squares",
+            manifest.input_shape[1],
+        )
     if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in modules.encoder.modules()):
         logger.info(
             "batch norm sees micro batches of %d, so its statistics and the run depend on memory.micro_batches",

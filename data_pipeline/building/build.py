@@ -33,9 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.catalogue import DATASETS, Choices, open_dataset, open_folder
+from data_pipeline.building.catalogue import DATASETS, Choices, labels_of_overlay, open_dataset, open_folder
 from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE, check_at_least
-from data_pipeline.building.index_tars import describe_index
+from data_pipeline.building.index_tars import describe_index, overlay_to_draw
 from data_pipeline.building.keep_files import pack_folder
 from data_pipeline.building.workers import (
     FINISHED_SUFFIX,
@@ -51,7 +51,7 @@ from data_pipeline.building.workers import (
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
+from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.validation import describe
 from data_pipeline.overlays import Overlay, PictureOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
@@ -60,6 +60,7 @@ from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    MAX_SHARDS,
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
     HowMade,
@@ -195,6 +196,11 @@ def build_dataset(
             num_samples_per_shard=num_samples_per_shard,
             choices=choices,
         )
+    if (num_shards := len(plan.shard_sizes)) > MAX_SHARDS:
+        raise UserError(
+            f"--samples-per-shard {num_samples_per_shard} makes {num_shards} shards, and a manifest holds {MAX_SHARDS} "
+            f"at most; give {-(-plan.num_samples // MAX_SHARDS)} or more"
+        )
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         manifest = _check_finished(directory, plan)
         starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
@@ -293,14 +299,9 @@ def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
     }
     if overlay is None:
         return of_source
-    classes = {OVERLAY: (overlay.title, overlay.class_names)}
-    classes |= {name: (label.title, label.classes) for name, label in overlay.more_labels.items()}
-    if both := sorted(of_source.keys() & classes.keys()):
+    of_overlay = labels_of_overlay(overlay)
+    if both := sorted(of_source.keys() & of_overlay.keys()):
         raise UserError(f"the source and the overlay both give the label {both[0]}; rename it in one of them")
-    of_overlay = {
-        name: LabelEntry(title=title, classes=names, counts=(), given_by="overlay")
-        for name, (title, names) in classes.items()
-    }
     return {**of_source, **of_overlay}
 
 
@@ -549,8 +550,17 @@ def run(args: argparse.Namespace) -> None:
 
 def _run_keep(args: argparse.Namespace) -> None:
     """Pack the files of a folder as they are."""
-    if args.dataset != "folder" or args.overlay is not None or args.repeats != 1:
-        raise UserError("--keep packs the files of a folder as they are; use it with the dataset folder alone")
+    dataset = DATASETS.get(args.dataset)
+    if dataset is None or dataset.base != "folder" or args.repeats != 1:
+        raise UserError(
+            "--keep packs the files of a folder as they are; use it with folder, folder_digits or another dataset of "
+            "a folder, without --repeats"
+        )
+    if args.overlay != (None if dataset.overlay is None else "online"):
+        raise UserError(
+            "--keep stores pictures as they are, so an overlay can be drawn on them only when they are read; build "
+            "folder without --overlay, or folder_digits or another with `--overlay online`"
+        )
     if args.root is None:
         raise UserError("--keep packs the files of a folder; name it with --root")
     check_at_least(
@@ -567,6 +577,7 @@ def _run_keep(args: argparse.Namespace) -> None:
         seed=args.seed,
         num_samples_per_shard=args.samples_per_shard,
         limit=args.limit,
+        overlay=overlay_to_draw(dataset.overlay, args, size=size, digits_root=args.root),
     )
     for line in describe_index(manifest, facts):
         print(line)

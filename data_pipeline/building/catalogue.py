@@ -23,7 +23,7 @@ from data_pipeline.building.datasets import (
 )
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.imports import find_in_working_directory, import_object
-from data_pipeline.core.sample import Layout
+from data_pipeline.core.sample import OVERLAY, Layout
 from data_pipeline.overlays import IMAGE_SIZE, Overlay, PictureOverlay
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.noise import Crop, Noise
@@ -39,6 +39,7 @@ from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.registry import NAMES as SOURCE_NAMES
 from data_pipeline.sources.registry import find_source
 from data_pipeline.sources.silence import SilenceSource
+from data_pipeline.storage.manifest import LabelEntry
 
 DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PictureOverlay)])
 # The dataset `noise` has as many records, at the same sample rate, as its source has of speech.
@@ -202,17 +203,51 @@ def _open_pictures(
     description = opened.description
     drawn: Overlay | None = None
     if overlay is not None:
-        size, layout = _size_to_draw_on(opened, root), _overlay_layout(choices)
-        if overlay == "digits":
-            kind = choices.get("digits") or ("sklearn" if base == "procedural" else "mnist")
-            digits = _open_digits(kind, choices.get("digits_root") or root, split=split)
-            description, drawn = (
-                f"{description} + {digits.description}",
-                Digits.of(digits, image_size=size, layout=layout),
-            )
-        else:
-            drawn = _picture_overlay(overlay)(image_size=size, layout=layout)
+        drawn, digits = open_picture_overlay(
+            overlay,
+            image_size=_size_to_draw_on(opened, root),
+            split=split,
+            layout=choices.get("overlay_layout"),
+            digits=choices.get("digits") or ("sklearn" if (base, overlay) == ("procedural", "digits") else None),
+            digits_root=(choices.get("digits_root") or root) if overlay == "digits" else None,
+        )
+        description = f"{description}{digits}"
     return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
+
+
+def open_picture_overlay(
+    kind: str,
+    *,
+    image_size: int,
+    split: str,
+    layout: str | None = None,
+    digits: str | None = None,
+    digits_root: Path | None = None,
+) -> tuple[PictureOverlay, str]:
+    """Open an overlay of pictures of `image_size` pixels. Return it, and what to add to the manifest's source.
+
+    None stands for the default layout, and for `mnist`. Raises `UserError` if a name is unknown, if the digits are
+    missing, or if the pictures are too small.
+    """
+    if ":" not in kind and kind not in OVERLAY_NAMES.names():
+        raise UserError(f'unknown overlay "{kind}"{nearest(kind, OVERLAY_NAMES.names())}')
+    overlay = _picture_overlay(kind)
+    if split not in SPLITS:
+        raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
+    if image_size < IMAGE_SIZE:
+        raise UserError(
+            f"overlays are drawn on pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels or more, not of "
+            f"{image_size}x{image_size}; give a larger size"
+        )
+    layout = layout or OVERLAY_LAYOUTS[0]
+    if layout not in OVERLAY_LAYOUTS:
+        raise UserError(f'unknown --overlay-layout "{layout}"{nearest(layout, OVERLAY_LAYOUTS)}')
+    if kind == "digits":
+        source = _open_digits(digits or DIGITS[0], digits_root, split=split)
+        return Digits.of(source, image_size=image_size, layout=cast(Layout, layout)), f" + {source.description}"
+    if digits is not None or digits_root is not None:
+        raise UserError(f"the overlay {kind} has no digits, so it takes no --digits; leave it out")
+    return overlay(image_size=image_size, layout=cast(Layout, layout)), ""
 
 
 def open_folder(
@@ -225,6 +260,16 @@ def open_folder(
     return PictureTable(root, table, split=split, image_size=image_size, test_share=test_share, seed=seed)
 
 
+def labels_of_overlay(overlay: Overlay) -> dict[str, LabelEntry]:
+    """Return every label that an overlay gives, by name, without counts."""
+    classes = {OVERLAY: (overlay.title, overlay.class_names)}
+    classes |= {name: (label.title, label.classes) for name, label in overlay.more_labels.items()}
+    return {
+        name: LabelEntry(title=title, classes=names, counts=(), given_by="overlay")
+        for name, (title, names) in classes.items()
+    }
+
+
 def _size_to_draw_on(source: Source, root: Path | None) -> int:
     """Return the height and width of the pictures; raise `UserError` unless overlays can be drawn on them."""
     height, width = source[0].content.shape[:2]
@@ -234,13 +279,6 @@ def _size_to_draw_on(source: Source, root: Path | None) -> int:
             f"{root} have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))}"
         )
     return int(height)
-
-
-def _overlay_layout(choices: Choices) -> Layout:
-    layout = choices.get("overlay_layout") or OVERLAY_LAYOUTS[0]
-    if layout not in OVERLAY_LAYOUTS:
-        raise UserError(f'unknown --overlay-layout "{layout}"{nearest(layout, OVERLAY_LAYOUTS)}')
-    return cast(Layout, layout)
 
 
 def _open_digits(kind: str, root: Path | None, *, split: str) -> DigitSource:

@@ -4,6 +4,8 @@ Each tar is scanned once, by its headers; only the labels and a few pictures, fo
 Worker processes scan tars side by side. What is known of a tar is kept when it is done, so that an index that was
 interrupted goes on from there.
 
+An index may name an overlay that is drawn on the pictures each time they are read. Its file lies beside the index.
+
 See `data_pipeline.storage.tar_index` for the files. Samples without a picture are left out and counted.
 
 Shapes: N samples of a tar, S tars.
@@ -26,13 +28,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from braceexpand import braceexpand
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 
+from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import PICTURE_FIELDS, TAR_PICTURE_SIZE, check_at_least
 from data_pipeline.building.workers import run_all
 from data_pipeline.core.errors import UserError
@@ -40,6 +43,8 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import LabelName, Line, Schema, check_label_name
 from data_pipeline.loading.picture_decode import decode_square
+from data_pipeline.overlays import PictureOverlay
+from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.sources import class_names_of
@@ -47,10 +52,12 @@ from data_pipeline.storage.files import map_regular, regular_size
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     MAX_CLASSES,
+    OVERLAY_NAME,
     TARS_FORMAT_VERSION,
     HowMade,
     LabelEntry,
     Manifest,
+    OverlayEntry,
     TarSet,
     index_directory,
     label_fields,
@@ -126,6 +133,15 @@ class TarFacts(Schema):
     labels: dict[str, tuple[str, ...]]
     sums: tuple[float, ...]
     unreadable: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DrawnOverlay:
+    """An overlay to draw when pictures are read, as `open_picture_overlay` returns it, and the split of its digits."""
+
+    overlay: PictureOverlay
+    description: str
+    split: Literal["train", "test"]
 
 
 @dataclass(frozen=True)
@@ -355,6 +371,8 @@ def make_index(
     size: int = TAR_PICTURE_SIZE,
     classes_of: Path | None = None,
     classes: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    titles: Mapping[str, str] = MappingProxyType({}),
+    overlay: DrawnOverlay | None = None,
     num_workers: int = 1,
     show_progress: bool = False,
 ) -> tuple[Manifest, list[TarFacts]]:
@@ -364,6 +382,8 @@ def make_index(
         size: width and height in pixels to which pictures are brought when they are read.
         classes_of: an index whose class numbers are used; for a test set, the index of its train set.
         classes: the names of the classes in their order, of the labels for which they are known.
+        titles: what a label is about, for reports, of the labels for which it is not their name.
+        overlay: what is drawn on the pictures when they are read; its size is `size`.
 
     Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, or a
     value of a label is none of `classes_of` or `classes`.
@@ -395,7 +415,14 @@ def make_index(
     }
     names = {name: found for name, found in names.items() if found}
     counts, numbers_S3 = _write_samples(paths, facts, names, out)
-    labels = {name: LabelEntry(title=name, classes=found, counts=counts[name]) for name, found in names.items()}
+    labels = {
+        name: LabelEntry(title=titles.get(name, name), classes=found, counts=counts[name])
+        for name, found in names.items()
+    }
+    of_overlay = {} if overlay is None else labels_of_overlay(overlay.overlay)
+    if both := sorted(labels.keys() & of_overlay.keys()):
+        raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
+    title_base = titles.get(BASE, BASE)
     paths = [_stored(path, out) for path in paths]
     (out / TARS_NAME).write_text("".join(f"{name}\n" for name in paths))
     (out / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
@@ -403,17 +430,24 @@ def make_index(
     (out / TAR_HASHES_NAME).write_bytes(bytes.fromhex(hashes))
     sha256 = tars_sha256(paths, numbers_S3, hashes=bytes.fromhex(hashes))
     mean, std = _mean_and_std(facts)
+    entry = _save_overlay(overlay, out)
     manifest = Manifest(
         num_samples=num_samples,
         medium="picture",
         input_shape=(3, size, size),
         sample_rate=None,
-        **label_fields(labels, format_version=TARS_FORMAT_VERSION),
+        **label_fields({**labels, **of_overlay}, format_version=TARS_FORMAT_VERSION, title_base=title_base),
         mean=mean,
         std=std,
-        overlay=None,
+        overlay=entry,
         how_made=HowMade(
-            dataset="tars", source=location, split="train", seed=0, repeats=1, limit=None, source_sha256=sha256
+            dataset="tars" if entry is None else f"tars_{entry.kind}",
+            source=location if overlay is None else f"{location}{overlay.description}",
+            split="train" if overlay is None else overlay.split,
+            seed=0,
+            repeats=1,
+            limit=None,
+            source_sha256=sha256,
         ),
         shards=(),
         tars=TarSet(
@@ -436,6 +470,17 @@ def _described(labels: Mapping[str, str] | None) -> str | None:
     if labels is None or set(labels) == {BASE}:
         return None if labels is None else labels[BASE]
     return ",".join(f"{name}={field}" for name, field in labels.items()) or None
+
+
+def _save_overlay(overlay: DrawnOverlay | None, out: Path) -> OverlayEntry | None:
+    """Write the file of an overlay beside the index, and return its entry."""
+    if overlay is None:
+        (out / OVERLAY_NAME).unlink(missing_ok=True)
+        return None
+    drawn = overlay.overlay
+    sha256 = save_overlay(drawn, _partial(out, OVERLAY_NAME))
+    _partial(out, OVERLAY_NAME).replace(out / OVERLAY_NAME)
+    return OverlayEntry(kind=kind_of(drawn), drawn="online", sha256=sha256, layout=drawn.layout)
 
 
 def _stored(path: str, out: Path) -> str:
@@ -622,11 +667,17 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
             "before training"
         )
     out = index_directory(location)
-    logger.info("indexing the tars of %s into %s, once", location, out)
     named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
+    if named is not None and (entry := load_manifest(named).overlay) is not None:
+        raise UserError(
+            f"{location} has no index, and {classes_of} has the overlay {entry.kind}; run `python -m data_pipeline "
+            f"index {location} --overlay {entry.kind} --split test --classes-of {classes_of}`, with the --size, "
+            "--overlay-layout and --digits of the train set"
+        )
     fields = Fields()
     if named is not None and (train := load_manifest(named)).more_labels and train.tars and train.tars.label_field:
         fields = Fields(labels=parse_labels(train.tars.label_field.split(",")))
+    logger.info("indexing the tars of %s into %s, once", location, out)
     manifest, facts = make_index(location, out, fields=fields, classes_of=named, show_progress=show_progress)
     for line in describe_index(manifest, facts):
         logger.info("%s", line)
@@ -649,6 +700,11 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
             which = "" if name == BASE else f" ({name})"
             yield f"{manifest.num_samples - num_labelled} samples have no label{which}"
+    if manifest.overlay is not None:
+        yield (
+            f"overlay: {manifest.overlay.kind}, {manifest.overlay.layout}, drawn anew at each reading; "
+            f"{len(manifest.labels[OVERLAY].classes)} classes"
+        )
     if left_out := sum(each.num_without_picture for each in facts):
         yield f"{left_out} samples have no picture and are left out"
     if too_large := sum(each.num_too_large for each in facts):
@@ -689,6 +745,33 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     return labels or None
 
 
+def overlay_to_draw(
+    kind: str | None, args: argparse.Namespace, *, size: int, digits_root: Path | None = None
+) -> DrawnOverlay | None:
+    """Open the overlay that a command line asks for; None if `kind` is None.
+
+    `digits_root` replaces --digits-root if that is not given. Raises `UserError` as `open_picture_overlay` does, and if
+    options of an overlay are given without one.
+    """
+    if kind is None:
+        for name in ("overlay_layout", "digits", "digits_root"):
+            if getattr(args, name) is not None:
+                option = name.replace("_", "-")
+                raise UserError(
+                    f"--{option} is about an overlay, and none is drawn; leave it out, or choose an overlay"
+                )
+        return None
+    overlay, description = open_picture_overlay(
+        kind,
+        image_size=size,
+        split=args.split,
+        layout=args.overlay_layout,
+        digits=args.digits,
+        digits_root=args.digits_root or (digits_root if kind == "digits" else None),
+    )
+    return DrawnOverlay(overlay, description, args.split)
+
+
 def run(args: argparse.Namespace) -> None:
     """Do what `python -m data_pipeline index` asks for."""
     started = time.monotonic()
@@ -705,6 +788,7 @@ def run(args: argparse.Namespace) -> None:
         fields=fields,
         size=args.size,
         classes_of=args.classes_of,
+        overlay=overlay_to_draw(args.overlay, args, size=args.size),
         num_workers=args.workers,
         show_progress=True,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from webdataset import TarWriter
 
-from data_pipeline.building.index_tars import Fields, TarFacts, make_index
+from data_pipeline.building.index_tars import DrawnOverlay, Fields, TarFacts, make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL
@@ -34,6 +34,7 @@ def pack_folder(
     seed: int = 0,
     num_samples_per_shard: int = 1_000,
     limit: int | None = None,
+    overlay: DrawnOverlay | None = None,
 ) -> tuple[Manifest, list[TarFacts]]:
     """Write the files of a folder as tars into the directory `out`, in an order that `seed` draws, and index them.
 
@@ -42,6 +43,7 @@ def pack_folder(
     Args:
         size: width and height in pixels to which pictures are brought when they are read.
         limit: the largest number of pictures.
+        overlay: what is drawn on the pictures when they are read.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty; choose another directory, or remove it")
@@ -72,7 +74,8 @@ def pack_folder(
             progress.advance(len(part))
     fields = Fields(labels={BASE: "cls"} if is_plain else {name: f"json:{name}" for name in labels})
     classes = {name: label.classes for name, label in labels.items()}
-    return make_index(str(out), out, fields=fields, size=size, classes=classes)
+    titles = {name: label.title for name, label in labels.items()}
+    return make_index(str(out), out, fields=fields, size=size, classes=classes, titles=titles, overlay=overlay)
 
 
 def _words(labels: dict[str, LabelColumn], number: int) -> dict[str, str]:

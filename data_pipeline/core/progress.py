@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
@@ -19,8 +19,11 @@ SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """A count up to `total` on stderr. `advance` may set a short note such as the loss, which stays until the next.
 
-    Prints nothing if `enabled` is False, as on every rank but the first.
+    Prints nothing if `enabled` is False, as on every rank but the first. One that begins while another runs is a second
+    line below it.
     """
+
+    _shown: ClassVar[RichProgress | None] = None  # on the terminal, which takes one at a time
 
     def __init__(self, title: str, *, total: int, start: int = 0, enabled: bool = True) -> None:
         self._stop_reporting = threading.Event()
@@ -30,14 +33,11 @@ class Progress:
         self._enabled = enabled
         self._note = ""
         self._bar: RichProgress | None = None
+        self._is_inner = Progress._shown is not None
         if enabled and sys.stderr.isatty():
-            self._bar = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            self._bar = Progress._shown or RichProgress(
+                TextColumn("{task.description}"), *columns, TextColumn("{task.fields[note]}")
             )
             self._task = self._bar.add_task(title, total=total, completed=start, note="")
 
@@ -87,7 +87,8 @@ class Progress:
             print(f"{self._title}: {self._done}/{self._total}{what}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
+        if self._bar is not None and not self._is_inner:
+            Progress._shown = self._bar
             self._bar.start()
         return self
 
@@ -97,5 +98,8 @@ class Progress:
         self._stop_reporting.set()
         if self._reporter is not None:
             self._reporter.join()
-        if self._bar is not None:
+        if self._bar is not None and self._is_inner:
+            self._bar.remove_task(self._task)
+        elif self._bar is not None:
+            Progress._shown = None
             self._bar.stop()

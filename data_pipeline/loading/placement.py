@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal
 
@@ -140,7 +139,8 @@ def _fill(
     bad: dict[int, BadSample] = {}
     longest = num_points = 0
     with Progress(f"read {store.location}", total=len(store), enabled=show_progress) as progress:
-        for chunk in decode_ahead(store, _chunks(store), num_threads=min(num_cores(), _MAX_THREADS)):
+        chunks = stored_order(store, range(len(store.shard_ends)))
+        for chunk in decode_ahead(store, chunks, num_threads=min(num_cores(), _MAX_THREADS)):
             first = int(chunk.index_B[0])
             for name, tensor in tensors.items():
                 is_label = name.startswith(_LABEL)
@@ -157,15 +157,18 @@ def _fill(
     return bad, longest
 
 
-def _chunks(store: SampleStore) -> Iterator[NDArray[np.int64]]:
-    """Yield all indices in stored order, in chunks of one shard; start to fetch the next shard of a remote dataset."""
-    num_shards = len(store.shard_ends)
+def stored_order(store: SampleStore, shards: range, *, num_at_once: int = _CHUNK) -> Iterator[NDArray[np.int64]]:
+    """Yield the indices of some shards in stored order, up to `num_at_once` of one shard at a time.
+
+    Begins to fetch the next shard of a remote dataset.
+    """
     fits_one_more = store.max_shards is None or store.max_shards > 2
-    for shard, (start, end) in enumerate(pairwise([0, *store.shard_ends.tolist()])):
-        if fits_one_more and shard + 1 < num_shards:
+    for shard in shards:
+        start, end = int(store.shard_ends[shard - 1]) if shard else 0, int(store.shard_ends[shard])
+        if fits_one_more and shard + 1 < shards.stop:
             store.prefetch([shard, shard + 1])
-        for first in range(start, end, _CHUNK):
-            yield np.arange(first, min(first + _CHUNK, end), dtype=np.int64)
+        for first in range(start, end, num_at_once):
+            yield np.arange(first, min(first + num_at_once, end), dtype=np.int64)
 
 
 def _whole(

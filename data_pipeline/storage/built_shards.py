@@ -18,14 +18,13 @@ from data_pipeline.core.sample import BadSample, sample_key
 from data_pipeline.remote.cache import RemoteShards
 from data_pipeline.storage.files import regular_size
 from data_pipeline.storage.manifest import Manifest
-from data_pipeline.storage.open_shard import OpenShard, map_file
+from data_pipeline.storage.open_shard import OpenShard, map_file, open_before_eviction
 from data_pipeline.storage.shards import MISSING, index_num_bytes, index_path, load_index, map_index
 from data_pipeline.storage.tar_headers import is_member_at
 
 logger = logging.getLogger(__name__)
 
 _MEND = "copy it again or build the dataset again"
-_NUM_ATTEMPTS = 5
 _MIN_SHARE = 0.1  # of a local dataset that must be whole: the list of its bad samples takes memory
 
 
@@ -72,17 +71,14 @@ class BuiltShards:
         """Map one shard; fetch it first if it is remote. Raises `UserError` if it cannot be fetched."""
         name = self.name(number)
         num_samples = self._manifest.shards[number].num_samples
-        for _ in range(_NUM_ATTEMPTS):
+
+        def open_once() -> OpenShard:
             path = self._path(name)
-            try:
-                data, rows = map_file(path), self._rows(number, path)
-            except FileNotFoundError:
-                continue  # another process has just evicted it
+            data, rows = map_file(path), self._rows(number, path)
             first = int(self.shard_ends[number]) - num_samples
             return OpenShard(path, data, first, rows, np.zeros(num_samples, dtype=np.bool_))
-        raise UserError(
-            f"{name} of {self._location} was removed {_NUM_ATTEMPTS} times before it could be read; {_MEND}"
-        )
+
+        return open_before_eviction(open_once, what=f"{name} of {self._location}", mend=_MEND)
 
     def _path(self, name: str) -> Path:
         return self._files / name if isinstance(self._files, Path) else self._files.path(name)

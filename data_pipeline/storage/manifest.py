@@ -327,8 +327,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 def _wrong_tars(manifest: Manifest, tars: TarSet) -> Iterator[str]:
     if manifest.shards:
         yield f"tars are named beside {len(manifest.shards)} shards"
-    if manifest.medium != "picture" or manifest.overlay is not None:
-        yield "tars hold pictures without an overlay"
+    if manifest.medium != "picture" or not (manifest.overlay is None or manifest.is_online):
+        yield "tars hold pictures, on which an overlay can be drawn only when they are read"
     if manifest.num_samples * _MIN_MEMBER_BYTES > tars.num_bytes:
         yield f"{manifest.num_samples} samples cannot be in {tars.num_bytes} bytes of tars"
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
+
+_NUM_ATTEMPTS: Final = 5
 
 
 class Rows(Protocol):
@@ -95,6 +99,17 @@ class Shards(Protocol):
     def labels(self, indices_B: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]] | None:
         """Return each label of samples by name, (B,) int64; None if they lie in the shards."""
         ...
+
+
+def open_before_eviction(open_once: Callable[[], OpenShard], *, what: str, mend: str) -> OpenShard:
+    """Return what `open_once` returns; call it again if another process removes the file from the cache meanwhile.
+
+    Raises `UserError`, with `what` and `mend`, if that happens again and again.
+    """
+    for _ in range(_NUM_ATTEMPTS):
+        with suppress(FileNotFoundError):
+            return open_once()
+    raise UserError(f"{what} was removed {_NUM_ATTEMPTS} times before it could be read; {mend}")
 
 
 def map_file(path: Path) -> memoryview:

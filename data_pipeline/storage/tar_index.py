@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +36,7 @@ from data_pipeline.remote.cache import FileCache, RemoteConfig, RemoteFile, Remo
 from data_pipeline.remote.fetch import Expected
 from data_pipeline.storage.files import read_regular, regular_size
 from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest
-from data_pipeline.storage.open_shard import OpenShard, map_file
+from data_pipeline.storage.open_shard import OpenShard, map_file, open_before_eviction
 from data_pipeline.storage.tar_headers import BLOCK, is_size_at
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ SAMPLES_NAME: Final = "samples.bin"
 PICTURE: Final = "picture"  # the name of the one member that a reader gets
 MAX_PICTURE_BYTES: Final = (1 << _SIZE_BITS) - 1
 _MAX_TARS_BYTES: Final = 1 << 30
-_NUM_ATTEMPTS: Final = 5
 _REINDEX: Final = "run `python -m data_pipeline index` again"
 
 
@@ -195,15 +193,14 @@ class TarShards:
         start, end = int(self.shard_ends[number - 1]) if number else 0, int(self.shard_ends[number])
         rows = PackedRows(self._packed[start:end])
         is_checked = np.zeros(end - start, dtype=np.bool_)
-        if self._cache is not None:
-            for _ in range(_NUM_ATTEMPTS):
-                path = self._cache.path(_copy_name(number))
-                with suppress(FileNotFoundError):  # another process has just evicted it
-                    return OpenShard(path, map_file(path), start, rows, is_checked)
-            raise UserError(
-                f"{self._paths[number]} was removed from the cache {_NUM_ATTEMPTS} times before it could be read; "
-                "raise data.remote.cache_gigabytes"
-            )
+        if (cache := self._cache) is not None:
+
+            def open_once() -> OpenShard:
+                path = cache.path(_copy_name(number))
+                return OpenShard(path, map_file(path), start, rows, is_checked)
+
+            mend = "raise data.remote.cache_gigabytes"
+            return open_before_eviction(open_once, what=self._paths[number], mend=mend)
         self._check_size(number)
         path = self._path(number)
         if path.stat().st_mtime_ns != self._changed_ns_S[number]:

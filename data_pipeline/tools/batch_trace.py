@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import sample_key
+from data_pipeline.loading.order import BatchOrder, check_batch_size, num_steps_per_epoch
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 
@@ -26,6 +30,7 @@ def run(args: argparse.Namespace) -> None:
             seed=args.seed,
             from_step=args.from_step,
             shuffle_shards=args.shuffle_shards,
+            order_only=args.order_only,
         ):
             print(line)
         sys.stdout.flush()
@@ -44,8 +49,12 @@ def trace(
     seed: int = 0,
     from_step: int = 0,
     shuffle_shards: int | None = None,
+    order_only: bool = False,
 ) -> Iterator[str]:
     """Yield lines `step<TAB>rank<TAB>key key ...` of one epoch from `from_step` on, by step and then by rank.
+
+    The samples are read, because training replaces those that cannot be read. With `order_only`, nothing is read, and
+    only samples that are not whole in a local shard are replaced.
 
     Raises `UserError` like `Stream`, and if a number is out of range.
     """
@@ -75,10 +84,30 @@ def trace(
             end_step=end_step,
         )
 
-    num_steps = stream(0, start_step=0, end_step=0).num_steps_per_epoch
+    if order_only:
+        check_batch_size(len(store), global_batch_size=global_batch_size, world_size=num_ranks)
+        num_steps = num_steps_per_epoch(len(store), global_batch_size)
+    else:
+        num_steps = stream(0, start_step=0, end_step=0).num_steps_per_epoch
     if from_step >= num_steps:
         raise UserError(f"--from-step {from_step} is past the epoch's {num_steps} steps; use 0 to {num_steps - 1}")
     start, end = epoch * num_steps + from_step, (epoch + 1) * num_steps
+    if order_only:
+        bad = {sample.index: sample for sample in store.known_bad}
+        ends = store.shard_ends
+        order = BatchOrder(
+            len(store),
+            seed,
+            global_batch_size,
+            shard_ends=ends,
+            shuffle_shards=shuffle_shards,
+            version=read.order_version,
+        )
+        for step in range(start, end):
+            _, indices, _ = order.at(step, bad=bad)
+            for rank, of_rank in enumerate(np.split(indices, num_ranks)):
+                yield f"{step}\t{rank}\t{' '.join(map(sample_key, of_rank.tolist()))}"
+        return
     streams = [stream(rank, start_step=start, end_step=end) for rank in range(num_ranks)]
     for batches in zip(*streams, strict=True):
         for rank, batch in enumerate(batches):

@@ -194,6 +194,15 @@ class Verification:
             parts.append(f"{len(label.classes)} {name} classes {how}")
         return f"{self.location} {found}: {'; '.join(parts)}"
 
+    @property
+    def remedy(self) -> str:
+        """Return what to do about the problems."""
+        again = "build it again" if self.manifest.tars is None else "index it again if its tars were changed"
+        return (
+            "to mend it, copy the files that are named above again from a whole copy, or "
+            f"{again}; training leaves out bad samples up to the share data.max_bad_share"
+        )
+
     @contextmanager
     def _file(self, name: str, expected: Expected) -> Iterator[Path]:
         """Give the path of a file of the dataset on this machine; a fetched file exists only inside the block.
@@ -381,4 +390,5 @@ def run(args: argparse.Namespace) -> None:
         print(problem)
     print(verification.summary)
     if verification.num_problems:
+        print(verification.remedy)
         raise SystemExit(1)

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import webdataset
 from PIL import Image
 
 from configs import resolve_recipe
-from data_pipeline.building.index_tars import Fields, make_index
+from data_pipeline.building.catalogue import open_picture_overlay
+from data_pipeline.building.index_tars import DrawnOverlay, Fields, make_index
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream, read_all
@@ -147,6 +149,37 @@ def test_from_tars_to_a_report(
     assert page.stat().st_size > 10_000
     provenance = json.loads(run_dir.provenance.read_text())
     assert provenance["train_manifest_sha256"]
+
+
+@pytest.mark.slow
+def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sizes = ((90, 70), (64, 100))
+    for name, num in (("train", 48), ("test", 18)):
+        write_tars(tmp_path / name, num, sizes=sizes, kind="JPEG", seed=num)
+        split: Literal["train", "test"] = "train" if name == "train" else "test"
+        make_index(
+            str(tmp_path / name),
+            tmp_path / name / INDEX_NAME,
+            fields=Fields(),
+            size=64,
+            overlay=DrawnOverlay(*open_picture_overlay("shapes", image_size=64, split=name), split),
+            classes_of=None if name == "train" else tmp_path / "train",
+        )
+    config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online"))
+    assert original_crops(config, load_manifest(tmp_path / "train")) is None
+    run_dir = RunDir(tmp_path / "run")
+    with caplog.at_level("INFO"):
+        train(config, run_dir, device=CPU, command="train")
+    assert "expert crops are cut out of squares of 64 pixels" in caplog.text
+    probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
+    assert probed.status == 0, probed.stderr
+    assert "label_base" in probed.stdout
+    assert "label_overlay" in probed.stdout
 
 
 def test_only_expert_views_of_tars_are_cropped_out_of_the_original(tars: Path, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
         )
     encoder = loaded.modules.encoder
     with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows[1]], device=options.device)
+        pooled_NC = extract(encoder.pooled, loaded.test.images(rows[1]), device=options.device)
         plain = _unit_vectors(loaded, pooled_NC)
     spaces = {}
     for space in SPACES:

@@ -69,7 +69,7 @@ def fit_quickly(loaded: LoadedRun) -> Heads:
             shown_BCHW = batch.views_BCHW if config.views == "policy" else batch.seen_BCHW
             parts.append(encoder.features(shown_BCHW))
             progress.advance(len(shown_BCHW))
-        test_NF = extract(encoder.features, test.images_NCHW[test_rows_N], device=device)
+        test_NF = extract(encoder.features, test.images(test_rows_N), device=device)
     features_NF = torch.cat(parts)
     targets = {
         space: Target(train.labels(space)[rows_N], test.labels(space)[test_rows_N], num_classes=len(names))

@@ -88,7 +88,7 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
     rows_N = choose_rows(len(test), config.num_pictures, seed=seed)
     if len(rows_N) < 2:
         raise UserError(f"collision compares pictures, but the test set of {run_dir.path} has fewer than two")
-    images_NCHW = to_float(test.images_NCHW[rows_N], options.device)
+    images_NCHW = to_float(test.images(rows_N), options.device)
     index_N = test.index_N[rows_N].to(options.device)
     uses = powers_of_two(config.max_uses)
     transforms = {}

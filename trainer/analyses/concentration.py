@@ -103,7 +103,7 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
     seed = seed_of(run_config, options)
     rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
     num_classes, num = rows_KN.shape
-    images_KNCHW = to_float(test.images_NCHW[rows_KN], options.device)
+    images_KNCHW = to_float(test.images(rows_KN), options.device)
     index_KN = test.index_N[rows_KN].to(options.device)
     pairs: dict[str, tuple[Concentration, ...]] = {}
     with Progress("pairs of transforms", total=len(PAIRS) * num_classes) as progress:

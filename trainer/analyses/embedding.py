@@ -105,7 +105,7 @@ def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
     """Return pooled features of test samples without views, at unit length, (N, C)."""
     encoder = loaded.modules.encoder
     with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows_N], device=loaded.device)
+        pooled_NC = extract(encoder.pooled, loaded.test.images(rows_N), device=loaded.device)
     unit_NC: NDArray[np.float64] = F.normalize(pooled_NC.double(), dim=1).cpu().numpy()
     return unit_NC
 

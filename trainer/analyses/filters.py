@@ -95,7 +95,7 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
     refuse_sounds(test, run_dir, what_for="filters")
     rows_N = choose_rows(len(test), config.num_pictures, seed=loaded.seed)
     sparsity, pooled = _measure(loaded, rows_N)
-    colour_NC = (test.images_NCHW[rows_N].double() / 255).mean((2, 3)).to(options.device)
+    colour_NC = (test.images(rows_N).double() / 255).mean((2, 3)).to(options.device)
     unit = F.normalize(pooled, dim=1).cpu().numpy()
     shown_F = pooled.var(0).argsort(descending=True)[: config.num_shown]
     found_FCHW = activating_pictures(
@@ -202,7 +202,7 @@ def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
     fires_C: Tensor | None = None
     try:
         with frozen(encoder):
-            for images_BCHW in torch.split(loaded.test.images_NCHW[rows_N], 256):
+            for images_BCHW in torch.split(loaded.test.images(rows_N), 256):
                 pooled.append(encoder.pooled(to_float(images_BCHW, loaded.device)).double())
                 map_BCHW = maps.pop()
                 if map_BCHW.dim() != 4:

@@ -90,7 +90,7 @@ def measure_views(
     policy = modules.view_policy
     measured = torch.arange(len(test))[: config.num_pictures]
     batches = view_batches(policy, test, measured, seed=seed, view=0, device=device)
-    masks_NHW = None if test.masks_NHW is None else test.masks_NHW[measured]
+    masks_NHW = test.masks(measured)
     change = mean_change(torch.cat([batch.change() for batch in batches]), masks_NHW)
     shown = choose_pictures(test, config.num_shown)
     grid, gain = view_grid(policy, test, shown, seed=seed, device=device)

@@ -1,4 +1,7 @@
-"""Read the samples of a dataset into memory, and compute features of a frozen encoder, for probes and analyses.
+"""Read the samples of a dataset, and compute features of a frozen encoder, for probes and analyses.
+
+A dataset is read into memory once. Pictures that do not fit are streamed: decoded again each time they are asked for,
+and only their features are kept, in memory or in a file (`trainer.probes.memory_limit`).
 
 The picture of a sound is its log-mel spectrogram, which the encoder gets if there is no view. A view is made from the
 waveform, so the waveform is kept too.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,12 +36,14 @@ from data_pipeline.core.schema import LabelName
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
-from data_pipeline.loading.placement import free_host_bytes, place_data, read_whole, resident_bytes
+from data_pipeline.loading.placement import place_data, read_whole, resident_bytes
 from data_pipeline.loading.stream import ReadConfig, check_bad_share
-from data_pipeline.overlays import Overlay, evaluation_keys
+from data_pipeline.overlays import Overlay, PictureOverlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
-from trainer.distributed.collectives import all_gather_rows, rank, world_size
+from trainer.distributed.collectives import all_gather_object, all_gather_rows, rank, world_size
+from trainer.probes.memory_limit import MemoryLimit
+from trainer.probes.streamed_samples import StreamedSamples, find_readable
 from trainer.views.expert_audio import clean_spectrogram
 
 logger = logging.getLogger(__name__)
@@ -51,6 +56,7 @@ _CHUNK = 1024  # samples that are drawn on at a time
 _REMOTE_SHARDS = 8
 _ENCODED_AT_ONCE = 128  # a constant, because bits may depend on it
 _DEFAULT_READ = ReadConfig()
+_DEFAULT_MEMORY = MemoryLimit()
 
 
 def label_order(names: Iterable[LabelSpace]) -> list[LabelSpace]:
@@ -96,13 +102,13 @@ class InputBatch:
 
 @dataclass(frozen=True)
 class StoredInputs:
-    """Samples as they are stored, for datasets whose inputs are made when they are read: sounds, and online overlays.
+    """Samples as they are stored, if inputs are made when they are read: sounds, online overlays, streamed pictures.
 
     `draw` is the number of a draw of the overlay. Each draw is the same in every run.
     """
 
     manifest: Manifest
-    samples: DecodedSamples
+    samples: DecodedSamples | StreamedSamples
     overlay: Overlay | None
     draw: int
 
@@ -117,13 +123,14 @@ class StoredInputs:
 class Pictures:
     """Every sample of a dataset once, in stored order, on the host.
 
-    If inputs are made when they are read, `images_NCHW`, masks and labels are those of one draw, which is the same in
-    every run. `redraw` gives others.
+    If inputs are made when they are read, pictures, masks and labels are those of one draw, which is the same in every
+    run. `redraw` gives others.
 
     Attributes:
         manifest: of the dataset.
-        images_NCHW: uint8; for sounds their normalised spectrograms, (N, 1, H, W) float32.
-        masks_NHW: uint8; None for sounds.
+        images_NCHW: uint8; for sounds their normalised spectrograms, (N, 1, H, W) float32. Of streamed pictures it has
+            the shape alone, on the device "meta"; `images` reads them.
+        masks_NHW: uint8; None for sounds. Of streamed pictures the shape alone; `masks` reads them.
         index_N: int64.
         by_label: each label by name, (N,) int64; `NO_LABEL` for a sample without it.
         stored: the source of the inputs; None if each reading gives the same inputs.
@@ -147,19 +154,47 @@ class Pictures:
     def is_drawn_online(self) -> bool:
         return self.stored is not None and self.stored.overlay is not None
 
+    @property
+    def streamed(self) -> StreamedSamples | None:
+        """Return the samples if they are decoded each time they are asked for; None if they are in memory."""
+        samples = None if self.stored is None else self.stored.samples
+        return samples if isinstance(samples, StreamedSamples) else None
+
+    def images(self, row_X: Tensor) -> Tensor:
+        """Return the pictures (or spectrograms) of some rows, (X..., C, H, W)."""
+        if self.stored is None or self.streamed is None:
+            return self.images_NCHW[row_X]
+        if row_X.ndim == 1 and len(row_X) <= _ENCODED_AT_ONCE:
+            return self.stored.batch(row_X).inputs_a
+        rows = torch.split(row_X.flatten(), _ENCODED_AT_ONCE)
+        parts = [self.stored.batch(row_B).inputs_a for row_B in self.ahead(rows, title="pictures")]
+        return torch.cat(parts).view(*row_X.shape, *self.manifest.input_shape)
+
+    def masks(self, row_B: Tensor) -> Tensor | None:
+        """Return the masks of some rows, (B, H, W); None for sounds."""
+        if self.stored is None or self.streamed is None:
+            return None if self.masks_NHW is None else self.masks_NHW[row_B]
+        return self.stored.batch(row_B).masks_BHW
+
+    def ahead(self, rows: Sequence[Tensor], *, title: str) -> Iterable[Tensor]:
+        """Return `rows` to loop over. Streamed pictures of the next ones are decoded during the loop.
+
+        The methods above and `redraw` must get the same tensors. `title` is that of the progress.
+        """
+        return rows if self.streamed is None else self.streamed.ahead(rows, title=title)
+
     def inputs(self, row_B: Tensor) -> InputBatch:
         """Return the inputs of a view policy for some rows, with the same draw as `images_NCHW`."""
-        masks_BHW = None if self.masks_NHW is None else self.masks_NHW[row_B]
-        are_waveforms = self.stored is not None and self.are_sounds
-        inputs = self.stored.batch(row_B).inputs_a if self.stored and are_waveforms else self.images_NCHW[row_B]
-        return InputBatch(inputs, masks_BHW, {space: label_N[row_B] for space, label_N in self.by_label.items()})
+        if self.stored is not None and (self.are_sounds or self.streamed is not None):
+            return _input_batch(self.stored.batch(row_B))
+        labels = {space: label_N[row_B] for space, label_N in self.by_label.items()}
+        return InputBatch(self.images_NCHW[row_B], self.masks(row_B), labels)
 
     def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> InputBatch:
         """Return some rows, drawn again from `keys(index_B)` if inputs are made when they are read."""
         if self.stored is None:
             return self.inputs(row_B)
-        batch = self.stored.batch(row_B, keys)
-        return InputBatch(batch.inputs_a, batch.masks_BHW, batch.labels)
+        return _input_batch(self.stored.batch(row_B, keys))
 
     def with_draw(self, draw: int) -> Pictures:
         """Return the same samples with another draw of their overlay, or themselves if nothing is drawn online."""
@@ -180,40 +215,56 @@ class Pictures:
         return () if label is None else label.classes
 
 
-def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
-    """Read a whole dataset into memory; samples that cannot be read are left out.
+def read_pictures(
+    location: Path | str,
+    *,
+    read: ReadConfig = _DEFAULT_READ,
+    draw: int = 0,
+    memory: MemoryLimit = _DEFAULT_MEMORY,
+) -> Pictures:
+    """Read a whole dataset; samples that cannot be read are left out. Every rank calls this.
 
-    50,000 pictures of 32x32 are 205 MB, twice that with an online overlay. 24,000 sounds at 48 kHz are about 2 GB.
-    `draw` is the number of a draw of an online overlay. Each draw is the same in every run.
+    50,000 pictures of 32x32 take 205 MB, twice that with an online overlay. 24,000 sounds at 48 kHz take about 2 GB.
+    Pictures that take more than `memory` allows are decoded once, to find those that cannot be read, and streamed from
+    then on. `draw` is the number of a draw of an online overlay. Each draw is the same in every run.
 
     Raises `UserError` if there is no dataset, if too many of its samples cannot be read, or if its sounds do not fit in
     memory or have a rate without a spectrogram.
     """
     store = SampleStore(location, remote=read.remote)
     _check_bad(store, store.known_bad, read)
-    num_bytes, free = resident_bytes(store.manifest), free_host_bytes()
-    if store.manifest.medium == "picture" and 2 * num_bytes > free:
-        raise UserError(
-            f"{location} takes {num_bytes / 1e9:.3g} GB in memory, and {free / 1e9:.3g} GB are free, of which a probe "
-            "takes half at most; index fewer of its tars for the probe, or free some memory"
-        )
-    samples = _read_sounds(store) if store.manifest.medium == "sound" else read_whole(store, _CPU)
-    _check_bad(store, samples.bad.values(), read)
-    for bad in samples.bad.values():
-        logger.warning("%s: %s in %s is left out: %s", location, bad.key, bad.shard, bad.reason)
-    return _finish(StoredInputs(store.manifest, _labelled(store, samples.without_bad()), store.overlay, draw))
+    samples: DecodedSamples | StreamedSamples
+    if store.manifest.medium == "picture" and not memory.holds(num_bytes := resident_bytes(store.manifest)):
+        logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
+        samples, bad = find_readable(store, memory)
+        if (rows := _labelled_rows(store, samples.labels)) is not None:
+            samples = samples.chosen(rows)
+    else:
+        whole = _read_sounds(store) if store.manifest.medium == "sound" else read_whole(store, _CPU)
+        samples, bad = _usable(store, whole), tuple(whole.bad.values())
+    _check_bad(store, bad, read)
+    for sample in bad:
+        logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
+    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
 
 
-def _labelled(store: SampleStore, samples: DecodedSamples) -> DecodedSamples:
-    """Return the samples without those that have no label at all, although others have one."""
-    stored = [samples.labels[name] for name in store.manifest.stored_labels]
+def _usable(store: SampleStore, samples: DecodedSamples) -> DecodedSamples:
+    """Return the samples that could be read and have a label, if samples of their dataset have labels."""
+    samples = samples.without_bad()
+    rows = _labelled_rows(store, samples.labels)
+    return samples if rows is None else samples.take(rows)
+
+
+def _labelled_rows(store: SampleStore, labels: Mapping[LabelSpace, Tensor]) -> Tensor | None:
+    """Return the rows that have a label, if only some of the samples have one; None if all rows are used."""
+    stored = [labels[name] for name in store.manifest.stored_labels]
     if not stored or store.manifest.is_online:
-        return samples
+        return None
     rows = torch.nonzero((torch.stack(stored) != NO_LABEL).any(dim=0))[:, 0]
-    if len(rows) == len(samples):
-        return samples
-    logger.warning("%s: %d samples without a label are left out", store.location, len(samples) - len(rows))
-    return samples.take(rows)
+    if len(rows) == len(stored[0]):
+        return None
+    logger.warning("%s: %d samples without a label are left out", store.location, len(stored[0]) - len(rows))
+    return rows
 
 
 def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
@@ -228,7 +279,7 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
         num=num,
         num_shards=min(_REMOTE_SHARDS, store.max_shards or _REMOTE_SHARDS) if store.is_remote else None,
     )
-    samples = _labelled(store, decode(store, chosen).without_bad())
+    samples = _usable(store, decode(store, chosen))
     if not len(samples):
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
     return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
@@ -260,6 +311,16 @@ def _read_sounds(store: SampleStore) -> DecodedSamples:
 
 def _finish(stored: StoredInputs) -> Pictures:
     manifest, samples = stored.manifest, stored.samples
+    if isinstance(samples, StreamedSamples):
+        shape = (len(samples), *manifest.input_shape)
+        return Pictures(
+            manifest=manifest,
+            images_NCHW=torch.empty(shape, dtype=torch.uint8, device="meta"),
+            masks_NHW=torch.empty(shape[0], *shape[2:], dtype=torch.uint8, device="meta"),
+            index_N=samples.index_B,
+            by_label={**samples.labels, **_drawn_labels(stored, samples)},
+            stored=stored,
+        )
     batches = [stored.batch(row_B) for row_B in torch.split(torch.arange(len(samples)), _CHUNK)]
     masks = [batch.masks_BHW for batch in batches if batch.masks_BHW is not None]
     is_drawn = manifest.medium == "sound" or stored.overlay is not None
@@ -271,6 +332,31 @@ def _finish(stored: StoredInputs) -> Pictures:
         by_label={name: torch.cat([batch.labels[name] for batch in batches]) for name in batches[0].labels},
         stored=stored if is_drawn else None,
     )
+
+
+def _drawn_labels(stored: StoredInputs, samples: StreamedSamples) -> dict[LabelSpace, Tensor]:
+    """Return the labels of an online overlay by name, (N,) each, which do not depend on the pictures.
+
+    Each rank draws its share.
+    """
+    if stored.overlay is None:
+        return {}
+    assert isinstance(stored.overlay, PictureOverlay)
+    given = {name: samples.labels[name] for name in stored.manifest.stored_labels}
+    names = (OVERLAY, *stored.overlay.more_labels)
+    drawn: dict[LabelSpace, list[Tensor]] = {name: [samples.index_B[:0]] for name in names}
+    mine = torch.tensor_split(torch.arange(len(samples)), world_size())[rank()]
+    for row_B in torch.split(mine, _ENCODED_AT_ONCE):
+        keys = evaluation_keys(samples.index_B[row_B], draw=stored.draw)
+        layer = stored.overlay.draw_given(keys, {name: label_N[row_B] for name, label_N in given.items()})
+        for name, label_B in {OVERLAY: layer.label_B, **layer.more_labels}.items():
+            drawn[name].append(label_B)
+    of_ranks = all_gather_object({name: torch.cat(parts) for name, parts in drawn.items()})
+    return {name: torch.cat([of_rank[name] for of_rank in of_ranks]) for name in names}
+
+
+def _input_batch(batch: Batch) -> InputBatch:
+    return InputBatch(batch.inputs_a, batch.masks_BHW, batch.labels)
 
 
 def _spectrograms(inputs: Tensor, manifest: Manifest) -> Tensor:
@@ -295,34 +381,62 @@ def frozen(*modules: object) -> Iterator[None]:
 
 def extract(
     function: Callable[[Tensor], Tensor],
-    images_NCHW: Tensor,
+    images: Tensor | Pictures,
     *,
     device: torch.device,
     batch_size: int = _ENCODED_AT_ONCE,
 ) -> Tensor:
     """Return features (N, F) of pictures (N, C, H, W), uint8 or normalised, without views. Every rank calls this.
 
-    Every rank gets all rows. Row i depends only on picture i if `function` treats pictures separately, as an encoder in
-    eval mode does.
+    Every rank gets all rows, on `device`; features of streamed pictures that do not fit there lie in a file, on the
+    CPU. Row i depends only on picture i if `function` treats pictures separately, as an encoder in eval mode does.
     """
     with torch.no_grad():
-        return shared_rows(lambda part: function(to_float(part, device)), images_NCHW, chunk_size=batch_size)
+        return shared_rows(lambda part: function(to_float(part, device)), images, chunk_size=batch_size)
 
 
-def shared_rows(function: Callable[[Tensor], Tensor], x_N: Tensor, *, chunk_size: int) -> Tensor:
+def shared_rows(function: Callable[[Tensor], Tensor], inputs: Tensor | Pictures, *, chunk_size: int) -> Tensor:
     """Apply `function` to each chunk of rows, and return all results in order, on every rank.
 
     Each chunk is the work of one rank. A rank with fewer chunks repeats its last one, so that `function` may call
     collectives.
     """
-    chunks = torch.split(x_N, chunk_size)
-    if world_size() == 1:
-        return torch.cat([function(chunk) for chunk in chunks])
+    chunks = torch.split(torch.arange(len(inputs)), chunk_size)
     num_of_rank = math.ceil(len(chunks) / world_size())
     first = rank() * num_of_rank
-    parts = [function(chunks[min(number, len(chunks) - 1)]) for number in range(first, first + num_of_rank)]
-    whole = [torch.cat([part, part.new_zeros(chunk_size - len(part), *part.shape[1:])]) for part in parts]
-    return all_gather_rows(torch.cat(whole))[: len(x_N)]
+    mine = [chunks[min(number, len(chunks) - 1)] for number in range(first, first + num_of_rank)]
+    whole: Tensor | None = None
+    for number, part in enumerate(map(function, _read_in_turn(inputs, mine))):
+        if whole is None:
+            whole = _room_for(inputs, part)
+        if world_size() > 1:
+            part = torch.cat([part, part.new_zeros(chunk_size - len(part), *part.shape[1:])])
+        # In a round, each rank does one chunk. Chunks past the end are repeated ones.
+        for of_rank, rows in enumerate(torch.split(all_gather_rows(part), chunk_size)):
+            start = (of_rank * num_of_rank + number) * chunk_size
+            if start < len(inputs):
+                whole[start : start + chunk_size] = rows[: len(inputs) - start]
+    assert whole is not None
+    return whole
+
+
+def _read_in_turn(inputs: Tensor | Pictures, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield chunks of consecutive rows."""
+    if isinstance(inputs, Tensor):
+        yield from (inputs[int(row_B[0]) : int(row_B[-1]) + 1] for row_B in rows)
+    elif inputs.stored is None or inputs.streamed is None:
+        yield from _read_in_turn(inputs.images_NCHW, rows)
+    else:
+        for row_B in inputs.ahead(rows, title=f"encode {inputs.streamed.store.location}"):
+            yield inputs.images(row_B)
+
+
+def _room_for(inputs: Tensor | Pictures, part: Tensor) -> Tensor:
+    """Return a tensor for the results of all rows, whose first ones are `part`."""
+    shape = (len(inputs), *part.shape[1:])
+    if isinstance(inputs, Tensor) or inputs.streamed is None:
+        return part.new_empty(shape)
+    return inputs.streamed.memory.empty(shape, dtype=part.dtype, device=part.device)
 
 
 def to_float(inputs: Tensor, device: torch.device) -> Tensor:

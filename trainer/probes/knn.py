@@ -1,5 +1,8 @@
 """Measure the kNN accuracy of a frozen encoder by a weighted vote of the nearest train pictures (Huang et al. 2023).
 
+The search is exact. If the train pictures are streamed, the bank is read in parts, each for many queries at a time. A
+cosine may then differ in its last bit from one computed at once.
+
 With several ranks, each classifies its share of the queries. The result has the same bits on any number of ranks.
 
 Shapes: N bank pictures, Q queries, B queries at a time, C pooled channels, K classes, L labels, R neighbours (the k of
@@ -23,6 +26,8 @@ from trainer.probes.linear import Spread, Target, accuracy, num_labelled, spread
 NUM_NEIGHBORS = 200
 TEMPERATURE = 0.1
 _QUERIES_AT_ONCE = 512  # a constant, because bits may depend on it
+_BANK_AT_ONCE = 4_096  # of a streamed train set
+_QUERIES_OF_BANK = 16_384  # for which the bank of a streamed train set is read once
 
 
 class KNNResult(Schema):
@@ -37,14 +42,38 @@ class KNNResult(Schema):
     draws: Spread | None = None
 
 
-def nearest(bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int) -> tuple[Tensor, Tensor]:
+def nearest(
+    bank_NC: Tensor,
+    queries_BC: Tensor,
+    *,
+    num_neighbors: int,
+    bank_at_once: int | None = None,
+    chosen_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the largest cosines (B, R) of each query with the bank, in no order, and their rows (B, R) of the bank.
 
     If the bank has fewer rows than `num_neighbors`, all of them are neighbours. Features are normalised here, in
-    float32.
+    float32. With `bank_at_once`, only so many rows of the bank at a time are moved to the device of the queries.
+    `chosen_N`, bool on the device of the bank, leaves out the other rows.
     """
-    bank_NC, queries_BC = F.normalize(bank_NC.float(), dim=1), F.normalize(queries_BC.float(), dim=1)
-    cosine_BR, neighbor_BR = (queries_BC @ bank_NC.T).topk(min(num_neighbors, len(bank_NC)), dim=1, sorted=False)
+    queries_BC = F.normalize(queries_BC.float(), dim=1)
+    cosine_BR = queries_BC.new_empty(len(queries_BC), 0)
+    neighbor_BR = cosine_BR.long()
+    first = 0
+    for part_MC in torch.split(bank_NC, bank_at_once or len(bank_NC)):
+        rows_M = torch.arange(first, first + len(part_MC), device=part_MC.device)
+        first += len(part_MC)
+        if chosen_N is not None:
+            rows_M = rows_M[chosen_N[rows_M]]
+            part_MC = bank_NC[rows_M]
+        part_MC = F.normalize(part_MC.to(queries_BC.device).float(), dim=1)
+        num = min(num_neighbors, len(part_MC))
+        found_BM, place_BM = (queries_BC @ part_MC.T).topk(num, dim=1, sorted=False)
+        row_BM = rows_M.to(queries_BC.device)[place_BM]
+        cosine_BR, neighbor_BR = torch.cat([cosine_BR, found_BM], 1), torch.cat([neighbor_BR, row_BM], 1)
+        if cosine_BR.shape[1] > num_neighbors:
+            cosine_BR, best_BR = cosine_BR.topk(num_neighbors, dim=1, sorted=False)
+            neighbor_BR = neighbor_BR.gather(1, best_BR)
     return cosine_BR, neighbor_BR
 
 
@@ -56,29 +85,43 @@ def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: 
 
 
 def knn_classes(
-    bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
+    bank_NC: Tensor,
+    queries_QC: Tensor,
+    targets: Mapping[LabelSpace, Target],
+    *,
+    chunk_size: int = _QUERIES_AT_ONCE,
+    bank_at_once: int | None = None,
+    device: torch.device | None = None,
 ) -> dict[LabelSpace, Tensor]:
     """Return the class that the vote gives to each test picture, (Q,) int64, for every target. Every rank calls this.
 
-    Takes features of train and test pictures. The neighbours of a label that some train pictures lack are those of the
-    others.
+    Takes features of train and test pictures, which may lie on another device than `device`, which computes. The
+    neighbours of a label that some train pictures lack are those of the others. `bank_at_once` is that of `nearest`.
     """
-    voters: list[tuple[Tensor | None, Tensor, int]] = []
+    device = bank_NC.device if device is None else device
+    labels: list[tuple[Tensor, Tensor | None, int]] = []
     for target in targets.values():
-        label_N = target.train_N.to(bank_NC.device)
-        labelled = None if target.is_in_all else (label_N != NO_LABEL).nonzero()[:, 0]
-        bank = None if labelled is None else bank_NC[labelled]
-        voters.append((bank, label_N if labelled is None else label_N[labelled], target.num_classes))
-    is_shared = any(bank is None for bank, _, _ in voters)
+        chosen_N = None if target.is_in_all else (target.train_N != NO_LABEL).to(bank_NC.device)
+        labels.append((target.train_N.to(device), chosen_N, target.num_classes))
+    is_shared = any(chosen_N is None for _, chosen_N, _ in labels)
 
     def predict(chunk_BC: Tensor) -> Tensor:
-        shared = nearest(bank_NC, chunk_BC, num_neighbors=NUM_NEIGHBORS) if is_shared else None
+        queries_BC = chunk_BC.to(device)
+
+        def neighbours(chosen_N: Tensor | None) -> tuple[Tensor, Tensor]:
+            return nearest(
+                bank_NC, queries_BC, num_neighbors=NUM_NEIGHBORS, bank_at_once=bank_at_once, chosen_N=chosen_N
+            )
+
+        shared = neighbours(None) if is_shared else None
         votes = []
-        for bank, label_N, num_classes in voters:
-            found = shared if bank is None else nearest(bank, chunk_BC, num_neighbors=NUM_NEIGHBORS)
+        for label_N, chosen_N, num_classes in labels:
+            found = shared if chosen_N is None else neighbours(chosen_N)
             assert found is not None
-            cosine_BR, neighbor_BR = found
-            votes.append(vote(cosine_BR, label_N[neighbor_BR], num_classes=num_classes))
+            parts = zip(*(torch.split(each_BR, _QUERIES_AT_ONCE) for each_BR in found), strict=True)
+            votes.append(
+                torch.cat([vote(cosine_BR, label_N[row_BR], num_classes=num_classes) for cosine_BR, row_BR in parts])
+            )
         return torch.stack(votes, dim=1)
 
     with torch.no_grad():
@@ -118,11 +161,15 @@ def probe_knn(
     """
     accuracies: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     predicted: dict[LabelSpace, Tensor] = {}
+    chunk_size, bank_at_once = (_QUERIES_AT_ONCE, None) if train.streamed is None else (_QUERIES_OF_BANK, _BANK_AT_ONCE)
     with frozen(encoder):
-        bank_NC = extract(encoder.pooled, train.images_NCHW, device=device)
+        bank_NC = extract(encoder.pooled, train, device=device)
         for pictures in (test, *other_draws):
-            queries_QC = extract(encoder.pooled, pictures.images_NCHW, device=device)
-            for name, class_Q in knn_classes(bank_NC, queries_QC, targets).items():
+            queries_QC = extract(encoder.pooled, pictures, device=device)
+            classes = knn_classes(
+                bank_NC, queries_QC, targets, chunk_size=chunk_size, bank_at_once=bank_at_once, device=device
+            )
+            for name, class_Q in classes.items():
                 accuracies[name].append(accuracy(class_Q, pictures.labels(name)))
                 predicted.setdefault(name, class_Q)
     results = {

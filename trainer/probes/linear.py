@@ -44,6 +44,7 @@ from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
 
 PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
+_MOVED_AT_ONCE = 4_096  # rows of features that lie in a file
 
 
 class ProbeConfig(Schema):
@@ -150,9 +151,15 @@ class LinearHead:
     def logits(self, features_BF: Tensor) -> Tensor:
         return F.linear(features_BF, self.weight_KF, self.bias_K)
 
+    def classes(self, features_NF: Tensor) -> Tensor:
+        """Return the class of each row, (N,) int64. Features of a file may lie on another device than the head."""
+        device = self.weight_KF.device
+        parts = [features_NF] if features_NF.device == device else torch.split(features_NF, _MOVED_AT_ONCE)
+        return torch.cat([self.logits(part.to(device)).argmax(1) for part in parts])
+
     def accuracy(self, features_NF: Tensor, label_N: Tensor) -> float:
         """Return the share of the samples with a label, (N,) int64, whose class is right; `NO_LABEL` counts nowhere."""
-        return accuracy(self.logits(features_NF).argmax(1), label_N)
+        return accuracy(self.classes(features_NF), label_N)
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,7 @@ def fit_linear_probe(
         test_NF = test_features()
         for name, head in heads.items():
             train_accuracy[name].append(head.end_epoch(name, epoch))
-            predicted[name] = head.frozen.logits(test_NF).argmax(1)
+            predicted[name] = head.frozen.classes(test_NF)
             test_accuracy[name].append(accuracy(predicted[name], targets[name].test_N))
         on_epoch(epoch + 1, {name: curve[-1] for name, curve in test_accuracy.items()})
     return {
@@ -264,13 +271,14 @@ def probe_linear(
     with frozen(live, view_policy):
         cached: Tensor | None = None
         if config.batch_norm == "eval":
-            test_NF = extract(live.features, test.images_NCHW, device=device)
+            test_NF = extract(live.features, test, device=device)
             if config.views == "none":
-                cached = extract(live.features, train.images_NCHW, device=device)
+                cached = extract(live.features, train, device=device)
 
         def encoded(row_B: Tensor, epoch: int) -> FeatureBatch:
             if cached is not None:
-                return FeatureBatch(cached[row_B.to(device)], {space: train.labels(space)[row_B] for space in targets})
+                features_BF = cached[row_B.to(cached.device)].to(device)
+                return FeatureBatch(features_BF, {space: train.labels(space)[row_B] for space in targets})
 
             def keys(index_B: Tensor) -> DrawKeys:
                 return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
@@ -289,23 +297,28 @@ def probe_linear(
 
         def batches(epoch: int) -> Iterable[FeatureBatch]:
             rows = epoch_rows(len(train), epoch=epoch, config=config)
-            if cached is not None or world_size() == 1:
+            title = f"epoch {epoch + 1} of the linear probe"
+            if cached is not None:
                 yield from (encoded(row_B, epoch) for row_B in rows)
                 return
-            for first in range(0, len(rows), world_size()):
-                # The steps left over at the end go to the first ranks; the others repeat the last step.
-                mine = encoded(rows[min(first + rank(), len(rows) - 1)], epoch)
-                yield from _of_all_ranks(mine)[: len(rows) - first]
+            if world_size() == 1:
+                yield from (encoded(row_B, epoch) for row_B in train.ahead(rows, title=title))
+                return
+            firsts = range(0, len(rows), world_size())
+            # The steps left over at the end go to the first ranks; the others repeat the last step.
+            mine = [rows[min(first + rank(), len(rows) - 1)] for first in firsts]
+            for first, row_B in zip(firsts, train.ahead(mine, title=title), strict=True):
+                yield from _of_all_ranks(encoded(row_B, epoch))[: len(rows) - first]
 
         def test_features() -> Tensor:
-            return test_NF if config.batch_norm == "eval" else extract(live.features, test.images_NCHW, device=device)
+            return test_NF if config.batch_norm == "eval" else extract(live.features, test, device=device)
 
         probes = fit_linear_probe(
             batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch
         )
         accuracies = {space: [one.result.accuracy] for space, one in probes.items()}
         for test_again in other_draws:
-            test_NF = extract(live.features, test_again.images_NCHW, device=device)
+            test_NF = extract(live.features, test_again, device=device)
             for space, one in probes.items():
                 accuracies[space].append(one.head.accuracy(test_NF, test_again.labels(space)))
     return {

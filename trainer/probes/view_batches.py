@@ -52,7 +52,8 @@ def view_batches(
     height, width = pictures.images_NCHW.shape[2:]
     size = max(1, min(_BATCH_SIZE, _MAX_PIXELS // (height * width)))
     with frozen(policy):
-        for rows_B, index_B in zip(torch.split(rows_N, size), torch.split(index_N, size), strict=True):
+        rows = pictures.ahead(torch.split(rows_N, size), title="views")
+        for rows_B, index_B in zip(rows, torch.split(index_N, size), strict=True):
             batch = pictures.inputs(rows_B)
             inputs = to_float(batch.inputs, device)
             keys = DrawKeys(seed=seed, epoch=0, index_B=index_B.to(device), view=view)

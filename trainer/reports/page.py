@@ -54,6 +54,7 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
             has_usual_labels=not labels or not {BASE, OVERLAY}.isdisjoint(labels),
             other_labels=[label for label in labels if label not in (BASE, OVERLAY)],
             results=results(arms),
+            what_probes_read=what_probes_read(runs),
             commands_for_missing_probes=commands_for_missing_probes(arms),
             limits=limits(arms),
             charts=charts(arms),
@@ -129,6 +130,15 @@ def _loss_notes(runs: Sequence[Run]) -> list[str]:
     """Return the notes that readers of the losses need, each once, in order."""
     notes = (run.config.objective.note(global_batch_size=run.config.global_batch_size) for run in runs)
     return list(dict.fromkeys(note for note in notes if note is not None))
+
+
+def what_probes_read(runs: Sequence[Run]) -> str:
+    """Return which features the linear probes of the runs read, with the names of runs that differ."""
+    pooled = [run.name for run in runs if run.config.encoder.probe_reads == "pooled"]
+    if len(pooled) == len(runs):
+        return "the pooled features"
+    of_some = f" (of {', '.join(dict.fromkeys(pooled))}: the pooled features)" if pooled else ""
+    return f"the flattened map before pooling{of_some}"
 
 
 def describe_views(run: Run) -> str:

@@ -642,9 +642,15 @@ def contents_of(path: Path) -> list[tuple[str, bytes]]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["build", "folder_digits", "--keep", "--root", "photos"], "use it with the dataset folder alone"),
+        (
+            ["build", "folder_digits", "--keep", "--root", "photos"],
+            "or folder_digits or another with `--overlay online`",
+        ),
+        (["build", "folder", "--keep", "--root", "photos", "--overlay", "online"], "build folder without --overlay"),
+        (["build", "folder", "--keep", "--root", "photos", "--digits", "sklearn"], "--digits is about an overlay"),
+        (["build", "cifar10", "--keep", "--root", "photos"], "use it with folder, folder_digits or another"),
         (["build", "folder", "--keep"], "name it with --root"),
-        (["build", "folder", "--keep", "--root", "photos", "--repeats", "2"], "use it with the dataset folder alone"),
+        (["build", "folder", "--keep", "--root", "photos", "--repeats", "2"], "without --repeats"),
         (["build", "folder", "--keep", "--root", "nothing"], "is not a folder"),
     ],
 )

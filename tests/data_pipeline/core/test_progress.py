@@ -57,3 +57,17 @@ def test_what_other_ranks_do_meanwhile_is_not_said() -> None:
     with Progress("train", total=2, enabled=False) as bar:
         bar.show_while_waiting(lambda: pytest.fail("asked"))
         assert bar._reporter is None
+
+
+def test_a_progress_within_another_is_a_line_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Progress("probe", total=2) as outer:
+        with Progress("encode", total=3) as inner:
+            inner.advance(3)
+            assert outer._bar is not None
+            assert [task.description for task in outer._bar.tasks] == ["probe", "encode"]
+        assert [task.description for task in outer._bar.tasks] == ["probe"]
+        outer.advance(2)
+    with Progress("report", total=1) as after:
+        after.advance()
+        assert after._bar is not outer._bar

@@ -55,6 +55,15 @@ def test_ranks_and_workers_do_not_change_the_steps(directory: Path, capsys: pyte
         assert [key for at, _, part in together if at == step for key in part] == keys
 
 
+@pytest.mark.parametrize(
+    "options", [[], ["--ranks", "4"], ["--shuffle-shards", "2", "--epoch", "1"], ["--from-step", "3"]]
+)
+def test_the_order_alone_is_that_of_the_samples(
+    directory: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert traced(directory, capsys, "--order-only", *options) == traced(directory, capsys, *options)
+
+
 def test_from_step_gives_the_tail_of_the_epoch(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = traced(directory, capsys, "--epoch", "1")
     assert [step for step, _, _ in whole] == list(range(NUM_STEPS, 2 * NUM_STEPS))

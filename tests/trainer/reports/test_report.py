@@ -23,6 +23,7 @@ from trainer.probes.result import ProbeResult
 from trainer.report import main
 from trainer.reports.curves import MAX_POINTS, thin
 from trainer.reports.findings import Score, limits, resolution, verdict
+from trainer.reports.page import what_probes_read
 from trainer.reports.runs import arms_of, config_differences, read_runs
 from trainer.run_dir import RunDir, write_json
 
@@ -444,3 +445,12 @@ def test_thinned_curves_keep_level_and_order() -> None:
     assert thin_x == sorted(thin_x)
     assert np.mean(thin_x) == pytest.approx(np.mean(x), rel=1e-2)
     assert thin([1, 2], [3, 4]) == ([1, 2], [3, 4])
+
+
+def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) -> None:
+    encoder = debug.image().encoder.model_dump() | {"probe_reads": "pooled"}
+    paths = [make_run(tmp_path / "map"), make_run(tmp_path / "pooled", name="small-vit", encoder=encoder)]
+    both = read_runs(paths)
+    assert what_probes_read(both[:1]) == "the flattened map before pooling"
+    assert what_probes_read(both[1:]) == "the pooled features"
+    assert what_probes_read(both) == "the flattened map before pooling (of small-vit: the pooled features)"

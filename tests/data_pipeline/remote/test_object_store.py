@@ -1,0 +1,105 @@
+"""A reader of an object store that is killed with half of a cache goes on with the same batches."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from data_pipeline.building.index_tars import Fields, make_index
+from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.remote.cache import RemoteConfig
+from tests.data_pipeline.building.test_index_tars import simple
+from tests.tiny_data import write_tiny_dataset
+
+pytestmark = pytest.mark.process
+
+NUM_STEPS = 30  # of 8 samples, so two and a half epochs of 96
+
+_READ = """
+import sys, time
+from tests.data_pipeline.remote.test_object_store import lines
+
+location, cache_dir, gigabytes, start_step = sys.argv[1:]
+for line in lines(location, cache_dir, float(gigabytes), start_step=int(start_step)):
+    print(line, flush=True)
+    time.sleep(0.02)
+"""
+
+
+def lines(location: str, cache_dir: Path | str, gigabytes: float, *, start_step: int = 0) -> Iterator[str]:
+    """Yield step, indices and a hash of the inputs of each batch."""
+    remote = RemoteConfig(cache_dir=str(cache_dir), cache_gigabytes=gigabytes)
+    stream = Stream(
+        location,
+        read=ReadConfig(num_workers=0, placement="stream", shuffle_shards=2, remote=remote),
+        global_batch_size=8,
+        seed=4,
+        rank=0,
+        world_size=1,
+        start_step=start_step,
+        end_step=NUM_STEPS,
+    )
+    for batch in stream:
+        content = hashlib.sha256(batch.inputs_a.numpy().tobytes()).hexdigest()[:16]
+        yield " ".join(map(str, [batch.step, *batch.index_B.tolist(), content]))
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        server = ThreadedMotoServer(port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+            ("AWS_ACCESS_KEY_ID", "test"),
+            ("AWS_SECRET_ACCESS_KEY", "test"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ):
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="killed")
+        yield "killed"
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tars", "built"])
+def test_a_reader_that_is_killed_goes_on_with_the_same_batches(bucket: str, tmp_path: Path, kind: str) -> None:
+    client = boto3.client("s3")
+    directory = tmp_path / kind
+    if kind == "tars":
+        simple(directory, [8] * 12, with_labels=False)
+    else:
+        write_tiny_dataset(directory, num_samples=96, num_samples_per_shard=8, overlay="online")
+    for path in directory.iterdir():
+        client.upload_file(str(path), bucket, f"{kind}/{path.name}")
+    location = f"s3://{bucket}/{kind}"
+    if kind == "tars":
+        make_index(f"{location}/train-{{0000..0011}}.tar", tmp_path / "index", fields=Fields(), size=32)
+        location = str(tmp_path / "index")
+    largest = max(path.stat().st_size for path in directory.glob("*.tar"))
+    gigabytes = 4.9 * largest / 1e9  # four shards and their indexes of twelve
+    whole = list(lines(location, tmp_path / "other", gigabytes))
+    assert [int(line.split()[0]) for line in whole] == list(range(NUM_STEPS))
+
+    cache, found = tmp_path / "cache", list[str]()
+    for num_lines in (3, 11):  # in the first epoch, and in the second
+        words = [sys.executable, "-c", _READ, location, str(cache), str(gigabytes), str(len(found))]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as process:
+            assert process.stdout is not None
+            found += [process.stdout.readline().strip() for _ in range(num_lines)]
+            process.send_signal(signal.SIGKILL)
+        assert found == whole[: len(found)]
+        for copy in sorted(cache.rglob("*.tar"))[:1]:  # as a crash of the machine may leave it
+            copy.chmod(0o644)
+            copy.write_bytes(copy.read_bytes()[: copy.stat().st_size // 2])
+    found += lines(location, cache, gigabytes, start_step=len(found))
+    assert found == whole
