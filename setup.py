@@ -10,7 +10,16 @@ setup(
     packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
     package_data={
         "data_pipeline": ["overlays/assets/*"],
-        "trainer": ["reports/report.css", "reports/templates/*.html", "theory/*/claims.yaml"],
+        "trainer": ["reports/report.css", "reports/report.js", "reports/templates/*.html", "theory/*/claims.yaml"],
+    },
+    entry_points={
+        "console_scripts": [
+            f"overlay-{name} = launch.console:{name}"
+            for name in (
+                *("train", "slurm", "status", "data"),
+                *("probe", "analyze", "report", "export", "replay", "theory"),
+            )
+        ]
     },
     install_requires=[
         # Released as a matched set; an unpinned torch breaks the binaries of the others.

@@ -274,7 +274,9 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 def _modules() -> list[str]:
     """Return the names of the modules in configs/ that hold recipes or studies."""
     return [
-        info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)]) if info.name not in {"resolve", "base"}
+        info.name
+        for info in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if info.name not in {"resolve", "base", "sweep"}
     ]
 
 

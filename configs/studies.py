@@ -221,8 +221,8 @@ def debug_seeds() -> list[RunConfig]:
 
 
 def _study(name: str, runs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Return the runs with the study's name as a tag, so that W&B can find them."""
-    return [_changed(run, tracking=run.tracking.model_copy(update={"tags": (name,)})) for run in runs]
+    """Return the runs with the study's name as their tag and group, so that W&B can find them."""
+    return [_changed(run, tracking=run.tracking.model_copy(update={"tags": (name,), "group": name})) for run in runs]
 
 
 def _changed(recipe: RunConfig, **settings: Any) -> RunConfig:

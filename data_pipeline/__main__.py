@@ -24,6 +24,7 @@ from data_pipeline.building.datasets import (
     TEST_SPEAKER,
     describe_datasets,
 )
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
 
 
@@ -262,7 +263,7 @@ COMMANDS: Mapping[str, Command] = {
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command in `words`, by default `sys.argv[1:]`. Raises `UserError`."""
-    parser = Parser(prog="python -m data_pipeline", description="Build, check, show and measure datasets.")
+    parser = Parser(prog=program("data_pipeline"), description="Build, check, show and measure datasets.")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.summary, description=command.summary))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -30,28 +31,52 @@ _INTERRUPTED: Final = (
 )
 
 
-def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
-    """Train as the rank given by the variables of torchrun or Slurm, or alone. Raises the errors of `train`."""
+@contextlib.contextmanager
+def joined_ranks() -> Iterator[torch.device]:
+    """Join the other ranks inside the block, by the variables of torchrun or Slurm, and give the device of this one.
+
+    Without such variables this process is alone. Raises the errors of `trainer.distributed.environment`.
+    """
     keep_freed_memory()
     world = read_env(os.environ)
     log_to_terminal()
     device = choose_device(world)
     with process_group(world, device):
-        try:
-            train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"rank {world.rank} has not enough memory on {device} ({str(error).partition('. GPU')[0]}); raise "
-                "memory.micro_batches, set memory.encoder_checkpointing=whole, or find out with `--plan "
-                "--gpu-gigabytes` which batch fits"
-            ) from error
+        yield device
+
+
+def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
+    """Train as the rank given by the variables of torchrun or Slurm, or alone. Raises the errors of `train`."""
+    with joined_ranks() as device:
+        train_on(device, config, run_dir, command=command, accepted_data=accepted_data)
+
+
+def train_on(
+    device: torch.device, config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()
+) -> None:
+    """Train as one of the joined ranks. Raises the errors of `train`, and `UserError` if the GPU's memory is full."""
+    try:
+        train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"rank {read_env(os.environ).rank} has not enough memory on {device} "
+            f"({str(error).partition('. GPU')[0]}); raise memory.micro_batches, set "
+            "memory.encoder_checkpointing=whole, or find out with `--plan --gpu-gigabytes` which batch fits"
+        ) from error
 
 
 def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
-    """Call `run`. If it ends early, the first rank writes the reason into the run directory, for launch/status.py."""
+    """Call `run`, and note its end as `noting_its_end` does."""
+    with noting_its_end(config, run_dir):
+        run(config, run_dir, command=command, accepted_data=accepted_data)
+
+
+@contextlib.contextmanager
+def noting_its_end(config: RunConfig, run_dir: Path) -> Iterator[None]:
+    """If the block ends early, the first rank writes the reason into the run directory, for launch/status.py."""
     is_first = read_env(os.environ).rank == 0
     try:
-        run(config, run_dir, command=command, accepted_data=accepted_data)
+        yield
     except KeyboardInterrupt:
         if is_first:
             note_end(RunDir(run_dir), config, "stopped", _INTERRUPTED)
@@ -84,7 +109,3 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
     settings = config.engine.library_settings(global_batch_size=config.global_batch_size, num_ranks=world_size)
     if settings is not None:
         print(f"\n{config.engine.kind} gets\n{json.dumps(settings, indent=2)}")
-
-
-def default_run_dir(config: RunConfig) -> Path:
-    return Path("runs") / f"{config.name}-seed{config.seed}"

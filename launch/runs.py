@@ -13,9 +13,10 @@ import submitit
 
 from data_pipeline.core.errors import UserError, printable
 from launch.outcome import outcomes_of_job
+from launch.planned_run import PlannedRun
 from launch.slurm_client import queued_jobs
 from launch.snapshot import read_snapshot
-from launch.submission import PlannedRun, SubmissionPlan, gpus_of, submit
+from launch.submission import SubmissionPlan, gpus_of, submit
 from launch.submitted import (
     RunStatus,
     Submission,

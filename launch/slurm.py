@@ -4,6 +4,7 @@ python launch/slurm.py --nodes 4 --config viewmaker:digits --gpus-per-node 8 --p
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
 python launch/slurm.py --executor local --tasks-per-node 2 --config debug:image --wait
 python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
+python launch/slurm.py --config debug:image --sweep objective.temperature=0.1,0.5 --sweep seed=0,1,2
 
 Settings of your cluster can stand in ./slurm.yaml or ~/.config/feature-dropout/slurm.yaml (a line such as
 `partition: gpu`), or in the environment (FEATURE_DROPOUT_SLURM_PARTITION=gpu).
@@ -12,7 +13,6 @@ Settings of your cluster can stand in ./slurm.yaml or ~/.config/feature-dropout/
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command
@@ -22,12 +22,11 @@ from launch.train import run_parser
 def _parser() -> argparse.ArgumentParser:
     parser = run_parser(__doc__, "--study", metavar="studies:NAME", help="All runs of this study, as one job array.")
     add = parser.add_argument
-    add("--study-dir", type=Path, metavar="DIR", help="The directory of all runs of a study (default: runs/NAME).")
     add(
         "--at-a-time",
         type=positive,
         metavar="N",
-        help="The runs of a study that train at the same time (default: all, or 1 on this machine).",
+        help="The runs of a study or a sweep that train at the same time (default: all, or 1 on this machine).",
     )
     add("--nodes", type=positive, default=1, metavar="N", help="The nodes of each run (default: 1).")
     add(
@@ -67,7 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         help="Any other field of sbatch; KEY for one without a value.",
     )
     add("--executor", choices=("slurm", "local"), default="slurm", help="local starts the ranks on this machine.")
-    add("--dry-run", action="store_true", help="Check everything, print the batch script, and stop.")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="Check everything, print the batch script (for a sweep here: its runs), and stop.",
+    )
     add(
         "--wait",
         action="store_true",

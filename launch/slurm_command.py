@@ -12,7 +12,7 @@ import torch
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
-from launch.rank import default_run_dir
+from launch.planned_run import PlannedRun, default_run_dir, table_of_runs
 from launch.resources import (
     RequestedResources,
     ResolvedRequest,
@@ -25,11 +25,10 @@ from launch.resources import (
 from launch.runs import print_submitted, run_study_here, still_to_do, wait, wait_for_study
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
-from launch.submission import WARNING_SECONDS, PlannedRun, SubmissionPlan, dry_run, submit
+from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, submit
 from launch.submitted import queue_for, refuse_if_active
-from trainer.config import RunConfig, keep_order_version
+from launch.sweeps import check_runs, planned_sweep, refuse_replaced_data
 from trainer.provenance import command_line
-from trainer.run_dir import RunDir
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -38,7 +37,11 @@ def run(arguments: argparse.Namespace) -> None:
     plan = plan_from(arguments, request)
     runs = plan.runs
     notes: list[str] = []
-    if arguments.study is None:
+    is_one = arguments.study is None and not arguments.sweep and arguments.sweep_file is None
+    if arguments.dry_run and plan.executor == "local":
+        print(check_runs(runs, accepted_data=plan.accepted_data))
+        return
+    if is_one:
         (planned,) = runs
         refuse_if_active(planned.run_dir, queue_for([planned.run_dir]))
     else:
@@ -49,10 +52,10 @@ def run(arguments: argparse.Namespace) -> None:
     if plan.executor == "local" and plan.resources.says_nothing_of_gpus and (num_gpus := torch.cuda.device_count()):
         notes.append(f"the {num_gpus} GPU(s) of this machine stay idle; --gpus-per-node 0 says that this is meant")
     if arguments.dry_run:
-        _print_dry_run(plan, notes, request)
+        _print_dry_run(plan, notes if is_one else [*table_of_runs(runs).splitlines(), *notes], request)
         return
     print(*notes, sep="\n", end="\n" if notes else "", flush=True)
-    if arguments.study is None:
+    if is_one:
         _submit_one(plan, then_wait=arguments.wait)
         return
     if plan.runs and plan.executor == "local":
@@ -70,30 +73,30 @@ def request_from(arguments: argparse.Namespace) -> ResolvedRequest:
     return resolve_request(flags | {"sbatch": parse_fields(arguments.sbatch) if arguments.sbatch else None})
 
 
-def _planned(run_dir: RunDir, config: RunConfig) -> PlannedRun:
-    return PlannedRun(run_dir, keep_order_version(config, run_dir))
-
-
 def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> SubmissionPlan:
     """Return the plan of a submission.
 
     Raises `UserError` if flags contradict each other, or if a run could never start.
     """
-    if arguments.study is None:
+    sweep = planned_sweep(arguments)
+    if sweep is not None:
+        runs, name, home = list(sweep.runs), sweep.sweep.name, sweep.home
+        refuse_replaced_data(home, runs, accepted_data=arguments.accept_data)
+    elif arguments.study is None:
         if arguments.study_dir is not None or arguments.at_a_time is not None:
-            raise UserError("--study-dir and --at-a-time belong to --study; use --run-dir for one run")
+            raise UserError("--study-dir and --at-a-time belong to --study and --sweep; use --run-dir for one run")
         config = resolve_recipe(
             arguments.config, arguments.set, allow_pipe=arguments.allow_pipe, allow_code=arguments.allow_code
         )
         home = (arguments.run_dir or default_run_dir(config)).absolute()
-        runs, name = [_planned(RunDir(home), config)], config.name
+        runs, name = [PlannedRun.at(home, config)], config.name
     else:
         configs = resolve_study(arguments.study, arguments.set)
         if arguments.run_dir is not None:
             raise UserError("a study has a directory for each run; pass --study-dir in place of --run-dir")
         name = arguments.study.partition(":")[2]
         home = (arguments.study_dir or Path("runs") / name).absolute()
-        runs = [_planned(RunDir(home / default_run_dir(config).name), config) for config in configs]
+        runs = [PlannedRun.at(home / default_run_dir(config).name, config) for config in configs]
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted
@@ -109,7 +112,7 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
                 f"--time-minutes {resources.time_minutes} leaves no time to train, because a run is warned "
                 f"{WARNING_SECONDS} seconds before its limit; allow {WARNING_SECONDS // 60 + 1} minutes or more"
             )
-        if arguments.dry_run:
+        if arguments.dry_run and sweep is None:
             raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")
     return SubmissionPlan(
         runs=runs,

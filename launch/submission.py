@@ -22,13 +22,13 @@ from submitit.core.utils import FailedJobError
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
+from launch.planned_run import PlannedRun
 from launch.ports import free_ports
 from launch.resources import Resources
 from launch.slurm_checks import check_with_slurm
 from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refused
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
-from trainer.config import RunConfig
 from trainer.own_code import files_to_copy
 from trainer.preflight import check_data, claim
 from trainer.run_dir import LOCK_NAME, RunDir
@@ -38,14 +38,6 @@ MAX_TIMEOUTS_HERE = 5  # on this machine; submitit starts a job here six times a
 WARNING_SECONDS = 120  # between the warning signal and the time limit
 
 Executor = Literal["slurm", "local"]
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run to submit: alone, or one of a study."""
-
-    run_dir: RunDir
-    config: RunConfig
 
 
 @dataclass(frozen=True)

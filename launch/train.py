@@ -1,7 +1,8 @@
-"""Train one recipe in this process: alone, or as one rank under torchrun or srun.
+"""Train one recipe in this process: alone, or as one rank under torchrun or srun. A sweep trains one run after another.
 
 python launch/train.py --config viewmaker:digits
 torchrun --standalone --nproc-per-node 2 launch/train.py --config debug:image
+python launch/train.py --config debug:image --sweep objective.temperature=0.1,0.5 --sweep seed=0,1
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.core.arguments import positive
-from data_pipeline.core.errors import run_command
+from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.overrides import SET_HELP
 
 _MAX_GIGABYTES = 10**9
@@ -28,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = run_parser(__doc__, "--list", action="store_true", help=listing)
     add = parser.add_argument
     add("--explain", action="store_true", help="Print every setting and where it comes from, and stop.")
+    add("--dry-run", action="store_true", help="Check the runs and their data, print the runs as a table, and stop.")
     add("--plan", action="store_true", help="Print the memory and the network traffic that the run needs, and stop.")
     add("--nodes", type=positive, default=1, metavar="N", help="The nodes of the plan (default: 1).")
     add(
@@ -53,6 +55,27 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
     what.add_argument(instead_of_config, **options)
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="a.b=c", help=SET_HELP)
+    add(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="a.b=c,d",
+        help="Make a run for each of these values of a setting. May be repeated for other settings: then there is a "
+        "run for each combination. Values are as for --set; commas in brackets do not split.",
+    )
+    add(
+        "--sweep-file",
+        type=Path,
+        metavar="FILE",
+        help="Make a run for each entry of this YAML list of mappings, such as '- {objective.temperature: 0.1}'.",
+    )
+    add("--max-runs", type=positive, metavar="N", help="The most runs that a sweep may have (default: 100, then ask).")
+    add(
+        "--study-dir",
+        type=Path,
+        metavar="DIR",
+        help="The directory of all runs of a sweep or a study (default: runs/NAME, with the name of the sweep).",
+    )
     add("--allow-pipe", action="store_true", help="Execute the pipe: locations of a config file.")
     add("--allow-code", action="store_true", help="Import the code that a config file names.")
     add(
@@ -92,15 +115,21 @@ def gigabytes(text: str) -> float:
 def main() -> None:
     arguments = _parser().parse_args()
     from configs import describe_recipes, explain, resolve_recipe
-    from launch.rank import default_run_dir, print_plan, run_noting_its_end
-    from trainer.config import keep_order_version
+    from launch.planned_run import PlannedRun, default_run_dir
+    from launch.rank import print_plan, run_noting_its_end
+    from launch.sweeps import check_runs, planned_sweep, run_sweep
     from trainer.fault_tolerance.preemption import StoppedError
     from trainer.provenance import command_line
-    from trainer.run_dir import RunDir
 
     if arguments.list:
         print(describe_recipes())
         return
+    sweep = planned_sweep(arguments)
+    if sweep is not None:
+        run_sweep(sweep, arguments, command=command_line())
+        return
+    if arguments.study_dir is not None:
+        raise UserError("--study-dir belongs to --sweep; use --run-dir for one run")
     if arguments.explain:
         print(explain(arguments.config, arguments.set, allow_code=arguments.allow_code))
         return
@@ -113,10 +142,12 @@ def main() -> None:
         )
         return
     accepted = [*arguments.accept_data, *arguments.accept_code]
+    planned = PlannedRun.at(arguments.run_dir or default_run_dir(config), config)
+    if arguments.dry_run:
+        print(check_runs([planned], accepted_data=accepted))
+        return
     try:
-        run_dir = arguments.run_dir or default_run_dir(config)
-        config = keep_order_version(config, RunDir(run_dir))
-        run_noting_its_end(config, run_dir, command=command_line(), accepted_data=accepted)
+        run_noting_its_end(planned.config, planned.run_dir.path, command=command_line(), accepted_data=accepted)
     except StoppedError as stopped:
         if stopped.is_first_rank:
             print(stopped, file=sys.stderr)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
 from data_pipeline.core.schema import MAX_SEED, Schema
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     width = max(map(len, ANALYSES))
     listing = "\n".join(f"  {name:{width}}  {question}" for name, question in ANALYSES.items())
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.analyze",
+        prog=program("trainer.analyze"),
         description=__doc__,
         epilog=f"analyses:\n{listing}\n\ndocs/analyses.md explains their numbers.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

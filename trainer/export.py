@@ -26,13 +26,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import run_command
 from trainer.run_dir import ALLOW_CODE_HELP, open_run
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.export", description="Write the trained encoder of a run as one safetensors file."
+        prog=program("trainer.export"), description="Write the trained encoder of a run as one safetensors file."
     )
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="The run directory.")

@@ -32,6 +32,10 @@ from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
 
+# Settings that change no result. The watchdog's own message asks for other values; a sweep that gets another axis or
+# directory keeps its runs.
+_MAY_CHANGE = ("watchdog.", "tracking.group", "tracking.axes")
+
 
 def check_data(config: RunConfig) -> Manifests:
     """Return the manifests of all datasets, after `check_manifests`, before a submission. Writes nothing.
@@ -290,28 +294,35 @@ def _may_change_schedule(before: RunConfig, now: RunConfig, *, step: int) -> boo
     )
 
 
+def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
+    """Raise `UserError` if the run in `run_dir` has another config, in a setting that can change a result.
+
+    The weights of a mixture may change at steps that the run has not reached.
+    """
+    before = read_run_config(run_dir)
+    keys = [key for key in difference(before, config) if not key.startswith(_MAY_CHANGE)]
+    step = newest_state(run_dir).step
+    if keys == ["data.mixture_schedule"] and not _may_change_schedule(before, config, step=step):
+        raise UserError(
+            f"{run_dir.path} is at step {step}, and data.mixture_schedule differs from its config before that; "
+            "change only weights of later steps, or pass another --run-dir"
+        )
+    if keys and keys != ["data.mixture_schedule"]:
+        raise UserError(
+            f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
+            "pass another --run-dir, or remove this one"
+        )
+
+
 def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.config.is_file():
-        before = read_run_config(run_dir)
-        keys = [key for key in difference(before, config) if not key.startswith("watchdog.")]
-        step = newest_state(run_dir).step
-        if keys == ["data.mixture_schedule"] and not _may_change_schedule(before, config, step=step):
-            raise UserError(
-                f"{run_dir.path} is at step {step}, and data.mixture_schedule differs from its config before that; "
-                "change only weights of later steps, or pass another --run-dir"
-            )
-        if keys and keys != ["data.mixture_schedule"]:
-            raise UserError(
-                f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
-                "pass another --run-dir, or remove this one"
-            )
+        refuse_other_config(run_dir, config)
     elif run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
         raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another --run-dir")
     refuse_link(run_dir)
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
-    # The settings of the watchdog change no result, and its own message asks for other values.
     if not run_dir.config.is_file() or read_run_config(run_dir) != config:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return held

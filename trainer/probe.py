@@ -14,14 +14,14 @@ import argparse
 import os
 from pathlib import Path
 
-from data_pipeline.core.arguments import positive, whole
+from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import run_command
 from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.probe",
+        prog=program("trainer.probe"),
         description="Fit one linear probe and one kNN vote for each label on the features of the frozen encoder.",
     )
     add = parser.add_argument

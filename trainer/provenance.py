@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from data_pipeline.core.arguments import SCRIPT_PREFIX
 from data_pipeline.core.environment import variable
 from trainer.config import RunConfig
 from trainer.data import Manifests
@@ -109,6 +110,9 @@ def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:
 
 def command_line() -> str:
     """Return the command of this process as a user would type it."""
+    script = Path(sys.argv[0]).name
+    if script.startswith(SCRIPT_PREFIX):
+        return " ".join([script, *sys.argv[1:]])
     return " ".join(["python", *sys.orig_argv[1:]])
 
 

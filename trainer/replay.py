@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import run_command
 from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, open_run
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.replay",
+        prog=program("trainer.replay"),
         description="Repeat a skipped step, and name the origin of its first inf or nan.",
     )
     add = parser.add_argument

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import run_command
 from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, runs_of, write_atomically
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.report",
+        prog=program("trainer.report"),
         description="Write one self-contained HTML file that compares runs.",
     )
     add = parser.add_argument
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
     add("--markdown", action="store_true", help="Also write the report as Markdown, beside the page.")
+    add("--no-index", action="store_true", help="Read every file, and do not use the index of earlier reports.")
     add("--wandb", action="store_true", help="Also make the report at Weights & Biases, which needs a login.")
     return parser
 
@@ -34,8 +36,10 @@ def main() -> None:
     arguments = _parser().parse_args()
     from trainer.own_code import import_code_of
     from trainer.reports.as_markdown import as_markdown
+    from trainer.reports.overview import MOST_IN_FULL
     from trainer.reports.page import page
     from trainer.reports.published import study
+    from trainer.reports.run_index import RunIndex, default_directory
     from trainer.reports.runs import arms_of, read_runs
     from trainer.reports.study_sheet import fill
 
@@ -43,7 +47,15 @@ def main() -> None:
     if arguments.allow_code:
         import_code_of([open_run(path) for path in paths])
     chosen = None if arguments.study is None else study(arguments.study)
-    runs = read_runs(paths, probes_at=arguments.probes, allow_pipe=arguments.allow_pipe)
+    index = RunIndex(None if arguments.no_index else default_directory())
+    runs = read_runs(
+        paths,
+        probes_at=arguments.probes,
+        allow_pipe=arguments.allow_pipe,
+        make_views=len(paths) <= MOST_IN_FULL,
+        index=index,
+    )
+    index.remove_old()
     sheet = None if chosen is None else fill(chosen, runs)
     arms = arms_of(runs)
     out = arguments.out or (RunDir(runs[0].path).report if len(runs) == 1 else Path("report.html"))

@@ -1,10 +1,19 @@
-"""Types of whole numbers for the arguments of `argparse`."""
+"""Types of whole numbers for the arguments of `argparse`, and the name of a program in its help."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
+SCRIPT_PREFIX = "overlay-"  # of the scripts that setup.py installs
 _MAX_NUMBER = 10**7
+
+
+def program(module: str) -> str:
+    """Return the name of this program for its help: that of an installed script, or `python -m` with its module."""
+    name = Path(sys.argv[0]).name
+    return name if name.startswith(SCRIPT_PREFIX) else f"python -m {module}"
 
 
 def positive(text: str) -> int:

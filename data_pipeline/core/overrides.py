@@ -34,15 +34,15 @@ class Setting:
     value: Any
 
 
-def parse_setting(text: str) -> Setting:
-    """Return the setting of "a.b=c". Raises `UserError` if there is no "=" or the value is not YAML."""
+def parse_setting(text: str, *, flag: str = "--set") -> Setting:
+    """Return the setting of "a.b=c". Raises `UserError` without "=" or if the value is not YAML; it names `flag`."""
     name, separator, value = text.partition("=")
     if not separator:
-        raise UserError(f'--set {text} has no "="; write --set NAME=VALUE')
+        raise UserError(f'{flag} {text} has no "="; write {flag} NAME=VALUE')
     try:
         return Setting(f"--set {text}", tuple(part.strip() for part in name.split(".")), parse_yaml(value))
     except ValueError as error:
-        raise UserError(f'--set {text}: the value is not YAML ({error}); write e.g. --set {name}="[1, 2]"') from None
+        raise UserError(f'{flag} {text}: the value is not YAML ({error}); write e.g. {flag} {name}="[1, 2]"') from None
 
 
 def set_paths(overrides: Sequence[str]) -> set[Path]:

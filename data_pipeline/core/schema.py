@@ -46,6 +46,7 @@ InputStd = Annotated[float, Field(ge=1e-6, le=1e6)]
 Seconds = Annotated[float, Field(ge=1e-3, le=10**6)]  # up to 11 days: poll() counts milliseconds in 31 bits
 Gigabytes = Annotated[float, Field(gt=0, le=10**9)]  # 10^9 bytes; the bytes are an int64
 
+_MAX_WHOLE = 1e15  # a float that is written without an exponent
 _MAX_CHARACTERS = 4_096  # of a path on Linux
 _MAX_NAME_CHARACTERS = 100  # name and seed together name a directory (at most 255 bytes) and a group in W&B (128)
 _NAME_SYMBOLS = "._+=-"
@@ -155,6 +156,30 @@ def flatten(config: Schema) -> dict[str, Any]:
         return {name: leaf for key, inner in value.items() for name, leaf in walk(inner, f"{path}.{key}").items()}
 
     return {path.removeprefix("."): leaf for path, leaf in walk(config.model_dump(mode="json"), "").items()}
+
+
+def value_at(config: Schema, path: str) -> Any:
+    """Return a setting or a section as values of JSON, by its dotted path; None if the config has no such one."""
+    value: Any = config.model_dump(mode="json")
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def as_typed(value: Any) -> str:
+    """Return a value of JSON as a user would type it, in YAML.
+
+    Examples:
+        >>> as_typed(1.0), as_typed([0.5, None, True]), as_typed({"kind": "nt_xent"})
+        ('1', '[0.5, null, true]', '{kind: nt_xent}')
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_WHOLE:
+        return str(int(value))
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_typed(inner)}' for key, inner in value.items())}}}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def difference(a: Schema, b: Schema) -> list[str]:

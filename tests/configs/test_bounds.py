@@ -16,7 +16,7 @@ from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sections import models_at
 from launch import train as launch_train
-from launch.rank import default_run_dir
+from launch.planned_run import default_run_dir
 from launch.resources import RequestedResources, Resources
 from trainer.analyze import ANALYSES, load_analysis
 from trainer.config import RunConfig

@@ -237,7 +237,7 @@ def test_table_1_is_its_eight_recipes_with_three_seeds() -> None:
     assert len(runs) == 3 * len(names)
     for number, run in enumerate(runs):
         assert run.seed == number % 3
-        assert set(difference(run, resolve_recipe(names[number // 3]))) <= {"seed", "tracking.tags"}
+        assert set(difference(run, resolve_recipe(names[number // 3]))) <= {"seed", "tracking.tags", "tracking.group"}
     assert not [name for name in recipes() if "studies" in name], "a study is no recipe"
 
 

@@ -27,10 +27,11 @@ from launch import runs as runs_module
 from launch import status as status_module
 from launch import submitted as submitted_module
 from launch.outcome import ENDED_NAME, Ended, RankOutcome, note_end, outcome_path
+from launch.planned_run import PlannedRun
 from launch.resources import Resources
 from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait_for_study
 from launch.snapshot import Snapshot
-from launch.submission import PlannedRun, SubmissionPlan
+from launch.submission import SubmissionPlan
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import read_config

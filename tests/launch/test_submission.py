@@ -17,11 +17,12 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from launch.job import TrainJob
 from launch.outcome import outcomes_of_job
+from launch.planned_run import PlannedRun
 from launch.resources import Resources, describe_origins, describe_request, resolve_request, resources_for
 from launch.slurm import main
 from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
 from launch.slurm_client import outside_any_job, refusal_reason
-from launch.submission import PlannedRun, SubmissionPlan, _submit_here, sbatch_script
+from launch.submission import SubmissionPlan, _submit_here, sbatch_script
 from launch.submitted import Submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair

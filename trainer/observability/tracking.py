@@ -23,6 +23,7 @@ def _check_project(name: str) -> str:
 # The limits of W&B.
 Project = Annotated[Line, AfterValidator(_check_project), Field(max_length=128)]
 Tag = Annotated[Line, Field(max_length=64)]
+Group = Annotated[Line, Field(max_length=128)]
 
 
 class TrackingConfig(Schema):
@@ -30,7 +31,10 @@ class TrackingConfig(Schema):
 
     wandb: "auto" is online if the user is logged in (`wandb login`, WANDB_API_KEY), otherwise offline.
     wandb_project: the name of the W&B project.
-    tags: labels of the W&B run, such as its study. The group of the W&B run is the run's name, which seeds share.
+    tags: labels of the W&B run, such as its study.
+    group: the group of the W&B run, such as its study or sweep; None means the run's name, which seeds share.
+    axes: the settings that the sweep of this run varies, by their dotted names. --sweep sets them; reports draw over
+        them.
     tensorboard: also write RUN_DIR/tensorboard (needs the extra "tensorboard").
     pictures_every_steps: the steps between two grids of views with histograms of their changes; None means never.
     """
@@ -38,6 +42,8 @@ class TrackingConfig(Schema):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     wandb_project: Project = "feature-dropout"
     tags: Annotated[tuple[Tag, ...], Field(max_length=100)] = ()
+    group: Group | None = None
+    axes: Annotated[tuple[Line, ...], Field(max_length=100)] = ()
     tensorboard: bool = False
     pictures_every_steps: Count | None = 500
 

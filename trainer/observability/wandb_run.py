@@ -83,7 +83,7 @@ class WandbRun:
                 project=self._config.wandb_project,
                 id=self._run_dir.wandb_run_id.read_text().strip(),
                 name=self._run_dir.path.name,
-                group=self._name,
+                group=self._config.group or self._name,
                 job_type="train",
                 tags=self._config.tags,
                 config=self._all_settings,

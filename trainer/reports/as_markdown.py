@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from trainer.reports import overview
 from trainer.reports.findings import limits, verdict
-from trainer.reports.page import title_of
+from trainer.reports.page import MOST_COMPARED, title_of
 from trainer.reports.runs import Arm, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
@@ -35,7 +36,10 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     """Return the title of each section with the paragraphs, lists and tables below it."""
     runs = runs_of_arms(arms)
     found = [] if sheet is None else [("Against the paper", _study(sheet))]
-    found.append(("What was found", [markdown_text(text) for text in verdict(arms)]))
+    if overview.is_large(arms):
+        return found + _sections_of_many(arms)
+    said = overview.sentences(arms) if len(arms) > MOST_COMPARED else verdict(arms)
+    found.append(("What was found", [markdown_text(text) for text in said]))
     body = [RESULTS_CAPTION]
     for table in (table for protocol in results(arms) for table in protocol.tables):
         body += ([f"**{markdown_text(table.title)}**"] if table.title else []) + [to_markdown(_result_grid(table))]
@@ -47,6 +51,19 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     found.append(("Differences between the configs", [to_markdown(differing) if differing.rows else "None."]))
     found.append(("Where the numbers come from", [to_markdown(grid) for grid in provenance_grids(runs)]))
     return found
+
+
+def _sections_of_many(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
+    tables: list[str] = []
+    for table in overview.tables(arms):
+        tables += [f"**{markdown_text(table.title)}**"] if table.title else []
+        tables += [to_markdown(table.grid), *map(markdown_text, table.notes)]
+    return [
+        ("What was found", [markdown_text(text) for text in overview.sentences(arms)]),
+        ("Results", [RESULTS_CAPTION, *tables]),
+        ("What this is too small to show", ["\n".join(f"- {markdown_text(text)}" for text in limits(arms))]),
+        ("Where the numbers come from", [to_markdown(grid) for grid in provenance_grids(runs_of_arms(arms))]),
+    ]
 
 
 def _study(sheet: Sheet) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup, escape
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -22,7 +23,8 @@ from trainer.reports.runs import Arm, Run, labels_of, runs_of_arms
 
 # Readable on white and on near-black. If there are more arms, colours are repeated.
 COLORS = ("#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d", "#6b7f94", "#5ba3a8")
-_INK = "#010203"  # stands for the page's text colour until the SVG is written
+INK = "#010203"  # stands for the page's text colour until the SVG is written
+_GROUP = "group-"  # begins the id of a line with a group, until the id becomes a class
 
 # The metrics that are drawn if a run has them, with their titles. `metric_titles` adds those of the online probe.
 METRICS = {
@@ -40,13 +42,17 @@ def color_of(number: int) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart, dashed for the untrained encoder. `deviation` becomes a band around a mean over seeds."""
+    """A line of a chart, dashed for the untrained encoder. `deviation` becomes a band around a mean over seeds.
+
+    `group` is the class of the line in the SVG, by which a script can find it.
+    """
 
     x: Sequence[float]
     y: Sequence[float]
     color: str
     style: Literal["-", "--"] = "-"
     deviation: Sequence[float] | None = None
+    group: str = ""
 
 
 Points = Mapping[int, float]  # y by x, of one run
@@ -80,7 +86,9 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
     drawn = [
         line_chart(title, lines, x_label="training step")
         for key, title in metric_titles(runs_of_arms(arms), titles).items()
-        if (lines := [line for arm, color in colored for line in _lines([run.logged(key) for run in arm.runs], color)])
+        if (
+            lines := [line for arm, color in colored for line in lines_of([run.logged(key) for run in arm.runs], color)]
+        )
     ]
     for group in by_protocol(arms):
         drawn += _probe_charts(group, titles)
@@ -95,19 +103,19 @@ def _probe_charts(group: ProtocolArms, titles: Mapping[LabelSpace, str]) -> list
     for space in labels_of(runs_of_arms(group.arms)):
         fits: list[Line] = []
         for arm, color in colored:
-            fits += _lines([_fit(probe) for probe in arm.untrained(space)], color, style="--")
-            fits += _lines([_fit(probe) for probe in arm.trained(space)], color)
+            fits += lines_of([_fit(probe) for probe in arm.untrained(space)], color, style="--")
+            fits += lines_of([_fit(probe) for probe in arm.trained(space)], color)
         if fits:
             title = f"Linear probe of the {titles[space]}, test accuracy in %{note}"
             drawn.append(line_chart(title, fits, x_label="probe epoch"))
-        growth = [line for arm, color in colored for line in _lines([_growth(run, space) for run in arm.runs], color)]
+        growth = [line for arm, color in colored for line in lines_of([_growth(run, space) for run in arm.runs], color)]
         if growth:
             title = f"Linear probe of the {titles[space]} by checkpoint, %{note}"
             drawn.append(line_chart(title, growth, x_label="training step"))
     return drawn
 
 
-def _lines(runs: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
+def lines_of(runs: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
     """Return one line with the mean of the runs if they share most x, else a line for each run."""
     runs = [points for points in runs if points]
     if not runs:
@@ -121,37 +129,47 @@ def _lines(runs: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
     """Draw the lines in one chart. A line of more than `MAX_POINTS` points is thinned."""
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            x, y = thin(line.x, line.y)
+            marker = "o" if len(x) < 3 else ""
+            (drawn,) = axes.plot(x, y, color=line.color, linestyle=line.style, linewidth=1.6, marker=marker, alpha=0.9)
+            drawn.set_gid(_GROUP + line.group if line.group else None)
+            if line.deviation is not None:
+                deviation = np.array(thin(line.x, line.deviation)[1])
+                band = axes.fill_between(x, y - deviation, y + deviation, color=line.color, alpha=0.18, linewidth=0)
+                band.set_gid(_GROUP + line.group if line.group else None)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+
+    return chart(title, draw, x_label=x_label)
+
+
+def chart(title: str, draw: Callable[[Axes], None], *, x_label: str) -> Chart:
+    """Return a chart in the style of the page, into whose axes `draw` has drawn."""
     with mpl.rc_context(
         {"svg.hashsalt": "report", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
     ):
         figure = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = figure.add_subplot()
-        for line in lines:
-            x, y = thin(line.x, line.y)
-            marker = "o" if len(x) < 3 else ""
-            axes.plot(x, y, color=line.color, linestyle=line.style, linewidth=1.6, marker=marker, alpha=0.9)
-            if line.deviation is not None:
-                deviation = np.array(thin(line.x, line.deviation)[1])
-                axes.fill_between(x, y - deviation, y + deviation, color=line.color, alpha=0.18, linewidth=0)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-        axes.set_xlabel(x_label, color=_INK)
-        axes.tick_params(colors=_INK, length=3)
-        axes.grid(color=_INK, alpha=0.12, linewidth=0.7)
+        draw(axes)
+        axes.set_xlabel(x_label, color=INK)
+        axes.tick_params(colors=INK, length=3)
+        axes.grid(color=INK, alpha=0.12, linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set(color=_INK, alpha=0.4)
+        axes.spines[["left", "bottom"]].set(color=INK, alpha=0.4)
         axes.margins(x=0.02)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return Chart(title, _inline(file.getvalue(), title))
 
 
-def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return at most `MAX_POINTS` points: the means of consecutive groups of nearly equal size."""
-    if len(x) <= MAX_POINTS:
+def thin(x: Sequence[float], y: Sequence[float], *, most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """Return at most `most` points: the means of consecutive groups of nearly equal size."""
+    if len(x) <= most:
         return list(x), list(y)
     return tuple(  # type: ignore[return-value]  # mypy does not count the two
-        [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=np.float64), MAX_POINTS)]
-        for values in (x, y)
+        [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=np.float64), most)] for values in (x, y)
     )
 
 
@@ -171,8 +189,9 @@ def _inline(svg: str, title: str) -> Markup:
     """Return the `<svg>` element without metadata, with the size and the text colour of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(rf"<g id=\"{_GROUP}([^\"]*)\">", r'<g class="\1">', svg)
     svg = re.sub(r"<g id=\"[^\"]*\">", "<g>", svg)  # ids that nothing uses, and that two charts would share
     svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", svg, count=1)
     label = f' role="img" aria-label="{escape(title)}"'
     svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", lambda match: match[1] + label, svg, count=1)
-    return Markup(svg.replace(_INK, "currentColor").strip())
+    return Markup(svg.replace(INK, "currentColor").strip())

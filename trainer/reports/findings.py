@@ -18,6 +18,7 @@ from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
 
 Method = Literal["linear", "knn"]
 
+MOST_NAMED = 12  # configurations, in one sentence
 PUBLISHED_PICTURES, PUBLISHED_EPOCHS = 50_000, 200  # Tamkin et al. 2022, image experiments
 
 
@@ -199,6 +200,8 @@ def limits(arms: Sequence[Arm]) -> list[str]:
     single = [arm.name for arm in arms if num_seeds(arm) == 1]
     if single:
         which = "every configuration" if len(single) == len(arms) else _join(single)
+        if len(single) < len(arms) and len(single) > MOST_NAMED:
+            which = f"{len(single)} of {len(arms)} configurations"
         notes.append(
             f"One seed of {which}: how much a result varies from seed to seed is not measured, so a difference "
             "that the test pictures resolve may still be chance."

@@ -1,12 +1,14 @@
-"""The report as one HTML page without scripts, network or other files. Equal input gives equal bytes.
+"""The report as one HTML page without network or other files. Equal input gives equal bytes.
 
-`templates/` holds the words and the structure, `report.css` the style. The templates escape every text that they get,
-so a name from a config or a manifest cannot become markup.
+A page of few runs has no script. On a page of many, `report.js` filters and sorts the tables, and the page's own policy
+lets the browser run nothing else. `templates/` holds the words and the structure, `report.css` the style. The templates
+escape every text that they get, so a name from a config or a manifest cannot become markup.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +17,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from data_pipeline.core.sample import BASE, OVERLAY
+from trainer.reports import overview
 from trainer.reports.curves import charts, color_of
 from trainer.reports.findings import limits, samples_of, verdict
 from trainer.reports.protocols import by_protocol, label_titles
 from trainer.reports.runs import NO_NUMBER, Arm, Run, labels_of, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
+from trainer.reports.sweeps import sweep_sections
 from trainer.reports.tables import (
     CODE_FACTS,
     Grid,
@@ -32,11 +36,15 @@ from trainer.reports.tables import (
 )
 
 MOST_NAMES = 4  # that stand under the title; the tables have all
-STYLE = Path(__file__).with_name("report.css")
+MOST_COMPARED = 8  # configurations in a sentence each; of more, only the best is named
+MOST_COMMANDS = 10  # that fill gaps, on a page of many runs
+STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("report.css", "report.js"))
 
 
 def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     """Return the whole page. `arms` keep their order; `sheet` is the published table to compare them with."""
+    if overview.is_large(arms):
+        return _page_of_many(arms, sheet)
     runs = runs_of_arms(arms)
     labels = labels_of(runs)
     with_data = [arm for group in by_protocol(arms) for arm in group.arms]
@@ -48,13 +56,14 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
             title=title_of(arms, sheet),
             subtitle=_subtitle(arms),
             section=None if sheet is None else study_section(sheet),
-            verdict=verdict(arms),
+            verdict=overview.sentences(arms) if len(arms) > MOST_COMPARED else verdict(arms),
             contents=CONTENTS[samples_of(runs)],
             label_titles=label_titles(arms),
             has_usual_labels=not labels or not {BASE, OVERLAY}.isdisjoint(labels),
             other_labels=[label for label in labels if label not in (BASE, OVERLAY)],
             results=results(arms),
             what_probes_read=what_probes_read(runs),
+            sweeps=sweep_sections(arms),
             commands_for_missing_probes=commands_for_missing_probes(arms),
             limits=limits(arms),
             charts=charts(arms),
@@ -74,6 +83,38 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     )
 
 
+def _page_of_many(arms: Sequence[Arm], sheet: Sheet | None) -> str:
+    """Return the page of so many runs that none has a section of its own: tables to filter and sort."""
+    runs = runs_of_arms(arms)
+    script = SCRIPT.read_text()
+    tables = overview.tables(arms)
+    digest = hashlib.sha256(script.encode()).digest()
+    return (
+        _templates()
+        .get_template("overview.html")
+        .render(
+            css=Markup(STYLE.read_text()),
+            script=Markup(script),
+            script_hash=f"sha256-{base64.b64encode(digest).decode()}",
+            title=title_of(arms, sheet),
+            subtitle=_subtitle(arms),
+            section=None if sheet is None else study_section(sheet),
+            verdict=overview.sentences(arms),
+            what_probes_read=what_probes_read(runs),
+            sweeps=sweep_sections(arms),
+            tables=tables,
+            commands_for_missing_probes=commands_for_missing_probes(arms)[:MOST_COMMANDS],
+            limits=limits(arms),
+            charts=overview.charts(arms),
+            loss_notes=_loss_notes(runs),
+            views=overview.shown_views(arms, tables),
+            describe_views=describe_views,
+            provenance=provenance_grids(runs),
+            code_facts=CODE_FACTS,
+        )
+    )
+
+
 def _templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("trainer.reports"),
@@ -85,6 +126,7 @@ def _templates() -> Environment:
     )
     templates.filters["base64"] = lambda content: base64.b64encode(content).decode()
     templates.filters["unbroken"] = unbroken
+    templates.filters["last_part"] = lambda key: key.removesuffix(".kind").rpartition(".")[2]
     return templates
 
 

@@ -15,16 +15,18 @@ from data_pipeline.core.schema import flatten
 from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
 from trainer.config import RunConfig, read_run_config
-from trainer.observability.records import read_metrics, read_provenance
+from trainer.observability.records import read_provenance
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.reports.config_identity import config_identity
+from trainer.reports.run_index import RunIndex
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 logger = logging.getLogger(__name__)
 
 NO_NUMBER = "— no finite number"
+_NO_INDEX = RunIndex(None)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Run:
 
     def logged(self, key: str) -> dict[int, float]:
         """Return the values of a metric by step."""
-        return {entry["step"]: entry[key] for entry in self.metrics if isinstance(entry.get(key), int | float)}
+        return {entry["step"]: entry[key] for entry in self.metrics if key in entry}
 
     @property
     def data_key(self) -> tuple[str, str]:
@@ -144,11 +146,20 @@ class DatasetArms:
     numbers: tuple[int, ...]
 
 
-def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pipe: bool = False) -> list[Run]:
+def read_runs(
+    paths: Sequence[Path],
+    *,
+    probes_at: Path | None = None,
+    allow_pipe: bool = False,
+    make_views: bool = True,
+    index: RunIndex = _NO_INDEX,
+) -> list[Run]:
     """Read every run, and make its grid of views if that is missing and the checkpoint and the data are there.
 
     probes_at: a directory with further probe results, by the name of each run directory. They replace the run's own.
     allow_pipe: as in `read_config`.
+    make_views: whether to make missing grids of views, which takes seconds for each run.
+    index: where metrics are read that did not change since the last report.
 
     Raises `UserError` if a path is not a run directory, is named twice, or holds a damaged config or result.
     """
@@ -165,7 +176,14 @@ def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pip
         elsewhere = places_of_probes(directories, probes_at)
         places = [[other, *own] for other, own in zip(elsewhere, places, strict=True)]
     return [
-        _read_run(run_dir, config, name, probe_places=of_run, options=AnalysisOptions(allow_pipe=allow_pipe))
+        _read_run(
+            run_dir,
+            config,
+            name,
+            probe_places=of_run,
+            options=AnalysisOptions(allow_pipe=allow_pipe) if make_views else None,
+            index=index,
+        )
         for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)
     ]
 
@@ -247,9 +265,15 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _read_run(
-    run_dir: RunDir, config: RunConfig, name: str, *, probe_places: Sequence[RunDir], options: AnalysisOptions
+    run_dir: RunDir,
+    config: RunConfig,
+    name: str,
+    *,
+    probe_places: Sequence[RunDir],
+    options: AnalysisOptions | None,
+    index: RunIndex,
 ) -> Run:
-    metrics, provenance = read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
+    metrics, provenance = index.read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
     pictures, damaged = _read_pictures(run_dir)
     problems = (*metrics.problems, *provenance.problems, *damaged)
     for problem in problems:
@@ -307,12 +331,15 @@ def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[Probe
         yield result
 
 
-def _read_views(run_dir: RunDir, options: AnalysisOptions) -> Views:
+def _read_views(run_dir: RunDir, options: AnalysisOptions | None) -> Views:
+    """Return the grid of views, made now if it is missing and there are `options` for that."""
     json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
     try:
         if json_path.is_file() and png_path.is_file():
             result = ViewsResult.parse(read_object(json_path, mend=_MEND_ANALYSIS), where=str(json_path))
             return Views(_read_png(png_path), result)
+        if options is None:
+            return Views(None, None, f"made by `python -m trainer.analyze views {run_dir.path}`")
         result, png = measure_views(run_dir, options=options)
     except UserError as error:
         return Views(None, None, str(error))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
 
@@ -33,7 +34,7 @@ def load_experiment(name: str) -> Experiment[Any]:
 def _parser() -> argparse.ArgumentParser:
     names = "\n".join(f"  {name}: {title}" for name, title in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.theory",
+        prog=program("trainer.theory"),
         description="Run an experiment, judge the claims of its paper, and draw its figures.",
         epilog=f"experiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,0 +1,60 @@
+"""A run that is about to be trained or submitted, and the directory in which runs are by default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from data_pipeline.core.errors import printable
+from data_pipeline.core.schema import as_typed, value_at
+from trainer.config import RunConfig, keep_order_version
+from trainer.run_dir import RunDir, is_held
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run: alone, or one of a study or a sweep."""
+
+    run_dir: RunDir
+    config: RunConfig
+
+    @classmethod
+    def at(cls, path: Path, config: RunConfig) -> Self:
+        """Return the run in a directory; if it has begun there, with the version of the order that it began with."""
+        run_dir = RunDir(path)
+        return cls(run_dir, keep_order_version(config, run_dir))
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.path.name
+
+    @property
+    def is_finished(self) -> bool:
+        return self.run_dir.config.is_file() and "finished_step" in self.run_dir.read_provenance()
+
+    @property
+    def state(self) -> str:
+        """Return "new", "running", "finished" or the step of the newest checkpoint, without asking Slurm."""
+        if is_held(self.run_dir):
+            return "running"
+        if self.is_finished:
+            return "finished"
+        step = self.run_dir.latest_step()
+        return "new" if step is None else f"at step {step}"
+
+
+def default_run_dir(config: RunConfig) -> Path:
+    return Path("runs") / f"{config.name}-seed{config.seed}"
+
+
+def table_of_runs(runs: Sequence[PlannedRun]) -> str:
+    """Return a table with a line for each run: its directory, its state, and the settings that its sweep varies."""
+    axes = list(dict.fromkeys(axis for planned in runs for axis in planned.config.tracking.axes))
+    rows = [["run", "state", *axes]]
+    for planned in runs:
+        values = [as_typed(value_at(planned.config, axis)) for axis in axes]
+        rows.append([printable(planned.name), planned.state, *map(printable, values)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

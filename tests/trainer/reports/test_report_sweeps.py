@@ -1,0 +1,142 @@
+"""The figures of a sweep: the axes, the lines, the panels, and what is left out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.sweep import read_space, resolve_sweep
+from tests.trainer.reports.test_report import Page, make_run, report
+from trainer.reports.runs import arms_of, read_runs
+from trainer.reports.sweeps import MAX_PANELS, Axis, Point, axes_of, panels_of, sweep_sections
+
+TEMPERATURE = Axis("objective.temperature", (0.05, 0.1, 1.0))
+RATE = Axis("optimizer.learning_rate", (0.01, 0.03))
+KIND = Axis("optimizer.kind", ("sgd", "adam"))
+
+
+def make_sweep(
+    directory: Path, *sweeps: str, accuracy: Any = lambda config: 0.5, probed: bool = True, **settings: Any
+) -> list[Path]:
+    """Make the runs of a sweep, with the accuracy of each from its config."""
+    sweep = resolve_sweep("debug:image", read_space(sweeps, None, overrides=[]), group="my-sweep")
+    paths = []
+    for config in sweep.runs:
+        changed: Mapping[str, Any] = config.model_dump() | settings
+        trained = {"base": [accuracy(config)]} if probed else None
+        name = f"{config.name}-seed{config.seed}"
+        paths.append(make_run(directory / name, trained=trained, **changed))
+    return paths
+
+
+def test_the_axes_are_those_of_the_configs_and_not_of_the_names(tmp_path: Path) -> None:
+    paths = make_sweep(tmp_path, "objective.temperature=1,0.1", "seed=0,1", "num_epochs=2", "compile=false,true")
+    axes = axes_of(read_runs(paths))
+    assert axes == [Axis("objective.temperature", (0.1, 1.0)), Axis("compile", ("false", "true"))]
+    plain = make_run(tmp_path / "debug-image-temperature=0.1-seed7", trained={"base": [0.5]})
+    assert sweep_sections(arms_of(read_runs([plain]))) == []
+
+
+def test_values_that_span_more_than_a_factor_of_ten_have_a_logarithmic_axis() -> None:
+    assert TEMPERATURE.is_logarithmic
+    assert not RATE.is_logarithmic
+    assert not KIND.is_logarithmic
+    assert not Axis("x", (0.0, 1.0, 100.0)).is_logarithmic
+    assert not Axis("x", (-1.0, 100.0)).is_logarithmic
+
+
+def points(axes: Sequence[Axis], seeds: int = 1) -> list[Point]:
+    from itertools import product
+
+    return [
+        Point(dict(zip((axis.key for axis in axes), values, strict=True)), 10.0 * seed + len(values))
+        for values in product(*(axis.values for axis in axes))
+        for seed in range(seeds)
+    ]
+
+
+def test_one_axis_is_one_line_over_its_values_with_all_seeds() -> None:
+    (panel,) = panels_of(points([TEMPERATURE], seeds=3), TEMPERATURE, [])
+    assert panel.lines == (("", {value: [1.0, 11.0, 21.0] for value in TEMPERATURE.values}),)
+    assert panel.limits[0] < 1 < 21 < panel.limits[1]
+
+
+def test_a_second_axis_is_a_line_for_each_value_and_a_third_a_panel_for_each() -> None:
+    (panel,) = panels_of(points([TEMPERATURE, RATE]), TEMPERATURE, [RATE])
+    assert (panel.legend, [name for name, _ in panel.lines]) == ("learning_rate", ["0.01", "0.03"])
+    found = panels_of(points([TEMPERATURE, RATE, KIND]), RATE, [TEMPERATURE, KIND])
+    assert [(panel.title, panel.legend) for panel in found] == [
+        ("temperature=0.05", "optimizer"),
+        ("temperature=0.1", "optimizer"),
+        ("temperature=1", "optimizer"),
+    ]
+    assert len({panel.limits for panel in found}) == 1
+
+
+def test_the_points_of_a_random_search_are_not_joined() -> None:
+    random = Axis("optimizer.learning_rate", tuple(0.01 * number for number in range(1, 20)))
+    (panel,) = panels_of(points([TEMPERATURE, random]), TEMPERATURE, [random])
+    assert not panel.is_joined
+    assert len(panel.lines) == 3 * 19
+    assert all(len(at) == 1 for _, at in panel.lines)
+
+
+def test_the_page_shows_a_figure_of_each_label_over_each_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = make_sweep(
+        tmp_path,
+        *("objective.temperature=0.05,0.1,1", "optimizer.learning_rate=0.01,0.03", "seed=0,1"),
+        accuracy=lambda config: 0.3 + config.objective.temperature / 10 + config.seed / 50,
+    )
+    html = report(monkeypatch, tmp_path / "out.html", *paths)
+    assert html.count("<h2>Over the settings of the sweep</h2>") == 1
+    assert "Linear probe of the base label, test accuracy in %, by temperature</figcaption>" in html
+    assert "Linear probe of the base label, test accuracy in %, by learning_rate</figcaption>" in html
+    assert ">objective.temperature<" in html  # the label of the axis
+    assert Page(html).tags.count("script") == 0
+    assert report(monkeypatch, tmp_path / "again.html", *paths) == html
+
+
+def test_without_probes_the_last_logged_values_are_drawn(tmp_path: Path) -> None:
+    paths = make_sweep(tmp_path, "objective.temperature=0.1,1", probed=False)
+    (section,) = sweep_sections(arms_of(read_runs(paths)))
+    assert section.title == "my-sweep"
+    assert [chart.title for chart in section.charts] == ["Encoder loss, at the last logged step, by temperature"]
+
+
+def test_what_has_no_value_is_counted_and_too_many_panels_are_left_out(tmp_path: Path) -> None:
+    paths = make_sweep(tmp_path, "objective.temperature=0.1,0.2,0.5", accuracy=lambda config: 0.4)
+    for path in (paths[0] / "probes").glob("step_00000011/*.json"):
+        path.unlink()
+    (section,) = sweep_sections(arms_of(read_runs(paths)))
+    assert section.notes == (
+        "Linear probe of the base label, test accuracy in %: 1 of 3 runs have no value, and are left out.",
+    )
+    axes = [TEMPERATURE, *(Axis(f"x{number}", (1.0, 2.0, 3.0)) for number in range(4))]
+    assert len(panels_of(points(axes), TEMPERATURE, axes[1:])) == 27 > MAX_PANELS
+
+
+def test_two_datasets_are_never_in_one_figure(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = make_sweep(tmp_path / "a", "objective.temperature=0.1,1")
+    second = make_sweep(tmp_path / "b", "objective.temperature=0.1,1")
+    for path in second:
+        for result in path.rglob("probes/*/*.json"):
+            result.write_text(result.read_text().replace("a" * 64, "c" * 64))
+    found = sweep_sections(arms_of(read_runs([*first, *second])))
+    assert len(found) == 2
+    assert all("my-sweep · " in section.title for section in found)
+
+
+def test_the_command_takes_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.report import main
+
+    (tmp_path / "study").mkdir()
+    make_sweep(tmp_path / "study", "objective.temperature=0.1,1", "seed=0,1")
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "study"), "--out", str(tmp_path / "r.html")])
+    main()
+    assert "Over the settings of the sweep" in (tmp_path / "r.html").read_text()

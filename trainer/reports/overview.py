@@ -1,0 +1,236 @@
+"""The report of many runs: one table for each dataset to filter and sort, and sentences that fit hundreds of runs.
+
+A row is a configuration: runs that differ only in their seed. Settings that differ are columns. All accuracies are
+those of the probe protocol of most runs, so no table mixes two. Guarantees: no step takes time that grows with the
+square of the number of runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from data_pipeline.core.schema import as_typed
+from data_pipeline.core.sections import KIND
+from trainer.probes.features import LabelSpace
+from trainer.probes.result import ProbeResult
+from trainer.reports.curves import Chart, Line, color_of, line_chart, lines_of, metric_titles, thin
+from trainer.reports.findings import Score, outcome, score
+from trainer.reports.protocols import by_protocol, label_titles
+from trainer.reports.runs import (
+    Arm,
+    DatasetArms,
+    Difference,
+    Run,
+    config_differences,
+    datasets_of,
+    labels_of,
+    runs_of_arms,
+)
+from trainer.reports.tables import Grid
+
+MOST_IN_FULL: Final = 40  # runs; a report of more has this form
+MAX_SETTINGS: Final = 10  # columns of settings; those of a sweep come first
+MAX_VIEWS: Final = 6  # configurations whose views are shown
+_POINTS_OF_CHART: Final = 12_000
+_FEWEST_POINTS: Final = 24  # of a line
+_NO_COLUMN: Final = ("name", "seed", "tracking")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell: its text (None means "not measured"), and the number or text by which a column is sorted."""
+
+    text: str | None
+    key: float | str | None = None
+
+
+@dataclass(frozen=True)
+class OverviewRow:
+    """A configuration. `number` is that of its lines in the charts, and `path` the directory of its first run."""
+
+    number: int
+    name: str
+    color: str
+    path: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class OverviewTable:
+    """The configurations on one dataset. `notes` say what the table leaves out."""
+
+    title: str
+    settings: tuple[str, ...]
+    measures: tuple[str, ...]
+    rows: tuple[OverviewRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def grid(self) -> Grid:
+        """Return the table as text."""
+        rows = [[row.name, *(cell.text for cell in row.cells)] for row in self.rows]
+        return Grid(["configuration", *self.settings, *self.measures], rows)
+
+
+def tables(arms: Sequence[Arm]) -> list[OverviewTable]:
+    """Return one table for each dataset, the configurations with the best linear probe of the first label on top."""
+    group = by_protocol(arms)[0]
+    titles = label_titles(arms)
+    datasets = datasets_of(group.arms)
+    return [_table(dataset, titles, is_only=len(datasets) == 1) for dataset in datasets]
+
+
+def _measured(arms: Sequence[Arm]) -> list[LabelSpace]:
+    return [space for space in labels_of(runs_of_arms(arms)) if any(arm.trained(space) for arm in arms)]
+
+
+def _table(dataset: DatasetArms, titles: Mapping[LabelSpace, str], *, is_only: bool) -> OverviewTable:
+    arms = dataset.arms
+    spaces = _measured(arms)
+    settings, left_out = _settings(arms)
+    measures = [f"{titles[space]}, {method}" for space in spaces for method in ("linear", "kNN")]
+    rows = []
+    for number, arm, index in zip(dataset.numbers, arms, range(len(arms)), strict=True):
+        results = [cell for space in spaces for cell in _result_cells(arm, space)]
+        cells = [*(_setting_cell(row, index) for row in settings), *results, *_progress(arm.runs)]
+        rows.append(OverviewRow(number, arm.name, color_of(number), str(arm.runs[0].path), tuple(cells)))
+    first = len(settings)
+    if spaces:
+        rows.sort(key=lambda row: -_number(row.cells[first].key))
+    notes = [f"Settings that differ too, and have no column: {', '.join(left_out)}."] if left_out else []
+    return OverviewTable(
+        "" if is_only else dataset.name,
+        tuple(row.key for row in settings),
+        (*measures, "last loss", "step", "samples a second", "runs"),
+        tuple(rows),
+        tuple(notes),
+    )
+
+
+def _number(key: float | str | None) -> float:
+    return key if isinstance(key, float) else float("-inf")
+
+
+def _settings(arms: Sequence[Arm]) -> tuple[list[Difference], list[str]]:
+    """Return the settings that become columns, those of sweeps first, and the names of those that do not."""
+    axes = {axis for arm in arms for run in arm.runs for axis in run.config.tracking.axes}
+    differing = [row for row in config_differences(arms) if row.key.partition(".")[0] not in _NO_COLUMN]
+    differing.sort(key=lambda row: not any(axis == row.key or axis.startswith(f"{row.key}.") for axis in axes))
+    return differing[:MAX_SETTINGS], [row.key for row in differing[MAX_SETTINGS:]]
+
+
+def _setting_cell(row: Difference, index: int) -> Cell:
+    values = row.values[index]
+    if not values:
+        return Cell("–", "")
+    if "" in values:
+        distinct = values[""]
+        only: Any = distinct[0] if len(distinct) == 1 else None
+        is_number = isinstance(only, int | float) and not isinstance(only, bool)
+        text = " / ".join(map(as_typed, distinct))
+        return Cell(text, float(only) if is_number else text)
+    # A section of which the kinds have other settings: the kind, and what differs is in the config of the run.
+    kind = " / ".join(map(as_typed, values.get(KIND, ["…"])))
+    return Cell(kind, kind)
+
+
+def _result_cells(arm: Arm, space: LabelSpace) -> list[Cell]:
+    probes = arm.trained(space)
+    scores = [score(probes, "linear"), score(probes, "knn")]
+    return [Cell(None) if one is None else Cell(str(one), one.mean) for one in scores]
+
+
+def _progress(runs: Sequence[Run]) -> list[Cell]:
+    """Return the last loss, the last step, the speed (medians over the seeds), and the number of runs."""
+    losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
+    steps = [float(run.metrics[-1]["step"]) for run in runs if run.metrics]
+    speeds = [value for run in runs for value in run.logged("perf/samples_per_second").values()]
+    finished = all("finished_step" in run.provenance for run in runs)
+    step = None if not steps else f"{min(steps):.0f}{'' if finished else ' …'}"
+    return [
+        Cell(None) if not losses else Cell(f"{statistics.fmean(losses):.4g}", statistics.fmean(losses)),
+        Cell(step, min(steps, default=None)),
+        Cell(None) if not speeds else Cell(f"{statistics.median(speeds):,.0f}", statistics.median(speeds)),
+        Cell(str(len(runs)), float(len(runs))),
+    ]
+
+
+def sentences(arms: Sequence[Arm]) -> list[str]:
+    """Return for each dataset and label: the best configuration, how many cannot be told from it, and the baseline."""
+    group = by_protocol(arms)[0]
+    titles = label_titles(arms)
+    datasets = datasets_of(group.arms)
+    found = []
+    if group.title:
+        found.append(f"Accuracies are of a {group.title}.")
+    for dataset in datasets:
+        where = f"{dataset.name}: on" if len(datasets) > 1 else "On"
+        spaces = _measured(dataset.arms)
+        if not spaces:
+            what = f"{dataset.name}: no" if len(datasets) > 1 else "No"
+            found.append(f"{what} trained encoder has been probed yet, so none is compared.")
+        found += [f"{where} the {titles[space]}, {_best(dataset.arms, space)}" for space in spaces]
+    return found
+
+
+def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
+    scores = [(one, arm) for arm in arms if (one := score(arm.trained(space), "linear"))]
+    best, best_arm = max(scores, key=lambda pair: pair[0].mean)
+    rivals = sum(outcome(best, one) == "unresolved" for one, arm in scores if arm is not best_arm)
+    text = f"the best of {len(scores)} configurations is {best_arm.name} with {best} %"
+    text += f"; {rivals} cannot be told apart from it" if rivals else "; every other is below it"
+    baselines = _baselines(arms, space)
+    known = [(one, base) for one, arm in scores if (base := baselines.get(_encoder(arm)))]
+    if known:
+        above = sum(outcome(one, base) == "above" for one, base in known)
+        text += f", and {above} of {len(known)} are above their untrained encoder"
+    return f"{text}."
+
+
+def _baselines(arms: Sequence[Arm], space: LabelSpace) -> dict[str, Score]:
+    """Return the score of the untrained encoder by its config; the first that was measured counts."""
+    probes: dict[str, list[ProbeResult]] = {}
+    for arm in arms:
+        if untrained := arm.untrained(space):
+            probes.setdefault(_encoder(arm), untrained)
+    return {encoder: one for encoder, of_encoder in probes.items() if (one := score(of_encoder, "linear"))}
+
+
+def _encoder(arm: Arm) -> str:
+    return arm.runs[0].config.encoder.model_dump_json()
+
+
+def charts(arms: Sequence[Arm]) -> list[Chart]:
+    """Draw the training metrics. The lines of configuration N are in the group "armN", by which the page hides them."""
+    titles = label_titles(arms)
+    most = max(_FEWEST_POINTS, _POINTS_OF_CHART // len(arms))
+    drawn = []
+    for key, title in metric_titles(runs_of_arms(arms), titles).items():
+        lines = [
+            _thinned(line, group=f"arm{number}", most=most)
+            for number, arm in enumerate(arms)
+            for line in lines_of([run.logged(key) for run in arm.runs], color_of(number))
+        ]
+        if lines:
+            drawn.append(line_chart(title, lines, x_label="training step"))
+    return drawn
+
+
+def _thinned(line: Line, *, group: str, most: int) -> Line:
+    """Return a line of fewer points without its band, which hundreds of lines would hide."""
+    x, y = thin(line.x, line.y, most=most)
+    return replace(line, x=x, y=y, deviation=None, group=group)
+
+
+def shown_views(arms: Sequence[Arm], of: Sequence[OverviewTable]) -> list[Run]:
+    """Return the first runs of the best configurations of each table that have a grid of views."""
+    found = [arms[row.number].runs[0] for table in of for row in table.rows]
+    return [run for run in found if run.views.png is not None][:MAX_VIEWS]
+
+
+def is_large(arms: Sequence[Arm]) -> bool:
+    """Tell whether a report has so many runs that it takes this form."""
+    return len(runs_of_arms(arms)) > MOST_IN_FULL

@@ -1,0 +1,286 @@
+"""Draw the results of sweeps: a metric over each axis, with a line for each value of another axis.
+
+The axes of a sweep are in the config of each of its runs (`tracking.axes`), so nothing is guessed from names. Runs that
+differ in their seed alone are one point: their mean, with a band of ± their sample standard deviation, as in the other
+charts. Runs on several datasets, or probed in several ways, are never in one figure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
+from data_pipeline.core.schema import as_typed, value_at
+from data_pipeline.core.sections import KIND
+from trainer.config import RunConfig
+from trainer.reports.curves import COLORS, INK, Chart, chart, color_of, metric_titles
+from trainer.reports.protocols import by_protocol, label_titles
+from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
+
+MAX_LINES: Final = 12  # of one panel; with more values of another axis, as in a random search, points have no lines
+MAX_PANELS: Final = 12  # of one metric over one axis
+_LOG_RATIO: Final = 10.0  # values that span more than this have a logarithmic axis
+_SEED: Final = "seed"
+
+Value = float | str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting that a sweep varies: its dotted name, and its values in the runs, ascending or as they came."""
+
+    key: str
+    values: tuple[Value, ...]
+
+    @property
+    def title(self) -> str:
+        """Return the last part of the dotted name that says something."""
+        return self.key.removesuffix(f".{KIND}").rpartition(".")[2]
+
+    @property
+    def is_numeric(self) -> bool:
+        return all(isinstance(value, float) for value in self.values)
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Tell whether all values are positive numbers, the largest more than ten times the least."""
+        numbers = [value for value in self.values if isinstance(value, float)]
+        return self.is_numeric and min(numbers) > 0 and max(numbers) / min(numbers) > _LOG_RATIO
+
+
+@dataclass(frozen=True)
+class SweepSection:
+    """The figures of one sweep on one dataset. `notes` say what they leave out."""
+
+    title: str
+    charts: tuple[Chart, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of a sweep: its value on each axis, and its value of the metric."""
+
+    at: Mapping[str, Value]
+    y: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A small figure: a metric over `axis`. `lines` has a title and points (x, the values of all seeds) for each line.
+
+    Without `is_joined`, each line is one point of a cloud. `limits` are the y limits that all panels of a metric share.
+    """
+
+    title: str
+    axis: Axis
+    legend: str
+    lines: tuple[tuple[str, Mapping[Value, Sequence[float]]], ...]
+    is_joined: bool
+    limits: tuple[float, float]
+
+
+def sweep_sections(arms: Sequence[Arm]) -> list[SweepSection]:
+    """Return the figures of each sweep, with the probe protocol of most runs; none for runs that belong to no sweep."""
+    group = by_protocol(arms)[0]
+    titles = label_titles(arms)
+    sections = []
+    datasets = datasets_of(group.arms)
+    for dataset in datasets:
+        by_sweep: dict[tuple[str, frozenset[str]], list[Run]] = {}
+        for run in runs_of_arms(dataset.arms):
+            tracking = run.config.tracking
+            if tracking.axes:
+                by_sweep.setdefault((tracking.group or "", frozenset(tracking.axes)), []).append(run)
+        for (name, _), runs in by_sweep.items():
+            axes = axes_of(runs)
+            parts = (name or "sweep", dataset.name if len(datasets) > 1 else "", group.title)
+            if axes:
+                sections.append(_section(" · ".join(filter(None, parts)), runs, axes, _metrics(runs, titles)))
+    return sections
+
+
+def axes_of(runs: Sequence[Run]) -> list[Axis]:
+    """Return the axes that have two values or more in these runs, without the seed."""
+    keys = dict.fromkeys(key for run in runs for key in run.config.tracking.axes if key != _SEED)
+    axes = []
+    for key in keys:
+        values = list(dict.fromkeys(value_of(run.config, key) for run in runs))
+        if len(values) > 1:
+            numeric = all(isinstance(value, float) for value in values)
+            axes.append(Axis(key, tuple(sorted(values) if numeric else values)))
+    return axes
+
+
+def value_of(config: RunConfig, key: str) -> Value:
+    """Return the value of a setting: a number as a float, anything else as a user would type it."""
+    value: Any = value_at(config, key)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return as_typed(value)
+
+
+Metric = Callable[[Run], float | None]
+
+
+def _metrics(runs: Sequence[Run], titles: Mapping[Any, str]) -> dict[str, Metric]:
+    """Return the metrics to draw, by title: the linear probe of each label; without probes, the last logged values."""
+
+    def probed(space: Any) -> Metric:
+        def accuracy(run: Run) -> float | None:
+            result = run.final_probe(space)
+            return None if result is None else 100 * result.linear.accuracy
+
+        return accuracy
+
+    def logged(key: str) -> Metric:
+        def last(run: Run) -> float | None:
+            values = run.logged(key)
+            return values[max(values)] if values else None
+
+        return last
+
+    labels = labels_of(runs)
+    found = {f"Linear probe of the {titles[space]}, test accuracy in %": probed(space) for space in labels}
+    measured = {title: metric for title, metric in found.items() if any(metric(run) is not None for run in runs)}
+    if measured:
+        return measured
+    names = metric_titles(runs, titles)
+    online = [key for key in names if key.startswith("probe/")]
+    keys = [key for key in online if any(run.logged(key) for run in runs)] or ["train/loss"]
+    return {f"{names[key]}, at the last logged step": logged(key) for key in keys}
+
+
+def _section(title: str, runs: Sequence[Run], axes: Sequence[Axis], metrics: Mapping[str, Metric]) -> SweepSection:
+    charts: list[Chart] = []
+    notes: list[str] = []
+    for metric_name, metric in metrics.items():
+        points = [
+            Point({axis.key: value_of(run.config, axis.key) for axis in axes}, y)
+            for run in runs
+            if (y := metric(run)) is not None and math.isfinite(y)
+        ]
+        if missing := len(runs) - len(points):
+            notes.append(f"{metric_name}: {missing} of {len(runs)} runs have no value, and are left out.")
+        if not points:
+            continue
+        for axis in axes:
+            panels = panels_of(points, axis, [other for other in axes if other is not axis])
+            if len(panels) > MAX_PANELS:
+                left_out = len(panels) - MAX_PANELS
+                notes.append(f"{metric_name} by {axis.title}: {left_out} of {len(panels)} panels are left out.")
+            charts += [_draw(panel, metric_name) for panel in panels[:MAX_PANELS]]
+    return SweepSection(title, tuple(charts), tuple(dict.fromkeys(notes)))
+
+
+def panels_of(points: Sequence[Point], axis: Axis, others: Sequence[Axis]) -> list[Panel]:
+    """Return the small figures of a metric over one axis.
+
+    The other axis with the fewest values becomes the lines, and each combination of the rest a panel. If an axis has
+    more than `MAX_LINES` values, as in a random search, all configurations are points in one panel.
+    """
+    ys = [point.y for point in points]
+    margin = 0.06 * (max(ys) - min(ys)) or 0.5
+    limits = (min(ys) - margin, max(ys) + margin)
+    if any(len(other.values) > MAX_LINES for other in others):
+        alone: dict[tuple[Value, ...], list[Point]] = {}
+        for point in points:
+            alone.setdefault(tuple(point.at.values()), []).append(point)
+        cloud = tuple(("", _by_x(seeds, axis)) for seeds in alone.values())
+        return [Panel("", axis, "", cloud, is_joined=False, limits=limits)]
+    by_size = sorted(others, key=lambda other: len(other.values))
+    lines_axis, rest = (by_size[0] if by_size else None), by_size[1:]
+    panels = []
+    for fixed in itertools.product(*(other.values for other in rest)):
+        chosen = dict(zip((other.key for other in rest), fixed, strict=True))
+        inside = [point for point in points if all(point.at[key] == value for key, value in chosen.items())]
+        if lines_axis is None:
+            lines = [("", _by_x(inside, axis))]
+        else:
+            lines = [
+                (_shown(value), _by_x([point for point in inside if point.at[lines_axis.key] == value], axis))
+                for value in lines_axis.values
+            ]
+        if inside:
+            title = ", ".join(f"{other.title}={_shown(value)}" for other, value in zip(rest, fixed, strict=True))
+            panels.append(Panel(title, axis, lines_axis.title if lines_axis else "", tuple(lines), True, limits))
+    return panels
+
+
+def _by_x(points: Sequence[Point], axis: Axis) -> dict[Value, list[float]]:
+    found: dict[Value, list[float]] = {}
+    for value in axis.values:
+        ys = [point.y for point in points if point.at[axis.key] == value]
+        if ys:
+            found[value] = ys
+    return found
+
+
+def _shown(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(int(value) if value.is_integer() else value)
+
+
+def _draw(panel: Panel, metric: str) -> Chart:
+    axis = panel.axis
+    place: dict[Value, float] = {
+        value: value if isinstance(value, float) and axis.is_numeric else float(number)
+        for number, value in enumerate(axis.values)
+    }
+
+    def draw(axes: Axes) -> None:
+        colors = _colors(len(panel.lines) if panel.is_joined else 1)
+        for number, (name, at) in enumerate(panel.lines):
+            color = colors[number % len(colors)]
+            x = [place[value] for value in at]
+            mean = np.array([statistics.fmean(ys) for ys in at.values()])
+            if panel.is_joined:
+                axes.plot(x, mean, color=color, linewidth=1.6, marker="o", markersize=3.5, alpha=0.9, label=name)
+            else:
+                axes.plot(x, mean, color=color, linestyle="", marker="o", markersize=4, alpha=0.7)
+            deviation = np.array([statistics.stdev(ys) if len(ys) > 1 else 0.0 for ys in at.values()])
+            if deviation.any() and panel.is_joined:
+                axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.18, linewidth=0)
+        if axis.is_logarithmic:
+            axes.set_xscale("log")
+            axes.tick_params(which="minor", color=INK, labelcolor=INK)
+        elif not axis.is_numeric:
+            axes.set_xticks(range(len(axis.values)), [_short(value) for value in axis.values])
+        axes.set_ylim(*panel.limits)
+        if panel.legend:
+            legend = axes.legend(
+                title=panel.legend,
+                frameon=False,
+                labelcolor=INK,
+                fontsize=7.5,
+                title_fontsize=7.5,
+                loc="center left",
+                bbox_to_anchor=(1.0, 0.5),
+                handlelength=1.2,
+                labelspacing=0.25,
+            )
+            legend.get_title().set_color(INK)
+
+    title = f"{metric}, by {axis.title}" + (f"; {panel.title}" if panel.title else "")
+    return chart(title, draw, x_label=axis.key)
+
+
+def _colors(num: int) -> list[str]:
+    """Return the colours of so many lines: those of the report, or steps of one scale if they do not suffice."""
+    if num <= len(COLORS):
+        return [color_of(number) for number in range(num)]
+    return [to_hex(colormaps["plasma"](0.2 + 0.65 * number / (num - 1))) for number in range(num)]
+
+
+def _short(value: Value) -> str:
+    text = _shown(value)
+    return text if len(text) <= 18 else f"…{text[-17:]}"
