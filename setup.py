@@ -9,6 +9,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["configs*", "data_pipeline*", "launch*", "trainer*"]),
     package_data={
+        "": ["py.typed"],  # the types are for users too (PEP 561)
         "data_pipeline": ["overlays/assets/*"],
         "trainer": ["reports/report.css", "reports/report.js", "reports/templates/*.html", "theory/*/claims.yaml"],
     },
@@ -51,12 +52,19 @@ setup(
         "test": [
             "deepspeed==0.19.8",
             "hypothesis>=6.100",
+            "ipykernel>=6.29",
             "librosa>=0.10.2",
             "lightly",
             "moto[server]>=5.1",
+            "nbclient>=0.10",
+            "onnx>=1.17",
+            "onnxruntime>=1.20",
+            "onnxscript>=0.5",
             "pytest>=9",
             "pytest-xdist",
+            "pytorch-lightning>=2.4",
             "s3fs>=2024.6",
+            "setuptools>=70.1,<82",  # 70.1 and newer build wheels by themselves; torch excludes 82
             "tensorboard>=2.16",
             "timm>=1.0",
             "umap-learn>=0.5.7",
@@ -64,6 +72,7 @@ setup(
         ],
         "benchmarks": ["lightly", "librosa>=0.10.2", "open_clip_torch", "soxr"],
         "deepspeed": ["deepspeed==0.19.8"],
+        "onnx": ["onnx>=1.17", "onnxscript>=0.5"],
         "s3": ["s3fs>=2024.6"],
         "reports": ["wandb-workspaces>=0.4.13"],
         "tensorboard": ["tensorboard>=2.16"],

@@ -9,3 +9,5 @@ draw is derived from (seed, purpose, index).
 
     source -> overlay -> shard -> stream -> batch
 """
+
+__all__: list[str] = []

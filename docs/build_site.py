@@ -1,4 +1,4 @@
-"""Add to the site what docs/ does not hold: the README, the changelog, the API reference and the table of rooms.
+"""Add to the site what docs/ does not hold as a page: README, changelog, notebooks, API reference, table of rooms.
 
 mkdocs calls the functions `on_...` while it builds (`.mkdocs.yml`). The API reference has a page for each package, with
 every public module and class. It is written from the files that are there, so no page names a module that was moved.
@@ -7,6 +7,8 @@ every public module and class. It is written from the files that are there, so n
 from __future__ import annotations
 
 import ast
+import base64
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("data_pipeline", "trainer", "configs", "launch")
+NOTEBOOKS = tuple(sorted((ROOT / "docs").glob("*.ipynb")))
 ROOMS_MARKER = re.compile(r"<!-- rooms:.*?-->")
 
 
@@ -43,7 +46,8 @@ def rooms() -> list[Room]:
             name = ".".join(init.parent.relative_to(ROOT).parts)
             modules = tuple(f"{name}.{path.stem}" for path in files if not path.stem.startswith("_"))
             num_lines = sum(len(path.read_text().splitlines()) for path in [init, *files])
-            found.append(Room(name, _first_sentence(init), modules, num_lines, "__all__" in init.read_text()))
+            reexports = "__all__" in init.read_text() and not re.search("^class ", init.read_text(), re.MULTILINE)
+            found.append(Room(name, _first_sentence(init), modules, num_lines, reexports))
     return found
 
 
@@ -58,7 +62,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not files in docs/."""
     readme = (ROOT / "README.md").read_text().replace("](docs/", "](").replace("](CHANGELOG.md", "](changelog.md")
     changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
-    generated = {"index.md": readme, "changelog.md": changelog}
+    generated: dict[str, str | bytes] = {"index.md": readme, "changelog.md": changelog}
+    for path in NOTEBOOKS:
+        generated |= _notebook(path)
     generated["api/index.md"] = "# API reference\n\n" + _table_of_rooms(link=True)
     for room in rooms():
         members = "    options: {members: false}\n" if room.reexports else ""  # they stand where they are defined
@@ -72,7 +78,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to the README at the home page, and put the table of rooms where a page asks for it."""
     markdown = markdown.replace("](../README.md", "](index.md").replace("](../CHANGELOG.md", "](changelog.md")
+    for path in NOTEBOOKS:
+        markdown = markdown.replace(f"]({path.name}", f"]({path.stem}.md")
     return ROOMS_MARKER.sub(lambda _: _table_of_rooms(link=False), markdown)
+
+
+def _notebook(path: Path) -> dict[str, str | bytes]:
+    """Return the page of a notebook with the outputs that it holds, and its pictures, by file name."""
+    parts: list[str] = []
+    pictures: dict[str, str | bytes] = {}
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                name = f"{path.stem}-{len(pictures) + 1}.png"
+                pictures[name] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![output of the cell above]({name})")
+            elif text := "".join(data["text/plain"]).rstrip():
+                parts.append(f"```text\n{text}\n```")
+    return {f"{path.stem}.md": "\n\n".join(parts) + "\n", **pictures}
 
 
 def _table_of_rooms(*, link: bool) -> str:

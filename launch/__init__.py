@@ -3,3 +3,5 @@
 A launcher takes the name of a recipe and calls `trainer.train.train` once in every rank. No other package imports
 launch. Invariant: no launcher changes the result of a run.
 """
+
+__all__: list[str] = []

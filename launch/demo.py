@@ -24,7 +24,7 @@ def stages() -> list[tuple[str, list[str]]]:
     """Return the title and the command of each stage."""
     python = [sys.executable]
     build = [*python, "-m", "data_pipeline", "build", "procedural_digits", "--overlay", "online"]
-    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"]
+    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train"]
     data = DIRECTORY / "data"
     return [
         ("draw the training pictures", [*build, "--out", str(data / "train"), "--limit", "5000"]),

@@ -157,7 +157,7 @@ def test_the_readme_leads_to_every_page() -> None:
 def test_every_option_of_every_command_is_in_its_help() -> None:
     assert len(commands()) > 60
     for command in commands():
-        if command.program.startswith("benchmarks."):
+        if command.program.startswith(("benchmarks.", "tests.")):
             text = (REPOSITORY / f"{command.program.replace('.', '/')}.py").read_text()
         elif command.program.startswith("tests/"):
             text = (REPOSITORY / command.program).read_text()

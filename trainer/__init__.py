@@ -7,3 +7,38 @@ restart read only this directory. Invariant: results do not depend on the number
 
     batch -> views -> encoder -> objective -> engine -> checkpoint -> probe -> report
 """
+
+from typing import TYPE_CHECKING
+
+from data_pipeline.core.public_names import imported_when_used
+
+if TYPE_CHECKING:
+    from trainer.adversary import reverse_gradient
+    from trainer.encoder_export import export_onnx, save_encoder, save_pretrained
+    from trainer.pretrained import load_encoder
+    from trainer.published_models import load_published, to_timm, to_torchvision
+else:
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "export_onnx": "trainer.encoder_export",
+            "load_encoder": "trainer.pretrained",
+            "load_published": "trainer.published_models",
+            "reverse_gradient": "trainer.adversary",
+            "save_encoder": "trainer.encoder_export",
+            "save_pretrained": "trainer.encoder_export",
+            "to_timm": "trainer.published_models",
+            "to_torchvision": "trainer.published_models",
+        },
+    )
+
+__all__ = [
+    "export_onnx",
+    "load_encoder",
+    "load_published",
+    "reverse_gradient",
+    "save_encoder",
+    "save_pretrained",
+    "to_timm",
+    "to_torchvision",
+]

@@ -2,7 +2,7 @@
 
 An export is one safetensors file, written by `python -m trainer.export`: the trunk's weights, by the names of its
 library, and a header that says how to build the trunk. It holds data only, so loading a stranger's file runs no code of
-theirs.
+theirs. A directory in the layout of the Hugging Face Hub holds the same file as model.safetensors.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from trainer.run_dir import RunDir, open_run
 
 EXPORT_SUFFIX = ".safetensors"
 HEADER_KEY = "encoder_export"
+HUB_WEIGHTS = "model.safetensors"  # the name that the Hub expects
 
 
 class ExportHeader(Schema):
@@ -44,7 +45,7 @@ class ExportHeader(Schema):
 
 
 def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
-    """Return the encoder of a run directory, or of an export, on the CPU in eval mode.
+    """Return the encoder of a run directory, or of an export (a file or a Hub's directory), on the CPU in eval mode.
 
     `step` is a checkpoint of the run; None means the newest. An export has no head, so its encoder returns features and
     pooled features, but no embeddings.
@@ -52,6 +53,8 @@ def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
     Raises `UserError` if `path` is neither, has no such checkpoint, or has other weights than its header says.
     """
     path = Path(path)
+    if (path / HUB_WEIGHTS).is_file():
+        path /= HUB_WEIGHTS
     if path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir()):
         if step is not None:
             raise UserError(

@@ -132,7 +132,12 @@ def _slurm_restart_count() -> int | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in the repository of this code; None if there is no repository."""
+    """Return the output of a git command in the repository of this code; None if there is no repository.
+
+    An installed wheel may lie inside another repository, whose commit is not that of this code.
+    """
+    if not (REPOSITORY / ".git").exists():
+        return None
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True, errors="replace"

@@ -5,3 +5,5 @@ its spectrogram is computed on the device of the waveforms.
 
 Guarantees: reading a sound never resamples it, mixes it down to mono or rescales it. A file that is cut off is refused.
 """
+
+__all__: list[str] = []

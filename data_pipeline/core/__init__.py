@@ -1,1 +1,23 @@
 """Errors, config schemas, random keys, progress and the sample: what every other room needs."""
+
+from typing import TYPE_CHECKING
+
+from data_pipeline.core.public_names import imported_when_used
+
+if TYPE_CHECKING:
+    from data_pipeline.core.counter_rng import DrawKeys, keys_of_rows
+    from data_pipeline.core.errors import UserError
+    from data_pipeline.core.sample import NO_LABEL, Batch
+else:
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "Batch": "data_pipeline.core.sample",
+            "DrawKeys": "data_pipeline.core.counter_rng",
+            "NO_LABEL": "data_pipeline.core.sample",
+            "UserError": "data_pipeline.core.errors",
+            "keys_of_rows": "data_pipeline.core.counter_rng",
+        },
+    )
+
+__all__ = ["NO_LABEL", "Batch", "DrawKeys", "UserError", "keys_of_rows"]

@@ -43,6 +43,16 @@ class DrawKeys:
         assert self.index_B.dim() == 1
 
 
+def keys_of_rows(inputs: torch.Tensor, *, seed: int, step: int, view: int = 0, first_row: int = 0) -> DrawKeys:
+    """Return keys for a batch (B, ...) whose samples have no dataset index, for example in your own training loop.
+
+    Each row, step, view and seed has its own draws. On several ranks, pass the number of rows of the ranks before this
+    one as `first_row`; otherwise all ranks get the same draws.
+    """
+    index_B = torch.arange(first_row, first_row + len(inputs), device=inputs.device)
+    return DrawKeys(seed=seed, epoch=step, index_B=index_B, view=view)
+
+
 def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
     """Return (B, num) float32 numbers in [0, 1) of 24 random bits each; `purpose` separates uses of the same keys."""
     bits = _hash(_key(keys, purpose), num)

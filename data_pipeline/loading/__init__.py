@@ -13,3 +13,21 @@ A sample passes these modules in this order:
 A dataset in memory is read and decoded once; each step then takes its rows by index and collates them as above. Probes
 (`trainer.probes.features`) call the same functions without an order.
 """
+
+from typing import TYPE_CHECKING
+
+from data_pipeline.core.public_names import imported_when_used
+
+if TYPE_CHECKING:
+    from data_pipeline.loading.stream import ReadConfig, Stream, read_all
+else:
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "ReadConfig": "data_pipeline.loading.stream",
+            "Stream": "data_pipeline.loading.stream",
+            "read_all": "data_pipeline.loading.stream",
+        },
+    )
+
+__all__ = ["ReadConfig", "Stream", "read_all"]

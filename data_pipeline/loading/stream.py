@@ -75,6 +75,9 @@ class ReadConfig(Schema):
     remote: RemoteConfig = _REMOTE
 
 
+_READ: Final = ReadConfig()
+
+
 def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: float, where: str | Path) -> None:
     """Raise `UserError`, with the first bad samples, if more than `max_share` (0 to 1) of all samples are `bad`.
 
@@ -240,6 +243,9 @@ def _leave_signals_to_the_trainer(worker_id: int) -> None:
 class Stream:
     """The batches of one rank for the steps `start_step` to `end_step - 1`; to resume at step k, start at step k.
 
+    Without an `end_step`, as many steps as an epoch has. `for batch in Stream(dataset, global_batch_size=256, seed=0)`
+    is one epoch in this process.
+
     Each rank gets global_batch_size / world_size samples a step, on `device`. With `overlay_draw="per_view"`, each view
     of a sample has its own crop and online overlay; otherwise the two views share them. With a `share`, the ranks of a
     node hold a dataset in memory together, and all ranks must make their streams at the same time. Iterating twice
@@ -263,20 +269,19 @@ class Stream:
         self,
         dataset: str | Path | SampleStore | Mixture,
         *,
-        read: ReadConfig,
         global_batch_size: int,
         seed: int,
-        rank: int,
-        world_size: int,
-        end_step: int,
+        read: ReadConfig = _READ,
+        rank: int = 0,
+        world_size: int = 1,
         start_step: int = 0,
+        end_step: int | None = None,
         device: torch.device = _CPU,
         overlay_draw: Literal["per_item", "per_view"] = "per_item",
         share: NodeShare | None = None,
         crops: CropLaw | None = None,
     ) -> None:
         assert 0 <= rank < world_size
-        assert 0 <= start_step <= end_step
         self._read, self._device, self._rank, self._world_size = read, device, rank, world_size
         self._mixture = dataset if isinstance(dataset, Mixture) else None
         if isinstance(dataset, Mixture):
@@ -316,6 +321,8 @@ class Stream:
             )
             for number, (name, store) in enumerate(named.items())
         ]
+        end_step = start_step + self._order.num_steps_per_epoch if end_step is None else end_step
+        assert 0 <= start_step <= end_step
         self._steps = range(start_step, end_step)
         self._global_batch_size, self._crops = global_batch_size, crops
         self._place(share)

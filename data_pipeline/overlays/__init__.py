@@ -34,6 +34,8 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, OVERLAY, Layout
 
+__all__ = ["FIRST_PURPOSE", "IMAGE_SIZE", "Layer", "Overlaid", "Overlay", "PictureOverlay"]
+
 IMAGE_SIZE: Final = 32  # width and height in pixels of the published pictures; on smaller ones, glyphs are illegible
 FIRST_PURPOSE: Final = 100  # overlays number their draws from here (`purpose` in `data_pipeline.core.counter_rng`)
 _VALUES_AT_ONCE: Final = 1 << 24  # of the pictures that are painted at once, in int32: 64 MiB for each intermediate

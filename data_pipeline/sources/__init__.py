@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from data_pipeline.core.sample import BASE, Record
 from data_pipeline.storage.manifest import MAX_CLASSES
 
+__all__ = ["SoundSource", "Source"]
+
 
 class Source(Protocol):
     """A sequence of records with a label each. It must be picklable, because worker processes of a build read it."""

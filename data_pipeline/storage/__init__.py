@@ -1,1 +1,20 @@
 """Read and write datasets on disk: manifests, shards, indexes."""
+
+from typing import TYPE_CHECKING
+
+from data_pipeline.core.public_names import imported_when_used
+
+if TYPE_CHECKING:
+    from data_pipeline.storage.manifest import Manifest, load_manifest
+    from data_pipeline.storage.store import SampleStore
+else:
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "Manifest": "data_pipeline.storage.manifest",
+            "SampleStore": "data_pipeline.storage.store",
+            "load_manifest": "data_pipeline.storage.manifest",
+        },
+    )
+
+__all__ = ["Manifest", "SampleStore", "load_manifest"]

@@ -1,1 +1,3 @@
 """Commands on built datasets: verify, preview, trace, bench."""
+
+__all__: list[str] = []

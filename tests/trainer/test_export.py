@@ -184,8 +184,9 @@ def test_an_export_leaves_the_ambient_random_state_alone_and_has_no_embeddings(e
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("encoder.pt", r"encoder is written as \.safetensors"),
-        ("encoder", r"pass --out NAME\.safetensors"),
+        ("encoder.pt", r"encoder is written as \.safetensors or \.onnx"),
+        ("encoder", r"pass --out NAME\.safetensors, or --hub DIR"),
+        ("encoder.onnx", "pass --image-size"),
         ("folder.safetensors", "it is a directory"),
     ],
 )

@@ -5,3 +5,5 @@ and there is no probe.
 
 Invariants: an analysis never changes the run's checkpoints, and it draws nothing from global random state.
 """
+
+__all__: list[str] = []

@@ -13,3 +13,22 @@ batch. Three conventions guarantee this, and every objective and layer follows t
 Without a process group, every collective is the identity, so the same code runs in one process. Invariants: only this
 folder imports `torch.distributed`; all ranks reach every collective.
 """
+
+from typing import TYPE_CHECKING
+
+from data_pipeline.core.public_names import imported_when_used
+
+if TYPE_CHECKING:
+    from trainer.distributed.collectives import all_gather_rows, all_reduce_sum, rank, world_size
+else:
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "all_gather_rows": "trainer.distributed.collectives",
+            "all_reduce_sum": "trainer.distributed.collectives",
+            "rank": "trainer.distributed.collectives",
+            "world_size": "trainer.distributed.collectives",
+        },
+    )
+
+__all__ = ["all_gather_rows", "all_reduce_sum", "rank", "world_size"]

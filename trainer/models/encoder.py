@@ -253,6 +253,8 @@ class Encoder(nn.Module):
 
     The parameters of `trunk` have torchvision's names, and those of a timm `trunk.model` have timm's names. Under
     autocast, the trunk runs in the autocast dtype. Normalisation, pooling, head and all outputs are float32.
+
+    `config` is the config from which `build_encoder` made it, with the mean and std in use; None for other encoders.
     """
 
     mean_C11: Tensor
@@ -266,8 +268,10 @@ class Encoder(nn.Module):
         in_channels: int,
         normalization: Normalization | None,
         probe_reads: Literal["map", "pooled"] = "map",
+        config: EncoderConfig | None = None,
     ) -> None:
         super().__init__()
+        self.config = config
         self.trunk = trunk
         self.head = head
         self.normalization = normalization
@@ -366,12 +370,16 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         trunk.synchronize_batch_norm()
     head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
     head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=head_norm)
+    normalization = config.normalization or normalization
+    if normalization is not None:
+        config = config.model_copy(update={"mean": normalization.mean, "std": normalization.std})
     return Encoder(
         trunk,
         head,
         in_channels=config.in_channels,
-        normalization=config.normalization or normalization,
+        normalization=normalization,
         probe_reads=config.probe_reads,
+        config=config,
     )
 
 

@@ -28,7 +28,7 @@ OWN_ARGUMENTS = frozenset(
 
 def check_timm_name(name: str) -> None:
     """Raise `UserError` if timm is not installed or has no such model."""
-    timm = _timm()
+    timm = load_timm()
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=1)
         hint = f'did you mean "{near[0]}"?' if near else "timm.list_models() lists the models"
@@ -49,7 +49,7 @@ class TimmTrunk(Trunk):
         super().__init__()
         check_timm_name(name)
         try:
-            self.model: Any = _timm().create_model(
+            self.model: Any = load_timm().create_model(
                 name, pretrained=False, num_classes=0, in_chans=in_channels, **options
             )
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -80,7 +80,7 @@ class TimmTrunk(Trunk):
     def synchronize_batch_norm(self) -> None:
         """Synchronise every batch norm, also timm's batch norm with activation. Raises `UserError` for other types."""
         super().synchronize_batch_norm()
-        with_activation = _timm().layers.BatchNormAct2d
+        with_activation = load_timm().layers.BatchNormAct2d
         for parent in list(self.modules()):
             for name, child in parent.named_children():
                 if type(child) is with_activation:
@@ -120,7 +120,8 @@ class _SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):
         return activated_BCHW
 
 
-def _timm() -> ModuleType:
+def load_timm() -> ModuleType:
+    """Return the module timm. Raises `UserError` if it is not installed."""
     try:
         return importlib.import_module("timm")
     except ModuleNotFoundError as error:

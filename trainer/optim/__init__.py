@@ -1,1 +1,3 @@
 """Optimizers, learning-rate schedules and the loss scale."""
+
+__all__: list[str] = []

@@ -7,3 +7,22 @@ checkpoints.
 Invariants: a probe never changes the encoder. It scores every test sample exactly once. Its result does not depend on
 the number of ranks. The two label spaces never mix.
 """
+
+from typing import TYPE_CHECKING
+
+from data_pipeline.core.public_names import imported_when_used
+
+if TYPE_CHECKING:
+    from trainer.probes.any_encoder import Accuracy, probe
+    from trainer.probes.linear import ProbeConfig
+else:
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "Accuracy": "trainer.probes.any_encoder",
+            "ProbeConfig": "trainer.probes.linear",
+            "probe": "trainer.probes.any_encoder",
+        },
+    )
+
+__all__ = ["Accuracy", "ProbeConfig", "probe"]

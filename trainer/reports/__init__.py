@@ -10,3 +10,5 @@ cells. `tables`, `study_tables` and `curves` prepare the tables and charts. `pag
 Guarantees: every number was measured. Every sentence follows from the numbers. A table holds accuracies on one dataset
 only. The page needs no network. Equal run directories give an equal file.
 """
+
+__all__: list[str] = []

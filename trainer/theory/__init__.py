@@ -5,3 +5,5 @@ In: the name of an experiment and its settings. Out: OUT/result.json with a verd
 Invariants: every verdict follows from an interval. Every random draw depends on the settings alone. All parts of a
 result come from the same settings and the same code.
 """
+
+__all__: list[str] = []

@@ -7,6 +7,24 @@ is a normalised log-mel spectrogram (B, 1, M, N). All policies work on whole bat
 Invariant: no draw comes from global random state, so views are equal in one process and in many.
 """
 
+from trainer.views.expert_audio import SpectralConfig, WaveformConfig
+from trainer.views.expert_image import ExpertImageConfig
+from trainer.views.pair import two_views
 from trainer.views.policy import BaseViewsConfig, ViewPolicy, ViewsConfig, ViewsInputs, build_view_policy
+from trainer.views.random_mask import RandomMaskConfig
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
-__all__ = ["BaseViewsConfig", "ViewPolicy", "ViewsConfig", "ViewsInputs", "build_view_policy"]
+__all__ = [
+    "BaseViewsConfig",
+    "ExpertImageConfig",
+    "RandomMaskConfig",
+    "SpectralConfig",
+    "ViewPolicy",
+    "Viewmaker",
+    "ViewmakerConfig",
+    "ViewsConfig",
+    "ViewsInputs",
+    "WaveformConfig",
+    "build_view_policy",
+    "two_views",
+]

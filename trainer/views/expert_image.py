@@ -26,6 +26,7 @@ from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
 from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import JitterDraws, jitter_colour_, luma, needs
+from trainer.views.inputs import check_floating
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import (
     CropDraws,
@@ -218,6 +219,7 @@ class ExpertImage(nn.Module):
         Raises:
             ValueError: if the pictures are not square RGB.
         """
+        check_floating(images_BCHW)
         B, C, H, W = images_BCHW.shape
         if C != 3 or H != W:
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.schema import ImageSize
+from trainer.views.inputs import check_floating
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
 _PURPOSE: Final = 0  # `purpose` in `data_pipeline.core.counter_rng`
@@ -78,6 +79,7 @@ class RandomMask(nn.Module):
         Raises:
             ValueError: if `check_image_size` refuses the pictures.
         """
+        check_floating(images_BCHW)
         config = self.config
         _, C, H, W = images_BCHW.shape
         check_image_size(config, height=H, width=W)

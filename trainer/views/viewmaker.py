@@ -34,6 +34,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import ImageSize, PositiveShare
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.views.expert_audio import Waveform, WaveformConfig, clean_spectrogram
+from trainer.views.inputs import check_floating
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
 _ATTACK_PURPOSE = 0  # `purpose` in `data_pipeline.core.counter_rng`
@@ -319,6 +320,7 @@ class Viewmaker(nn.Module):
         `dropout_rate`, the perturbation is exactly 0 for views that are not changed, which add nothing to any gradient.
         The network runs on these views too, because the host would have to wait for their number to leave them out.
         """
+        check_floating(images_BCHW)
         config = self.config
         H, W = images_BCHW.shape[2:]
         check_image_size(config, height=H, width=W)

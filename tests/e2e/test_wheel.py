@@ -1,0 +1,69 @@
+"""A wheel holds every file of the packages and nothing else, and works in another directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.real_data import REPOSITORY
+from tests.test_house import ROOMS, tracked_files
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the tracked files, built without a network."""
+    if tuple(map(int, metadata.version("setuptools").split(".")[:2])) < (70, 1) and not os.environ.get("CI"):
+        pytest.skip("setuptools 70.1 or newer is needed to build a wheel")
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "source"  # a copy, because a build writes into its source
+    for path in tracked_files():
+        if path.parts[0] in {*ROOMS, "setup.py"}:
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(REPOSITORY / path, source / path)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(directory), str(source)], check=True, timeout=300)
+    (built,) = directory.glob("*.whl")
+    return built
+
+
+def test_its_files_are_those_of_the_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == {str(path) for path in tracked_files() if path.parts[0] in ROOMS}
+
+
+def test_it_builds_trains_probes_and_reports_in_another_directory(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "WANDB_MODE": "disabled"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    imported = run("-c", "import configs, data_pipeline, launch, trainer; print(trainer.__file__, launch.__file__)")
+    assert imported.split() == [f"{site}/trainer/__init__.py", f"{site}/launch/__init__.py"]
+    for split, limit in (("train", "128"), ("test", "64")):
+        build = ("-m", "data_pipeline", "build", "procedural_letters", "--split", split, "--limit", limit)
+        run(*build, "--workers", "1", "--out", f"data/debug/{split}")  # letters read a font of the package
+    run("-m", "launch.train", "--config", "debug:image", "--run-dir", "run", "--set", "num_epochs=1")
+    assert "label_overlay" in run("-m", "trainer.probe", "run")
+    run("-m", "trainer.report", "run", "--out", "report.html")
+    page = (elsewhere / "report.html").read_text()
+    assert "<style>" in page
+    assert "letter" in page
+    assert "linear_contrastive" in run("-m", "trainer.theory", "--help")
+    assert '"git_commit": null' in (elsewhere / "run" / "provenance.json").read_text()

@@ -1,0 +1,147 @@
+"""Every block of docs/library.md and of the README runs as a user would run it, and the notebook does too."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gloo import run_ranks
+from tests.real_data import REPOSITORY
+from tests.tiny_data import write_tiny_pair
+from tests.trainer.test_export import make_run
+from trainer.models import ResNetConfig
+
+NOTEBOOK = REPOSITORY / "docs" / "what-a-viewmaker-drops.ipynb"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (REPOSITORY / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as the pages assume it: a dataset, and a run."""
+    directory = tmp_path_factory.mktemp("library")
+    write_tiny_pair(directory / "data" / "photos", num_train=96, num_test=48, overlay="online")
+    encoder = ResNetConfig(kind="resnet10", width=4, embedding_size=16, mean=(0.5,) * 3, std=(0.25,) * 3)
+    make_run(directory / "runs" / "mine", encoder)
+    (directory / "demo").mkdir()
+    (directory / "demo" / "viewmaker").symlink_to(directory / "runs" / "mine")
+    (directory / "demo" / "data").symlink_to(directory / "data" / "photos")
+    return directory
+
+
+@pytest.mark.slow
+def test_every_block_of_the_page_runs_in_turn(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for ddp.py, which other tests run."""
+    monkeypatch.chdir(directory)
+    names: dict[str, Any] = {"__name__": "library"}
+    for number, block in enumerate(blocks("docs/library.md")):
+        if block.startswith("# ddp.py"):
+            continue
+        if "onnx" in block:
+            pytest.importorskip("onnxscript")
+        if "pytorch_lightning" in block:
+            pytest.importorskip("pytorch_lightning")
+        exec(compile(block, f"docs/library.md, block {number}", "exec"), names)
+        if "for label, accuracy" in block:
+            assert set(names["found"]) == {"base", "overlay"}
+    assert names["output"].loss.isfinite()
+    assert names["module"].global_step == 3
+
+
+@pytest.mark.slow
+def test_the_block_of_the_readme_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    (block,) = blocks("README.md")
+    assert len(block.splitlines()) <= 20
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["loss"].isfinite()
+
+
+def test_a_viewmaker_is_trained_in_thirty_lines() -> None:
+    (loop,) = [block for block in blocks("docs/library.md") if "reverse_gradient(" in block]
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 30
+
+
+def test_a_lightning_module_takes_ten_lines_beside_its_signatures() -> None:
+    (block,) = [block for block in blocks("docs/library.md") if "LightningModule" in block]
+    (module,) = [node for node in ast.parse(block).body if isinstance(node, ast.ClassDef)]
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    assert sum(len(function.body) for function in functions) <= 10
+
+
+def train_ddp(directory: str) -> dict[str, Tensor]:
+    """Run ddp.py in this process group (alone without one), and return the weights."""
+    (script,) = [block for block in blocks("docs/library.md") if block.startswith("# ddp.py")]
+    before = Path.cwd()
+    os.chdir(directory)
+    torch.set_default_dtype(
+        torch.float64
+    )  # in float32 the two would part at the first ReLU that rounding pushes over 0
+    try:
+        names: dict[str, Any] = {}
+        with mock.patch("torch.distributed.init_process_group"):
+            if not torch.distributed.is_initialized():
+
+                def alone(module: nn.Module) -> nn.Module:
+                    return module
+
+                with mock.patch("torch.nn.parallel.DistributedDataParallel", alone):
+                    exec(script, names)
+            else:
+                exec(script, names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        os.chdir(before)
+    return {name.removeprefix("module."): tensor for name, tensor in names["encoder"].state_dict().items()}
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_as_one_process(directory: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        alone = train_ddp(str(directory))
+    on_ranks = run_ranks(train_ddp, 2, str(directory))
+    for name, expected in alone.items():
+        assert torch.equal(on_ranks[0][name], on_ranks[1][name]), name
+        torch.testing.assert_close(on_ranks[0][name], expected, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def outputs(notebook: Any) -> list[list[str]]:
+    """Return the kinds of the outputs of each cell with code."""
+    return [
+        sorted(
+            {kind for output in cell.outputs for kind in output.get("data", {"text/plain": ""}) if kind != "text/plain"}
+        )
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.process
+def test_the_notebook_runs_and_keeps_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    kept = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(kept)
+    ran = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(
+        ran, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    assert sum("image/png" in kinds for kinds in outputs(ran)) == 3
+    assert outputs(ran) == outputs(kept), (
+        "renew the outputs: jupyter execute --inplace docs/what-a-viewmaker-drops.ipynb"
+    )
+    assert "at the end" in str(ran.cells[-1].outputs)

@@ -1,0 +1,184 @@
+"""`probe(encoder, train, test)`: any module, any dataset; the accuracies are those of the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
+from trainer.models import ResNetConfig, build_encoder
+from trainer.probes.any_encoder import Accuracy, probe
+from trainer.probes.features import TRAIN_DRAW, read_pictures
+from trainer.probes.knn import probe_knn
+from trainer.probes.linear import ProbeConfig, probe_linear
+from trainer.probes.targets import label_targets
+
+QUICK = ProbeConfig(views="none", num_epochs=5, batch_size=16, learning_rate=0.1)
+
+
+class Halves(nn.Module):
+    """The mean brightness of the top and of the bottom half: it shows everything that the pictures have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        self.calls.append(len(x_BCHW))
+        top, bottom = x_BCHW.mean(1).chunk(2, dim=1)
+        return torch.stack([top.mean((1, 2)), bottom.mean((1, 2))], dim=1) * 10
+
+
+class Pairs(Dataset[Any]):
+    """Pictures whose top half is dark or bright, class 0 or 1; `give` makes the items."""
+
+    def __init__(self, num: int, give: Any, *, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.label_N = torch.randint(2, (num,), generator=draw)
+        self.pictures_NCHW = torch.rand(num, 3, 8, 8, generator=draw) / 4
+        self.pictures_NCHW[:, :, :4] += 0.5 * self.label_N[:, None, None, None]
+        self.give = give
+
+    def __len__(self) -> int:
+        return len(self.label_N)
+
+    def __getitem__(self, number: int) -> Any:
+        if number >= len(self):
+            raise IndexError
+        return self.give(self.pictures_NCHW[number], int(self.label_N[number]))
+
+
+def plain(picture: Tensor, label: int) -> tuple[Tensor, int]:
+    return picture, label
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data") / "tiny", num_train=96, num_test=48)
+
+
+@pytest.mark.parametrize("overlay", ["baked", "online"])
+def test_the_accuracies_are_those_of_the_command(overlay: Any, tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=32, overlay=overlay)
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)).eval()
+    train, test = read_pictures(data / "train", draw=TRAIN_DRAW), read_pictures(data / "test")
+    options: dict[str, Any] = {"train": train, "test": test, "targets": label_targets(train, test)}
+    cpu = torch.device("cpu")
+    linear = probe_linear(encoder, view_policy=lambda x, keys, masks: x, config=QUICK, device=cpu, **options)
+    knn = probe_knn(encoder, device=cpu, **options)
+    found = probe(encoder, data / "train", str(data / "test"), config=QUICK)
+    chance = {"base": 1 / 2, "overlay": 1 / len(train.class_names("overlay"))}
+    assert found == {
+        name: Accuracy(linear[name].result.accuracy, knn[name].result.accuracy, chance[name])
+        for name in ("base", "overlay")
+    }
+
+
+def test_each_picture_is_encoded_once_and_the_module_is_not_changed(tiny: Path) -> None:
+    encoder = Halves().train()
+    state = torch.get_rng_state()
+    found = probe(encoder, tiny / "train", tiny / "test", config=QUICK, batch_size=40)
+    assert encoder.calls == [40, 40, 16, 40, 8]
+    assert encoder.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert set(found) == {"base", "overlay"}
+    assert found["base"].knn > 0.9
+    assert found["base"].chance == 0.5
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "tensors", "uint8", "named", "TensorDataset"])
+def test_data_of_others_in_every_form(kind: str) -> None:
+    train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
+
+    def in_form(data: Pairs) -> Any:
+        match kind:
+            case "loader":
+                return DataLoader(data, batch_size=20)
+            case "tensors":
+                return data.pictures_NCHW, data.label_N
+            case "uint8":
+                return (data.pictures_NCHW * 255).byte(), data.label_N.tolist()
+            case "named":
+                return Pairs(len(data), lambda x, y: (x, {"bright": y, "other": 0}), seed=0 if data is train else 1)
+            case "TensorDataset":
+                return TensorDataset(data.pictures_NCHW, data.label_N)
+        return data
+
+    found = probe(Halves(), in_form(train), in_form(test), config=QUICK.model_copy(update={"num_epochs": 20}))
+    assert set(found) == ({"bright", "other"} if kind == "named" else {"label"})
+    assert next(iter(found.values())) == Accuracy(linear=1.0, knn=1.0, chance=0.5)
+
+
+def test_labels_can_be_chosen(tiny: Path) -> None:
+    assert set(probe(Halves(), tiny / "train", tiny / "test", labels=["overlay"], config=QUICK)) == {"overlay"}
+    with pytest.raises(UserError, match="have no label 'digit', only base, overlay"):
+        probe(Halves(), tiny / "train", tiny / "test", labels=["digit"], config=QUICK)
+
+
+def test_sounds_are_encoded_as_spectrograms(tmp_path: Path) -> None:
+    data = write_tiny_sound_pair(tmp_path / "sounds", num_train=32, num_test=16)
+    torch.manual_seed(0)
+    config = ResNetConfig(kind="resnet10", width=4, in_channels=1, mean=(0.0,), std=(1.0,))
+    found = probe(build_encoder(config), data / "train", data / "test", config=QUICK)
+    assert set(found) == {"base", "overlay"}
+
+
+def fixed(shape: tuple[int, ...]) -> nn.Module:
+    """A module that returns zeros of (B, *shape)."""
+
+    class Fixed(nn.Module):
+        def forward(self, x_BCHW: Tensor) -> Tensor:
+            return torch.zeros(len(x_BCHW), *shape)
+
+    return Fixed()
+
+
+@pytest.mark.parametrize(
+    ("encoder", "train", "test", "message"),
+    [
+        (Halves(), Pairs(8, lambda x, y: x), Pairs(8, plain), "the train set of the probe has no labels"),
+        (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: x), "the test set of the probe has no labels"),
+        (Halves(), Pairs(8, lambda x, y: (Image.new("RGB", (8, 8)), y)), Pairs(8, plain), "pictures as Image"),
+        (Halves(), Pairs(8, lambda x, y: (x, float(y))), Pairs(8, plain), "label 'label' of the train set is float64"),
+        (Halves(), Pairs(8, lambda x, y: (x, "cat")), Pairs(8, plain), "of the train set is tuple"),
+        (Halves(), Pairs(8, lambda x, y: (x, -1)), Pairs(8, plain), "is -1 for a sample"),
+        (Halves(), Pairs(8, lambda x, y: (x, {"a": y})), Pairs(8, plain), "labels a, but the test set label"),
+        (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: (x, 7)), "has the classes 7 in the test set"),
+        (Halves(), Pairs(0, plain), Pairs(8, plain), "the train set of the probe is empty"),
+        (fixed((5, 4, 4)), Pairs(8, plain), Pairs(8, plain), r"returns \(8, 5, 4, 4\) for 8 pictures"),
+        (
+            build_encoder(ResNetConfig(kind="resnet10", width=4)).eval(),
+            Pairs(8, plain),
+            Pairs(8, plain),
+            "not all finite; has the encoder a mean and std",
+        ),
+        (
+            build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)),
+            Pairs(8, lambda x, y: (x * 255, y)),
+            Pairs(8, plain),
+            r"pictures must be in \[0, 1\], got values from",
+        ),
+    ],
+)
+def test_what_cannot_be_probed_is_one_sentence(encoder: Any, train: Any, test: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        probe(encoder, train, test, config=QUICK)
+    assert "\n" not in str(refusal.value)
+
+
+def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
+    other = write_tiny_dataset(tmp_path / "other", num_samples=32, overlay="none", split="test")
+    with pytest.raises(UserError, match="label_overlay has classes"):
+        probe(Halves(), tiny / "train", other, config=QUICK)
+    with pytest.raises(UserError, match="encodes each picture once, but the config has views=policy"):
+        probe(Halves(), tiny / "train", tiny / "test", config=ProbeConfig())
+    with pytest.raises(UserError, match="nowhere"):
+        probe(Halves(), tmp_path / "nowhere", tiny / "test", config=QUICK)

@@ -1,0 +1,194 @@
+"""An encoder goes to the layout of the Hub and to ONNX, from a run or from one's own loop, with equal features."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer.encoder_export
+from data_pipeline.core.errors import UserError
+from tests.trainer.test_export import CIFAR10, TINY, features_of, make_run, pictures
+from trainer.encoder_export import export, export_onnx, save_encoder, save_pretrained
+from trainer.export import main
+from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder, load_encoder
+from trainer.models.encoder import Normalization
+from trainer.run_dir import RunDir, write_json
+
+
+def own_encoder(config: Any = TINY) -> Encoder:
+    """An encoder from somebody's own loop, whose batch norm has moved."""
+    torch.manual_seed(3)
+    encoder = build_encoder(config).train()
+    with torch.no_grad():
+        encoder(pictures(config.in_channels))
+    return encoder.eval()
+
+
+def probe_result(label: str, *, title: str, accuracy: float) -> dict[str, Any]:
+    """The file of a result, as `trainer.probe` writes it."""
+    linear = {"accuracy": accuracy, "best_accuracy": accuracy, "best_epoch": 1}
+    return {
+        "label": label,
+        "checkpoint_step": 10,
+        "linear": linear | {"accuracy_by_epoch": [accuracy], "train_accuracy_by_epoch": [accuracy]},
+        "knn": {"accuracy": 0.5, "num_neighbors": 200, "temperature": 0.1},
+        "chance": 0.1,
+        "majority_share": 0.11,
+        "class_names": ["a", "b"],
+        "num_train": 5000,
+        "num_test": 2000,
+        "probe_config": {},
+        "train_manifest_sha256": "0" * 64,
+        "test_manifest_sha256": "1" * 64,
+        "seconds": 1.0,
+        "title": title,
+    }
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return make_run(tmp_path_factory.mktemp("run"), steps=(5, 10))
+
+
+def test_an_encoder_of_ones_own_loop_is_saved_and_loaded(tmp_path: Path) -> None:
+    encoder = own_encoder()
+    save_encoder(encoder, tmp_path / "mine.safetensors", name="mine", step=7)
+    save_pretrained(encoder, tmp_path / "hub", name="mine", step=7)
+    for path in (tmp_path / "mine.safetensors", tmp_path / "hub"):
+        assert torch.equal(features_of(load_encoder(path), 3), features_of(encoder, 3))
+    assert (tmp_path / "hub" / "model.safetensors").read_bytes() == (tmp_path / "mine.safetensors").read_bytes()
+
+
+def test_mean_and_std_that_were_passed_to_build_encoder_are_saved(tmp_path: Path) -> None:
+    normalization = Normalization(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4), normalization=normalization).eval()
+    save_encoder(encoder, tmp_path / "mine.safetensors")
+    assert torch.equal(features_of(load_encoder(tmp_path / "mine.safetensors"), 3), features_of(encoder, 3))
+
+
+def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, tmp_path: Path) -> None:
+    write_json(run_dir.probes(10) / "base.json", probe_result("base", title="picture", accuracy=0.8125))
+    write_json(run_dir.probes(10) / "overlay.json", probe_result("overlay", title="digit", accuracy=0.25))
+    write_json(run_dir.probes(10) / "base-seed_1.json", probe_result("base", title="another", accuracy=0.3))
+    save_pretrained(run_dir.path, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    front, _, text = card.removeprefix("---\n").partition("\n---\n")
+    assert "library_name: feature-dropout" in front
+    assert "# tiny-run" in text
+    for row in ("| objective | nt_xent |", "| views | expert_image |", "| encoder | resnet10 |", "| steps | 10 of 32 "):
+        assert row in text
+    assert "| picture | 81.2 | 50.0 | 11.0 | 10.0 | 2,000 |" in text
+    assert "| digit | 25.0 |" in text
+    assert "another" not in text
+    assert str(run_dir.path) not in text + (tmp_path / "config.json").read_text()
+    assert torch.equal(features_of(load_encoder(tmp_path), 3), features_of(load_encoder(run_dir.path), 3))
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+
+
+def test_an_earlier_step_and_a_title_can_be_chosen(run_dir: RunDir, tmp_path: Path) -> None:
+    save_pretrained(run_dir, tmp_path, step=5, name="My encoder")
+    assert "# My encoder" in (tmp_path / "README.md").read_text()
+    assert torch.equal(features_of(load_encoder(tmp_path), 3), features_of(load_encoder(run_dir.path, step=5), 3))
+    with pytest.raises(UserError, match="leave out step=5"):
+        load_encoder(tmp_path, step=5)
+
+
+def test_the_code_in_the_card_works(tmp_path: Path) -> None:
+    save_pretrained(own_encoder(), tmp_path)
+    (code,) = [part.partition("```")[0] for part in (tmp_path / "README.md").read_text().split("```python\n")[1:]]
+    names: dict[str, Any] = {}
+    exec(code.replace("PATH OF THIS DIRECTORY", str(tmp_path)), names)
+    assert names["pooled"].shape == (8, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        ResNetConfig(kind="resnet18", **CIFAR10),
+        TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 2}, **CIFAR10),
+    ],
+    ids=lambda config: config.kind,
+)
+def test_timm_loads_the_directory(config: Any, tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    encoder = own_encoder(config)
+    save_pretrained(encoder, tmp_path)
+    model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    with torch.no_grad():
+        theirs = model((pictures(3) - encoder.mean_C11) / encoder.std_C11)
+    torch.testing.assert_close(theirs, features_of(encoder, 3))
+    assert "local-dir:PATH OF THIS DIRECTORY" in (tmp_path / "README.md").read_text()
+
+
+def run_onnx(path: Path, pictures_BCHW: Tensor) -> Tensor:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (pooled,) = session.run(["pooled"], {"pictures": np.asarray(pictures_BCHW)})
+    return torch.from_numpy(pooled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [TINY, TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 2}, **CIFAR10)],
+    ids=lambda config: config.kind,
+)
+def test_onnx_gives_the_same_features_for_any_number_of_pictures(config: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    encoder = own_encoder(config).train()
+    export_onnx(encoder, tmp_path / "encoder.onnx", image_size=(32, 32))
+    assert encoder.training
+    encoder.eval()
+    for num in (1, 5):
+        x = torch.rand(num, 3, 32, 32)
+        with torch.no_grad():
+            expected = encoder.pooled(x)
+        torch.testing.assert_close(run_onnx(tmp_path / "encoder.onnx", x), expected, rtol=1e-4, atol=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["encoder.onnx"]
+
+
+@pytest.mark.slow
+def test_the_commands(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+    for words in (["--out", str(tmp_path / "e.onnx"), "--image-size", "32"], ["--hub", str(tmp_path / "hub")]):
+        monkeypatch.setattr(sys, "argv", ["export", str(run_dir.path), *words])
+        main()
+    expected = features_of(load_encoder(run_dir.path), 3)
+    torch.testing.assert_close(run_onnx(tmp_path / "e.onnx", pictures(3)), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(features_of(load_encoder(tmp_path / "hub"), 3), expected)
+    assert json.loads((tmp_path / "hub" / "config.json").read_text())["encoder_export"]["step"] == 10
+
+
+def test_what_cannot_be_exported_is_one_sentence(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Encoder(own_encoder().trunk, nn.Identity(), in_channels=3, normalization=Normalization(**CIFAR10))
+    open_encoder = build_encoder(ResNetConfig(kind="resnet10", width=4))
+    empty = RunDir(tmp_path / "empty")
+    write_json(empty.config, json.loads(run_dir.config.read_text()))
+    refused: list[tuple[Callable[[], None], str]] = [
+        (lambda: save_encoder(other, tmp_path / "x.safetensors"), "does not come from build_encoder"),
+        (lambda: save_encoder(open_encoder, tmp_path / "x.safetensors"), "has no mean and std"),
+        (lambda: save_encoder(own_encoder(), tmp_path / "x.pt"), "ends in .safetensors"),
+        (lambda: export_onnx(own_encoder(), tmp_path / "x.pt", image_size=(32, 32)), "ends in .onnx"),
+        (lambda: save_pretrained(empty, tmp_path / "hub"), "has no checkpoint yet"),
+        (lambda: save_pretrained(own_encoder(), run_dir.path), "is a run directory"),
+        (lambda: export(run_dir, tmp_path / "x.safetensors", image_size=(32, 32)), "leave out --image-size"),
+    ]
+    for action, message in refused:
+        with pytest.raises(UserError, match=message) as refusal:
+            action()
+        assert "\n" not in str(refusal.value)
+    monkeypatch.setattr(trainer.encoder_export.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"needs the package onnx; install it with pip install -e '\.\[onnx\]'"):
+        export_onnx(own_encoder(), tmp_path / "x.onnx", image_size=(32, 32))
+    assert {path.name for path in tmp_path.iterdir()} == {"empty"}

@@ -1,0 +1,278 @@
+"""Probe any encoder on any dataset from Python: `probe(encoder, train, test)` returns accuracies by label.
+
+Each picture is encoded once, without views. Its features stay in memory for all epochs of the linear probe and for
+kNN; the pictures do not. For datasets of this package the accuracies are those of `trainer.probe --views none`.
+
+Shapes: N samples, B batch, C channels, H height, W width, F features of the linear probe, D features of kNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from data_pipeline.audio.log_mel import mel_config
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.loading.stream import read_all
+from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.store import SampleStore
+from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen
+from trainer.probes.knn import knn_accuracies
+from trainer.probes.linear import FeatureBatch, ProbeConfig, Target, epoch_rows, fit_linear_probe, num_labelled
+from trainer.probes.targets import readable_labels
+from trainer.views.expert_audio import clean_spectrogram
+from trainer.views.inputs import to_unit_range
+
+Labels: TypeAlias = Tensor | Mapping[str, Tensor]
+LabelledData: TypeAlias = str | Path | SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
+"""A location or an open store of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
+DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W) and labels (N,)."""
+
+ONLY_LABEL: Final = "label"  # the name of a label without a name
+_WITHOUT_VIEWS: Final = ProbeConfig(views="none")
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Test accuracies of one label, in [0, 1], and the accuracy of a guess.
+
+    linear: of a linear probe on the features.
+    knn: of a vote of the nearest neighbours.
+    chance: one over the number of classes.
+    """
+
+    linear: float
+    knn: float
+    chance: float
+
+
+def probe(
+    encoder: nn.Module | FeatureEncoder | Callable[[Tensor], Tensor],
+    train: LabelledData,
+    test: LabelledData,
+    *,
+    labels: Sequence[str] | None = None,
+    config: ProbeConfig = _WITHOUT_VIEWS,
+    batch_size: int = 128,
+) -> dict[str, Accuracy]:
+    """Return the test accuracies of a frozen encoder for each label (or for `labels`), by the name of the label.
+
+    `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
+    pictures as float32 in [0, 1], and floating pictures as they are, `batch_size` at a time, on the device of its
+    parameters. It is not changed. A label without a name is called "label". Classes are whole numbers from 0.
+
+    `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
+    calls this with the same arguments, and computes all of it.
+
+    Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
+    anything but finite rows.
+    """
+    if config.views != "none" or config.batch_norm != "eval":
+        raise UserError(
+            f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "
+            f"batch_norm={config.batch_norm}; use ProbeConfig(views='none'), or `python -m trainer.probe` for views"
+        )
+    with frozen(encoder):
+        known = _encode(encoder, train, which="train", batch_size=batch_size)
+        asked = _encode(encoder, test, which="test", batch_size=batch_size)
+    targets = _targets(known, asked, wanted=labels)
+    device = known.features_NF.device
+
+    def batches(epoch: int) -> Iterable[FeatureBatch]:
+        for row_B in epoch_rows(len(known.features_NF), epoch=epoch, config=config):
+            classes = {name: target.train_N[row_B] for name, target in targets.items()}
+            yield FeatureBatch(known.features_NF[row_B.to(device)], classes)
+
+    linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
+    knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
+    return {
+        name: Accuracy(linear[name].result.accuracy, knn[name], 1 / target.num_classes)
+        for name, target in targets.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The features of a dataset, and its labels (N,) int64 on the host. `manifest` is None for data of others."""
+
+    features_NF: Tensor
+    pooled_ND: Tensor
+    labels: Mapping[str, Tensor]
+    manifest: Manifest | None
+
+
+def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
+    """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
+    manifest: Manifest | None = None
+    if isinstance(data, str | Path | SampleStore):
+        store = data if isinstance(data, SampleStore) else SampleStore(data)
+        manifest = store.manifest
+        pairs = _stored(store, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
+    elif isinstance(data, tuple):
+        pairs = _split(data, which=which, batch_size=batch_size)
+    else:
+        loader = data if isinstance(data, DataLoader) else _loader(data, which=which, batch_size=batch_size)
+        pairs = (_as_pair(item, which=which) for item in loader)
+
+    normalises = _normalises_itself(encoder)
+    parameter = next(encoder.parameters(), None) if isinstance(encoder, nn.Module) else None
+    device = _CPU if parameter is None else parameter.device
+    features: list[Tensor] = []
+    pooled: list[Tensor] = []
+    labels: dict[str, list[Tensor]] = {}
+    for inputs, label_of in pairs:
+        check_range = normalises and (manifest is None or manifest.medium == "picture")
+        x_BCHW = (to_unit_range(inputs) if check_range else _to_float(inputs)).to(device)
+        if normalises:
+            of_encoder = cast(FeatureEncoder, encoder)
+            features.append(_rows(of_encoder.features(x_BCHW), len(inputs)))
+            pooled.append(_rows(of_encoder.pooled(x_BCHW), len(inputs)))
+        else:
+            features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
+        for name, label_B in label_of.items():
+            if manifest is None:
+                label_B = _classes(label_B, name, which=which, num=len(inputs))
+            labels.setdefault(name, []).append(label_B)
+    if not features:
+        raise UserError(f"the {which} set of the probe is empty; give it samples with labels")
+    features_NF = torch.cat(features)
+    if not features_NF.isfinite().all():
+        raise UserError(
+            f"the features of the {which} set are not all finite; has the encoder a mean and std (encoder.config), and "
+            "did its training diverge?"
+        )
+    whole = {name: torch.cat(parts) for name, parts in labels.items()}
+    return _Encoded(features_NF, torch.cat(pooled) if pooled else features_NF, whole, manifest)
+
+
+def _normalises_itself(encoder: object) -> bool:
+    """Return whether an encoder has both methods of a `FeatureEncoder`, as `trainer.models.Encoder` has."""
+    return all(callable(getattr(encoder, name, None)) for name in ("features", "pooled"))
+
+
+def _stored(store: SampleStore, *, draw: int, batch_size: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield the inputs and labels of a dataset of this package; leaves out samples that have no label at all."""
+    rate = store.manifest.sample_rate
+    for batch in read_all(store, batch_size=batch_size, draw=draw):
+        inputs = batch.inputs_a if rate is None else clean_spectrogram(batch.inputs_a, mel_config(rate))
+        has_one_B = torch.zeros(len(batch), dtype=torch.bool)
+        for label_B in batch.labels.values():
+            has_one_B |= label_B != NO_LABEL
+        if has_one_B.any():
+            yield inputs[has_one_B], {name: label_B[has_one_B] for name, label_B in batch.labels.items()}
+
+
+def _split(data: tuple[Tensor, Labels], *, which: str, batch_size: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    inputs, labels = _as_pair(data, which=which)
+    for first in range(0, len(inputs), batch_size):
+        rows = slice(first, first + batch_size)
+        yield inputs[rows], {name: label_N[rows] for name, label_N in labels.items()}
+
+
+def _loader(data: Dataset[Any], *, which: str, batch_size: int) -> DataLoader[Any]:
+    def collate(items: list[Any]) -> Any:
+        if not isinstance(items[0], tuple | list) or len(items[0]) != 2:
+            raise _no_labels(which, items[0])
+        if not isinstance(items[0][0], Tensor):
+            raise UserError(
+                f"the {which} set of the probe gives pictures as {type(items[0][0]).__name__}; give it "
+                "transform=torchvision.transforms.ToTensor()"
+            )
+        return default_collate(items)
+
+    return DataLoader(data, batch_size=batch_size, collate_fn=collate)
+
+
+def _as_pair(item: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the inputs and the labels by name of (inputs, labels). Raises `UserError` if it is anything else."""
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Tensor):
+        raise _no_labels(which, item)
+    inputs, labels = item
+    by_name: dict[str, Tensor] = {}
+    for name, classes in labels.items() if isinstance(labels, Mapping) else [(ONLY_LABEL, labels)]:
+        try:
+            by_name[str(name)] = torch.as_tensor(classes)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"label {name!r} of the {which} set is {type(classes).__name__}; a probe predicts classes, one whole "
+                "number for each picture"
+            ) from None
+    return inputs, by_name
+
+
+def _no_labels(which: str, item: object) -> UserError:
+    return UserError(
+        f"the {which} set of the probe has no labels: it gives {type(item).__name__} in place of (picture, label) or "
+        "(picture, {name: label})"
+    )
+
+
+def _classes(label_B: Tensor, name: str, *, which: str, num: int) -> Tensor:
+    """Return classes (B,) int64 on the host."""
+    if label_B.is_floating_point() or label_B.is_complex() or label_B.shape != (num,):
+        raise UserError(
+            f"label {name!r} of the {which} set is {str(label_B.dtype).removeprefix('torch.')} of shape "
+            f"{tuple(label_B.shape)}; a probe predicts classes, one whole number for each picture"
+        )
+    if num and int(label_B.min()) < 0:
+        raise UserError(
+            f"label {name!r} of the {which} set is {int(label_B.min())} for a sample; leave such samples out"
+        )
+    return label_B.long().cpu()
+
+
+def _rows(features_BF: Tensor, num: int) -> Tensor:
+    if not isinstance(features_BF, Tensor) or features_BF.dim() != 2 or len(features_BF) != num:
+        shape = tuple(features_BF.shape) if isinstance(features_BF, Tensor) else type(features_BF).__name__
+        raise UserError(
+            f"the encoder returns {shape} for {num} pictures, but a probe reads one row for each, (B, D); pool or "
+            "flatten it, for example by nn.Sequential(encoder, nn.AdaptiveAvgPool2d(1), nn.Flatten())"
+        )
+    return features_BF.float()
+
+
+def _to_float(inputs: Tensor) -> Tensor:
+    return inputs if inputs.is_floating_point() else inputs.float() / 255
+
+
+def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:
+    """Return the labels to predict. Raises `UserError` if the two sets do not have the same labels."""
+    if train.manifest is not None and test.manifest is not None:
+        named = readable_labels(train.manifest, test.manifest)
+        num_classes = {name: len(classes) for name, classes in named.items()}
+    else:
+        num_classes = {}
+    if train.labels.keys() != test.labels.keys() or not train.labels:
+        raise UserError(
+            f"the train set has the labels {', '.join(train.labels) or 'none'}, but the test set "
+            f"{', '.join(test.labels) or 'none'}; give both the same"
+        )
+    for name in wanted or ():
+        if name not in train.labels:
+            raise UserError(f"the datasets have no label {name!r}, only {', '.join(train.labels)}; probe one of these")
+    targets: dict[LabelSpace, Target] = {}
+    for name, train_N in train.labels.items():
+        if wanted is not None and name not in wanted:
+            continue
+        test_N = test.labels[name]
+        if name not in num_classes:
+            unknown = sorted(set(test_N.tolist()) - set(train_N.tolist()))
+            if unknown:
+                raise UserError(
+                    f"label {name!r} has the classes {', '.join(map(str, unknown[:5]))} in the test set but not in the "
+                    "train set; number the classes of both alike"
+                )
+        num = num_classes.get(name, int(train_N.max()) + 1)
+        for which, label_N in (("train", train_N), ("test", test_N)):
+            if not num_labelled(label_N):
+                raise UserError(f"no sample of the {which} set has the label {name!r}; leave it out with labels=...")
+        targets[name] = Target(train_N, test_N, num_classes=num)
+    return targets

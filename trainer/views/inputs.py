@@ -1,0 +1,32 @@
+"""Check the inputs of view policies."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+
+
+def check_floating(images_BCHW: Tensor) -> None:
+    """Raise `UserError` if pictures are whole numbers. The range is not checked, because the host would wait for it."""
+    if not images_BCHW.is_floating_point():
+        kind = str(images_BCHW.dtype).removeprefix("torch.")
+        raise UserError(f"views take pictures of a floating type in [0, 1], got {kind}; divide bytes by 255")
+
+
+def to_unit_range(inputs: Tensor) -> Tensor:
+    """Return uint8 pictures as float32 in [0, 1], and inputs of a floating type as they are.
+
+    Raises `UserError` if pictures (B, C, H, W) on the CPU are outside [0, 1]; on a GPU the host would wait for the
+    answer.
+    """
+    if not inputs.is_floating_point():
+        return inputs.float() / 255
+    if inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.numel():
+        low, high = (float(bound) for bound in inputs.detach().aminmax())
+        if low < 0 or high > 1:
+            raise UserError(
+                f"pictures must be in [0, 1], got values from {low:.3g} to {high:.3g}; divide bytes by 255, and leave "
+                "out any normalisation, because the encoder normalises"
+            )
+    return inputs
