@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -25,7 +25,7 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import batch_indices, epoch_order
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.overlays import Overlay, evaluation_keys
+from data_pipeline.overlays import NOTHING_GIVEN, Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
 
 WARM_UP_SECONDS = 0.3  # not counted: files are mapped and kernels are chosen
@@ -68,7 +68,9 @@ def rows(
         device=device,
     )
     if (overlay := store.overlay) is not None:
-        yield Row("overlay alone", None, partial(overlay_counts, overlay.to(device), inputs))
+        of_source = [name for name, label in manifest.labels.items() if label.given_by == "source"]
+        labels = {name: torch.zeros(batch_size, dtype=torch.int64, device=device) for name in of_source}
+        yield Row("overlay alone", None, partial(overlay_counts, overlay.to(device), inputs, labels))
     if manifest.sample_rate is not None:
         yield Row("log-mel alone", None, partial(log_mel_counts, inputs, sample_rate=manifest.sample_rate))
 
@@ -119,12 +121,14 @@ def stream_counts(
         yield len(batch)
 
 
-def overlay_counts(overlay: Overlay, inputs: torch.Tensor) -> Iterator[int]:
-    """Apply the overlay to one batch of inputs again and again, each time with another draw."""
+def overlay_counts(
+    overlay: Overlay, inputs: torch.Tensor, labels: Mapping[str, torch.Tensor] = NOTHING_GIVEN
+) -> Iterator[int]:
+    """Apply the overlay to one batch of inputs with these labels again and again, each time with another draw."""
     index_B = torch.arange(len(inputs), device=inputs.device)
     draw = 0
     while True:
-        overlay(inputs, evaluation_keys(index_B, draw=draw))
+        overlay(inputs, evaluation_keys(index_B, draw=draw), labels)
         _wait(inputs.device)
         yield len(inputs)
         draw += 1
