@@ -10,6 +10,7 @@ import pytest
 from configs import demo
 from tests.browser import Tab, browser, needs_chromium
 from tests.trainer.reports.test_report import make_run
+from tests.trainer.reports.test_report_labels import add_groups
 from tests.trainer.reports.test_report_study import study_run
 from trainer.reports.page import page
 from trainer.reports.published import study
@@ -89,14 +90,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for data in ("cifar10_shapes", "cifar10_digits", "cifar10_letters")
         for seed in (0, 1, 2)
     ]
-    for name, chosen in (("two", runs), ("one", runs[:1]), ("study", of_study)):
+    titles, three = TITLES | {"site": "hospital"}, accuracies | {"site": [0.5, 0.612]}
+    many = make_run(directory / "many", titles=titles, trained=three, untrained=three)
+    for other in ("overlay", "site"):
+        add_groups(many, "base", ("base", other), 0.125, worst="the long name of a class " * 3, num_small=3)
+    for name, chosen in (("two", runs), ("one", runs[:1]), ("study", of_study), ("many", [many])):
         found = read_runs(chosen)
         sheet = fill(study("table1"), found) if name == "study" else None
         (directory / f"{name}.html").write_text(page(arms_of(found), sheet))
-    return {name: directory / f"{name}.html" for name in ("one", "two", "study")}
+    return {name: directory / f"{name}.html" for name in ("one", "two", "study", "many")}
 
 
-@pytest.mark.parametrize("name", ["one", "two", "study"])
+@pytest.mark.parametrize("name", ["one", "two", "study", "many"])
 @pytest.mark.parametrize("width", [PHONE, DESK])
 def test_nothing_is_cut_off_on_a_screen(name: str, width: int, pages: dict[str, Path], tab: Tab) -> None:
     tab.complaints.clear()
@@ -112,7 +117,7 @@ def test_nothing_is_cut_off_on_a_screen(name: str, width: int, pages: dict[str, 
     assert all("linear-gradient" in box for box in boxes if box.startswith("scroll"))  # the hint
 
 
-@pytest.mark.parametrize("name", ["one", "two", "study"])
+@pytest.mark.parametrize("name", ["one", "two", "study", "many"])
 def test_nothing_is_cut_off_in_print(name: str, pages: dict[str, Path], tab: Tab) -> None:
     tab.complaints.clear()
     tab.open(pages[name], width=PAPER, media="print")
