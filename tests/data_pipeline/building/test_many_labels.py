@@ -442,6 +442,22 @@ def test_a_dataset_of_two_labels_from_before_reads_the_same(tmp_path: Path) -> N
     assert store.manifest.sha256 == hashlib.sha256(compact.encode()).hexdigest()
 
 
+# The sha256 of files that the code of before other labels wrote.
+RECORDED = {
+    "plain/manifest.json": "56e54ed9750e6c624ac94ec7823d4bcb79abb795a13dd010c477a9cb3a178b13",
+    "plain/shard-00000.tar": "2e4b78c045294a3664680d398613b3e8543e66c02cc82dde377c61505c8822e1",
+    "shapes/manifest.json": "28c930ae20c8f6e8c1d5d7f0e5e6f21b8d3f40dbe4b4a1bc95d2c79764dc9eea",
+    "shapes/shard-00000.tar": "2b4bf043fcabedc2047b6b4f6c642697e3cff65c918f7a2a948f688c68a2d0cb",
+}
+
+
+def test_a_build_of_two_labels_has_the_bytes_that_it_had(tmp_path: Path) -> None:
+    build_dataset("procedural", tmp_path / "plain", limit=12)
+    build_dataset("procedural_shapes", tmp_path / "shapes", limit=12, num_samples_per_shard=5)
+    found = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in RECORDED}
+    assert found == RECORDED
+
+
 def test_a_manifest_with_labels_that_contradict_it_is_refused(tmp_path: Path) -> None:
     table, _ = hospital(tmp_path / "pics")
     build_dataset("folder", tmp_path / "out", root=tmp_path / "pics", labels=table)
