@@ -34,7 +34,7 @@ from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig, read_config, read_run_config
 from trainer.models import load_encoder
 from trainer.objectives.objective import OBJECTIVES
-from trainer.own_code import files_to_copy, own_packages, read_own_code
+from trainer.own_code import check_same_code, files_to_copy, own_packages, read_own_code
 from trainer.run_dir import RunDir
 
 MINE = "seaside.recipes:mine"
@@ -42,6 +42,7 @@ OWN_KINDS = {
     "views": "seaside.views:LightConfig",
     "encoder": "seaside.encoders:PatchesConfig",
     "objective": "seaside.losses:TripletConfig",
+    "engine": "seaside.engines:CalmConfig",
 }
 
 
@@ -437,6 +438,13 @@ def test_code_that_has_changed_since_the_checkpoint_is_noticed(
     name = re.findall(r"--accept-code (\S+)", done.stderr)[0]
     assert run(*train, "--accept-code", "seaside:000000000000").status == 2
     assert run(*train, "--accept-code", name).status == 0
+
+
+def test_a_class_of_the_script_itself_is_refused(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve_recipe(MINE)
+    monkeypatch.setattr(type(config.objective), "__module__", "__main__")
+    with pytest.raises(UserError, match="TripletConfig is a class of the script that runs, so no later"):
+        check_same_code(RunDir(tmp_path), config, step=0, accepted=())
 
 
 def test_a_copy_of_the_code_for_jobs_holds_what_is_not_installed(site: Path, tmp_path: Path) -> None:

@@ -112,8 +112,14 @@ def check_same_code(run_dir: RunDir, config: RunConfig, *, step: int, accepted: 
     """Compare the code of a run's own with that of its last start, if it goes on from a checkpoint of `step`.
 
     `accepted` are names of changed code with which the run may go on, as this error gives them; then logs a warning.
-    Raises `UserError` for code that has changed and was not accepted.
+    Raises `UserError` for code that has changed and was not accepted, and for a class of the script that runs.
     """
+    for section in _sections(config):
+        if type(section).__module__ == "__main__":
+            raise UserError(
+                f"{type(section).__qualname__} is a class of the script that runs, so no later command finds it; move "
+                "it to a module, and import it from there"
+            )
     starts = run_dir.read_provenance().get("starts") or []
     before: Any = starts[-1].get(RECORDED_CODE) if starts and step > 0 else None
     if not isinstance(before, dict):

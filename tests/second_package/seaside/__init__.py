@@ -1,1 +1,1 @@
-"""A package of somebody else: an objective, a view, an encoder, an overlay, a dataset and recipes of its own."""
+"""A package of somebody else: objective, view, encoder, engine, overlay, dataset and recipes of its own."""

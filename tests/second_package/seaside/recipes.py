@@ -6,6 +6,7 @@ from configs import debug
 from trainer.config import RunConfig
 
 from .encoders import PatchesConfig
+from .engines import CalmConfig
 from .losses import TripletConfig
 from .views import LightConfig
 
@@ -17,6 +18,7 @@ def mine() -> RunConfig:
         "views": LightConfig(),
         "encoder": PatchesConfig(embedding_size=16),
         "objective": TripletConfig(),
+        "engine": CalmConfig(),
     }
     return RunConfig.model_validate(debug.image().model_dump() | ours)
 

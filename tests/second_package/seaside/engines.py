@@ -1,0 +1,12 @@
+"""An engine under another name: that of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.distributed.engines import BaseEngineConfig, DDPEngine, EngineInputs
+
+
+class CalmConfig(BaseEngineConfig):
+    def build(self, module: nn.Module, given: EngineInputs) -> DDPEngine:
+        return DDPEngine(module, optimizer=given.optimizer)
