@@ -495,6 +495,41 @@ def test_a_run_is_killed_and_goes_on_with_other_ranks(site: Path, data: Path, tm
     assert read_run_config(run_dir).objective.kind == OWN_KINDS["objective"]
 
 
+MINE_PY = """
+from configs import debug
+from data_pipeline.core.schema import PositiveFactor
+from trainer.config import RunConfig
+from trainer.objectives import BaseObjectiveConfig, NTXent, NTXentConfig
+
+class ScaledConfig(BaseObjectiveConfig):
+    temperature: PositiveFactor = 0.3
+
+    def build(self, given):
+        return NTXent(NTXentConfig(temperature=self.temperature))
+
+def big():
+    return RunConfig.model_validate(debug.image().model_dump() | {"name": "big", "objective": ScaledConfig()})
+"""
+
+
+@pytest.mark.process
+def test_the_ranks_of_a_job_find_the_file_of_a_recipe(
+    data: Path, tmp_path: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are other processes, which see the copy of the code and not the directory of the file."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "mine.py").write_text(MINE_PY)
+    flags = ["--config", f"{tmp_path}/mine.py:big", *settings(data, num_epochs=1), "--run-dir", tmp_path / "run"]
+    with on_path(tmp_path):
+        done = run(launch.slurm, "--executor", "local", "--tasks-per-node", "2", "--wait", *flags)
+    assert done.status == 0, done.stderr
+    run_dir = RunDir(tmp_path / "run")
+    (start,) = run_dir.read_provenance()["starts"]
+    assert (start["world_size"], start["own_code"].keys()) == (2, {"mine"})
+    (copy,) = (tmp_path / "run" / "code").glob("*/mine.py")
+    assert copy.read_text() == MINE_PY
+
+
 # Data.
 
 
